@@ -114,9 +114,7 @@ def _trainer(experts: str, precision: str) -> Contestant:
                 self.began = now
 
         output.mkdir(parents=True)
-        write_config(
-            config.model, output, context=config.train.sequence_length, eos_id=None, pad_id=None, dtype="float32"
-        )
+        write_config(config.model, output, context=config.train.sequence_length, dtype="float32")
         settings: dict[str, Any] = {"experts_implementation": experts} if config.model.experts else {}
         if config.model.experts:
             settings |= {"output_router_logits": True, "router_aux_loss_coef": config.moe.balance_coefficient}

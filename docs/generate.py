@@ -1,7 +1,7 @@
 """Writes the reference pages of the documentation from the program itself: run it with `make docs`.
 
 Each page is a template of `docs/templates/`, in which a line `{{ name }}` stands for a generated part: the keys of the
-configuration (`optimus/config/tree.py`), the options of the commands (`optimus/cli.py`), the public functions of Python.
+configuration (`optimus/config/tree.py`), the options of the commands (their parser), the public functions of Python.
 """
 
 import ast
@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import annotated_types
+import typer
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from typer import Typer
-from typer.models import ArgumentInfo
 
 import optimus
 from optimus import cli
 from optimus.config import RunConfig, load_config, resolve_model
 from optimus.config.models import models
-from optimus.plan.measure.commands import benchmarks
 
 FOLDER = Path(__file__).parent
 
@@ -191,63 +189,65 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join([first, "|---" * len(head) + "|", *others]) + "\n"
 
 
-# The commands.
+# The commands, as the parser has them.
 
 
 def commands() -> str:
     """A heading, a usage line and a table of options for each command; a line for each benchmark."""
-    benches = dict(_functions(cli.bench_app, "optimus bench"))
+    everything = dict(parsed())
     name = "optimus bench machine"  # what a user needs; the others compare
-    here = sorted([*_functions(cli.app, "optimus"), (name, benches.pop(name))])
-    rows = [[f"`optimus bench {name}`", summary] for name, summary in benchmarks().items()]
-    rows += [[f"`{name}`", _summary(function)] for name, function in benches.items()]
-    comparisons = f"## `optimus bench NAME`\n\n{_summary(cli.bench_app)}\n\n{_table(['Command', 'Meaning'], rows)}"
-    return "\n".join([*(_command(*each) for each in here), comparisons])
+    here = {path: each for path, each in everything.items() if path == name or not path.startswith("optimus bench ")}
+    rows = [[f"`{path}`", _summary(each)] for path, each in everything.items() if path not in here]
+    bench = typer.main.get_command(cli.app).commands["bench"]
+    comparisons = f"## `optimus bench NAME`\n\n{_summary(bench)}\n\n{_table(['Command', 'Meaning'], rows)}"
+    return "\n".join([*(_command(*each) for each in sorted(here.items())), comparisons])
 
 
-def _functions(app: Typer, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Name and function of each command of `app` and of its groups, but for the benchmarks."""
-    for each in app.registered_commands:
-        assert each.callback is not None
-        yield f"{name} {each.name or each.callback.__name__}", each.callback
-    for group in app.registered_groups:
-        if group.typer_instance not in (None, cli.bench_app):
-            yield from _functions(group.typer_instance, f"{name} {group.name}")
-
-
-def _summary(of: Any) -> str:
-    return " ".join((of.info.help if isinstance(of, Typer) else inspect.getdoc(of)).split())
-
-
-def _command(name: str, function: Callable[..., Any]) -> str:
-    usage, rows = [name], []
-    for parameter in inspect.signature(function).parameters.values():
-        if not hasattr(parameter.annotation, "__metadata__") or parameter.name == "as_json":
-            continue
-        kind, (info, *_) = parameter.annotation.__origin__, parameter.annotation.__metadata__
-        required = parameter.default is inspect.Parameter.empty
-        unset = any(parameter.default is each for each in (None, False)) or parameter.default == ""
-        default = "required" if required else "" if unset else f"`{parameter.default}`"
-        if isinstance(info, ArgumentInfo):
-            usage.append(str(info.metavar))
-            rows.append([f"`{info.metavar}`", default, info.help or "Changes keys of the configuration."])
+def parsed(group: Any = None, name: str = "optimus") -> Iterator[tuple[str, Any]]:
+    """Name and parser of each command, those of groups too."""
+    for own, command in (group or typer.main.get_command(cli.app)).commands.items():
+        if hasattr(command, "commands"):
+            yield from parsed(command, f"{name} {own}")
         else:
-            option = " ".join([*(info.param_decls or [f"--{parameter.name.replace('_', '-')}"]), *_placeholder(kind)])
-            usage += [option] if required else []
-            again = " (repeatable)" if "list" in str(kind) else ""
-            rows.append([f"`{option}`{again}", default, info.help or ""])
+            yield f"{name} {own}", command
+
+
+def options_of(command: Any) -> dict[str, Any]:
+    """The options of a command by their names, but for those that all have."""
+    found = {option: param for param in command.params for option in (*param.opts, *param.secondary_opts)}
+    return {name: param for name, param in found.items() if name.startswith("-") and name not in ("--json", "--help")}
+
+
+def _summary(command: Any) -> str:
+    return " ".join((command.help or "").split())
+
+
+def _command(name: str, command: Any) -> str:
+    usage, rows = [name], []
+    kinds = {each.name: each.annotation for each in inspect.signature(command.callback).parameters.values()}
+    for param in command.params:
+        unset = any(param.default is each for each in (None, False)) or param.default == ""
+        default = "required" if param.required else "" if unset else f"`{param.default}`"
+        if not param.opts[0].startswith("-"):
+            usage.append(str(param.metavar))
+            rows.append([f"`{param.metavar}`", default, param.help or "Changes keys of the configuration."])
+        elif options_of(command).keys() & set(param.opts):
+            follows = [] if param.is_flag else [param.metavar or _placeholder(kinds[param.name])]
+            option = " ".join([*param.opts, *param.secondary_opts, *follows])
+            usage += [option] if param.required else []
+            rows.append([f"`{option}`{' (repeatable)' if param.multiple else ''}", default, param.help or ""])
     table = _table(["Argument or option", "Default", "Meaning"], rows)
-    return f"## `{name}`\n\n{_summary(function)}\n\n```text\n{' '.join(usage)} [OPTIONS]\n```\n\n{table}"
+    return f"## `{name}`\n\n{_summary(command)}\n\n```text\n{' '.join(usage)} [OPTIONS]\n```\n\n{table}"
 
 
-def _placeholder(kind: Any) -> list[str]:
-    """What follows an option: `N`, `PATH`, `slurm|pbs`; nothing after a flag."""
+def _placeholder(kind: Any) -> str:
+    """What follows an option of this type: `N`, `PATH`, `slurm|pbs`."""
     arguments = [each for each in typing.get_args(kind) if each is not types.NoneType]
     if typing.get_origin(kind) is typing.Literal:
-        return ["|".join(map(str, arguments))]
+        return "|".join(map(str, arguments))
     if arguments:
         return _placeholder(arguments[0])
-    return {bool: [], int: ["N"], float: ["X"], Path: ["PATH"]}.get(kind, ["TEXT"])
+    return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
 
 
 # Python.

@@ -292,7 +292,9 @@ def import_(
     """Turn a Hugging Face folder into a checkpoint."""
     from optimus.hub import import_folder
 
-    _show(import_folder(folder, output), as_json, f"{output}: a checkpoint of weights (checkpoint.initial={output})")
+    made = import_folder(folder, output)
+    note = f"\n{made['left_out']}" if made["left_out"] else ""
+    _show(made, as_json, f"{output}: a checkpoint of weights (checkpoint.initial={output}){note}")
 
 
 @app.command()

@@ -30,6 +30,15 @@ def user_path(given: str | Path) -> Path:
     return Path(text)
 
 
+def plain_name(name: object) -> str:
+    """`name`, by which a file that somebody else may have written names one beside it. Raises ValueError for all but the
+    name of a file in that folder: a path leads out of it, and is read, written and deleted there.
+    """
+    if not isinstance(name, str) or not name.isprintable() or {"/", "\\"} & set(name) or name in ("", ".", ".."):
+        raise ValueError(f"{name!r} is no plain file name")
+    return name
+
+
 def write_json(path: Path, content: Any) -> None:
     """Replace the file at once, and return when it is on the disk."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from optimus.disk import user_path
+from optimus.disk import plain_name, user_path
 from optimus.errors import UserError
 
 
@@ -36,3 +36,16 @@ def test_a_name_with_a_dollar_that_exists_is_taken_as_it_stands(tmp_path: Path) 
     file = tmp_path / "price$USD_of_nobody.txt"
     file.touch()
     assert user_path(file) == file
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/etc/passwd", "../a", "a/b", "a/", "..\\a", "a\0", "a\n", "\ud800", None, 1, ["a"]]
+)
+def test_a_name_that_leads_out_of_its_folder_is_none(name: object) -> None:
+    with pytest.raises(ValueError, match="is no plain file name"):
+        plain_name(name)
+
+
+def test_plain_names_are_taken_as_they_are() -> None:
+    names = ["shard-00001.npy", ".metadata", "a b", "..a", "ä$"]
+    assert list(map(plain_name, names)) == names

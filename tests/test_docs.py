@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -25,9 +26,11 @@ from pydantic import BaseModel
 
 import optimus
 from helpers.pages import Step, masked, missing, steps
+from helpers.sweep import in_turns
 from optimus import cli
 from optimus.config import RunConfig
 from optimus.config.load import other_names
+from optimus.observe import progress
 from optimus.observe.metrics import MetricsWriter
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +43,17 @@ NOT_RUN = {
     "optimus launch run.yaml --nodes 16": "needs 18 nodes",
     "optimus lab": "takes a minute",
     "optimus bench machine": "measures for minutes",
+}
+OF_OTHER_PROGRAMS = {
+    "--account": "sbatch",
+    "--corpus": "benchmarks.experiments",
+    "--dependency": "sbatch",
+    "--gpus-per-node": "sbatch",
+    "--hostfile": "mpiexec",
+    "--logdir": "tensorboard",
+    "--nproc-per-node": "torchrun",
+    "--ppn": "mpiexec",
+    "--rehearse": "benchmarks.gpu_check",
 }
 ANY_TEXT = {"optimus generate": "what a model writes is not the same with other sizes"}
 
@@ -214,9 +228,25 @@ def planned(folder: Path) -> None:
     shutil.copy(ROOT / "optimus" / "plan" / "machines" / "laptop.yaml", folder / "node.yaml")
 
 
+class Hurried:
+    """The module `time` for who reports progress: each second takes this many."""
+
+    def __init__(self, times: float) -> None:
+        self._times = times
+
+    def monotonic(self) -> float:
+        return self._times * time.monotonic()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
 @pytest.mark.slow
-def test_tutorial(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("times", in_turns([1, 1000], always=1), ids=["as fast as this machine", "slow"])
+def test_tutorial(reader: Reader, monkeypatch: pytest.MonkeyPatch, times: float) -> None:
+    """What the page shows does not depend on speed: a slow machine prints more lines, and says in them when it will end."""
     pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
+    monkeypatch.setattr(progress, "time", Hurried(times))
     write, pressed = MetricsWriter.write, []
 
     def write_and_press(writer: MetricsWriter, record: dict[str, Any], *more: Any) -> None:
@@ -321,6 +351,52 @@ def keys_of(section: Any, before: str = "") -> set[str]:
     return found
 
 
+def options(group: Any = None, name: str = "optimus") -> dict[str, set[str]]:
+    """Of every command by its name the options that its parser knows."""
+    found = {}
+    group = group or typer.main.get_command(cli.app)
+    for own, each in group.commands.items():
+        if hasattr(each, "commands"):
+            found |= options(each, f"{name} {own}")
+        else:
+            words = {word for param in each.params for word in (*param.opts, *param.secondary_opts)}
+            found[f"{name} {own}"] = {word for word in words if word.startswith("--")} - {"--help"}
+    return found
+
+
+def test_the_reference_of_commands_has_the_options_of_the_parser() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    known = options()
+    said = {}
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        name = section.partition("\n")[0].strip("`")
+        said[name] = set(re.findall(r"--[\w-]+", " ".join(re.findall(r"^\| `(--[^`]*)`", section, re.MULTILINE))))
+    benchmarks = {name for name in known if name.startswith("optimus bench ")} - said.keys()
+    assert set(re.findall(r"`(optimus bench [\w-]+)`", text)) - said.keys() == benchmarks
+    assert said.pop("optimus bench NAME") == set()
+    assert said == {name: words - {"--json"} for name, words in known.items() if name not in benchmarks}
+    assert all("--json" in words for words in known.values())  # as the page says
+
+
+def test_options_on_the_pages_exist() -> None:
+    """All that look like one; and where the command is named with them, of that command."""
+    known = options()
+    everywhere = set().union(*known.values(), {"--help", "--version"})
+    pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *(ROOT / "docs").rglob("*.md")]
+    found = set()
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        found |= (here := set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)))
+        assert here <= everywhere | OF_OTHER_PROGRAMS.keys(), page
+        for span in re.findall(r"`(optimus [^`]+)`", text):
+            words = re.split(r"[\s=]+", span)
+            name = next((" ".join(words[:n]) for n in (3, 2) if " ".join(words[:n]) in known), None)
+            if name is not None:
+                said = {word for word in words if word.startswith("--")}
+                assert said <= known[name] | {"--help"}, (page, span)
+    assert found >= OF_OTHER_PROGRAMS.keys()
+
+
 def test_pages_name_tests_that_exist() -> None:
     there = {
         name
@@ -362,6 +438,10 @@ def test_everything_that_is_excepted_is_there() -> None:
 def test_numbers_may_differ_and_words_may_not() -> None:
     assert masked("step 148: loss 5.4795, 7,136 tokens/s 63.4 MiB") == masked("step 6: loss 8, 71 tokens/s 3 KiB")
     assert masked("Model [773, 221, 1e-05]") == masked("Model [1]")
+    fast, slow = "training: 5/9 loss 2 63 MB", "training: 6/9 loss 1 71 MB  about 21 s left, until 02:24"
+    assert masked(fast) == masked(slow) == masked(slow.replace("21 s", "3 d").replace("02", "2026-11-28 02"))
+    assert masked("9 tokens in all, 3 s this time") == masked("9 tokens in all, 12 min this time")
+    assert masked("about 21 s left, until 02:24, at 1 s a step") != masked("")
     assert missing(["a 1", "...", "c"], "a 2\nb\nc") is None
     assert missing(["c", "a"], "a\nb\nc") == "a"
     assert missing(["loss 1"], "Loss 1") == "loss 1"

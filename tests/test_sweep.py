@@ -1,13 +1,17 @@
 """Of cases that are swept every run tests enough, and the turns of all commits together test all."""
 
 import itertools
+import os
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from helpers.sweep import PARTS, chosen, covered, in_turns
+import ways
+from helpers.sweep import PARTS, chosen, commit_number, covered, in_turns
 
 CASES = [
     {"ranks": ranks, "shard": shard, "overlap": overlap}
@@ -62,11 +66,15 @@ def test_what_has_no_turn_is_run_without_a_sweep_and_the_rest_in_turn() -> None:
     assert {item.originalname for item in always} == {"plain", "swept"}
     assert {item.number for item in always if item.originalname == "swept"} == covered(CASES)
     turns = [chosen(ITEMS, "turn", commit) for commit in range(3 * PARTS)]
-    assert all(not {*turn} & {*always} for turn in turns)
-    assert {*always}.union(*turns) == {*ITEMS} == {*chosen(ITEMS, "all")}
+    assert {*ITEMS}.union(*turns) == {*ITEMS} == {*chosen(ITEMS, "all")}
+    for begin in range(2 * PARTS):
+        assert {*ITEMS} == {item for turn in turns[begin : begin + PARTS] for item in turn}
     for turn in turns:
         assert len([item for item in turn if item.originalname == "turns"]) == 2
-        assert len([item for item in turn if item.originalname == "swept"]) in (2, 3)
+        assert len([item for item in turn if item.originalname == "swept" and item not in always]) in (2, 3)
+        assert (
+            len({*turn} & {*always}) <= 1
+        )  # of those without a turn a tenth: in another way than `make test` has run them
 
 
 def test_rows_and_values_in_turns() -> None:
@@ -81,3 +89,35 @@ def test_rows_and_values_in_turns() -> None:
 def test_another_sweep_is_refused() -> None:
     with pytest.raises(pytest.UsageError, match=r"SWEEP=most: say turn, .* or all"):
         chosen(ITEMS, "most")
+
+
+SHOW = "import os, torch; print(torch.backends.cpu.get_cpu_capability(), len(os.sched_getaffinity(0)))"
+
+
+@pytest.mark.parametrize("way", ["as-it-is", "avx2", "one-core"])
+def test_the_ways_in_which_tests_run(
+    way: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WAY", way)
+    assert ways.main([sys.executable, "-c", SHOW]) == 0
+    said, found = capfd.readouterr().out.splitlines()
+    assert said.startswith(f"{way}: ")
+    capability, cores = torch.backends.cpu.get_cpu_capability(), len(os.sched_getaffinity(0))
+    if way == "avx2":
+        capability = "AVX2" if capability == "AVX512" else capability
+    assert found == f"{capability} {1 if way == 'one-core' else cores}"
+
+
+def test_a_part_is_run_in_each_way_in_turn_and_the_way_is_said(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    names = [ways.name_of_turn(commit) for commit in range(7 * PARTS)]
+    assert {*names} == {*ways.ways()}
+    assert {(name, commit % PARTS) for commit, name in enumerate(names)} == {*itertools.product(names, range(PARTS))}
+    monkeypatch.delenv("WAY", raising=False)
+    monkeypatch.setenv("SWEEP", "turn")
+    assert ways.main([sys.executable, "-c", "raise SystemExit(3)"]) == 3
+    assert capfd.readouterr().out.startswith(ways.name_of_turn(commit_number()) + ": ")
+    monkeypatch.setenv("WAY", "upside-down")
+    assert ways.main([]) == 2
+    assert "WAY=upside-down: say one of as-it-is, avx2" in capfd.readouterr().err

@@ -20,7 +20,7 @@ from typing import Any
 
 from optimus.config import ModelConfig
 from optimus.config.load import model_config_from
-from optimus.disk import user_path
+from optimus.disk import plain_name, user_path
 from optimus.errors import UserError
 
 FORMAT, VERSION = "optimus-checkpoint", 2
@@ -42,7 +42,7 @@ class Description:
     """What a checkpoint says of itself. `full` ones can be resumed; the others hold weights only."""
 
     model: ModelConfig
-    context: int
+    context: int  # the longest sequences that it has been trained on, here or before
     step: int
     full: bool
     precision: str = "float32"
@@ -53,6 +53,7 @@ class Description:
     config: dict[str, Any] = field(default_factory=dict)  # the whole configuration of the run, as it was
     random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64
     written: dict[str, Any] = field(default_factory=dict)  # by how many ranks, and how many of them were on a node
+    published: dict[str, Any] = field(default_factory=dict)  # what the folder says that it began with; hub/published.py
     frozen: str | None = None  # the folder beside this one that has the parameters that are not here
 
     @property
@@ -180,6 +181,8 @@ def read_description(path: Path) -> Description:
             raise UserError(f"{file} has version {raw['version']}, which had no sums and is not read any more")
         del raw["format"], raw["version"]
         tokenizer = path / "tokenizer.json" if raw.pop("tokenizer") else None
+        if raw.get("frozen") is not None:
+            plain_name(raw["frozen"])
         model = model_config_from(raw.pop("model"), f"{file}: model")
         return Description(model=model, tokenizer=tokenizer, **raw)
     except (OSError, ValueError, KeyError, TypeError) as error:

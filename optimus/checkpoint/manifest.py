@@ -21,6 +21,7 @@ from optimus.checkpoint.folder import (
     read_description,
 )
 from optimus.checkpoint.format import StoredSlice
+from optimus.disk import plain_name
 from optimus.errors import UserError
 
 _FORMAT, _VERSION = "optimus-manifest", 1
@@ -68,7 +69,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         same = zlib.crc32(_text(content).encode()) == crc and _text(content | {"crc": crc}) == text
         if content["format"] != _FORMAT or not same:
             raise ValueError("its sum is wrong")
-        files: dict[str, Any] = content["files"]
+        files: dict[str, Any] = {plain_name(name): file for name, file in content["files"].items()}
     except FileNotFoundError:
         raise damaged(folder, f"it has no {MANIFEST}, so it was never completed") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -65,6 +65,7 @@ def merge(
         eos_id=first.eos_id,
         tokenizer=first.tokenizer,
         progress={"unpruned": first.unpruned} if masks else {},
+        published=first.published,
         written={"merged": {str(path): weight / total for path, weight in weights.items()}},
     )
     stored = write_alone(output, averaged, description, "Make room or choose another `output`")

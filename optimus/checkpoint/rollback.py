@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from optimus.checkpoint.folder import all_folders, list_checkpoints, step_folder, step_of, weights_folder
 from optimus.checkpoint.lease import check_free
 from optimus.checkpoint.reader import verify
-from optimus.disk import user_path, write_json
+from optimus.disk import plain_name, user_path, write_json
 from optimus.errors import UserError, naming_disk_errors
 
 _FILE = "rollback.json"
@@ -46,7 +46,7 @@ def rolled_back_to(run: Path) -> Path | None:
     if not marker.exists():
         return None
     try:
-        path = marker.parent / json.loads(marker.read_text(encoding="utf-8"))["checkpoint"]
+        path = marker.parent / plain_name(json.loads(marker.read_text(encoding="utf-8"))["checkpoint"])
         step_of(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{marker} cannot be read ({error}): run `optimus rollback` again, or delete it") from error

@@ -219,8 +219,7 @@ class Saver:
         def found() -> Iterator[TensorSlice]:
             yield from short
             for chunk in chunks:
-                self._updates[chunk]()
-                with chunk.states() as states:
+                with chunk.states(after=self._updates[chunk]) as states:
                     for prefix in target.prefixes(chunk):
                         buffer = target.buffer(chunk, prefix, states)
                         part = held(buffer) if target.copied(chunk, prefix) else buffer

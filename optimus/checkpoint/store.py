@@ -31,12 +31,18 @@ def save_model(
     tokenizer: Path | None,
     eos_id: int | None,
     masks: Mapping[str, Tensor] | None = None,
+    published: dict[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint of weights, and `masks` by key. Raises `UserError` when `folder` exists or the disk refuses."""
+    """Write a checkpoint of weights, and `masks` by key; `published` as in a `Description`.
+
+    Raises `UserError` when `folder` exists or the disk refuses.
+    """
     precision = str(next(model.parameters()).dtype).removeprefix("torch.")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     progress = {"unpruned": share_of(masks, shapes)} if masks else {}
-    description = Description(model.config, context, 0, False, precision, eos_id, tokenizer, progress=progress)
+    description = Description(
+        model.config, context, 0, False, precision, eos_id, tokenizer, progress=progress, published=published or {}
+    )
     write_model(model, folder, description, masks)
 
 

@@ -57,9 +57,12 @@ class DeviceWaits:
 
     def passed(self) -> list[tuple[Place, float]]:
         """Those that are over since this was asked last, and for how many seconds the device has waited."""
+        over: list[_Wait] = []
+        under_way: list[_Wait] = []
         with self._lock:
-            over = [wait for wait in self._waits if wait.after.query()]
-            self._waits = [wait for wait in self._waits if wait not in over]
+            for wait in self._waits:
+                (over if wait.after.query() else under_way).append(wait)
+            self._waits = under_way
         return [(wait.place, wait.before.elapsed_time(wait.after) / 1000) for wait in over]
 
     def waiting(self) -> Place | None:

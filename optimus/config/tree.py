@@ -276,8 +276,8 @@ class TrainConfig(Section):
     seed: int = Field(0, ge=0)
     """Seed of the initial weights and of the data order after the first pass."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the computation; master weights and moments are always fp32. auto: bfloat16 on accelerators that support
-    it; on CPUs whichever is faster in a few matrix products at the start. A resumed run keeps its precision."""
+    """Type of the computation; master weights and moments are always fp32. auto: bfloat16 on devices that
+    compute in it, CPUs with AVX512-BF16, AMX-BF16 or SVE BF16 among them. A resumed run keeps its precision."""
     freeze: list[str] = Field([])
     """Parameters that are not trained: roles (embedding) or shell patterns of names (blocks.0.*), as in
     optimizer.groups. They have no gradients and no optimizer state, are written once per run, and keep their initial

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from optimus.disk import user_path
+from optimus.disk import plain_name, user_path
 from optimus.errors import UserError, how_to_install, naming_disk_errors
 
 _READ = 8 << 20  # bytes fetched at once
@@ -117,7 +117,11 @@ class RemoteFolder:
             with _reading(f"{self.url}/{name}"):
                 self._system.get_file(f"{self._path}/{name}", str(path))
 
-        return self._put(self.local / name, get)
+        return self._put(self.local / plain_name(name), get)
+
+    def forget(self, name: str) -> None:
+        """Delete the copy of a file."""
+        (self.local / plain_name(name)).unlink()
 
     def _put(self, path: Path, write: Callable[[Path], object]) -> Path:
         """`path`, which appears complete; one process writes, others wait for it."""

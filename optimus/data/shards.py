@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from optimus.data import tokenizer as tokenizers
 from optimus.data.remote import RemoteFolder, is_remote
 from optimus.data.selection import Selection
-from optimus.disk import user_path
+from optimus.disk import plain_name, user_path
 from optimus.errors import UserError, naming_read_errors
 
 INDEX = "index.json"
@@ -60,12 +60,17 @@ def _check_index(index: dict[str, Any]) -> None:
     """Raises KeyError, TypeError or ValueError where an entry that reading depends on is missing or wrong."""
     if index["dtype"] not in ("<u2", "<u4"):
         raise ValueError(f"unknown dtype {index['dtype']!r}")
-    if not all(isinstance(index[key], int) and index[key] > 0 for key in ("context", "instances")):
+    if index.get("sums", SUMS) != SUMS:
+        raise ValueError(f"its sums are in {index['sums']!r}, not in {SUMS!r}")
+    for shard in index["shards"]:
+        plain_name(shard["file"])
+        str(shard["sha256"])
+    counts = [index["context"], index["instances"], *(shard["instances"] for shard in index["shards"])]
+    if not all(type(count) is int and count > 0 for count in counts):
         raise ValueError("context and instances must be positive")
     if not all(isinstance(index["tokenizer"][key], int) for key in ("vocab_size", "eos_id")):
         raise ValueError("vocab_size and eos_id must be integers")
-    shards = [(str(shard["file"]), str(shard["sha256"]), shard["instances"]) for shard in index["shards"]]
-    if sum(instances for _, _, instances in shards) != index["instances"]:
+    if sum(shard["instances"] for shard in index["shards"]) != index["instances"]:
         raise ValueError("the instances of the shards do not add up")
 
 
@@ -175,7 +180,7 @@ class Shards:
             found = tokenizers.file_sha256(path)
         if found != entry["sha256"]:
             if self._remote is not None:
-                path.unlink()
+                self._remote.forget(entry["file"])
                 raise UserError(f"{self._remote.url}/{entry['file']} is corrupted: its checksum differs from {INDEX}")
             raise _damaged(path, f"is corrupted: its checksum differs from {INDEX}")
 

@@ -1,6 +1,7 @@
 """Hugging Face folders in and out: weights, configs and tokenizers of known families, bit for bit.
 
-`keys.py` is the key table, one per family; `config_json.py` the architecture; `tensors.py` the safetensors files.
+`keys.py` is the key table, one per family; `config_json.py` the architecture; `tensors.py` the safetensors files;
+`published.py` what else a folder says of a model.
 `drop_in.py` is another matter: the expert kernels inside models of `transformers`.
 """
 
@@ -9,34 +10,41 @@ from typing import TYPE_CHECKING
 from optimus.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from optimus.hub.config_json import read_model_folder
+    from optimus.hub.config_json import context_of, read_model_folder
     from optimus.hub.drop_in import FastSparseMoEBlock, register_experts
     from optimus.hub.exporting import export_checkpoint, export_model
-    from optimus.hub.importing import FolderReader, import_folder, load_weights
+    from optimus.hub.importing import FolderReader, import_folder, left_out, load_weights
+    from optimus.hub.published import read_published
 
 __all__ = [
     "FastSparseMoEBlock",
     "FolderReader",
+    "context_of",
     "export_checkpoint",
     "export_model",
     "import_folder",
+    "left_out",
     "load_weights",
     "read_model_folder",
+    "read_published",
     "register_experts",
 ]
 
 _DROP_IN = "optimus.hub.drop_in"
-_IMPORTING, _EXPORTING = "optimus.hub.importing", "optimus.hub.exporting"
+_CONFIG, _IMPORTING, _EXPORTING = "optimus.hub.config_json", "optimus.hub.importing", "optimus.hub.exporting"
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "FastSparseMoEBlock": _DROP_IN,
         "FolderReader": _IMPORTING,
+        "context_of": _CONFIG,
         "export_checkpoint": _EXPORTING,
         "export_model": _EXPORTING,
         "import_folder": _IMPORTING,
+        "left_out": _IMPORTING,
         "load_weights": _IMPORTING,
-        "read_model_folder": "optimus.hub.config_json",
+        "read_model_folder": _CONFIG,
+        "read_published": "optimus.hub.published",
         "register_experts": _DROP_IN,
     },
 )

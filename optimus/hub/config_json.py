@@ -5,7 +5,7 @@ outcome. `transformers` itself is not needed for any of this.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_args
@@ -57,6 +57,8 @@ def read_model(path: Path) -> ModelConfig:
             found = _value(ours, raw, theirs, file, optional=True)
             if found is not None or _is_null(ours, raw, theirs):
                 model[ours] = found
+    _further_count(family, raw, file)
+    _refuse_unknown(family, raw, file)
     return model_config_from(model, str(file))
 
 
@@ -83,10 +85,34 @@ def whole_number(raw: dict[str, Any], field: str, file: Path) -> int:
     return value
 
 
+def context_of(path: Path) -> int:
+    """The longest sequence that the model of the folder `path` is said to be for, in tokens.
+
+    Raises `UserError` as `read_model`, and where it is not said.
+    """
+    return read_model(path).learned_positions or whole_number(read_config(path), "max_position_embeddings", path / FILE)
+
+
+def further_layers(path: Path) -> tuple[str, range]:
+    """What the names of tensors begin with, {i} being the layer, and of which layers, that predict further tokens and are
+    no part of the model of the folder `path`; often none. Raises `UserError` as `read_model`."""
+    raw, model = read_config(path), read_model(path)
+    family = families()[model.family]
+    count = _further_count(family, raw, path / FILE)
+    return family.further.tensors if family.further else "", range(model.layers, model.layers + count)
+
+
+def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of config.json without effect on what is computed, which say the same of what follows from the model."""
+    family = families()[raw["model_type"]]
+    kept = {*_OF_ANY, *family.without_effect} - {*_OF_THE_FILE, *_known(family)}
+    return {name: value for name, value in raw.items() if name in kept}
+
+
 def write_config(
-    model: ModelConfig, folder: Path, *, context: int, eos_id: int | None, pad_id: int | None, dtype: str
+    model: ModelConfig, folder: Path, *, context: int, dtype: str, further: Mapping[str, Any] = {}
 ) -> None:
-    """Write config.json and generation_config.json for `transformers` 4 and 5 alike (so no `rope_parameters`).
+    """Write config.json for `transformers` 4 and 5 alike (so no `rope_parameters`), with the `further` fields.
 
     Raises `UserError` for an architecture that `transformers` cannot express.
     """
@@ -98,19 +124,14 @@ def write_config(
                 "this model has no equal there"
             )
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    # No padding token unless it is said: `transformers` would give that row of the embedding no gradient.
+    raw |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **further}
     raw |= dict.fromkeys(family.dropout, 0.0) | _constants(family, dict(model))
+    raw |= {family.further.count: 0} if family.further else {}
     for ours, theirs in {**family.optional, **family.fields}.items():
         raw |= _published(ours, theirs, model)
-    raw |= {
-        "max_position_embeddings": model.learned_positions or context,
-        "bos_token_id": None,
-        "eos_token_id": eos_id,
-        # Not the padding token: `transformers` would give that row of the embedding no gradient.
-        "pad_token_id": None,
-        "torch_dtype": dtype,
-    }
-    _write(folder / FILE, {field: value for field, value in raw.items() if field != "quantization_config"})
-    _write(folder / "generation_config.json", {"eos_token_id": eos_id, "pad_token_id": pad_id})
+    raw |= {"max_position_embeddings": model.learned_positions or context, "torch_dtype": dtype}
+    write_json(folder / FILE, {field: value for field, value in raw.items() if field != "quantization_config"})
 
 
 def _family(raw: dict[str, Any], file: Path) -> Family:
@@ -131,6 +152,7 @@ def _constants(family: Family, model: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_unsupported(family: Family, raw: dict[str, Any], model: dict[str, Any], file: Path) -> None:
     only: dict[str, list[Any]] = {field: [value] for field, value in _constants(family, model).items()}
+    only |= {field: [value, None] for field, value in _ONLY.items()}
     known = {*family.fields, *family.optional}
     if "head_size" not in known:
         only["head_dim"] = [model["hidden"] // max(1, model["heads"]), None]
@@ -139,6 +161,29 @@ def _refuse_unsupported(family: Family, raw: dict[str, Any], model: dict[str, An
     for field, values in only.items():
         if field in raw and raw[field] not in values:
             raise UserError(f"{file}: {field} is {raw[field]!r}: only {values[0]!r} is supported here")
+
+
+def _further_count(family: Family, raw: dict[str, Any], file: Path) -> int:
+    name = family.further.count if family.further else None
+    return 0 if name is None or raw.get(name) is None else whole_number(raw, name, file)
+
+
+def _refuse_unknown(family: Family, raw: dict[str, Any], file: Path) -> None:
+    known = {*_OF_ANY, *_OF_THE_FILE, *family.without_effect, *_known(family)}
+    if unknown := [field for field in raw if field not in known]:
+        raise UserError(
+            f"{file}: {unknown[0]} is {raw[unknown[0]]!r}: not known here of family {family.model_type}, so that it may "
+            "change what the model computes; if it does not, remove it"
+        )
+
+
+def _known(family: Family) -> set[str]:
+    """The fields of config.json that are read, or must have a value."""
+    known = {"head_dim", "layer_types", *_ONLY, *family.constants, *family.dropout, *family.aliases}
+    known |= {family.further.count} if family.further else set()
+    for ours, theirs in {**family.fields, **family.optional}.items():
+        known |= _SPECIAL[ours].names if ours in _SPECIAL else {theirs if isinstance(theirs, str) else theirs.name}
+    return known - {*family.without_effect}
 
 
 def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optional: bool = False) -> Any:
@@ -302,20 +347,45 @@ _LATENT = {"queries": "q_lora_rank", "keys": "kv_lora_rank", "rotary": "qk_rope_
 
 
 class _Special(NamedTuple):
-    """How a field of ours is read from config.json, and how written there, under a name."""
+    """How a field of ours is read from config.json, from fields of these names, and how written there, under a name."""
 
     read: Callable[[dict[str, Any], Path], Any]
     write: Callable[[str, ModelConfig], dict[str, Any]]
+    names: set[str]
 
 
+_ROTARY = {"rope_theta", "rope_scaling", "rope_parameters"}
 _SPECIAL: dict[str, _Special] = {
-    "rope_theta": _Special(_rope_theta, lambda name, model: {name: model.rope_theta}),
-    "rope_scaling": _Special(_rope_scaling, lambda name, model: {name: _published_scaling(model)}),
-    "window": _Special(_window, lambda name, model: {name: model.window}),
-    "window_except": _Special(_window_except, _layer_types),
-    "window_rope_theta": _Special(_window_rope_theta, _rope_parameters),
-    "latent": _Special(_latent, lambda _, model: {_LATENT[name]: size for name, size in model.latent or ()}),
-    "dense_layers": _Special(_dense_layers, _which_are_dense),
+    "rope_theta": _Special(_rope_theta, lambda name, model: {name: model.rope_theta}, _ROTARY),
+    "rope_scaling": _Special(_rope_scaling, lambda name, model: {name: _published_scaling(model)}, _ROTARY),
+    "window": _Special(_window, lambda name, model: {name: model.window}, {"sliding_window"}),
+    "window_except": _Special(_window_except, _layer_types, {"layer_types", "sliding_window_pattern"}),
+    "window_rope_theta": _Special(_window_rope_theta, _rope_parameters, {*_ROTARY, "rope_local_base_freq"}),
+    "latent": _Special(
+        _latent, lambda _, model: {_LATENT[name]: size for name, size in model.latent or ()}, {*_LATENT.values()}
+    ),
+    "dense_layers": _Special(_dense_layers, _which_are_dense, {"first_k_dense_replace", "mlp_only_layers"}),
+}
+
+# Of any model: what it must have where it is there, what is true of the folder alone, and what has no effect here. The last
+# are those of the general class of `transformers` 5 and 4, which kept there what generation_config.json has now.
+_ONLY: dict[str, Any] = {"is_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}}
+_OF_THE_FILE = {
+    *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"),
+    *("_commit_hash", "unsloth_fixed", "unsloth_version", "max_position_embeddings", "quantization_config"),
+}
+_OF_ANY = {
+    *("use_cache", "cache_implementation", "gradient_checkpointing", "chunk_size_feed_forward", "torchscript"),
+    *("output_attentions", "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate"),
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset"),
+    *("id2label", "label2id", "num_labels", "_num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("prefix", "tokenizer_class", "is_decoder", "cross_attention_hidden_size", "tie_encoder_decoder"),
+    *("use_bfloat16", "tf_legacy_loss", "max_length", "min_length", "do_sample", "early_stopping", "num_beams"),
+    *("num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"),
+    *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
+    *("num_return_sequences", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+    *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
 }
 
 
@@ -326,5 +396,6 @@ def _number(raw: dict[str, Any], field: str, file: Path) -> float:
     return float(value)
 
 
-def _write(file: Path, raw: dict[str, Any]) -> None:
+def write_json(file: Path, raw: Mapping[str, Any]) -> None:
+    """Write a JSON object as the files of a folder have it."""
     file.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

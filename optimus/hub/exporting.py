@@ -3,7 +3,6 @@
 The folder is written as `.NAME.partial` beside its place and renamed when it is complete.
 """
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +18,9 @@ from optimus.checkpoint.store import load_model
 from optimus.config.sizes import size_text
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
-from optimus.hub.config_json import write_config
+from optimus.hub.config_json import write_config, write_json
 from optimus.hub.keys import published
+from optimus.hub.published import GENERATION, TOKENIZER, published_again
 from optimus.hub.tensors import MASKS, OutputTensor, stored_bytes, write_tensors
 from optimus.model import Transformer
 from optimus.model.families import families
@@ -54,6 +54,7 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, dtype: str = "
         eos_id=about.eos_id,
         dtype=_DTYPES[dtype],
         masks=whole_masks(reader),
+        said=about.published,
     )
 
 
@@ -67,12 +68,14 @@ def export_model(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = _MAX_FILE,
     masks: Mapping[str, torch.Tensor] | None = None,
+    said: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write `model` as a Hugging Face folder: config, tokenizer (a tokenizer.json, if given) and safetensors.
 
     `context` becomes max_position_embeddings. With `dtype` None the weights are written as they are. `masks` of pruned
-    parameters go into a file of their own, which `optimus import` reads. Returns `output`, `files` (name to bytes), `bytes`,
-    `tensors`, `parameters` and `dtype`. Raises `UserError` when `output` holds anything, the disk is too small or the
+    parameters go into a file of their own, which `optimus import` reads. `said` is what the folder that training began with
+    said of its model (`Description.published`). Returns `output`, `files` (name to bytes), `bytes`, `tensors`, `parameters`
+    and `dtype`. Raises `UserError` when `output` holds anything, the disk is too small or the
     architecture has no equal in `transformers`.
     """
     output = output.absolute()
@@ -89,9 +92,23 @@ def export_model(
         partial.mkdir(parents=True)
         if size > (free := shutil.disk_usage(partial).free):
             raise UserError(f"{partial.parent} has {size_text(free)} free, but the weights take {size_text(size)}")
-        write_config(model.config, partial, context=context, eos_id=eos_id, pad_id=special.pad_id, dtype=stored_as)
+        again = published_again(
+            said or {},
+            vocab=model.config.vocab,
+            tokenizer=tokenizer,
+            eos_id=eos_id,
+            pad_id=special.pad_id,
+            context=context,
+        )
+        write_config(model.config, partial, context=context, dtype=stored_as, further=again.config)
+        write_json(partial / GENERATION, again.generation)
         if tokenizer is not None:
-            _write_tokenizer(tokenizer, special, partial, context)
+            shutil.copyfile(tokenizer, partial / "tokenizer.json")
+            for name, content in ({TOKENIZER: _tokenizer_config(special, context)} | again.files).items():
+                if isinstance(content, str):
+                    (partial / name).write_text(content, encoding="utf-8")
+                else:
+                    write_json(partial / name, content)
         write_tensors(tensors, partial, max_file_bytes)
         if masks:
             save_file(dict(masks), partial / MASKS)
@@ -154,12 +171,14 @@ def _special_tokens(tokenizer: Path | None, eos_id: int | None) -> SpecialTokens
     return SpecialTokens(eos, eos, eos_id)
 
 
-def _write_tokenizer(tokenizer: Path, special: SpecialTokens, folder: Path, context: int) -> None:
-    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+def _tokenizer_config(special: SpecialTokens, context: int) -> dict[str, Any]:
+    """Of a tokenizer of which nothing was said."""
     raw: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
-    raw |= {f"{role}_token": token for role, token in (("eos", special.eos), ("pad", special.pad)) if token is not None}
-    (folder / "tokenizer_config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    named = {
+        f"{role}_token": token for role, token in (("eos", special.eos), ("pad", special.pad)) if token is not None
+    }
+    return raw | named

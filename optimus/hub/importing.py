@@ -16,8 +16,9 @@ from optimus.checkpoint.store import check_same_model, save_model
 from optimus.config import ModelConfig
 from optimus.disk import user_path
 from optimus.errors import UserError
-from optimus.hub.config_json import FILE, read_config, read_model, whole_number
+from optimus.hub.config_json import FILE, context_of, further_layers, read_config, read_model
 from optimus.hub.keys import Published, fused, published
+from optimus.hub.published import read_published
 from optimus.hub.tensors import MASKS, FolderTensors
 from optimus.model import Transformer
 from optimus.model.families import families
@@ -27,7 +28,8 @@ from optimus.model.parameters import named_tensors
 def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     """Turn a Hugging Face folder into a checkpoint of weights, in the type they have there (float16 becomes float32).
 
-    Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id` and `tokenizer` (whether there was one).
+    Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (whether there was one) and
+    `left_out` (what of the folder, in words; mostly None).
     Raises `UserError` naming the field, tensor or file at fault, or when `output` exists.
 
     Example:
@@ -41,10 +43,11 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     buffers = {
         name for own, buffer in model.named_buffers() for name, *_ in published(model_config.family, own, buffer)
     }
-    dtypes = {tensors.dtype(name) for name in tensors.where if name not in buffers}
+    further = _further_tensors(path, tensors)
+    dtypes = {tensors.dtype(name) for name in tensors.where if name not in buffers and name not in further}
     model = model.to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
     _fill(model, tensors, path)
-    context = model_config.learned_positions or whole_number(raw, "max_position_embeddings", path / FILE)
+    context = context_of(path)
     eos_id = _eos_id(raw, model_config.vocab)
     tokenizer = file if (file := path / "tokenizer.json").is_file() else None
     masks = read_masks(path, _shapes(model))
@@ -55,7 +58,8 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
                 f"{path / MASKS}: {key} prunes weights that are not zero: it is of another model, take it away or get the "
                 "folder again"
             )
-    save_model(model, output, context=context, tokenizer=tokenizer, eos_id=eos_id, masks=masks)
+    said = read_published(path)
+    save_model(model, output, context=context, tokenizer=tokenizer, eos_id=eos_id, masks=masks, published=said)
     return {
         "checkpoint": str(output),
         "family": model_config.family,
@@ -64,6 +68,7 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         "eos_id": eos_id,
         "tokenizer": tokenizer is not None,
+        "left_out": left_out(path),
     }
 
 
@@ -128,12 +133,29 @@ def load_weights(model: Transformer, path: Path) -> None:
     _fill(model, FolderTensors(path), path)
 
 
+def left_out(path: Path) -> str | None:
+    """What of the folder `path` is no part of the model: layers that predict further tokens. None where it has none."""
+    tensors = _further_tensors(path, FolderTensors(path))
+    if not tensors:
+        return None
+    _, layers = further_layers(path)
+    which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+    return f"{path}: {which}, predicting further tokens, left out ({len(tensors)} tensors), as transformers does"
+
+
+def _further_tensors(path: Path, tensors: FolderTensors) -> set[str]:
+    beginning, layers = further_layers(path)
+    beginnings = tuple(beginning.format(i=layer) for layer in layers)
+    return {name for name in tensors.where if name.startswith(beginnings)}
+
+
 @torch.no_grad()
 def _fill(model: Transformer, tensors: FolderTensors, path: Path) -> None:
     targets = _targets(model, tensors)
     if missing := [name for name in targets if name not in tensors.where]:
         raise UserError(f"{path} lacks the tensor {missing[0]} (and {len(missing) - 1} more): the folder is incomplete")
-    unexpected = [name for name in tensors.where if name not in targets and not _is_no_parameter(name, model, tensors)]
+    known = targets.keys() | _further_tensors(path, tensors)
+    unexpected = [name for name in tensors.where if name not in known and not _is_no_parameter(name, model, tensors)]
     if unexpected:
         raise UserError(
             f"{tensors.where[unexpected[0]]} holds the tensor {unexpected[0]} (and {len(unexpected) - 1} more), which "

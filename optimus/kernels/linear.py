@@ -11,7 +11,7 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 from optimus.kernels.gradient_buffer import GradientBuffer
-from optimus.kernels.matmul import matmul
+from optimus.kernels.matmul import matmul, wide_matmul
 from optimus.step_context import StepContext
 
 
@@ -36,10 +36,11 @@ class MatrixProduct:
     def weight_gradient(
         self, y_grad_TN: Tensor, x_TL: Tensor, w_NL: Tensor, buffer: GradientBuffer | None
     ) -> Tensor | None:
-        """The gradient of w [N, L]; with a `buffer` it is added there, and None is left for autograd."""
+        """The gradient of w [N, L]; with a `buffer` it is added there, and None is left for autograd. It is rounded only
+        where the device can add nothing else."""
         forms = self._step.forms
         if buffer is None:
-            return matmul(y_grad_TN.T, x_TL, forms=forms)
+            return wide_matmul(y_grad_TN.T, x_TL, forms)
         buffer.add(lambda grad: matmul(y_grad_TN.T, x_TL, out=grad.view(w_NL.shape), add=True, forms=forms))
         return None
 

@@ -90,7 +90,10 @@ def block_rows(vocab: int) -> int:
 
 
 class LinearLoss(torch.autograd.Function):
-    """A loss of x and w: `find` gives the loss and fills the gradients of x and w, as far as it gets them."""
+    """A loss of x and w: `find` gives the loss and fills the gradients of x and w, as far as it gets them.
+
+    That of w stays in fp32: autograd rounds it where w is to have another type of gradient (`Tensor.grad_dtype`).
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_VH: Tensor, find: Callable[..., Tensor], with_gradients: bool) -> Tensor:
@@ -102,7 +105,6 @@ class LinearLoss(torch.autograd.Function):
         gradients = x_grad_TH, w_grad_VH
         loss = find(x_TH, w_VH, gradients)
         ctx.save_for_backward(*gradients)
-        ctx.weight_dtype = w_VH.dtype
         return loss
 
     @staticmethod
@@ -111,7 +113,7 @@ class LinearLoss(torch.autograd.Function):
         x_grad, w_grad = ctx.saved_tensors
         scale = grads[0]
         x_grad = None if x_grad is None else backend.scaled(x_grad, scale)
-        return x_grad, None if w_grad is None else (w_grad * scale).to(ctx.weight_dtype), None, None
+        return x_grad, None if w_grad is None else w_grad * scale, None, None
 
 
 def _in_blocks(
@@ -178,8 +180,9 @@ def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Ten
     here_T = (row_T >= 0) & (row_T < logits_TV.shape[1])
     row_T1 = row_T.clamp(0, logits_TV.shape[1] - 1)[:, None]
     wide, p_TV = out_TV.dtype, torch.softmax(out_TV.copy_(logits_TV), -1, out=out_TV)
-    top_T1, best_T1 = p_TV.max(-1, keepdim=True)
-    lse_T = (logits_TV.gather(1, best_T1).to(wide) - top_T1.log())[:, 0]
+    lse_T = (
+        logits_TV.amax(-1).to(wide) - p_TV.amax(-1).log()
+    )  # of the same token; to find which takes ten times as long
     chosen_T = logits_TV.gather(1, row_T1)[:, 0].to(wide).masked_fill(~here_T, 0)
     return PartialSoftmax(p_TV, lse_T, chosen_T, target_T, first)
 

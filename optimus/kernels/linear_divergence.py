@@ -13,6 +13,7 @@ from torch import Tensor
 
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.linear_cross_entropy import Gradients, LinearLoss, block_rows, soft_capped
+from optimus.kernels.matmul import matmul
 
 
 class SoftTargets(NamedTuple):
@@ -66,5 +67,5 @@ def _in_blocks(
             if gradients[0] is not None:
                 torch.mm(narrow, w_VH, out=gradients[0][rows])
             if gradients[1] is not None:
-                gradients[1].add_(narrow.T @ x)
+                matmul(narrow.T, x, out=gradients[1], add=True)
     return total / count

@@ -93,6 +93,15 @@ def matmul(
     return out.add_(torch.mm(a_ML, b_LN))
 
 
+def wide_matmul(a_ML: Tensor, b_LN: Tensor, forms: Forms | None = None) -> Tensor:
+    """A @ B of `matmul`, to be added to an fp32 matrix later: in fp32 where the device does not round it first, else in
+    their type."""
+    if a_ML.dtype.itemsize > 2 or not _adds_wide(a_ML.device.type):
+        return matmul(a_ML, b_LN, forms=forms)
+    out_MN = a_ML.new_zeros(len(a_ML), b_LN.shape[1], dtype=torch.float32)
+    return matmul(a_ML, b_LN, out=out_MN, add=True, forms=forms)
+
+
 @cache
 def _adds_wide(device: str) -> bool:
     """Whether a device adds a product to an fp32 matrix as it finds it, without rounding it to the operands' type first."""

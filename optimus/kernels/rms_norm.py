@@ -50,7 +50,7 @@ class _RmsNorm(torch.autograd.Function):
             return *kernels.rms_norm_backward(*given), None
         n_TH = x_TH.to(r_T1.dtype) * r_T1
         g = g_TH.to(r_T1.dtype)
-        w_grad = (g * n_TH).flatten(0, -2).sum(0).to(w_H.dtype) if ctx.needs_input_grad[1] else None
+        w_grad = (g * n_TH).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         g = g * w_H
         dot_T1 = (g * n_TH).mean(-1, keepdim=True)
         x_grad = g.sub_(n_TH.mul_(dot_T1)).mul_(r_T1)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
+from optimus.kernels.matmul import wide_matmul
 
 
 def merged(w_NL: Tensor, b_NR: Tensor, a_RL: Tensor) -> Tensor:
@@ -45,10 +46,10 @@ class FactoredProduct(MatrixProduct):
         """The gradients of the factors are added to their buffers; the weight, which is frozen, gets none."""
         w_grad_NL = self._inner.weight_gradient(y_grad_TN, x_TL, w_NL, None)
         assert w_grad_NL is not None
-        w_grad_NL *= w_NL != 0
+        w_grad_NL = w_grad_NL.mul_(w_NL != 0).to(x_TL.dtype)
         # At once: where weight gradients are deferred, the weight may have been resharded by then.
-        b_grad = (w_grad_NL @ self._a_RL.T).view_as(self._b)
-        a_grad_RL = self._b.flatten(0, -2).T @ w_grad_NL
+        b_grad = wide_matmul(w_grad_NL, self._a_RL.T).view_as(self._b)
+        a_grad_RL = wide_matmul(self._b.flatten(0, -2).T, w_grad_NL)
         self._buffers[self._b].add(lambda grad: grad.add_(b_grad))
         self._buffers[self._a_RL].add(lambda grad: grad.add_(a_grad_RL))
         return None

@@ -7,9 +7,9 @@ import math
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optimus.kernels.embedding import embedding
 from optimus.kernels.rotary import rotary_table
 from optimus.model.architecture import ModelConfig, RopeScaling
 from optimus.model.parameters import Size, declare
@@ -29,7 +29,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, position_T: Tensor) -> Tensor:
         """[T, H]. Beyond the last row is padding only, which nothing sees."""
-        return F.embedding((position_T + self.offset).clamp(max=len(self.weight) - 1), self.weight)
+        return embedding((position_T + self.offset).clamp(max=len(self.weight) - 1), self.weight)
 
 
 def tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:

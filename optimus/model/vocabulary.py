@@ -5,9 +5,9 @@ Legend: H hidden, V vocabulary, T tokens.
 
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optimus.kernels.embedding import embedding
 from optimus.kernels.linear import MatrixProduct, linear
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy
 from optimus.step_context import StepContext
@@ -55,7 +55,7 @@ class LocalVocabulary:
         self._product = MatrixProduct(self._step)
 
     def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
-        return F.embedding(tokens_T, weight)
+        return embedding(tokens_T, weight)
 
     def rows(self, t_T: Tensor) -> Tensor:
         return t_T

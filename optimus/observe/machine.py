@@ -1,8 +1,9 @@
 """What the machine is: peak arithmetic where it is known, free memory, versions."""
 
 import importlib.metadata
+import os
 import platform
-from typing import Any
+from typing import Any, NamedTuple
 
 from optimus import __version__
 from optimus.cores import usable_cores
@@ -20,6 +21,30 @@ _PEAK_TFLOPS = {
     "MI250X": 191.5,  # one of the two chips, which is what a rank gets
     "Data Center GPU Max 1550": 419.0,  # one tile (Ponte Vecchio)
 }
+
+# Instructions of processors that multiply bf16, as torch and the kernel (/proc/cpuinfo) call them.
+_BFLOAT16 = {
+    "amx_bf16": "AMX-BF16",
+    "avx512_bf16": "AVX512-BF16",
+    "sve_bf16": "SVE BF16",
+    "svebf16": "SVE BF16",
+}
+# By variables of the environment the values with which torch leaves them unused: ATen in attention and what is done element
+# by element, oneDNN in products. The later of oneDNN's names counts only without the other.
+_WITHOUT_BFLOAT16 = {
+    "ATEN_CPU_CAPABILITY": {"default", "avx2"},
+    "ONEDNN_MAX_CPU_ISA": {
+        "sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni", "advsimd",
+    },
+}  # fmt: skip
+_OLDER_NAMES = {"ONEDNN_MAX_CPU_ISA": "DNNL_MAX_CPU_ISA"}
+
+
+class Bfloat16(NamedTuple):
+    """Whether a device multiplies bf16 itself, and what that is known by."""
+
+    native: bool
+    why: str
 
 
 def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
@@ -72,6 +97,48 @@ def device_name(device: Any) -> str:
     if device.type == "cpu":
         return _cpu_name()
     return str(torch.get_device_module(device).get_device_name(device))
+
+
+def bfloat16_of(device: Any) -> Bfloat16:
+    """Whether a torch device computes in bf16: by what it is, so that it is the same whatever else runs."""
+    import torch
+
+    if device.type == "cpu":
+        return _bfloat16_of_cpu()
+    module = torch.get_device_module(device)
+    try:
+        native = bool(module.is_bf16_supported(including_emulation=False))
+    except (AttributeError, TypeError):  # other makers' have no emulation, or no such function
+        native = bool(getattr(module, "is_bf16_supported", lambda: False)())
+    return Bfloat16(native, f"{device.type} computes in it" if native else "no bfloat16 there")
+
+
+def _bfloat16_of_cpu() -> Bfloat16:
+    """Without such instructions products in bf16 take several times as long as in fp32, as they are emulated."""
+    import torch
+
+    features = _cpu_features()
+    name = next((text for feature, text in _BFLOAT16.items() if feature in features), None)
+    if name is None or not torch.backends.mkldnn.is_available():
+        return Bfloat16(False, "the processor has no instructions for bfloat16 that torch uses")
+    for variable, without in _WITHOUT_BFLOAT16.items():
+        variable = variable if variable in os.environ else _OLDER_NAMES.get(variable, variable)
+        if (value := os.environ.get(variable, "")).lower() in without:
+            return Bfloat16(False, f"{variable}={value} keeps torch from the processor's {name}")
+    return Bfloat16(True, f"the processor has {name}")
+
+
+def _cpu_features() -> set[str]:
+    """Of the processor, as torch tells of them, or before it did the kernel."""
+    import torch
+
+    if hasattr(torch.cpu, "get_capabilities"):
+        return {name for name, there in torch.cpu.get_capabilities().items() if there is True}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
+    except OSError:
+        return set()
 
 
 def free_memory(device: Any) -> int:

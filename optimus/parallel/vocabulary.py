@@ -21,6 +21,7 @@ from optimus.comm.functional import (
     reduce_scatter_rows,
     total,
 )
+from optimus.kernels.embedding import embedding
 from optimus.kernels.linear import MatrixProduct, linear
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy
 from optimus.mesh import Layout
@@ -57,7 +58,7 @@ class SplitVocabulary(Vocabulary):
     def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
         row_T = tokens_T - self.first
         elsewhere_T = (row_T < 0) | (row_T >= len(weight))
-        x_TH = F.embedding(row_T.clamp(0, len(weight) - 1), weight).masked_fill(elsewhere_T[:, None], 0)
+        x_TH = embedding(row_T.clamp(0, len(weight) - 1), weight).masked_fill(elsewhere_T[:, None], 0)
         return reduce_scatter_rows(x_TH, self.parts) if self.sequence else reduce_from_group(x_TH, self.parts)
 
     def rows(self, t_T: Tensor) -> Tensor:

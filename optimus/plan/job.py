@@ -21,7 +21,6 @@ from optimus.plan.blocks import Factors, examples
 from optimus.plan.links import chained, in_order
 from optimus.plan.machine import Machine
 from optimus.plan.profile import Profile
-from optimus.train.precision import WORTH
 from optimus.train.run import recipe_of, whole_model
 from optimus.train.teacher import teacher_models
 
@@ -33,6 +32,7 @@ Rules = tuple[
 
 _PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
 _FACTOR = ".lora_a"
+_WORTH = 0.8  # of the time in fp32 is what bf16 may take on a machine: the rest of a step gains nothing by it
 _GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes
 
 
@@ -237,7 +237,7 @@ def _for_machine(config: RunConfig, machine: Machine) -> RunConfig:
     known = machine.arithmetic
     half = "bf16" in known or "fp32" not in known
     if "bf16" in known and "fp32" in known:
-        half = known["fp32"].sustained_rate <= WORTH * known["bf16"].sustained_rate
+        half = known["fp32"].sustained_rate <= _WORTH * known["bf16"].sustained_rate
     return config.changed(train={"precision": "bfloat16" if half else "float32"})
 
 

@@ -91,12 +91,16 @@ def buffers(
     lifetime: Lifetime = "use",
     residency: str = "device",
     pruned: bool = False,
+    prunable: bool = False,
 ) -> tuple[Buffer, ...]:
     """Those of a chunk that `rule` updates; of one that it does not, nothing but the parameters.
 
     `lifetime` is that of whole parameters where a part or the host keeps them. Where they are of type fp32 and what the rule
     computes with, they are the master weights themselves. Gradients wait for the update in the place of the parameters on
     the host, whose last use has been by then, if they are of one type (Elixir, section 6): 14 bytes per parameter in bf16.
+
+    Of `prunable` parameters, which may be `pruned` later, a record on a disk has from the beginning what it will have then:
+    so the space that it takes up is known before the first step.
     """
     home, waiting, optimizer = RESIDENCES[residency]
     kept_whole = not depths.parameters and home == "device"
@@ -105,7 +109,7 @@ def buffers(
     if not rule.trains:
         return tuple(rows)
     rows += [Buffer("mask", torch.int32, 0, align=1, extent="mask")] if pruned else []
-    apart = compute != torch.float32 or rule.averages or pruned
+    apart = compute != torch.float32 or rule.averages or pruned or (prunable and optimizer == "disk")
     lasting: Lifetime = "always" if waiting == "device" else "step"
     added = pruned or depths.gradients > 0  # those of each microbatch to what is kept of them
     rows += [Buffer("gradients", gradient, 0, lifetime="use" if added else lasting, extent="whole")]

@@ -90,7 +90,7 @@ class Chunk:
         self._fetched = plan.residency("parameters.shard") != "device"
         self.compute_shard = self._parameter_shard[plan.within(depths.parameters, depths.optimizer)]
         if on_disk and self._disk is not None:
-            self._disk.shorten(plan.updated)
+            self._disk.resize(on_disk, plan.updated)
         elif on_disk and file is not None:
             self._disk = DiskStates(file, on_disk, plan.updated)
         self._bind(dict.fromkeys(on_disk, ON_DISK))
@@ -101,11 +101,18 @@ class Chunk:
         self.moments = {kind: made[kind] for kind in self.plan.rule.kinds}
 
     @contextmanager
-    def states(self, change: bool = False) -> Iterator[Mapping[str, Tensor]]:
-        """Inside, what a checkpoint holds of this chunk is in memory, by the prefix of its keys: this rank's part. With
-        `change` it may be written to, and `publish` must follow."""
-        if change:
+    def states(self, change: bool = False, *, after: Handle | None = None) -> Iterator[Mapping[str, Tensor]]:
+        """Inside, what a checkpoint holds of this chunk is in memory, by the prefix of its keys: this rank's part, behind the
+        update that is under way. With `change` it may be written to, and `publish` must follow.
+
+        Only the thread that trains knows what is under way: another waits for the `updated` that it was given, `after`.
+        """
+        if after is not None:
+            after()
+        elif change:
             self.settle()
+        else:
+            self._finish_update()
         self._transfers.synchronize()
         if self._disk is None:
             yield {"model": self.master, **self.moments}
@@ -208,6 +215,7 @@ class Chunk:
 
     def gathered_state(self, prefix: str) -> Tensor:
         """The whole chunk's state with this prefix of a checkpoint, fp32 on the device. All ranks of its groups call."""
+        self.settle()
         whole = torch.zeros(self.plan.size, dtype=torch.float32, device=self.parameter.device)
         with self.states() as states:
             whole[self.plan.shard] = states[prefix].to(whole.device)

@@ -33,7 +33,7 @@ class StateFile:
 
     def __init__(self, folder: Path, transfers: Transfers) -> None:
         self._folder, self._transfers, self._file = folder, transfers, -1
-        self._size, self._longest = 0, 0
+        self._size, self._longest, self._reserved = 0, 0, False
         self._buffers: SimpleQueue[Tensor] = SimpleQueue()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="disk")
         try:
@@ -49,21 +49,27 @@ class StateFile:
             raise self._failed(error) from None
 
     def place(self, size: int) -> int:
-        """Where a record of so many bytes lies: all are placed before `reserve`."""
+        """Where a record of so many bytes lies. It takes up its space in `reserve`, behind that at once."""
         offset = self._size
         self._size += -(-size // PAGE) * PAGE
         self._longest = max(self._longest, self._size - offset)
+        if self._reserved:
+            self._take_up()
         return offset
 
     def reserve(self) -> None:
         """Take up the space of all records, zero, and make the buffers."""
+        self._take_up()
+        self._reserved = True
+        for _ in range(BUFFERS):
+            self._buffers.put(self.new_buffer())
+
+    def _take_up(self) -> None:
         try:
             os.posix_fallocate(self._file, 0, max(1, self._size))
         except OSError as error:
             self.close()
             raise self._failed(error) from None
-        for _ in range(BUFFERS):
-            self._buffers.put(self.new_buffer())
 
     def new_buffer(self) -> Tensor:
         """Bytes of the host that the longest record fits into, at the beginning of a page."""
@@ -71,8 +77,9 @@ class StateFile:
         return memory[-memory.data_ptr() % PAGE :][: self._longest]
 
     def take(self) -> Tensor:
-        """One of the three buffers, when one is free."""
-        return self._buffers.get()
+        """One of the three buffers, when one is free, or one in its place where records have grown longer."""
+        buffer = self._buffers.get()
+        return buffer if len(buffer) >= self._longest else self.new_buffer()
 
     def give(self, buffer: Tensor) -> None:
         """The buffer is free."""
@@ -155,16 +162,20 @@ class DiskStates:
     """The fp32 buffers of `kinds` of a chunk, `elements` each, in `file`."""
 
     def __init__(self, file: StateFile, kinds: Sequence[str], elements: int) -> None:
-        self._file, self._kinds, self._elements = file, kinds, elements
-        self._bytes = 4 * elements * len(kinds)
-        self._offset = file.place(self._bytes)
+        self._file, self._kinds = file, kinds
+        self._room = 0  # bytes
         self._read: tuple[Tensor, Handle] | None = None  # ahead of its update
         self._written: Handle = lambda: None
+        self.resize(kinds, elements)
 
-    def shorten(self, elements: int) -> None:
-        """There are so many `elements` from now on, no more than before; what was there is lost."""
+    def resize(self, kinds: Sequence[str], elements: int) -> None:
+        """There are so many `elements` of the same kinds from now on; what was there is lost. Between steps."""
+        assert (*kinds,) == (*self._kinds,), f"a record of {self._kinds} cannot be one of {kinds}"
+        assert self._read is None, "read for an update that has not been"
         self._written()
-        self._elements, self._bytes = elements, 4 * elements * len(self._kinds)
+        self._elements, self._bytes = elements, 4 * elements * len(kinds)
+        if not self._room or self._bytes > self._room:  # a state that is loaded may be pruned less than it was made for
+            self._offset, self._room = self._file.place(self._bytes), self._bytes
 
     @contextmanager
     def loaded(self, change: bool) -> Iterator[Mapping[str, Tensor]]:

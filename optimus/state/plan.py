@@ -259,10 +259,24 @@ def plan_chunks(
 
 
 def _buffers(
-    depths: Depths, rule: Rule, options: StateConfig, recipe: Recipe, pruned: bool, residency: str = "device"
+    depths: Depths,
+    rule: Rule,
+    options: StateConfig,
+    recipe: Recipe,
+    pruned: bool,
+    residency: str = "device",
+    prunable: bool = False,
 ) -> tuple[Buffer, ...]:
-    gradient, lasts = getattr(torch, options.gradient_dtype), lifetime(options)
-    return buffers(depths, recipe.compute, gradient, rule, lifetime=lasts, residency=residency, pruned=pruned)
+    return buffers(
+        depths,
+        recipe.compute,
+        getattr(torch, options.gradient_dtype),
+        rule,
+        lifetime=lifetime(options),
+        residency=residency,
+        pruned=pruned,
+        prunable=prunable,
+    )
 
 
 def _compressed(plan: ChunkPlan, recipe: Recipe) -> ChunkPlan:
@@ -282,7 +296,8 @@ def _with_residency(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Re
         size += plan.size
         if size > here * (1 + 1e-9):
             depths = placed(plan.depths, where)
-            kept = _buffers(depths, plan.rule, options, recipe, plan.mask is not None, where)
+            prunable = plan.slots[0].name in recipe.unpruned
+            kept = _buffers(depths, plan.rule, options, recipe, plan.mask is not None, where, prunable)
             plan = replace(plan, buffers=kept, depths=depths)
         found.append(plan)
     return found

@@ -14,7 +14,7 @@ from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.slices import TensorSlice
 from optimus.checkpoint.store import load_state
 from optimus.config import RunConfig
-from optimus.hub import FolderReader
+from optimus.hub import FolderReader, context_of, read_published
 from optimus.model import Transformer
 from optimus.model.init import initialize_parameter
 from optimus.model.parameters import declarations
@@ -79,11 +79,14 @@ def begin(run: Run, *, masks: bool) -> int:
         source = read_together(lambda: FolderReader(Path(began_with), run.config.model), world)
         pruned = masks and follow_masks(run.state, source)
         readers, unpruned = load_slices(run.state, source.fill, full=False, send=send, pruned=pruned), source.unpruned
+        run.context, run.published = world.on_first(
+            lambda: (context_of(Path(began_with)), read_published(Path(began_with)))
+        )
     else:
         path = world.on_first(lambda: find_checkpoint(began_with))
         run.began_with = str(path)  # of a run that goes on itself, its newest now
         found, readers = load_state(run.state, path, model=run.config.model, full=False, send=send, masks=masks)
-        unpruned = found.unpruned
+        unpruned, run.context, run.published = found.unpruned, found.context, found.published
     run.unpruned = unpruned if masks else run.unpruned
     run.state.initialize(seed, std, only="factor")
     return readers

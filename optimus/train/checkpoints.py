@@ -18,13 +18,14 @@ from optimus.checkpoint.slots import place_of_frozen, set_newer_aside
 from optimus.checkpoint.store import load_state
 from optimus.comm import Groups
 from optimus.config import RunConfig
-from optimus.config.phases import sequences_after
+from optimus.config.phases import longest, sequences_after
 from optimus.config.renamed import with_new_names
 from optimus.errors import naming_disk_errors
+from optimus.hub import left_out
 from optimus.mesh import Layout
 from optimus.model import Transformer
 from optimus.state.pruning import weights_to_be
-from optimus.train.beginning import begin, begins_anew, begins_with, first_weights
+from optimus.train.beginning import begin, begins_anew, begins_with, first_weights, is_model_folder
 from optimus.train.hooks import Hook
 from optimus.train.pruning import after_pruning, choose_masks
 from optimus.train.run import Run, new_run, read_together, targets_of
@@ -126,7 +127,7 @@ def describe(run: Run, *, full: bool) -> Description:
     mesh, config, phase = run.groups.mesh, run.config, run.phase
     return Description(
         model=config.model,
-        context=phase.config.train.sequence_length,
+        context=max(run.context, longest(run.phases[: phase.number + 1]).train.sequence_length),
         step=run.step,
         full=full,
         precision=config.train.precision,
@@ -151,6 +152,7 @@ def describe(run: Run, *, full: bool) -> Description:
             "ranks_per_node": mesh.ranks_per_node or mesh.size,
             "scattered": config.checkpoint.scattered,
         },
+        published=run.published,
         frozen=run.frozen if full else None,
     )
 
@@ -187,6 +189,7 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> int:
         send=run.config.checkpoint.broadcast,
     )
     run.step, progress = description.step, description.progress
+    run.context, run.published = description.context, description.published
     run.state.steps = progress["updates"] if full else 0
     run.state.counters = {name: progress.get(name, 0.0) if full else 0.0 for name in run.state.counters}
     run.skipped, run.unpruned, run.prunings = progress["skipped"], description.unpruned, description.prunings
@@ -238,6 +241,8 @@ def _start(run: Run, resume: bool) -> None:
     readers = begin(run, masks=not pruned_further)
     if initial is not None:
         run.notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
+        if is_model_folder(initial):
+            run.notes += filter(None, [run.groups.world.on_first(lambda: left_out(Path(initial)))])
 
 
 def _readers(run: Run, readers: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,8 @@ class Run:
     data_seconds: float = 0.0  # of them, waiting for data
     stopped_by: int = 0  # the signal that ends the run after this step; the same on every rank
     saver: Saver | None = None  # of its checkpoints, while it trains
+    context: int = 0  # the longest sequences that the model had been trained on when it began
+    published: dict[str, Any] = field(default_factory=dict)  # what was said of that model; hub/published.py
     frozen: str | None = None  # the folder that has its frozen parameters, since a checkpoint has referred to it
     loss_limit: float = math.inf  # above which the next step's update is left out
     checkpoint_seconds: float = 0.0  # since the last record of metrics, waiting for checkpoints

@@ -5,9 +5,11 @@ And nothing that could run is loaded, even where all sums are right.
 
 import copy
 import io
+import json
 import os
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,26 @@ def test_an_emptied_folder_and_a_lost_manifest(slot: Path, tmp_path: Path) -> No
     check_detected(slot)
     slot.unlink()
     away.rename(slot)
+
+
+@pytest.mark.parametrize("named", ["../outside", "__0_0.distcp/../../outside", "absolute"])
+def test_names_in_a_manifest_lead_nowhere_else(slot: Path, named: str) -> None:
+    """Also where sums and sizes are right."""
+    outside = slot.with_name("outside")
+    outside.write_bytes(b"else")
+    named = str(outside) if named == "absolute" else named
+    content = json.loads((slot / "manifest.json").read_text())
+    content["files"][named] = {"bytes": 4, "crc": zlib.crc32(b"else")}
+    del content["crc"]
+    crc = zlib.crc32((json.dumps(content, separators=(",", ":")) + "\n").encode())
+    text = json.dumps(content | {"crc": crc}, separators=(",", ":")) + "\n"
+    check_changes(slot / "manifest.json", [text.encode()], "outside' is no plain file name")
+
+
+def test_frozen_parameters_are_beside_a_checkpoint(slot: Path) -> None:
+    content = json.loads((slot / "checkpoint.json").read_text())
+    text = json.dumps(content | {"frozen": f"../checkpoints/{slot.name}"})
+    check_changes(slot / "checkpoint.json", [text.encode()], f"{slot.name}' is no plain file name")
 
 
 # ---- A run goes on from the other one ----

@@ -1,5 +1,6 @@
 """What is written is the state of the moment, whatever the optimizer does meanwhile; failures are told to all ranks."""
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -17,9 +18,9 @@ from helpers.whole import whole_state
 from optimus.checkpoint import saving
 from optimus.checkpoint.folder import Description, list_checkpoints, step_folder, step_of, weights_folder
 from optimus.checkpoint.reader import verify
-from optimus.checkpoint.rollback import resume_points, rollback
+from optimus.checkpoint.rollback import marker_of, resume_points, rollback
 from optimus.checkpoint.saving import Saver, Target
-from optimus.checkpoint.slots import set_newer_aside
+from optimus.checkpoint.slots import retire, set_newer_aside
 from optimus.checkpoint.staging import Staging
 from optimus.checkpoint.store import load_state
 from optimus.comm import Groups
@@ -207,6 +208,19 @@ def test_a_full_checkpoint_that_a_rollback_names(tmp_path: Path) -> None:
         assert [(step_of(point.path), point.full) for point in points] == [(step, True), (step - 1, step > 3)]
         assert all(verify(point.path) == [] for point in points)
     assert not (tmp_path / "checkpoints" / "rollback.json").exists()
+
+
+def test_another_runs_checkpoint_is_never_deleted(tmp_path: Path) -> None:
+    """A marker of a rollback that names it is damaged."""
+    _, state = made()
+    run, other = tmp_path / "run", step_folder(tmp_path / "other", 1)
+    saver = Saver(state)
+    saver.save(full(tmp_path / "other", 1))
+    saver.save(full(run, 2))
+    marker_of(run).write_text(json.dumps({"checkpoint": f"../../other/checkpoints/{other.name}", "step": 1}))
+    with pytest.raises(UserError, match=r"rollback.json cannot be read \('.*' is no plain file name\)"):
+        retire(run, 1)
+    assert verify(other) == []
 
 
 def test_weights_of_later_steps_are_not_newer(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Prepared data at URLs: fsspec's memory file system, and a web server of this machine."""
 
 import copy
+import json
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 
 import optimus
 from optimus.data.preparation import prepare
+from optimus.data.remote import RemoteFolder
 from optimus.data.shards import Shards
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
@@ -106,3 +108,27 @@ def test_what_cannot_be_read_is_one_message(memory: str, web: str, tmp_path: Pat
     system.rm(f"/prepared/{name}")
     with pytest.raises(UserError, match=rf"cannot read memory://prepared/{name}: "):
         Shards(memory, tmp_path / "other").rows(0, 1)
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_nothing_outside_of_the_cache_is_touched(
+    memory: str, local: Path, tmp_path: Path, there: bool, absolute: bool
+) -> None:
+    """Where `index.json` names a file elsewhere, which would be deleted as it has another sum, or written."""
+    shard, other = local / Shards(local).index["shards"][0]["file"], tmp_path / "other.npy"
+    content = shard.read_bytes()
+    if there:
+        other.write_bytes(content)
+    index = json.loads((local / "index.json").read_bytes())
+    index["shards"][0] |= {"file": str(other) if absolute else "../../other.npy", "sha256": "0" * 64}
+    system = fsspec.filesystem("memory")
+    system.pipe_file("/prepared/index.json", json.dumps(index).encode())
+    system.pipe_file("/other.npy", content)
+    with pytest.raises(UserError, match=r"index\.json is damaged \('.*other\.npy' is no plain file name"):
+        Shards(memory, tmp_path / "cache").verify()
+    assert (other.read_bytes() == content) if there else not other.exists()
+    folder = RemoteFolder(memory, tmp_path / "cache", "index.json")
+    for touch in (folder.fetch, folder.forget):
+        with pytest.raises(ValueError, match="no plain file name"):
+            touch(index["shards"][0]["file"])

@@ -115,6 +115,7 @@ def test_changed_or_missing_tokenizer(copy: Path) -> None:
         ({"instances": 5}, r"index\.json is damaged \(the instances of the shards do not add up\)"),
         ({"dtype": "<f4"}, r"index\.json is damaged \(unknown dtype"),
         ({"format": "other"}, r"index\.json is damaged \(its format is 'other'"),
+        ({"sums": "../sums.npy"}, r"index\.json is damaged \(its sums are in '\.\./sums\.npy', not in 'sums\.npy'"),
         ({"version": 9}, r"index\.json has version 9; this Optimus reads version 1"),
     ],
 )
@@ -122,6 +123,24 @@ def test_damaged_index(copy: Path, change: dict[str, object], message: str) -> N
     index = {**json.loads((copy / "index.json").read_bytes()), **change}
     (copy / "index.json").write_text(json.dumps({key: value for key, value in index.items() if value is not None}))
     with pytest.raises(UserError, match=message):
+        Shards(copy)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"file": "../copy/shard-00000.npy"}, r"'\.\./copy/shard-00000\.npy' is no plain file name"),
+        ({"instances": -1}, "context and instances must be positive"),
+        ({"instances": True}, "context and instances must be positive"),
+    ],
+)
+def test_a_shard_that_cannot_be(copy: Path, entry: dict[str, object], message: str) -> None:
+    index = json.loads((copy / "index.json").read_bytes())
+    first, second, *_ = index["shards"]
+    second["instances"] += first["instances"] - int(entry.get("instances", first["instances"]))  # they add up
+    first |= entry
+    (copy / "index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=rf"index\.json is damaged \({message}"):
         Shards(copy)
 
 

@@ -169,6 +169,21 @@ def test_published_deepseek(tmp_path: Path) -> None:
     model = read(tmp_path, DEEPSEEK)
     assert model["latent"] == {"keys": 16, "rotary": 8, "value": 12}
     assert (model["rope_scaling"]["mscale"], model["dense_layers"], model["score"]) == (1.0, 1, "sigmoid")
+    published = {"num_nextn_predict_layers": 1, "ep_size": 1, "auto_map": {"AutoConfig": "x.y"}, "moe_layer_freq": 1}
+    assert read(tmp_path, DEEPSEEK | published) == model
+
+
+def test_fields_of_makers_that_must_have_a_value(tmp_path: Path) -> None:
+    """Not those of the class, but of folders that were made before it or are read by other programs too."""
+    moe = {"num_local_experts": "absent", "model_type": "qwen3_moe", "architectures": "absent", "clip_qkv": "absent"}
+    sparse = OLMOE | moe | {"moe_intermediate_size": 8, "use_qk_norm": True, "qkv_bias": False}
+    read(tmp_path, sparse)
+    for wrong in ({"use_qk_norm": False}, {"qkv_bias": True}, {"shared_expert_intermediate_size": 8}):
+        with pytest.raises(UserError, match=f"{next(iter(wrong))} is .*: only .* is supported here"):
+            read(tmp_path, sparse | wrong)
+    read(tmp_path, GPT2 | {"n_ctx": 1024, "pruned_heads": {}, "is_encoder_decoder": None})
+    with pytest.raises(UserError, match=r"pruned_heads is \{'0': \[1\]\}: only \{\} is supported here"):
+        read(tmp_path, GPT2 | {"pruned_heads": {"0": [1]}})
 
 
 def test_only_the_first_layers_may_be_dense(tmp_path: Path) -> None:
@@ -315,7 +330,7 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
             ({"scoring_func": "softmax"}, "scoring_func is 'softmax': only 'sigmoid'"),
             ({"topk_method": "greedy"}, "topk_method is 'greedy': only 'noaux_tc'"),
             ({"rope_interleave": False}, "rope_interleave is False: only True"),
-            ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1: only 0"),
+            ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers is 'one': it must be a whole number"),
             ({"moe_layer_freq": 2}, "moe_layer_freq is 2: only 1"),
             ({"attention_bias": True}, "attention_bias is True: only False"),
             ({"num_key_value_heads": 2}, "num_key_value_heads is 2: only 4"),

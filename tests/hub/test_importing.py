@@ -224,6 +224,16 @@ def test_missing_shard_and_damaged_index_are_named(dense: Transformer, tmp_path:
         load_weights(dense, hf)
 
 
+def test_an_index_names_files_of_its_folder_only(dense: Transformer, tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    export_model(dense, hf, context=64, tokenizer=None, eos_id=None, max_file_bytes=5000)
+    index, first = hf / "model.safetensors.index.json", min(hf.glob("model-*.safetensors"))
+    index.write_text(index.read_text().replace(f'"{first.name}"', f'"../{first.name}"'))
+    first.rename(tmp_path / first.name)
+    with pytest.raises(UserError, match=r"model.safetensors.index.json is damaged .*'\.\./.*' is no plain file name"):
+        load_weights(dense, hf)
+
+
 def test_weights_of_another_model_are_refused(dense: Transformer, tmp_path: Path) -> None:
     hf = exported(dense, tmp_path / "hf")
     other = Transformer(dense.config.model_copy(update={"heads": 1}))  # the shapes of all tensors are equal

@@ -60,7 +60,7 @@ def test_the_key_table_has_every_parameter_once(name: str) -> None:
 @pytest.mark.parametrize("layers", [4, 9])
 def test_config_json_there_and_back(name: str, layers: int, tmp_path: Path) -> None:
     model = model_of(name, layers=layers)
-    write_config(model, tmp_path, context=64, eos_id=None, pad_id=None, dtype="float32")
+    write_config(model, tmp_path, context=64, dtype="float32")
     assert read_model(tmp_path) == model
 
 

@@ -281,13 +281,17 @@ def test_a_skipped_step_and_an_evaluation() -> None:
     assert all(torch.equal(states[key], tensor) for key, tensor in expected.items())
 
 
+def elsewhere(residency: str, folder: Path) -> list[str]:
+    """What of the configuration keeps state there."""
+    more = {"optimizer": [], "all": ["state.cache=8"], "disk": ["state.cache=8", f"state.disk={folder}"]}
+    return [f"state.residency={residency}", *more[residency]]
+
+
 @pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
 def test_residencies(residency: str, tmp_path: Path) -> None:
     """What is on the host or a disk is compressed, too: the bits of the device."""
     found = []
-    for overrides in ([], [f"state.residency={residency}", "state.cache=8", f"state.disk={tmp_path}"]):
-        overrides = overrides if residency == "disk" else overrides[:-1]
-        overrides = [each for each in overrides if residency != "optimizer" or "cache" not in each]
+    for overrides in ([], elsewhere(residency, tmp_path)):
         steps = pruned_steps(*IN_BF16, *overrides)
         found.append([[steps.train() for _ in range(4)], whole_state(steps.state)])
         if overrides and residency != "disk":
@@ -295,6 +299,63 @@ def test_residencies(residency: str, tmp_path: Path) -> None:
                 if chunk.mask is not None:
                     host = sum(chunk.plan.bytes_by_kind("host").values())
                     assert host == {"optimizer": 12, "all": 18}[residency] * chunk.plan.borders[-1]
+    (a, states), (b, expected) = found[1], found[0]
+    assert a == b
+    assert all(torch.equal(states[key], tensor) for key, tensor in expected.items())
+
+
+OF_RULES = {
+    "fp32": [],
+    "lion": ["optimizer.name=lion"],  # one kind besides the weights
+    "bf16 gradients": ["state.gradient_dtype=bfloat16"],
+    "schedule-free": ["optimizer.name=schedule-free"],
+    "bf16": [*IN_BF16, "state.gradient_dtype=bfloat16"],
+}
+
+
+def masks_of(state: ModelState, share: float, seed: int = 0) -> dict[str, Tensor]:
+    """Masks of this rank's parts that leave about a share of everything that may be pruned."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = {slot.name: slot for chunk in state.chunks for slot in chunk.plan.slots}
+    return {
+        name: packed_bits(torch.rand(slots[name].shape.numel(), generator=generator) < share)
+        for name in state.recipe.unpruned
+    }
+
+
+@pytest.mark.swept
+@pytest.mark.parametrize("rule", OF_RULES)
+@pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
+def test_pruned_between_steps(residency: str, rule: str, tmp_path: Path) -> None:
+    """Once, and once more; almost nothing first, so that as much is kept as before, of more kinds perhaps."""
+    found = []
+    for overrides in ([], elsewhere(residency, tmp_path)):
+        steps = Steps(
+            load_config(config_of("dense"), [*PRUNED, *OF_RULES[rule], *overrides]).model_dump(exclude_unset=True)
+        )
+        seen = [steps.train(), steps.train()]
+        for number, share in enumerate((0.95, 0.3)):
+            masks = masks_of(steps.state, share, number)
+            before = steps.state.masks
+            steps.state.prune({name: bits & before.get(name, bits) for name, bits in masks.items()})
+            seen += [steps.train(), steps.train()]
+        found.append((seen, whole_state(steps.state)))
+    (a, states), (b, expected) = found[1], found[0]
+    assert a == b
+    assert all(torch.equal(states[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("residency", ["all", "disk"])
+def test_less_pruned_than_it_was_made_for(residency: str, tmp_path: Path) -> None:
+    """A run that goes back to a checkpoint before the one that it began to load."""
+    found = []
+    for overrides in ([], elsewhere(residency, tmp_path)):
+        steps = pruned_steps(*overrides)
+        for share in (0.5, 1.0, 0.2):
+            steps.state.prune(masks_of(steps.state, share), empty=True)
+            steps.state.initialize(3, 0.1)
+            steps.train()
+        found.append(([steps.train(), steps.train()], whole_state(steps.state)))
     (a, states), (b, expected) = found[1], found[0]
     assert a == b
     assert all(torch.equal(states[key], tensor) for key, tensor in expected.items())

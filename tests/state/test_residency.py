@@ -247,6 +247,40 @@ def test_records_are_kept(tmp_path: Path) -> None:
     assert all(buffer.data_ptr() % PAGE == 0 for buffer in taken)
 
 
+def test_records_of_another_length(tmp_path: Path) -> None:
+    """One that grows harms no other; its kinds are the same for ever."""
+    file = StateFile(tmp_path, Transfers(CPU))
+    first, second = (DiskStates(file, ["master", "adamw.m"], 1000) for _ in range(2))
+    file.reserve()
+    with second.loaded(change=True) as states:
+        states["master"].fill_(2)
+    for elements in (700, 5000, 3000):
+        first.resize(["master", "adamw.m"], elements)
+        for number in (1, 2):
+            with first.updating() as states:
+                assert [len(each) for each in states.values()] == [elements, elements]
+                if number == 2:
+                    assert bool((states["adamw.m"] == elements).all())
+                states["adamw.m"].fill_(elements)
+        with second.loaded(change=False) as states:
+            assert bool((states["master"] == 2).all())
+    with pytest.raises(AssertionError, match="a record of .*master.* cannot be one of .*adamw.v"):
+        first.resize(["adamw.m", "adamw.v"], 700)
+
+
+def test_kinds_on_a_disk_stay_the_same() -> None:
+    """Of parameters that may be pruned, in fp32, the master weights are apart from the beginning."""
+    makes = [{"prunable": True}, {"prunable": True, "pruned": True}, {}]
+    now, later, never = (
+        [each for each in buffers(Depths(0, 0, 0), FP32, FP32, ADAMW, residency="disk", **more) if each.residency == "disk"]
+        for more in makes
+    )  # fmt: skip
+    assert now == later
+    assert [each.kind for each in now] == ["master", *(each.kind for each in never)]
+    held = buffers(Depths(0, 0, 0), FP32, FP32, ADAMW, residency="all", prunable=True)
+    assert "master" not in [each.kind for each in held]
+
+
 @pytest.fixture
 def run(small_run: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     small_run["state"] = {"residency": "disk", "chunk": 3000, "disk": str(tmp_path / "states")}

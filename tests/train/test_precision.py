@@ -12,13 +12,12 @@ import yaml
 import optimus
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
-from optimus.config.tree import ModelConfig
 from optimus.mesh import Mesh
+from optimus.observe import machine
 from optimus.plan.job import job_of
 from optimus.plan.machine import load_machine
 from optimus.testing import run_ranks
-from optimus.train import precision
-from optimus.train.precision import bfloat16_to_float32, with_precision
+from optimus.train.precision import with_precision
 
 CPU = torch.device("cpu")
 
@@ -27,10 +26,14 @@ def left_open(run: dict[str, Any]) -> dict[str, Any]:
     return run | {"train": {key: value for key, value in run["train"].items() if key != "precision"}}
 
 
-def measures(monkeypatch: pytest.MonkeyPatch, *ratios: float) -> None:
-    """Each measurement finds the next of them."""
-    found = iter(ratios)
-    monkeypatch.setattr(precision, "bfloat16_to_float32", lambda model: next(found))
+def processor(monkeypatch: pytest.MonkeyPatch, *features: str, **environment: str) -> None:
+    """One that has these, for a torch that the environment limits so."""
+    monkeypatch.setattr(machine, "_cpu_features", lambda: {"avx2", *features})
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
 
 
 def saved(run: dict[str, Any]) -> str:
@@ -38,20 +41,78 @@ def saved(run: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "expected"), [(0.1, "bfloat16"), (0.8, "bfloat16"), (0.81, "float32"), (9.0, "float32")]
+    ("features", "environment", "expected", "why"),
+    [
+        ((), {}, "float32", "the processor has no instructions for bfloat16 that torch uses"),
+        (("avx512_f", "avx512_vnni"), {}, "float32", "the processor has no instructions for bfloat16 that torch uses"),
+        (("neon", "bf16"), {}, "float32", "the processor has no instructions for bfloat16 that torch uses"),
+        (("avx512_bf16",), {}, "bfloat16", "the processor has AVX512-BF16"),
+        (("avx512_bf16", "amx_bf16"), {}, "bfloat16", "the processor has AMX-BF16"),
+        (("sve_bf16",), {}, "bfloat16", "the processor has SVE BF16"),
+        (("svebf16",), {}, "bfloat16", "the processor has SVE BF16"),
+        (("avx512_bf16",), {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, "bfloat16", "the processor has AVX512-BF16"),
+        (("avx512_bf16",), {"ONEDNN_MAX_CPU_ISA": "DEFAULT"}, "bfloat16", "the processor has AVX512-BF16"),
+        (("avx512_bf16",), {"ATEN_CPU_CAPABILITY": "avx512"}, "bfloat16", "the processor has AVX512-BF16"),
+        (
+            ("avx512_bf16",),
+            {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+            "float32",
+            "ONEDNN_MAX_CPU_ISA=AVX2 keeps torch from the processor's AVX512-BF16",
+        ),
+        (
+            ("amx_bf16",),
+            {"DNNL_MAX_CPU_ISA": "avx512_core"},
+            "float32",
+            "DNNL_MAX_CPU_ISA=avx512_core keeps torch from the processor's AMX-BF16",
+        ),
+        (
+            ("amx_bf16",),
+            {"DNNL_MAX_CPU_ISA": "avx2", "ONEDNN_MAX_CPU_ISA": "all"},
+            "bfloat16",
+            "the processor has AMX-BF16",
+        ),
+        (
+            ("sve_bf16",),
+            {"ATEN_CPU_CAPABILITY": "default"},
+            "float32",
+            "ATEN_CPU_CAPABILITY=default keeps torch from the processor's SVE BF16",
+        ),
+    ],
 )
-def test_what_is_faster_is_taken(
-    small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ratio: float, expected: str
+def test_a_processor_is_asked_what_it_has(
+    small_run: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    features: tuple[str, ...],
+    environment: dict[str, str],
+    expected: str,
+    why: str,
 ) -> None:
-    measures(monkeypatch, ratio)
-    found, why = with_precision(load_config(left_open(small_run)), CPU)
-    assert found.train.precision == expected
-    assert f"{ratio:.2f} times as long" in why
+    processor(monkeypatch, *features, **environment)
+    found, said = with_precision(load_config(left_open(small_run)), CPU)
+    assert (found.train.precision, said) == (expected, f" (auto: {why})")
 
 
-def test_what_is_given_is_not_measured(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    measures(monkeypatch)
+def test_without_onednn_products_in_bfloat16_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor(monkeypatch, "avx512_bf16")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not machine.bfloat16_of(CPU).native
+
+
+def test_the_kernel_is_asked_where_torch_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch and the kernel tell of the same bf16 instructions, on this machine as on any."""
+    names = {"amx_bf16", "avx512_bf16"}
+    by_torch = machine._cpu_features()
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    by_kernel = machine._cpu_features()
+    assert len(by_kernel) > 10
+    assert by_torch & names == by_kernel & names
+    assert ("sve_bf16" in by_torch) == ("svebf16" in by_kernel)
+
+
+def test_what_is_given_is_taken(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    processor(monkeypatch)
     config = load_config(small_run)
+    assert config.train.precision == "bfloat16"
     assert with_precision(config, CPU) == (config, "")
 
 
@@ -60,11 +121,11 @@ def test_a_run_says_its_choice_writes_it_and_keeps_it(
 ) -> None:
     run = left_open(small_run)
     run["train"]["stop_at"] = 2
-    measures(monkeypatch, 3.0, 3.0)  # before the run, where memory is checked, and when it begins
+    processor(monkeypatch)
     optimus.train(run)
     assert saved(run) == "float32"
-    assert "precision: float32 (auto: here bfloat16 takes 3.00 times as long as float32)" in capfd.readouterr().err
-    measures(monkeypatch)
+    assert "precision: float32 (auto: the processor has no instructions for" in capfd.readouterr().err
+    processor(monkeypatch, "avx512_bf16")  # another node
     run["train"]["stop_at"] = 4
     assert optimus.train(run, resume=True)["step"] == 4
     assert saved(run) == "float32"
@@ -72,17 +133,17 @@ def test_a_run_says_its_choice_writes_it_and_keeps_it(
 
 
 def decide(config: RunConfig) -> tuple[str, str]:
-    """On a rank: the first finds bf16 slower, and the others, had they been asked, faster."""
+    """On a rank: the node of the first has no bf16 instructions, those of the others have."""
     world = Groups(Mesh.of(dist.get_world_size())).world
-    ratio = 2.0 if world.rank == 0 else 0.1
-    precision.bfloat16_to_float32 = lambda model: ratio  # type: ignore[assignment]
-    found, why = with_precision(config, CPU, world=world)
+    with pytest.MonkeyPatch.context() as patch:
+        processor(patch, *(["avx512_bf16"] if world.rank else []))
+        found, why = with_precision(config, CPU, world=world)
     return found.train.precision, why
 
 
 def test_the_first_rank_decides_for_all(small_run: dict[str, Any]) -> None:
     found = run_ranks(decide, 3, load_config(left_open(small_run)))
-    assert found == [("float32", " (auto: here bfloat16 takes 2.00 times as long as float32)")] * 3
+    assert found == [("float32", " (auto: the processor has no instructions for bfloat16 that torch uses)")] * 3
 
 
 @pytest.mark.parametrize(
@@ -99,31 +160,16 @@ def test_accelerators_are_asked(
     small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, module: Any, expected: str
 ) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    measures(monkeypatch)
     found, _ = with_precision(load_config(left_open(small_run)), torch.device("meta"))
     assert found.train.precision == expected
 
 
-def test_each_type_counts_by_its_best_time() -> None:
-    """By a clock of ours: fp32 takes 0.04 and, undisturbed, 0.01; bf16 0.06 and, disturbed, 1."""
-    model = ModelConfig(family="olmo", hidden=16, layers=1, heads=2, intermediate=32, vocab=64)
-    ticks = iter([0.0, 0.0, 0.04, 0.04, 0.1, 0.1, 0.1, 0.11, 0.11, 1.11, 1.11])
-    assert bfloat16_to_float32(model, lambda: next(ticks)) == pytest.approx(6)
-    stopped = iter([0.0, 9.0, 9.01, 9.01, 9.03, 9.03])  # before it began
-    assert bfloat16_to_float32(model, lambda: next(stopped)) == pytest.approx(2)
-
-
-def test_the_measurement_measures() -> None:
-    model = ModelConfig(family="olmo", hidden=64, layers=1, heads=2, intermediate=128, vocab=64)
-    assert 0 < bfloat16_to_float32(model) < float("inf")
-
-
 @pytest.mark.parametrize(
-    ("machine", "expected"),
+    ("name", "expected"),
     [("dgx-h100", "bfloat16"), ("dgx-v100", "float32"), ("laptop", "float32"), ("tpu-v5e", "bfloat16")],
 )
-def test_the_planner_asks_the_machine(small_run: dict[str, Any], machine: str, expected: str) -> None:
-    kind = load_machine(machine)
+def test_the_planner_asks_the_machine(small_run: dict[str, Any], name: str, expected: str) -> None:
+    kind = load_machine(name)
     assert job_of(load_config(left_open(small_run)), kind, Mesh()).train.precision == expected
     if "bf16" in kind.arithmetic:
         assert job_of(load_config(small_run), kind, Mesh()).train.precision == "bfloat16"

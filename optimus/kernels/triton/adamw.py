@@ -34,11 +34,12 @@ def adamw(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def _adamw(
     weight, gradient, m, v, copy, size, gradient_scale, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     step_size, root_scale, COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # Sizes of chunks are multiples of 16, for which it is compiled: with a mask that may end anywhere, loads are scalar.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = i < size
     g = tl.load(gradient + i, mask=real, other=0).to(tl.float32) * gradient_scale

@@ -41,7 +41,8 @@ def _places(words_W, before_B, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
 @triton.jit
 def _compress(x_P, words_W, before_B, compressed_K, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
     p, unpruned, place = _places(words_W, before_B, P, BLOCK, WORD)
-    tl.store(compressed_K + place, tl.load(x_P + p, mask=unpruned), mask=unpruned)
+    x = tl.load(x_P + p, mask=p < P)  # pruned ones too: many at once, of lines that are fetched whole anyway
+    tl.store(compressed_K + place, x, mask=unpruned)
 
 
 @triton.jit

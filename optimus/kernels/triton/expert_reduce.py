@@ -58,7 +58,7 @@ def _reduce(
     tl.store(out_at, sums.to(out_TH.dtype.element_ty), mask=(t < T)[:, None] & (h < H)[None, :])
 
 
-@triton.jit(do_not_specialize=["choices"])
+@triton.jit
 def _sum_parts(part_PC, position_TK, out_TK, choices, C: tl.constexpr, CHOICES: tl.constexpr):
     choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
     position = tl.load(position_TK + choice, mask=choice < choices, other=-1)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optimus.kernels.matmul import matmul
+
 _BLOCK_ELEMENTS = 1 << 27  # logits of one block: 256 MB in bf16, enough rows to fill a large accelerator
 _COLUMNS = 4096  # of a row that a program holds at once
 
@@ -41,7 +43,7 @@ def in_blocks(
             if gradients[0] is not None:
                 torch.mm(logits, w_VH, out=gradients[0][rows])
             if gradients[1] is not None:
-                gradients[1].add_(logits.T @ x_TH[rows])
+                matmul(logits.T, x_TH[rows], out=gradients[1], add=True)
     return loss_T.sum() / count
 
 

@@ -26,7 +26,7 @@ def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(
     y_grad_TH: Tensor, x_TH: Tensor, w_H: Tensor, r_T: Tensor, of_weight: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of x and, if asked, w, whose parts cost nothing beside the rest; what is given is contiguous."""
+    """The gradients of x and, if asked, w in fp32, whose parts cost nothing beside the rest; what is given is contiguous."""
     T, H = len(r_T), len(w_H)
     rows, blocks = _blocks(T, H)
     programs = min(blocks, _PROGRAMS)
@@ -35,7 +35,7 @@ def rms_norm_backward(
         y_grad_TH, x_TH, w_H, r_T, x_grad_TH, w_grad_BH, T, programs, H=H, ROWS=rows,
         COLUMNS=triton.next_power_of_2(H),
     )  # fmt: skip
-    return x_grad_TH, w_grad_BH.sum(0).to(w_H.dtype) if of_weight else None
+    return x_grad_TH, w_grad_BH.sum(0) if of_weight else None
 
 
 def _blocks(T: int, H: int) -> tuple[int, int]:

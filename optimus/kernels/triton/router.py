@@ -51,7 +51,7 @@ class _Router(torch.autograd.Function):
         counts_BE, probabilities_BE = (logits_TE.new_empty(blocks, E, dtype=torch.float32) for _ in range(2))
         z_B = logits_TE.new_empty(blocks, dtype=torch.float32)
         _route[(blocks,)](
-            logits_TE, forced_T, weights_TK, indices_TK, counts_BE, probabilities_BE, z_B, T, E, K,
+            logits_TE, forced_T, weights_TK, indices_TK, counts_BE, probabilities_BE, z_B, T, E=E, K=K,
             FORCED=forced_T is not None, RENORMALISE=renormalise, TOKENS=tokens, EXPERTS=triton.next_power_of_2(E),
             CHOICES=triton.next_power_of_2(K),
         )  # fmt: skip
@@ -71,7 +71,7 @@ class _Router(torch.autograd.Function):
         logits_grad_TE = torch.empty_like(logits_TE)
         _route_backward[(blocks,)](
             logits_TE, indices_TK, weights_grad_TK.contiguous(), probabilities_grad_E.contiguous(), z_grad,
-            logits_grad_TE, T, E, K, RENORMALISE=ctx.renormalise, TOKENS=tokens, EXPERTS=triton.next_power_of_2(E),
+            logits_grad_TE, T, E=E, K=K, RENORMALISE=ctx.renormalise, TOKENS=tokens, EXPERTS=triton.next_power_of_2(E),
         )  # fmt: skip
         return logits_grad_TE, None, None, None
 
@@ -83,7 +83,7 @@ def _blocks(T: int, E: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _softmax(logits_TE, t, T, E, EXPERTS: tl.constexpr):
+def _softmax(logits_TE, t, T, E: tl.constexpr, EXPERTS: tl.constexpr):
     """(probabilities [TOKENS, EXPERTS], log-sum-exp [TOKENS], logits) in fp32; 0 past the last expert and the last token."""
     e = tl.arange(0, EXPERTS)
     real = (t < T)[:, None] & (e < E)[None, :]
@@ -95,10 +95,10 @@ def _softmax(logits_TE, t, T, E, EXPERTS: tl.constexpr):
     return p / total[:, None], largest + tl.log(total), tl.where(real, logits, 0.0)
 
 
-@triton.jit(do_not_specialize=["T", "K"])
+@triton.jit(do_not_specialize=["T"])
 def _route(
-    logits_TE, forced_T, weights_TK, indices_TK, counts_BE, probabilities_BE, z_B, T, E, K,
-    FORCED: tl.constexpr, RENORMALISE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    logits_TE, forced_T, weights_TK, indices_TK, counts_BE, probabilities_BE, z_B, T, E: tl.constexpr,
+    K: tl.constexpr, FORCED: tl.constexpr, RENORMALISE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -138,10 +138,10 @@ def _route(
     tl.store(z_B + block, tl.sum(lse * lse, axis=0))
 
 
-@triton.jit(do_not_specialize=["T", "K"])
+@triton.jit(do_not_specialize=["T"])
 def _route_backward(
-    logits_TE, indices_TK, weights_grad_TK, probabilities_grad_E, z_grad, logits_grad_TE, T, E, K,
-    RENORMALISE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    logits_TE, indices_TK, weights_grad_TK, probabilities_grad_E, z_grad, logits_grad_TE, T,
+    E: tl.constexpr, K: tl.constexpr, RENORMALISE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)

@@ -8,9 +8,9 @@ from functools import cache
 from importlib import import_module
 
 from optimus.errors import nearest
-from optimus.model.families.family import Choice, Family, Field, Key, Multiple, Same
+from optimus.model.families.family import Choice, Family, Field, Further, Key, Multiple, Same
 
-__all__ = ["Choice", "Family", "Field", "Key", "Multiple", "Same", "families", "family_named"]
+__all__ = ["Choice", "Family", "Field", "Further", "Key", "Multiple", "Same", "families", "family_named"]
 
 
 @cache

@@ -3,8 +3,21 @@
 Without its layers that predict further tokens.
 """
 
-from optimus.model.families.common import ATTENTION, BEFORE, CONSTANTS, ENDS, MLP, OPTIONAL, RMS, SIZES, experts, mlp
-from optimus.model.families.family import Family, Key, Same
+from optimus.model.families.common import (
+    ATTENTION,
+    BEFORE,
+    CONSTANTS,
+    ENDS,
+    LAYER,
+    MLP,
+    OPTIONAL,
+    RMS,
+    ROUTER,
+    SIZES,
+    experts,
+    mlp,
+)
+from optimus.model.families.family import Family, Further, Key, Same
 
 _ATTENTION = {
     "q": "q_proj",
@@ -41,7 +54,7 @@ FAMILY = Family(
     constants=CONSTANTS
     | {"num_key_value_heads": Same("heads")}
     | {"attention_bias": False, "rope_interleave": True, "moe_layer_freq": 1}
-    | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0},
+    | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     aliases={"num_local_experts": "n_routed_experts"},
     keys=ENDS
     | BEFORE
@@ -56,4 +69,7 @@ FAMILY = Family(
         "blocks.{i}.moe.shared.gate_up.weight": Key(_SHARED[:2]),
         "blocks.{i}.moe.shared.down.weight": Key(_SHARED[2:]),
     },
+    further=Further("num_nextn_predict_layers", LAYER),
+    # The sizes of heads follow from others.
+    without_effect=(*ROUTER, "head_dim", "qk_head_dim", "pretraining_tp", "ep_size", "aux_loss_alpha", "seq_aux"),
 )

@@ -45,6 +45,13 @@ class Same(NamedTuple):
     ours: str
 
 
+class Further(NamedTuple):
+    """Layers after the last, which predict further tokens and are no part of our models."""
+
+    count: str  # the field of `config.json` that says how many: written as 0
+    tensors: str  # what the names of their tensors begin with; {i} is the layer
+
+
 Field = str | Choice | Multiple
 
 
@@ -69,6 +76,8 @@ class Family:
     dropout: tuple[str, ...] = ()  # fields of config.json that only its training reads: written as 0, not read
     prefix: str = ""  # of published tensors' names, which may lack it
     no_parameters: tuple[str, ...] = ()  # patterns of tensors that may be there, and are none
+    further: Further | None = None
+    without_effect: tuple[str, ...] = ()  # further fields of config.json: exports repeat what the imported model says
 
     @property
     def varies(self) -> frozenset[str]:

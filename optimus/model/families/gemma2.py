@@ -48,4 +48,5 @@ FAMILY = Family(
     )
     | attention(bias=True)
     | mlp(),
+    without_effect=("sliding_window_size",),
 )

@@ -17,5 +17,7 @@ FAMILY = replace(
     optional={name: field for name, field in _TWO.optional.items() if name != "score_cap"}
     | {"window_rope_theta": "rope_local_base_freq"},
     constants={**_TWO.constants, "use_bidirectional_attention": False, "attn_logit_softcapping": None},
+    aliases={"_sliding_window_pattern": "sliding_window_pattern"},
     keys={**_TWO.keys, **attention(bias=True, norms=True)},
+    without_effect=(),
 )

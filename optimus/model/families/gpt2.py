@@ -61,4 +61,12 @@ FAMILY = Family(
     },
     prefix="transformer.",
     no_parameters=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
+    without_effect=(
+        "n_ctx",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+    ),
 )

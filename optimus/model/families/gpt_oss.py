@@ -10,10 +10,11 @@ from optimus.model.families.common import (
     MLP,
     OPTIONAL,
     RMS,
+    ROUTER,
     SIZES,
     attention,
 )
-from optimus.model.families.family import Family, Key
+from optimus.model.families.family import Family, Key, Same
 
 _EXPERTS = MLP + "experts."
 
@@ -39,7 +40,7 @@ FAMILY = Family(
         "experts_per_token": "num_experts_per_tok",
     },
     optional=OPTIONAL | RMS | BIASES | {"window_except": "layer_types"},
-    constants=CONSTANTS | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    constants=CONSTANTS | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "experts_per_token": Same("experts_per_token")},
     keys=ENDS
     | BEFORE
     | attention(bias=True)
@@ -52,4 +53,5 @@ FAMILY = Family(
         "blocks.{i}.moe.experts.down": Key((_EXPERTS + "down_proj",), transposed=True),
         "blocks.{i}.moe.down_bias": Key((_EXPERTS + "down_proj_bias",)),
     },
+    without_effect=(*ROUTER, "initial_context_length"),
 )

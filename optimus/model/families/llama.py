@@ -11,4 +11,5 @@ FAMILY = Family(
     optional=OPTIONAL | RMS | BIASES | {"head_size": "head_dim", "mlp_bias": "mlp_bias"},
     constants=CONSTANTS | {"pretraining_tp": 1},
     keys=ENDS | BEFORE | attention(bias=True) | mlp(bias=True),
+    without_effect=("max_sequence_length",),
 )

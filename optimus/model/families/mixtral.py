@@ -1,6 +1,17 @@
 """Mixtral: Mistral with experts, whose weights sum to 1 (Mixtral of Experts, section 2)."""
 
-from optimus.model.families.common import BEFORE, CONSTANTS, ENDS, LAYER, OPTIONAL, RMS, SIZES, attention, experts
+from optimus.model.families.common import (
+    BEFORE,
+    CONSTANTS,
+    ENDS,
+    LAYER,
+    OPTIONAL,
+    RMS,
+    ROUTER,
+    SIZES,
+    attention,
+    experts,
+)
 from optimus.model.families.family import Family
 
 FAMILY = Family(
@@ -12,4 +23,5 @@ FAMILY = Family(
     optional=OPTIONAL | RMS | {"head_size": "head_dim", "window": "sliding_window"},
     constants=CONSTANTS | {"router_jitter_noise": 0.0},
     keys=ENDS | BEFORE | attention() | experts(LAYER + "block_sparse_moe.", gate="w1", up="w3", down="w2"),
+    without_effect=ROUTER,
 )

@@ -1,6 +1,17 @@
 """OLMoE: RMSNorm, a norm over all of q and of k, dropless experts (OLMoE, section 2; the Optimus paper's Mula models)."""
 
-from optimus.model.families.common import BEFORE, CONSTANTS, ENDS, EXPERTS, OPTIONAL, RMS, SIZES, attention, experts
+from optimus.model.families.common import (
+    BEFORE,
+    CONSTANTS,
+    ENDS,
+    EXPERTS,
+    OPTIONAL,
+    RMS,
+    ROUTER,
+    SIZES,
+    attention,
+    experts,
+)
 from optimus.model.families.family import Family
 
 FAMILY = Family(
@@ -11,4 +22,5 @@ FAMILY = Family(
     optional=OPTIONAL | RMS | {"renormalise": "norm_topk_prob"},
     constants=CONSTANTS | {"attention_bias": False, "clip_qkv": None},
     keys=ENDS | BEFORE | attention(norms=True) | experts(),
+    without_effect=ROUTER,
 )

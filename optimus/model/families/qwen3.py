@@ -1,6 +1,6 @@
 """Qwen 3, dense: a norm of each head's q and k, heads of any size (Qwen3 Technical Report, section 2)."""
 
-from optimus.model.families.common import BEFORE, BIASES, CONSTANTS, ENDS, OPTIONAL, RMS, SIZES, attention, mlp
+from optimus.model.families.common import BEFORE, BIASES, CONSTANTS, ENDS, OPTIONAL, QWEN, RMS, SIZES, attention, mlp
 from optimus.model.families.family import Family
 
 FAMILY = Family(
@@ -9,6 +9,7 @@ FAMILY = Family(
     defaults={"qk_norm": "head", "norm_eps": 1e-6},
     fields=SIZES | {"kv_heads": "num_key_value_heads", "head_size": "head_dim"},
     optional=OPTIONAL | RMS | BIASES,
-    constants=CONSTANTS | {"use_sliding_window": False},
+    constants=CONSTANTS | {"use_sliding_window": False, "use_mrope": False},
     keys=ENDS | BEFORE | attention(bias=True, norms=True) | mlp(),
+    without_effect=QWEN,
 )

@@ -15,6 +15,7 @@ from optimus.step_context import StepContext
 
 pytest.importorskip("triton")
 
+from helpers.rounding import bound, error
 from optimus.kernels.triton.tuning import Tiles
 from optimus.testing.trial import trial
 
@@ -120,11 +121,15 @@ def test_twice_the_same_bits(random: Random, dtype: torch.dtype, reading: str) -
 def test_as_many_rows_as_there_are_choices_here(
     name: str, dtype: torch.dtype, tile_sizes: None, random: Random
 ) -> None:
-    """Where their number is known, there is room for no more, and the numbers are the same."""
-    indices, inputs = inputs_of(CASES[name], random, dtype)
+    """Where their number is known, there is room for no more, and the numbers are the same but for the order of sums: other
+    tiles are other products for NumPy, whose order depends on the processor. A weight's gradient sums over the rows of its
+    expert, after products of H and I elements forward, and as many backward."""
+    case = CASES[name]
+    indices, inputs = inputs_of(case, random, dtype)
     known = results(inputs, indices, int((indices >= 0).sum()))
+    allowed = bound(dtype, case.H, case.I, case.H, case.I, max(case.T, 1) * case.K, roundings=4)
     for ours, theirs in zip(known, results(inputs, indices), strict=True):
-        torch.testing.assert_close(ours, theirs)
+        assert error(ours, theirs) <= allowed
 
 
 def test_weights_may_be_gone_when_their_last_gradient_is_added(random: Random, dtype: torch.dtype) -> None:

@@ -102,6 +102,7 @@ def compile_only(target: str) -> list[dict[str, Any]]:
             row |= {"registers": _number(r"\.vgpr_count:\s+(\d+)", code)}
             row |= {"spilled": 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", code)}
         row |= {name: len(re.findall(pattern, code)) for name, pattern in _COUNTS.items()}
+        row |= {"loads": accesses(code, nvidia, "load"), "stores": accesses(code, nvidia, "store")}
         row["type"] = next((str(a.dtype).removeprefix("torch.") for a in args if isinstance(a, torch.Tensor)), "")
         row["constants"] = {k: v for k, v in options.items() if k.isupper()}
         rows[kernel.hash] = row
@@ -116,6 +117,19 @@ def compile_only(target: str) -> list[dict[str, Any]]:
     devices.chip_of = lambda device: chip
     backend.use_triton = lambda x: True
     return found
+
+
+def accesses(code: str, nvidia: bool, what: str) -> dict[str, int]:
+    """How many instructions read (`load`) or write (`store`) global memory, by bytes of a thread."""
+    if nvidia:
+        name = {"load": "ld", "store": "st"}[what]
+        found = re.findall(rf"\b{name}\.global\S*?(?:\.v(\d))?\.b(\d+)", code)
+        sizes = [int(many or 1) * int(bits) // 8 for many, bits in found]
+    else:
+        width = {"byte": 1, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+        found = re.findall(rf"\b(?:global|buffer)_{what}_[us]?((?:byte|short|dword)(?:x\d)?)", code)
+        sizes = [width[name] for name in found]
+    return {str(size): sizes.count(size) for size in sorted(set(sizes))}
 
 
 def _number(pattern: str, text: str) -> int:
@@ -166,25 +180,30 @@ def run_others() -> None:
     from optimus.kernels.rms_norm import rms_norm
     from optimus.kernels.rotary import rotary, rotary_table
     from optimus.kernels.triton.adamw import adamw
+    from optimus.kernels.triton.compression import compress, expand
     from optimus.kernels.triton.router import router
     from optimus.kernels.triton.token_index import token_index
+    from optimus.state.buffers import ALIGN
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
 
     H, I = 2048, 1024
     token_index(torch.zeros(T := 64, 8, dtype=torch.int64), 240, 128)
-    for experts, renormalise in ((64, False), (240, True)):
-        routed = router(empty(T, experts), 8, renormalise=renormalise)
+    for experts, chosen, renormalise in ((64, 8, False), (240, 8, True), (60, 4, False)):
+        routed = router(empty(T, experts), chosen, renormalise=renormalise)
         (routed.weights_TK.sum() + routed.probabilities_E.sum() + routed.z).backward()
     rms_norm(empty(T, H), empty(H), 1e-5).sum().backward()
     rotary(empty(2, 8, 16, 128), rotary_table(torch.arange(8), 128, 10_000.0)).sum().backward()
     activation(empty(T, 2 * I), "silu", gated=True).sum().backward()
     for cap in (None, 30.0):
         linear_cross_entropy(empty(T, 32), empty(50_304, 32), torch.zeros(T, dtype=torch.int64), cap=cap).backward()
-    weight, m, v = (torch.empty(5000) for _ in range(3))
-    gradient, copy = torch.empty(2, 5000, dtype=torch.bfloat16)
+    size = 157 * ALIGN  # as all chunks are divided; no number of whole programs
+    weight, m, v = (torch.empty(size) for _ in range(3))
+    gradient, copy = torch.empty(2, size, dtype=torch.bfloat16)
     adamw((0.9, 0.95, 1e-8, 0.1), 3, 1e-3, weight, gradient, m, v, 1.0, copy)
+    words, before = torch.empty(size // 32, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    expand(compress(weight, words, before, 1000, 4096), words, before, weight, 4096)
 
 
 def table() -> str:

@@ -17,6 +17,8 @@ from typing import Literal
 _FILE = re.compile(r"<!-- file: (\S+) -->")
 _HERE = re.compile(r"<<'?(\w+)'?")
 _NUMBERS = re.compile(r"(?:-?\d[\d.,]*(?:e[-+]?\d+)?[\s,]*)+")
+_TIME_LEFT = re.compile(r"\s+about [\d.,]+ (?:s|min|h|d) left, until [\d:-]+(?: \d\d:\d\d)?$")  # said where it is long
+_UNITS = re.compile(r"\b[KMG]i?B\b|(?<= 0 )(?:[KMBT]|ms|s|min|h|d)\b")
 
 
 @dataclass
@@ -85,8 +87,9 @@ def add_transcript(found: list[Step], block: list[str], line: int) -> None:
 
 
 def masked(text: str) -> str:
-    """Without what may differ: numbers, thousands and millions, units of memory, the width of columns."""
-    return " ".join(re.sub(r"\b[KMG]i?B\b|(?<= 0 )[KMBT]\b", "", _NUMBERS.sub(" 0 ", text)).split())
+    """Without what may differ: numbers, thousands and millions, units of memory and time, how long progress says that it
+    will still take, the width of columns."""
+    return " ".join(_UNITS.sub("", _NUMBERS.sub(" 0 ", _TIME_LEFT.sub("", text))).split())
 
 
 def missing(shown: list[str], printed: str) -> str | None:

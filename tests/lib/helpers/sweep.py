@@ -3,7 +3,7 @@
 Of cases that pytest makes of several parameters, the marker `swept` keeps a covering array, which has each value of each
 parameter. The others, those of `in_turns`, and tests that are marked `in_turn` have turns: each commit tests one in so many.
 SWEEP in the environment says what is run: without it, as `make test` does, whatever has no turn; `turn` (`make sweep-part`)
-what has this commit's; `all` (`make sweep`) everything.
+what this commit has, and a part of the rest, as another machine would run it (tests/lib/ways.py); `all` (`make sweep`) all.
 """
 
 import itertools
@@ -31,7 +31,7 @@ def in_turns(cases: Sequence[Any], commits: int = PARTS, always: int = 0) -> lis
 
 def part_of(cases: Sequence[T], parts: int = PARTS) -> Sequence[T]:
     """Of what one test goes through, this commit's part: one in so many, others with each commit; all in a sweep of all."""
-    return cases if os.environ.get("SWEEP") == "all" else part(cases, parts, _commit())
+    return cases if os.environ.get("SWEEP") == "all" else part(cases, parts, commit_number())
 
 
 def part(cases: Sequence[T], parts: int, commit: int) -> Sequence[T]:
@@ -45,7 +45,7 @@ def chosen(items: Sequence[Any], sweep: str | None, commit: int | None = None) -
         raise pytest.UsageError(f"SWEEP={sweep}: say turn, for what this commit has in turn, or all")
     if sweep == "all":
         return [*items]
-    commit = _commit() if commit is None else commit
+    commit = commit_number() if commit is None else commit
     by_function: dict[Any, list[Any]] = {}
     having, here = set[Any](), set[Any]()  # a turn; and this commit's
     for item in items:
@@ -61,7 +61,9 @@ def chosen(items: Sequence[Any], sweep: str | None, commit: int | None = None) -
         others = [case for number, case in enumerate(cases) if number not in always]
         having |= {*others}
         here |= {*part(others, PARTS, commit)}
-    return [item for item in items if (item in here if sweep else item not in having)]
+    rest = [item for item in items if item not in having]
+    here |= {*part(rest, PARTS, commit)}
+    return [item for item in items if item in here] if sweep else rest
 
 
 def covered(cases: Sequence[Mapping[str, Any]], *names: str, together: int = 1) -> set[int]:
@@ -72,7 +74,7 @@ def covered(cases: Sequence[Mapping[str, Any]], *names: str, together: int = 1) 
 
 
 @cache
-def _commit() -> int:
+def commit_number() -> int:
     """Its number; without git 0."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:

@@ -15,7 +15,6 @@ def whole_state(state: ModelState, *, everywhere: bool = True) -> dict[str, Tens
     """
     own = []
     for chunk in written_here(state, scattered=False):
-        chunk.updated()
         with chunk.states() as parts:
             for kind, part in parts.items():
                 for slice_ in part_slices(chunk, kind, part):

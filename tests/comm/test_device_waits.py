@@ -1,0 +1,53 @@
+"""What a device's waits cost the host: so many looks as there are waits, however many a step has."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from optimus.comm.device_waits import DeviceWaits
+
+
+class Looked(int):
+    """A number of a collective that counts how often it is compared."""
+
+    looks: Counter[str]
+
+    def __eq__(self, other: object) -> bool:
+        self.looks["compared"] += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+class Point:
+    """One of a stream that has come to the first `reached` of its points; each takes a second."""
+
+    def __init__(self, looks: Counter[str], number: int, reached: list[int]) -> None:
+        self._looks, self._number, self._reached = looks, number, reached
+
+    def query(self) -> bool:
+        self._looks["queried"] += 1
+        return self._number < self._reached[0]
+
+    def elapsed_time(self, end: "Point") -> float:
+        return 1000.0 * (end._number - self._number)
+
+
+@pytest.mark.parametrize("count", [50, 400])
+def test_what_has_passed_is_found_in_as_many_looks_as_there_are_waits(count: int) -> None:
+    looks: Counter[str] = Counter()
+    reached, made = [0], iter(range(2 * count))
+    waits = DeviceWaits(lambda: Point(looks, next(made), reached))
+    counted: Any = type("Counted", (Looked,), {"looks": looks})
+    for number in range(count):
+        waits.wait(("0, 1", "all_reduce", counted(number)), [])
+    reached[0] = count + 1  # half of them have passed; one has begun
+    first = waits.passed()
+    assert looks["queried"] + looks["compared"] <= count
+    assert [int(place[2]) for place, _ in first] == list(range(count // 2))
+    assert {seconds for _, seconds in first} == {1.0}
+    assert waits.waiting() == ("0, 1", "all_reduce", count // 2)
+    reached[0] = 2 * count
+    assert [int(place[2]) for place, _ in waits.passed()] == list(range(count // 2, count))
+    assert waits.passed() == []

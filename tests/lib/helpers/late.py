@@ -1,0 +1,37 @@
+"""Updates that begin when somebody waits for them, and not before: who reads state without a wait reads what was."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from optimus.comm import Handle
+from optimus.state.transfers import Job, Transfers
+
+
+class LateTransfers(Transfers):
+    """Those of a CPU, whose worker is given an update when that one, or one behind it, is waited for; by any thread."""
+
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:
+        super().__init__(device)
+        self._queued: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def under_way(self) -> int:
+        """Updates that nobody has waited for yet."""
+        return len(self._queued)
+
+    def submit(self, work: Job, elements: int, on: str) -> Handle:
+        given: list[Handle] = []
+        right = super().submit
+        self._queued.append(lambda: given.append(right(work, elements, on)))
+
+        def wait() -> None:
+            with self._lock:
+                while not given:
+                    self._queued.popleft()()
+            given[0]()
+
+        return wait

@@ -1,0 +1,177 @@
+"""Whoever reads state reads it behind the updates that are under way, in whatever thread, wherever the state lies."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.drawing import config_of
+from helpers.late import LateTransfers
+from helpers.whole import whole_state
+from optimus.checkpoint.folder import Description, step_folder, weights_folder
+from optimus.checkpoint.reader import Reader
+from optimus.checkpoint.saving import Saver, Target
+from optimus.checkpoint.store import load_state
+from optimus.config import load_config
+from optimus.state import model_state
+from optimus.state.masks import packed_bits
+from optimus.state.pruning import magnitudes, prune, weights_of
+from optimus.testing.steps import Steps, random_batch
+from optimus.train.run import layouts_of, whole_model
+from optimus.train.step import training_step
+
+RESIDENCES = {
+    "optimizer": ["state.residency=optimizer"],
+    "all": ["state.residency=all", "state.cache=8"],
+    "some here": ["state.residency=all", "state.cache=8", "state.device_states=0.4"],
+    "disk": ["state.residency=disk", "state.cache=8"],
+}
+RULES = {
+    "fp32": [],
+    "bf16": ["train.precision=bfloat16", "state.gradient_dtype=bfloat16"],
+    "schedule-free": ["optimizer.name=schedule-free"],
+}
+PRUNED = ["pruning.sparsity=0.5", "pruning.at=0", "state.chunk=500"]
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[LateTransfers]:
+    """Those of the states that are made."""
+    made: list[LateTransfers] = []
+
+    def transfers(device: torch.device) -> LateTransfers:
+        made.append(LateTransfers(device))
+        return made[-1]
+
+    monkeypatch.setattr(model_state, "transfers", transfers)
+    return made
+
+
+def steps_of(rule: str, residency: str | None, disk: Path, done: int = 2) -> Steps:
+    """So many steps; where state is on the host, the updates of the last one have not begun."""
+    overrides = [*PRUNED, *RULES[rule], *(RESIDENCES[residency] if residency else [])]
+    overrides += [f"state.disk={disk}"] if residency == "disk" else []
+    steps = Steps(load_config(config_of("dense"), overrides).model_dump(exclude_unset=True))
+    for _ in range(done):
+        steps.train()
+    return steps
+
+
+# ---- Who reads ----
+
+
+def masks_chosen(steps: Steps, folder: Path) -> dict[str, Tensor]:
+    """As an event of pruning, and a draw for an early-bird ticket, choose them."""
+    layouts = layouts_of(whole_model(steps.config), steps.config)
+    sizes = {name: math.prod(layouts[name].shape) for name in steps.state.recipe.unpruned}
+    return prune(weights_of(steps.state), 0.5, sizes, magnitudes)
+
+
+def gathered(steps: Steps, folder: Path) -> dict[str, Tensor]:
+    return {
+        f"{prefix}.{chunk.plan.slots[0].name}": chunk.gathered_state(prefix)
+        for chunk in steps.state.chunks
+        for prefix in ("model", *chunk.plan.rule.kinds)
+    }
+
+
+def in_memory(steps: Steps, folder: Path) -> dict[str, Tensor]:
+    """As a node that is at fault is looked for, and a state is compared."""
+    found: dict[str, Tensor] = {}
+    for chunk in steps.state.chunks:
+        with chunk.states() as states:
+            found |= {f"{prefix}.{chunk.plan.slots[0].name}": part.clone() for prefix, part in states.items()}
+    return found
+
+
+def pruned(steps: Steps, folder: Path) -> dict[str, Tensor]:
+    """By masks that no weights have been looked at for."""
+    generator = torch.Generator().manual_seed(3)
+    slots = {slot.name: slot for chunk in steps.state.chunks for slot in chunk.plan.slots}
+    masks = {
+        name: packed_bits(torch.rand(slots[name].shape.numel(), generator=generator) < 0.5)
+        for name in steps.state.recipe.unpruned
+    }
+    steps.state.prune(masks)
+    steps.train()
+    return whole_state(steps.state)
+
+
+def validated(steps: Steps, folder: Path) -> dict[str, Tensor]:
+    """Of schedule-free weights the averages; training goes on with the others."""
+    batch, at = random_batch(steps.config, 10)[:2], torch.tensor([3, 40])
+    with torch.no_grad(), steps.state.evaluating():
+        logits = steps.model.at_tokens(batch, at, steps.model.head)
+    return {"logits": logits, "loss": torch.tensor(steps.train().loss)}
+
+
+def skipped(steps: Steps, folder: Path) -> dict[str, Tensor]:
+    step = steps.done + 1
+    training_step(steps.model, steps.state, random_batch(steps.config, step), steps.config, step, loss_limit=0.0)
+    return {"loss": torch.tensor(steps.train().loss), **whole_state(steps.state)}
+
+
+def begun_anew(steps: Steps, folder: Path) -> dict[str, Tensor]:
+    """What is written behind an update is not undone by it."""
+    steps.state.initialize(5, 0.1)
+    steps.train()
+    return whole_state(steps.state)
+
+
+def loaded(steps: Steps, folder: Path) -> dict[str, Tensor]:
+    other = Steps(steps.config)
+    target = Target(step_folder(folder, 1), Description(steps.config.model, 24, 1, True))
+    Saver(other.state).save(target)
+    load_state(steps.state, target.folder, model=steps.config.model)
+    steps.train()
+    return whole_state(steps.state)
+
+
+def saved(steps: Steps, folder: Path, beside: bool = False) -> dict[str, int]:
+    """The sums of a full checkpoint's slices, and of weights alone."""
+    full = Target(step_folder(folder, 2), Description(steps.config.model, 24, 2, True))
+    weights = Target(weights_folder(folder, 2), Description(steps.config.model, 24, 2, False))
+    saver = Saver(steps.state, beside=beside)
+    saver.save(weights, full)
+    steps.train()  # whose updates must wait until it is written
+    steps.train()
+    saver.finish()
+    return {
+        f"{target.folder.name} {key} {slice_.offsets}": slice_.crc
+        for target in (full, weights)
+        for key, slices in Reader.open(target.folder).stored.items()
+        for slice_ in slices
+    }
+
+
+def saved_beside(steps: Steps, folder: Path) -> dict[str, int]:
+    return saved(steps, folder, beside=True)
+
+
+READERS: list[Callable[[Steps, Path], Mapping[str, Any]]] = [
+    masks_chosen, gathered, in_memory, pruned, validated, skipped, begun_anew, loaded, saved, saved_beside,
+]  # fmt: skip
+
+
+@pytest.mark.swept(together=2)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("residency", RESIDENCES)
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_what_is_read_is_behind_the_updates(
+    late: list[LateTransfers],
+    read: Callable[[Steps, Path], Mapping[str, Any]],
+    residency: str,
+    rule: str,
+    tmp_path: Path,
+) -> None:
+    steps = steps_of(rule, residency, tmp_path / "disk")
+    assert late[0].under_way
+    found = read(steps, tmp_path / "found")
+    expected = read(steps_of(rule, None, tmp_path), tmp_path / "expected")
+    assert found.keys() == expected.keys()
+    for key, right in expected.items():
+        assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(right)), key
