@@ -314,6 +314,8 @@ def merge(
         given = {path: float(weight) for path, _, weight in weighed}
     except ValueError:
         raise UserError(f"{' '.join(checkpoints)}: give each as CHECKPOINT=WEIGHT, such as runs/web=0.3") from None
+    if len(given) < len(weighed):
+        raise UserError(f"{' '.join(checkpoints)}: name each checkpoint once, with its whole weight")
     made = run(given, output, last=last)
     _show(made, as_json, f"{output}: the average of {len(made['weights'])} checkpoints")
 

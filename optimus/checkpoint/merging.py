@@ -13,7 +13,7 @@ import torch
 
 from optimus.checkpoint.factors import is_factor
 from optimus.checkpoint.folder import Description, find_checkpoint, list_checkpoints
-from optimus.checkpoint.masks import PREFIX, whole_masks
+from optimus.checkpoint.masks import PREFIX, booleans, whole_masks
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import write_alone
 from optimus.checkpoint.slices import LONGEST, TensorSlice, tiles, whole_slices
@@ -42,8 +42,8 @@ def merge(
     output = user_path(output)
     if output.exists():
         raise UserError(f"{output} exists already: choose another `output` or remove it")
-    given = dict(checkpoints) if isinstance(checkpoints, Mapping) else dict.fromkeys(map(str, checkpoints), 1.0)
-    weights = _last_of(given, last) if last is not None else {find_checkpoint(path): w for path, w in given.items()}
+    given = [*checkpoints.items()] if isinstance(checkpoints, Mapping) else [(path, 1.0) for path in checkpoints]
+    weights = _last_of([path for path, _ in given], last) if last is not None else _found(given)
     total = math.fsum(weights.values())
     if len(weights) < 2 or not math.isfinite(total) or total <= 0:
         raise UserError(f"give at least two checkpoints, with weights whose sum is above 0: {_said(weights)}")
@@ -55,7 +55,8 @@ def merge(
             raise UserError(
                 f"{reader.path} has another tokenizer than {readers[0].path}: their models cannot be averaged"
             )
-    averaged = _averaged(readers, [weight / total for weight in weights.values()])
+    masks = _masks_of_all(readers)
+    averaged = _averaged(readers, [weight / total for weight in weights.values()], masks)
     description = Description(
         first.model,
         min(reader.description.context for reader in readers),
@@ -63,6 +64,7 @@ def merge(
         full=False,
         eos_id=first.eos_id,
         tokenizer=first.tokenizer,
+        progress={"unpruned": first.unpruned} if masks else {},
         published=first.published,
         written={"merged": {str(path): weight / total for path, weight in weights.items()}},
     )
@@ -71,7 +73,19 @@ def merge(
     return {"output": str(output), "parameters": elements, "weights": description.written["merged"]}
 
 
-def _last_of(given: Mapping[str, float], last: int) -> dict[Path, float]:
+def _found(given: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
+    """The checkpoints that are named, each with its weight. Raises `UserError` where two names are of one."""
+    weights, names = dict[Path, float](), dict[Path, str | Path]()
+    for name, weight in given:
+        path = find_checkpoint(name)
+        other = names.setdefault(path.resolve(), name)
+        if path in weights or other != name:
+            raise UserError(f"{other} and {name} are the same checkpoint, {path}: name it once, with its whole weight")
+        weights[path] = weight
+    return weights
+
+
+def _last_of(given: Sequence[str | Path], last: int) -> dict[Path, float]:
     """The last checkpoints of the one run of `given`, each step once."""
     if len(given) != 1 or last < 2:
         raise UserError(f"`last` {last} averages checkpoints of one run, at least 2: {len(given)} are named")
@@ -86,8 +100,10 @@ def _last_of(given: Mapping[str, float], last: int) -> dict[Path, float]:
     return dict.fromkeys(paths, 1.0)
 
 
-def _averaged(readers: Sequence[Reader], weights: Sequence[float]) -> Iterator[TensorSlice]:
-    """The averages, a tile at a time, in the order of their keys; and masks, where all have been pruned alike."""
+def _averaged(
+    readers: Sequence[Reader], weights: Sequence[float], masks: Mapping[str, torch.Tensor]
+) -> Iterator[TensorSlice]:
+    """The averages, a tile at a time, in the order of their keys; and `masks`."""
     stored = readers[0].stored
     for key in sorted(key for key in stored if key.startswith(_PREFIX) and not is_factor(key)):
         shape = stored[key][0].shape
@@ -98,9 +114,20 @@ def _averaged(readers: Sequence[Reader], weights: Sequence[float]) -> Iterator[T
                 reader.fill([TensorSlice(key, shape, offsets, tile)])
                 total.add_(tile, alpha=weight)
             yield TensorSlice(key, shape, offsets, total.float())
+    yield from whole_slices(masks.items(), prefix="")
+
+
+def _masks_of_all(readers: Sequence[Reader]) -> dict[str, torch.Tensor]:
+    """Masks where all checkpoints have been pruned alike, whatever layouts have written them."""
     masks, *others = map(whole_masks, readers)
-    if all(each.keys() == masks.keys() and all(torch.equal(each[key], masks[key]) for key in masks) for each in others):
-        yield from whole_slices(masks.items(), prefix="")
+    shapes = readers[0].shapes
+
+    def same(key: str, mask: torch.Tensor) -> bool:
+        whole = shapes["model." + key.removeprefix(PREFIX)]
+        return torch.equal(booleans(mask, whole), booleans(masks[key], whole))
+
+    alike = all(each.keys() == masks.keys() and all(map(same, each, each.values())) for each in others)
+    return masks if alike else {}
 
 
 def _tokenizer(description: Description) -> bytes | None:

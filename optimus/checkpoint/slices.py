@@ -86,6 +86,8 @@ def _capped(
     shape: Sequence[int], start: int, end: int, longest: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The slices of a range, none of more than `longest` elements: it is cut first, at whole rows where they are short."""
+    if start >= end:  # of a tensor without elements, too, whose rows have none
+        return
     row = next(size for size in (math.prod(shape[dim:]) for dim in range(len(shape) + 1)) if size <= longest)
     step = longest // row * row
     while start < end:

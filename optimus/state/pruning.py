@@ -156,8 +156,9 @@ def prune(
             yield scored(slot, values), counts
 
     for names in [{name} for name in sizes] if per_tensor else [{*sizes}]:
-        kept = max(1, round(unpruned * sum(sizes[name] for name in names)))
-        threshold = kth_largest(weights.world, partial(scores, names), kept, weights.device)
+        size = sum(sizes[name] for name in names)
+        kept = min(size, max(1, round(unpruned * size)))
+        threshold = kth_largest(weights.world, partial(scores, names), kept, weights.device) if size else 0
         weights.world.agree(failure)
         for slot, values, _ in weights.parts(names):
             bits = packed_bits((scored(slot, values).flatten().view(torch.int32) >= threshold).cpu())

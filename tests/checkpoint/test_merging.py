@@ -1,6 +1,7 @@
 """Merging: the average of the definition, the same bytes from any layout, a checkpoint like any other."""
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,10 @@ def test_what_cannot_be_merged_is_refused(run: dict[str, Any], tmp_path: Path) -
         ([a], "at least two checkpoints"),
         ([a, str(tmp_path / "other")], "is of another model: hidden is 32"),
         ([a, str(tmp_path / "absent")], "absent does not exist"),
+        ([b, run["train"]["output"]], f"{b} and .*run are the same checkpoint, .*: name it once"),
+        ({a: 0.5, b: 0.2, run["train"]["output"]: 0.3}, "run are the same checkpoint"),
+        ([a, a, b], "are the same checkpoint"),
+        ([a, b, os.path.relpath(a)], f"{a} and .* are the same checkpoint"),
     ):
         with pytest.raises(UserError, match=expected):
             optimus.merge(given, tmp_path / "merged")
@@ -110,5 +115,8 @@ def test_what_cannot_be_merged_is_refused(run: dict[str, Any], tmp_path: Path) -
         optimus.merge([run["train"]["output"]], tmp_path / "merged", last=3)
     with pytest.raises(UserError, match="exists already"):
         optimus.merge([a, b], a)
+    outcome = CliRunner().invoke(app, ["merge", f"{a}=1", f"{a}=2", b, "--output", str(tmp_path / "merged")])
+    assert isinstance(outcome.exception, UserError) or "name each checkpoint once" in outcome.output
+    assert not (tmp_path / "merged").exists()
     outcome = CliRunner().invoke(app, ["merge", f"{a}=x", b, "--output", str(tmp_path / "merged")])
     assert isinstance(outcome.exception, UserError) or "CHECKPOINT=WEIGHT" in outcome.output

@@ -1,6 +1,7 @@
 """Ranges as slices, parts as slices of global tensors: they tile what they are of, in order, and say where they lie."""
 
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.rules import recipe
-from optimus.checkpoint.slices import TensorSlice, range_slices, slices
+from optimus.checkpoint.folder import Description
+from optimus.checkpoint.reader import Reader
+from optimus.checkpoint.saving import write_alone
+from optimus.checkpoint.slices import TensorSlice, range_slices, slices, tiles, whole_slices
+from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
+from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.state.plan import ChunkPlan, plan_chunks
 
@@ -155,3 +161,18 @@ def test_slices_are_views() -> None:
         assert slice_.key == f"adamw.m.{'ab'[number - 1]}"
         slice_.tensor.fill_(number)
     assert buffer.tolist() == [1.0] * 3 + [0.0] * 29 + [2.0] * 4 + [0.0] * (plan.size - 36)
+
+
+def test_tensors_without_elements(tmp_path: Path) -> None:
+    """No slice is of one, which is found all the same, whether it has been written as a whole or not at all."""
+    assert [*tiles((0, 4))] == [*tiles((3, 0))] == []
+    (plan,) = plan_chunks({"a": Layout((3,)), "b": Layout((0, 2))}, Mesh(), 0, StateConfig(), recipe())
+    assert [slice_.key for slice_ in slices(plan, "model", torch.zeros(plan.size))] == ["model.a"]
+    model = ModelConfig(family="olmo", hidden=16, layers=1, heads=2, intermediate=16, vocab=32)
+    written = [("a", torch.ones(3)), ("b", torch.ones(0, 2))]
+    write_alone(tmp_path / "c", whole_slices(written), Description(model, 8, 0, full=False), "")
+    found = {"a": torch.zeros(3), "b": torch.zeros(0, 2), "c": torch.zeros(3, 0)}
+    Reader.open(tmp_path / "c").fill(whole_slices(found.items()))
+    assert torch.equal(found["a"], torch.ones(3))
+    with pytest.raises(UserError, match=r"lacks model\.d"):
+        Reader.open(tmp_path / "c").fill(whole_slices([("d", torch.zeros(1))]))

@@ -12,7 +12,14 @@ from optimus.checkpoint.store import load_model
 from optimus.config import ModelConfig
 from optimus.config.load import model_config_from
 from optimus.errors import UserError
-from optimus.hub import export_checkpoint, export_model, import_folder, load_weights, read_model_folder
+from optimus.hub import (
+    FolderReader,
+    export_checkpoint,
+    export_model,
+    import_folder,
+    load_weights,
+    read_model_folder,
+)
 from optimus.hub.config_json import read_config
 from optimus.model import Transformer
 from optimus.model.init import initialize
@@ -251,3 +258,44 @@ def test_existing_checkpoint_is_not_overwritten(dense: Transformer, tmp_path: Pa
     import_folder(hf, tmp_path / "checkpoint")
     with pytest.raises(UserError, match="exists already"):
         import_folder(hf, tmp_path / "checkpoint")
+
+
+def test_masks_that_are_not_the_models(tmp_path: Path) -> None:
+    """Each is refused with one message, by the import and by a run that begins with the folder."""
+    config = ModelConfig(family="olmo", hidden=16, layers=1, heads=2, intermediate=24, vocab=40)
+    model = Transformer(config)
+    initialize(model, 1, 0.02)
+    name = "blocks.0.mlp.down.weight"
+    weight = model.get_parameter(name)
+    weight.data[:, :12] = 0
+    mask = torch.tensor([0, 0b11110000, 255], dtype=torch.uint8).repeat(
+        16, 1
+    )  # one bit for each column, the first lowest
+    path, file = exported(model, tmp_path / "hf"), tmp_path / "hf" / "masks.safetensors"
+    for masks, message in (
+        ({f"mask.{name}": mask[:4]}, rf"mask\.{name} has the shape \(4, 3\), and does not fit .* of shape \(16, 24\)"),
+        ({f"mask.{name}": mask[0]}, r"has the shape \(3,\)"),
+        (
+            {"mask.blocks.7.weight": mask},
+            r"mask\.blocks\.7\.weight has the shape \(16, 3\), and does not fit a parameter",
+        ),
+        ({name: mask}, f"{name} of type uint8 is no mask as `optimus export` writes them"),
+        ({f"mask.{name}": mask.float()}, rf"mask\.{name} of type float32 is no mask"),
+        (None, "masks.safetensors is damaged"),
+        ({f"mask.{name}": ~mask}, rf"mask\.{name} prunes weights that are not zero"),
+    ):
+        if masks is None:
+            file.write_bytes(b"no tensors")
+        else:
+            save_file(masks, file)
+        with pytest.raises(UserError, match=message):
+            import_folder(path, tmp_path / "imported")
+        assert not (tmp_path / "imported").exists()
+        if "not zero" not in message:  # that is seen when the weights are read
+            with pytest.raises(UserError, match=message):
+                FolderReader(path, config)
+    for fitting in (mask, torch.cat([torch.zeros(16, 12), torch.ones(16, 12)], 1).to(torch.uint8)):  # bits, or bytes
+        save_file({f"mask.{name}": fitting}, file)
+        assert FolderReader(path, config).unpruned == 0.5
+    import_folder(path, tmp_path / "imported")
+    assert read_description(tmp_path / "imported").unpruned == 0.5

@@ -7,17 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import optimus
 from helpers.drawing import MODELS, config_of
+from helpers.rules import recipe
 from helpers.whole import whole_state
 from optimus.checkpoint.masks import whole_masks
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.store import load_model
+from optimus.comm import Groups
 from optimus.config import load_config
+from optimus.config.tree import StateConfig
 from optimus.errors import UserError
+from optimus.mesh import Layout, Mesh
 from optimus.model.init import initialize
+from optimus.model.parameters import Size, declare
 from optimus.observe.metrics import read_metrics
 from optimus.state.masks import unpacked_bits
 from optimus.state.model_state import ModelState
@@ -37,14 +42,18 @@ from optimus.train.beginning import first_weights
 from optimus.train.run import layouts_of, targets_of, whole_model
 
 ITERATIVE = {"sparsity": 0.9, "at": [2, 4]}
+PHASES: list[dict[str, Any]] = [
+    {"steps": 3, "lr_schedule": {"peak": 2e-3}},
+    {"steps": 5, "lr_schedule": {"peak": 1e-3}},
+]
 
 
-def changed(config: dict[str, Any], output: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+def changed(config: dict[str, Any], output: Path, **sections: Any) -> dict[str, Any]:
     config = copy.deepcopy(config)
     config["train"] |= {"output": str(output), "precision": "float32", "steps": 8}
     config["checkpoint"] = {"every": 3, "keep": None}
     for name, section in sections.items():
-        config[name] = config.get(name, {}) | section
+        config[name] = config.get(name, {}) | section if isinstance(section, dict) else section
     return config
 
 
@@ -434,6 +443,45 @@ def test_what_is_pruned_first_are_the_weights_that_a_run_begins_with(ranks: int,
     assert all(same and held for _, same, held in found), found
 
 
+class Empty(nn.Module):
+    """Columns of no features beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = declare(self, "weight", Size("ffn", 20), Size("residual", 16))
+        self.nothing = declare(self, "nothing", Size("ffn", 0), Size("residual", 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x @ self.weight.T, x @ self.nothing.T], dim=-1)
+
+
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_parameters_without_elements(per_tensor: bool) -> None:
+    with torch.device("meta"):
+        module = Empty()
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    layouts = {name: Layout(tuple(parameter.shape)) for name, parameter in module.named_parameters()}
+    state = ModelState(
+        module,
+        layouts,
+        Groups(Mesh()),
+        StateConfig(),
+        recipe=recipe()._replace(unpruned=dict.fromkeys(sizes)),
+        device=torch.device("cpu"),
+    )
+    state.initialize(0, 0.02)
+    for step in range(2):
+        state.begin_step()
+        module(torch.ones(8, 16)).square().sum().backward()
+        assert state.reduce_gradients() > 0
+        state.step(1e-2, 1.0)
+        if not step:
+            state.prune(prune(weights_of(state), 0.5, sizes, magnitudes, per_tensor=per_tensor))
+    state.finish()
+    assert share_left(state, sizes) == 0.5
+    assert int(module.weight.count_nonzero()) == 160
+
+
 def test_a_block_is_pruned_as_a_whole() -> None:
     weights = torch.randn(2, 40, 24, generator=torch.Generator().manual_seed(0))
     scores = block_norms(None, weights)  # type: ignore[arg-type]
@@ -472,6 +520,11 @@ def test_ties_and_signed_zeros() -> None:
             {},
             "pruning.targets: the model has no parameter 'nothing'",
         ),
+        (
+            {"sparsity": 0.5, "at": 8},
+            {"phases": PHASES},
+            "pruning.at 8: the run ends after step 8",
+        ),
         ({"sparsity": 0.5, "at": 4}, {"train": {"freeze": ["matrix"]}}, "is frozen .train.freeze."),
         ({"sparsity": 0.5, "at": 4}, {"optimizer": {"name": "muon"}}, "is updated by muon, which needs whole matrices"),
         (
@@ -491,6 +544,13 @@ def test_bad_input(
 ) -> None:
     with pytest.raises(UserError, match=message):
         optimus.train(changed(small_run, tmp_path / "run", pruning=pruning, **sections))
+
+
+def test_the_steps_of_pruning_are_those_of_the_run(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """Not those of a phase that has learning rates of its own."""
+    run = changed(small_run, tmp_path / "run", pruning={"sparsity": 0.5, "at": 6}, phases=PHASES)
+    optimus.train(run)
+    check_pruned(tmp_path / "run" / "checkpoints" / "step-00000008", 0.5)
 
 
 def test_weights_that_are_not_finite(small_run: dict[str, Any], tmp_path: Path) -> None:
