@@ -258,7 +258,7 @@ def _is_timeline(found: Mapping[str, Any]) -> bool:
     """Whether all events of a pipeline, and of its simulation if there is one, are (rank, kind, stage, microbatch, start,
     end)."""
     ranks, timelines = found.get("ranks"), (found.get("events"), found.get("simulated", []))
-    return ranks in range(1, _RANKS) and all(
+    return isinstance(ranks, int) and 1 <= ranks < _RANKS and all(
         isinstance(events, list)
         and all(
             isinstance(event, list)

@@ -14,7 +14,7 @@ parts are compressed, and whole parameters are expanded, in place, when they hav
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -123,7 +123,10 @@ class Chunk:
         else:
             self._finish_update()
         self._transfers.synchronize()
-        with nullcontext({}) if self._disk is None else self._disk.loaded(change) as on_disk:
+        loaded: AbstractContextManager[Mapping[str, Tensor]] = (
+            nullcontext({}) if self._disk is None else self._disk.loaded(change)
+        )
+        with loaded as on_disk:
             yield self._by_prefix(on_disk)
 
     def residency(self, prefix: str, weights: bool = False) -> Residency:

@@ -19,7 +19,7 @@ device when they have been summed.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 
 import torch
@@ -399,7 +399,10 @@ class TrainedChunk(Chunk):
 
     def _update(self, now: OptimizerStep, tile: int, following: "TrainedChunk | None", reader: Handle) -> None:
         reader()
-        with nullcontext({}) if self._disk is None else self._disk.updating() as on_disk:
+        loaded: AbstractContextManager[Mapping[str, Tensor]] = (
+            nullcontext({}) if self._disk is None else self._disk.updating()
+        )
+        with loaded as on_disk:
             if following is not None and following._disk is not None:
                 following._disk.read_ahead()
             self._update_tiles(now, tile, self._by_prefix(on_disk))
