@@ -40,7 +40,11 @@ class TuneMatmuls(Hook):
         for timings, products in reversed(run.groups.world.all_gather_object((self._forms.timings, self._forms.made))):
             together |= timings
             made |= products
-        new: dict[str, Timings] = {named(product): {**each} for product, each in together.items() if product not in self._before}
+        new: dict[str, Timings] = {
+            named(product): {str(form): timing for form, timing in each.items()}
+            for product, each in together.items()
+            if product not in self._before
+        }
         together |= run.groups.world.on_first(lambda: matmuls(self._known.add(new)))
         self._forms.choose(together)
         if made and run.groups.rank == 0:
