@@ -350,3 +350,21 @@ def test_less_pruned_than_it_was_made_for(residency: str, tmp_path: Path) -> Non
     (a, states), (b, expected) = found[1], found[0]
     assert a == b
     assert all(torch.equal(states[key], tensor) for key, tensor in expected.items())
+
+
+def steps_of_few_pruned(residency: str) -> Trained:
+    """Steps of four microbatches of a model whose output layer alone is pruned; no rank shares its experts."""
+    options = ["parallel.expert=2", "train.micro_batch=2", "train.global_batch=16", f"state.residency={residency}"]
+    options += ["pruning.targets=[head]", *IN_BF16]
+    made = pruned_steps(*options, model="moe")
+    assert sum(chunk.plan.adds_gradients for chunk in made.state.trained) == 1
+    assert any(chunk.alone for chunk in made.state.trained)
+    return Trained([made.train() for _ in range(3)], whole_state(made.state))
+
+
+def test_gradients_leave_once() -> None:
+    """Those of a pruned chunk are reduced in each microbatch: an earlier reduction must not be taken for the last."""
+    found, right = (run_ranks(steps_of_few_pruned, 2, residency) for residency in ("all", "device"))
+    for a, b in zip(found, right):
+        assert a.steps == b.steps
+        assert all(torch.equal(a.tensors[key], tensor) for key, tensor in b.tensors.items())
