@@ -48,6 +48,8 @@ def training_step(
     Every rank has as many sequences. Where any rank has a mask or documents, all must.
     """
     state.begin_step()
+    routers = [module for module in model.modules() if isinstance(module, Router)] if config.model.router_bias else []
+    move_biases(routers, 0, state.team.all_reduce)  # what was chosen for other tokens is forgotten
     watch = state.groups.watch
     watch.begin()
     with watch.on(), region(lambda: "forward and backward passes"):
@@ -66,7 +68,6 @@ def training_step(
         else:
             state.step(lr, clip_scale(config, step, norm))
     if config.model.router_bias:
-        routers = [module for module in model.modules() if isinstance(module, Router)]
         move_biases(routers, 0 if skipped else config.moe.bias_rate, state.team.all_reduce)
     by_source = [nats / count if count else None for nats, count in zip(of_sources[::2], of_sources[1::2])]
     return StepResult(loss, balance, z, norm, lr, skipped, divergence, by_source)
