@@ -64,6 +64,8 @@ def training_step(
     Every rank has as many sequences. Where any rank has a mask or documents, all must.
     """
     state.begin_step()
+    routers = [module for module in model.modules() if isinstance(module, Router)] if config.model.router_bias else []
+    move_biases(routers, 0, state.team.all_reduce)  # what was chosen for other tokens is forgotten
     watch = state.groups.watch
     watch.begin()
     with watch.on(), region(lambda: "forward and backward passes"):
@@ -84,7 +86,6 @@ def training_step(
         else:
             state.step(lr, scale)
     if config.model.router_bias:
-        routers = [module for module in model.modules() if isinstance(module, Router)]
         move_biases(routers, 0 if skipped else config.moe.bias_rate, state.team.all_reduce)
     return result._replace(skipped=skipped)
 

@@ -14,6 +14,7 @@ from optimus.config import load_config
 from optimus.config.tree import MoeConfig
 from optimus.model.moe.router import Router
 from optimus.testing.steps import Steps
+from optimus.train.step import accumulate_gradients
 
 MODEL: dict[str, Any] = {
     "family": "deepseek_v3",
@@ -72,6 +73,21 @@ def test_a_bias_moves_towards_the_mean(again: list[str]) -> None:
             torch.testing.assert_close(router.bias, then + RATE * (counts_E.mean() - counts_E).sign())
             then.copy_(router.bias)
     assert min(bias.abs().max() for bias in before) >= RATE
+
+
+def test_what_a_dry_run_has_chosen_is_forgotten() -> None:
+    """Passes on other tokens before a step, as a run makes them to find its memory each time that it is started."""
+    plain, after = Steps(config()), Steps(config())
+    for _ in range(8):
+        tokens_BS = torch.zeros(1, 24, dtype=torch.int64)
+        after.state.clear_gradients()
+        accumulate_gradients(after.model, after.state, tokens_BS, after.config)
+    plain.train()
+    after.train()
+    for one, other in zip(routers(plain), routers(after), strict=True):
+        assert one.bias is not None
+        assert other.bias is not None
+        assert torch.equal(one.bias, other.bias)
 
 
 def test_a_step_that_is_left_out_moves_no_bias() -> None:
