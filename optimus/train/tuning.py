@@ -40,7 +40,11 @@ class TuneMatmuls(Hook):
         for timings, products in reversed(run.groups.world.all_gather_object((self._forms.timings, self._forms.made))):
             together |= timings
             made |= products
-        new = {named(product): each for product, each in together.items() if product not in self._before}
+        new = {
+            named(product): {str(form): timing for form, timing in each.items()}
+            for product, each in together.items()
+            if product not in self._before
+        }
         together |= run.groups.world.on_first(lambda: matmuls(self._known.add(new)))
         self._forms.choose(together)
         if made and run.groups.rank == 0:
@@ -65,7 +69,8 @@ def matmuls(known: Mapping[str, Timings]) -> dict[MatmulShape, FormTimings]:
             forms: FormTimings = {form: timings[form] for form in FORMS if form in timings}
             form: Form = next(each for each in FORMS if each == fields[0])
             if len(forms) == len(FORMS):
-                found[MatmulShape(form, *map(int, fields[1:4]), fields[4])] = forms
+                m, l, n = map(int, fields[1:4])
+                found[MatmulShape(form, m, l, n, fields[4])] = forms
     return found
 
 
