@@ -14,7 +14,7 @@ parts are compressed, and whole parameters are expanded, in place, when they hav
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -29,6 +29,8 @@ from optimus.state.disk import DiskStates, StateFile
 from optimus.state.masks import Mask, unpacked_bits
 from optimus.state.plan import ChunkPlan
 from optimus.state.transfers import Transfers
+
+NOTHING_ON_DISK: AbstractContextManager[Mapping[str, Tensor]] = nullcontext({})
 
 
 class Chunk:
@@ -123,7 +125,8 @@ class Chunk:
         else:
             self._finish_update()
         self._transfers.synchronize()
-        with nullcontext({}) if self._disk is None else self._disk.loaded(change) as on_disk:
+        loaded = NOTHING_ON_DISK if self._disk is None else self._disk.loaded(change)
+        with loaded as on_disk:
             yield self._by_prefix(on_disk)
 
     def residency(self, prefix: str, weights: bool = False) -> Residency:

@@ -16,7 +16,6 @@ device when they have been summed.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
@@ -26,7 +25,7 @@ from optimus.comm import Group, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 from optimus.state.buffers import ManagedBuffer, Residency, aligned
-from optimus.state.chunk import Chunk
+from optimus.state.chunk import NOTHING_ON_DISK, Chunk
 from optimus.state.disk import StateFile
 from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan
@@ -374,7 +373,8 @@ class TrainedChunk(Chunk):
 
     def _update(self, now: OptimizerStep, tile: int, following: "TrainedChunk | None", reader: Handle) -> None:
         reader()
-        with nullcontext({}) if self._disk is None else self._disk.updating() as on_disk:
+        loaded = NOTHING_ON_DISK if self._disk is None else self._disk.updating()
+        with loaded as on_disk:
             if following is not None and following._disk is not None:
                 following._disk.read_ahead()
             self._update_tiles(now, tile, self._by_prefix(on_disk))
