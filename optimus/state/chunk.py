@@ -30,6 +30,8 @@ from optimus.state.masks import Mask, unpacked_bits
 from optimus.state.plan import ChunkPlan
 from optimus.state.transfers import Transfers
 
+NOTHING_ON_DISK: AbstractContextManager[Mapping[str, Tensor]] = nullcontext({})
+
 
 class Chunk:
     """The parameters of `plan`; see the module's text.
@@ -123,9 +125,7 @@ class Chunk:
         else:
             self._finish_update()
         self._transfers.synchronize()
-        loaded: AbstractContextManager[Mapping[str, Tensor]] = (
-            nullcontext({}) if self._disk is None else self._disk.loaded(change)
-        )
+        loaded = NOTHING_ON_DISK if self._disk is None else self._disk.loaded(change)
         with loaded as on_disk:
             yield self._by_prefix(on_disk)
 

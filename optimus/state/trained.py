@@ -19,7 +19,6 @@ device when they have been summed.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 
 import torch
@@ -29,7 +28,7 @@ from optimus.comm import Group, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 from optimus.state.buffers import ManagedBuffer, Residency, aligned
-from optimus.state.chunk import Chunk
+from optimus.state.chunk import NOTHING_ON_DISK, Chunk
 from optimus.state.disk import StateFile
 from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan
@@ -399,9 +398,7 @@ class TrainedChunk(Chunk):
 
     def _update(self, now: OptimizerStep, tile: int, following: "TrainedChunk | None", reader: Handle) -> None:
         reader()
-        loaded: AbstractContextManager[Mapping[str, Tensor]] = (
-            nullcontext({}) if self._disk is None else self._disk.updating()
-        )
+        loaded = NOTHING_ON_DISK if self._disk is None else self._disk.updating()
         with loaded as on_disk:
             if following is not None and following._disk is not None:
                 following._disk.read_ahead()

@@ -13,6 +13,7 @@ from torch import Tensor
 from helpers.drawing import config_of
 from helpers.late import LateTransfers
 from helpers.masked import random_masks
+from helpers.sweep import in_turns
 from helpers.whole import whole_state
 from optimus.checkpoint.folder import Description, step_folder, weights_folder
 from optimus.checkpoint.reader import Reader
@@ -22,6 +23,7 @@ from optimus.config import load_config
 from optimus.state import model_state
 from optimus.state.chunk import Chunk
 from optimus.state.pruning import magnitudes, prune, weights_of
+from optimus.testing import run_ranks
 from optimus.testing.steps import Steps, random_batch
 from optimus.train.run import layouts_of, whole_model
 from optimus.train.step import training_step
@@ -53,10 +55,11 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LateTransfers]:
     return made
 
 
-def steps_of(rule: str, residency: str | None, disk: Path, done: int = 2) -> Steps:
+def steps_of(rule: str, residency: str | None, disk: Path, done: int = 2, *more: str) -> Steps:
     """So many steps; where state is on the host, the updates of the last one have not begun."""
     overrides = [*PRUNED, *RULES[rule], *(RESIDENCES[residency] if residency else [])]
     overrides += [f"state.disk={disk}"] if residency == "disk" else []
+    overrides += more
     steps = Steps(load_config(config_of("dense"), overrides).model_dump(exclude_unset=True))
     for _ in range(done):
         steps.train()
@@ -247,3 +250,23 @@ def test_what_is_copied_does_not_change(residency: str | None, tmp_path: Path) -
     steps.train()
     steps.state.finish()
     assert waits == ["read", "again"]
+
+
+def read_by_ranks(disk: Path, residency: str | None, rule: str) -> list[Mapping[str, Any]]:
+    """What each reader finds, one behind the other, with steps between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_state, "transfers", LateTransfers)
+        steps = steps_of(rule, residency, disk, 2, "state.shard=parameters")
+        found = []
+        for read in (masks_chosen, validated, skipped, pruned, gathered):
+            found.append(read(steps, Path()))
+            found.append({"loss": steps.train().loss})
+        return found
+
+
+@pytest.mark.parametrize("residency", in_turns(["disk", "all", "optimizer"], 3, always=1))
+def test_ranks_that_share_what_is_read(residency: str, tmp_path: Path) -> None:
+    found, expected = (run_ranks(read_by_ranks, 2, tmp_path, where, "schedule-free") for where in (residency, None))
+    for a, b in zip(found, expected):
+        for number, (those, right) in enumerate(zip(a, b, strict=True)):
+            assert all(torch.equal(torch.as_tensor(those[key]), torch.as_tensor(right[key])) for key in right), number
