@@ -1,7 +1,7 @@
 """Which update rule each parameter has: from `train.freeze`, the section `optimizer` and the roles that modules declare."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -124,12 +124,18 @@ def pruned_by(
             raise UserError(
                 f"pruning.targets: {name} is frozen (train.freeze), and keeps no state: leave it out of one"
             )
-        if rules[name].tiling != "flat":
+    check_prunable("pruning.targets", found, rules)
+    return found
+
+
+def check_prunable(where: str, names: Iterable[str], rules: Mapping[str, Rule]) -> None:
+    """Raise `UserError`, which says `where` they are named, for a pruned parameter whose rule needs whole matrices."""
+    for name in names:
+        if rules[name].trains and rules[name].tiling != "flat":
             raise UserError(
-                f"pruning.targets: {name} is updated by {type(rules[name]).__name__.lower()}, which needs whole matrices, "
+                f"{where}: {name} is updated by {type(rules[name]).__name__.lower()}, which needs whole matrices, "
                 "and of pruned ones only what is left is kept: choose another rule for it (optimizer.groups)"
             )
-    return found
 
 
 def default_rule() -> Rule:

@@ -38,7 +38,7 @@ from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_e
 from optimus.train.precision import DTYPES, with_precision
 from optimus.train.recomputation import find_recomputation, stage_options
 from optimus.train.residency import with_residency
-from optimus.train.rules import pruned_by, rules_of, with_factors
+from optimus.train.rules import check_prunable, pruned_by, rules_of, with_factors
 from optimus.train.summary import summarise, summary_lines
 from optimus.train.teacher import load_teacher, teacher_bytes
 
@@ -177,9 +177,10 @@ def sharers(mesh: Mesh, device: torch.device) -> int:
 
 def recipe_of(config: RunConfig, model: Transformer, unpruned: Mapping[str, float] | None = None) -> Recipe:
     """What the run keeps of the parameters of `model`, which holds them whole, when it begins with these shares of
-    parameters `unpruned`."""
+    parameters `unpruned`. Raises `UserError` for such as cannot be pruned."""
     rules = rules_of(config.optimizer, model, config.train.freeze)
     targets = pruned_by(config.pruning, model, rules, tied=config.model.tie_embeddings)
+    check_prunable("what the run begins with is pruned", unpruned or (), rules)
     form = config.pruning.indices if config.pruning is not None else "int32"
     return Recipe(DTYPES[config.train.precision], rules, dict.fromkeys(targets) | dict(unpruned or {}), form)
 

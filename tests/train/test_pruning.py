@@ -141,6 +141,26 @@ def test_masks_survive_export_import_and_conversion(small_run: dict[str, Any], t
         assert Reader.open(last).unpruned == pytest.approx(0.2, abs=1e-4)
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_rule_of_matrices_cannot_go_on_with_what_is_pruned(
+    small_run: dict[str, Any], tmp_path: Path, folder: bool
+) -> None:
+    """But for what is frozen."""
+    initial = tmp_path / "first"
+    optimus.train(
+        changed(small_run, initial, pruning={"sparsity": 0.5, "at": 0, "targets": ["matrix"]}), ["train.steps=1"]
+    )
+    if folder:
+        optimus.export(initial, tmp_path / "exported")
+        initial = tmp_path / "exported"
+    muon = changed(small_run, tmp_path / "muon", checkpoint={"initial": str(initial)}, optimizer={"name": "muon"})
+    with pytest.raises(UserError, match=r"what the run begins with is pruned: blocks\.0\..* is updated by muon"):
+        optimus.train(muon, check=True)
+    muon["train"]["freeze"] = ["matrix"]
+    optimus.train(muon, ["train.steps=1"])
+    check_pruned(tmp_path / "muon" / "checkpoints" / "step-00000001", 0.5)
+
+
 @pytest.mark.usefixtures("warm_ranks")
 def test_pruning_goes_on_from_a_pruned_checkpoint(small_run: dict[str, Any], tmp_path: Path) -> None:
     """What was pruned before stays so, frozen or not; other parameters are pruned besides."""
