@@ -118,7 +118,7 @@ def rehearse(
     def finished() -> bool:
         return any(event["kind"] == "finished" for event in log.read()[before:])
 
-    def tell() -> None:
+    def say_new_events() -> None:
         nonlocal said
         new = log.read()[before + said :]
         said += len(new)
@@ -134,11 +134,11 @@ def rehearse(
         deadline, ending = time.monotonic() + limit, False
         while time.monotonic() < deadline and None in cluster.wait(cluster.hosts, 0.0).values():
             time.sleep(0.2)
-            tell()
+            say_new_events()
             if not ending and finished():
                 ending, deadline = True, min(deadline, time.monotonic() + grace)
         codes = cluster.wait(cluster.hosts, 0.0)
-    tell()
+    say_new_events()
     return {
         "output": str(run),
         "finished": finished(),
