@@ -281,14 +281,17 @@ def test_a_skipped_step_and_an_evaluation() -> None:
     assert all(torch.equal(states[key], tensor) for key, tensor in expected.items())
 
 
-@pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
-def test_residencies(residency: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("residency", "more"),
+    [*((each, []) for each in ("optimizer", "all", "disk")), ("all", ["state.accumulate_on=host"])],
+)
+def test_residencies(residency: str, more: list[str], tmp_path: Path) -> None:
     """What is on the host or a disk is compressed, too: the bits of the device."""
     found = []
     for overrides in ([], [f"state.residency={residency}", "state.cache=8", f"state.disk={tmp_path}"]):
         overrides = overrides if residency == "disk" else overrides[:-1]
         overrides = [each for each in overrides if residency != "optimizer" or "cache" not in each]
-        steps = pruned_steps(*IN_BF16, *overrides)
+        steps = pruned_steps(*IN_BF16, *overrides, *(more if overrides else []))
         found.append([[steps.train() for _ in range(4)], whole_state(steps.state)])
         if overrides and residency != "disk":
             for chunk in steps.state.trained:
