@@ -9,7 +9,9 @@ step is the same. Ours takes the least cache that hides fetches, then states of 
 rule (`search/optimal.py`) compares what a byte of either saves, in a step in which nothing overlaps.
 
 The traffic of FSDP2 with `CPUOffloadPolicy` is counted on one rank of a CPU: what it copies to its device and back, and the
-most bytes that its gathered parameters and whole gradients take. There is no device here, so it has no time.
+most bytes that its gathered parameters and whole gradients take. There is no device here, so it has no time. FSDP2 sends the
+gradients of each microbatch and adds them up on the host; ours of several microbatches is measured both ways, with twice the
+layers, too.
 """
 
 import math
@@ -40,6 +42,7 @@ _BLOCKS = 4  # of parameters at least: in use, arriving, and kept for the next u
 _ON_DEVICE = 50e9  # elements/s of an update on the device, which Elixir's rule asks for
 _STEPS = 3
 _TRAFFIC = 12, 64  # layers whose traffic is counted, and their width
+_ON_HOST = "ours, gradients added up on the host"
 
 
 class Machine(NamedTuple):
@@ -113,6 +116,8 @@ def run(
     best = [row for row in rows if row["contestant"] == "ours"]
     pairs = [(a["share"], b["share"]) for a, b in zip(rows[::2], rows[1::2]) if a["size"] > 1]
     traffic = [row for count in (1, 4) for row in (_our_traffic(count), *run_fresh(_fsdp2_traffic, 1, count))]
+    deep = 2 * _TRAFFIC[0]
+    traffic += [_our_traffic(4, layers, name) for layers in (deep // 2, deep) for name in ("ours", _ON_HOST)][1:]
     moved = [row["up"] + row["down"] for row in traffic]
     ratios = {
         "offload.share_at_3x": next(row["share"] for row in best if row["size"] == 3),
@@ -160,18 +165,19 @@ def _measure(machine: Machine, layers: int, rule: Callable[[Machine, int], Choic
     }
 
 
-def _our_traffic(microbatches: int) -> Row:
-    layers, width = _TRAFFIC
-    device = _device(Machine(0, 1.0, 1.0, 1.0))
-    made = Simulation(device, layers=layers, width=width, residency="all", update_on="host", cache=_BLOCKS)
-    last = made.run(_STEPS, microbatches)[-1]
+def _our_traffic(microbatches: int, layers: int = _TRAFFIC[0], name: str = "ours") -> Row:
+    width, device = _TRAFFIC[1], _device(Machine(0, 1.0, 1.0, 1.0))
+    options: dict[str, Any] = {"residency": "all", "update_on": "host", "cache": _BLOCKS}
+    options |= {"accumulate_on": "host" if name == _ON_HOST else "device"}
+    last = Simulation(device, layers=layers, width=width, **options).run(_STEPS, microbatches)[-1]
     up, down = (each / layers / width**2 for each in (last.up, last.down))
-    return _traffic_row("ours", microbatches, up, down, last.peak / width**2)
+    return _traffic_row(name, microbatches, layers, up, down, last.peak / width**2)
 
 
-def _traffic_row(name: str, microbatches: int, up: float, down: float, device: float) -> Row:
+def _traffic_row(name: str, microbatches: int, layers: int, up: float, down: float, device: float) -> Row:
     """Bytes up and down of an element of the model, and the most on the device for one of a layer."""
-    return {"contestant": name, "microbatches": microbatches, "up": up, "down": down, "device": device}
+    row: Row = {"contestant": name, "microbatches": microbatches, "layers": layers}
+    return row | {"up": up, "down": down, "device": device}
 
 
 def _fsdp2_traffic(microbatches: int) -> Row:
@@ -196,4 +202,4 @@ def _fsdp2_traffic(microbatches: int) -> Row:
             for _ in range(microbatches):
                 net(torch.randn(1, width)).square().mean().backward()
     up, down = (each / layers / width**2 for each in moved.values())
-    return _traffic_row("FSDP2, CPUOffloadPolicy", microbatches, up, down, memory.peak / width**2)
+    return _traffic_row("FSDP2, CPUOffloadPolicy", microbatches, layers, up, down, memory.peak / width**2)

@@ -83,6 +83,10 @@ class StateConfig(Section):
     update_on: Literal["auto", "device", "host"] = "auto"
     """Where state that is not on the device is updated. device: tile by tile through the device (AxoNN); host: by the
     processor; auto: the faster by a short measurement, which is kept (tuning.cache)."""
+    accumulate_on: Literal["auto", "device", "host"] = "auto"
+    """With residency all or disk: where the gradients of several microbatches are added up. device: they stay there during
+    the step; host: those of each microbatch are reduced and sent, so that the device has those of three chunks; auto: on
+    the device, where it has room for them."""
     disk: PathText | None = None
     """With residency disk: folder of the file that holds the state. Default: train.output."""
 
@@ -110,6 +114,7 @@ class StateConfig(Section):
                 "reshard_after_forward is not for parameters in a cache, which keeps what it can: remove it"
             )
         wrong = self.given("device_states", "update_on") if self.residency == "device" else []
+        wrong += self.given("accumulate_on") if self.residency in ("device", "optimizer") else []
         wrong += ["disk"] if self.disk is not None and self.residency != "disk" else []
         if wrong:
             raise ValueError(f"{wrong[0]} applies to state that is kept elsewhere, but residency is {self.residency}")

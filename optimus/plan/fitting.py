@@ -28,6 +28,7 @@ from optimus.plan.offloading import host_room
 from optimus.plan.parameter_groups import Counts
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.step import least_time, together
+from optimus.state.buffers import RESIDENCES
 from optimus.state.plan import Shard
 
 _SHARES = 16  # of the chunks, whose state may be on the device
@@ -176,12 +177,21 @@ def with_device_states(plan: Plan) -> Plan:
 
 def residencies(job: Job) -> Iterator[Job]:
     """The job with its state where it may be, what is fastest first: on the device, then on the host of a machine whose host
-    is known to have memory, then on its disks; as configured, where that is elsewhere than on the device."""
-    yield job
+    is known to have memory, then on its disks; as configured, where that is elsewhere than on the device. Where gradients
+    are added up is tried likewise: on the device, then on the host."""
+    yield from _accumulations(job)
     host = job.machine.host
     if job.state.residency == "device" and host.bandwidth is not None and not host.shared:
         for residency in ("optimizer", "all", "disk") if host.read is not None else ("optimizer", "all"):
-            yield job.changed(state={"residency": residency, "device_states": "auto"})
+            yield from _accumulations(job.changed(state={"residency": residency, "device_states": "auto"}))
+
+
+def _accumulations(job: Job) -> Iterator[Job]:
+    """The job, and with the gradients of several microbatches, if there may be some, on the host."""
+    yield job
+    leaves = RESIDENCES[job.state.residency][1] != "device"
+    if leaves and job.state.accumulate_on == "auto" and job.train.global_batch > job.mesh.size:
+        yield job.changed(state={"accumulate_on": "host"})
 
 
 def held(job: Job, shard: Shard, width: int | ShardRanks | None) -> Job:

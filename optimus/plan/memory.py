@@ -16,7 +16,15 @@ from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, live_microbatches, stages_of_ranks
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
-from optimus.plan.offloading import GRADIENTS, Elsewhere, cache_blocks, chunk_elements, device_share, elsewhere_of
+from optimus.plan.offloading import (
+    GRADIENTS,
+    Elsewhere,
+    cache_blocks,
+    chunk_elements,
+    device_share,
+    elsewhere_of,
+    sends_gradients,
+)
 from optimus.plan.parameter_groups import Counts, ParameterGroup, parameter_groups, written
 from optimus.plan.step import blocks_of_stages, counts_of, together
 from optimus.state.buffers import RESIDENCES
@@ -134,7 +142,7 @@ def state_parts(held: Sequence[ParameterGroup], job: Job, counts: Counts) -> dic
             same = job.precision == "fp32" and not (each.rule.averages or each.pruned)
             state = profile.state_bytes(each.rule) - (4.0 if same else 0.0)
             parts["optimizer"] += share * state * each.updated
-            if waiting == "device" or job.microbatches > 1:
+            if waiting == "device" or (job.microbatches > 1 and not sends_gradients(job)):
                 parts["gradients"] += profile.gradient * each.after(each.depths.gradients)
         if home != "device":
             continue

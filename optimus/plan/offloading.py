@@ -14,6 +14,7 @@ from optimus.state.offload_times import (
     Rates,
     StepShape,
     UpdatePlace,
+    backward_seconds,
     first_pass_seconds,
     pass_seconds,
     step_seconds,
@@ -84,6 +85,7 @@ def shape_of(job: Job, held: Sequence[ParameterGroup], forward: float, backward:
         int(job.profile.gradient),
         job.state.prefetch,
         job.state.shard != "parameters",
+        sends_gradients(job),
     )
 
 
@@ -103,9 +105,16 @@ def offload_seconds(job: Job, held: Sequence[ParameterGroup], forward: float, ba
     choice = choice_of(job, shape, rates)
     there = choice.device * shape.elements / shape.shards / rates.device_update
     update = first_pass_seconds(shape, rates, choice) - forward + there
-    passes = (shape.microbatches - 1) * (pass_seconds(shape, rates, choice, shape.forward) - forward)
-    passes += shape.microbatches * (pass_seconds(shape, rates, choice, shape.backward) - backward)
+    others = shape.microbatches - 1
+    passes = others * (pass_seconds(shape, rates, choice, shape.forward) - forward)
+    passes += others * (backward_seconds(shape, rates, choice) - backward)
+    passes += pass_seconds(shape, rates, choice, shape.backward) - backward
     return OffloadSeconds(max(0.0, update), max(0.0, passes))
+
+
+def sends_gradients(job: Job) -> bool:
+    """Whether each microbatch's gradients go to the host, to be added up there."""
+    return job.state.accumulate_on == "host"
 
 
 class Elsewhere(NamedTuple):
@@ -119,10 +128,10 @@ def elsewhere_of(job: Job, held: Sequence[ParameterGroup]) -> Elsewhere:
     """What a rank that has `held` keeps of it beside its device."""
     away, found = 1 - device_share(job), {"device": 0.0, "host": 0.0, "disk": 0.0}
     types = getattr(torch, job.train.precision), getattr(torch, job.state.gradient_dtype)
-    residency = job.state.residency
+    residency, sends = job.state.residency, sends_gradients(job)
     for each in held:
-        depths = placed(each.depths, residency)
-        for buffer in buffers(depths, *types, each.rule, residency=residency, pruned=each.pruned):
+        depths = placed(each.depths, residency, sends)
+        for buffer in buffers(depths, *types, each.rule, residency=residency, pruned=each.pruned, sends=sends):
             found[buffer.residency] += away * buffer.dtype.itemsize * each.after(buffer.depth)
     return Elsewhere(found["host"], found["disk"])
 

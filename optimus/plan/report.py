@@ -19,7 +19,7 @@ from optimus.plan.collectives import algorithm_named
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.memory import room_of
-from optimus.plan.offloading import device_share, ranks_of_node
+from optimus.plan.offloading import device_share, ranks_of_node, sends_gradients
 from optimus.plan.prediction import Plan
 from optimus.plan.rank_costs import RankCosts
 from optimus.plan.scaling import ScalingPoint
@@ -35,7 +35,15 @@ _ALGORITHMS = {  # those that are no names of `comm.algorithms`
     "hierarchical": "node by node",
     "pccl": "PCCL",
 }
-_SHARDING = {"shard", "shard_ranks", "shard_over", "reshard_after_forward", "residency", "device_states"}
+_SHARDING = {
+    "shard",
+    "shard_ranks",
+    "shard_over",
+    "reshard_after_forward",
+    "residency",
+    "device_states",
+    "accumulate_on",
+}
 
 
 def layout_of(job: Job) -> dict[str, Any]:
@@ -195,6 +203,8 @@ def _elsewhere(plan: Plan) -> Iterator[str]:
         f"of a node has {ranks * beside.host / 1e9:.2f} of {host.memory / 1e9:.1f} GB"
         + (f", its disks {ranks * beside.disk / 1e9:.2f} GB" if beside.disk else "")
     )
+    if sends_gradients(job):
+        yield "  the gradients of each microbatch go to the host, and are added up there"
     yield (
         f"  updates add {terms['optimizer']:.3f} s to the passes, fetching parameters {terms['fetching']:.3f} s "
         f"(link {host.link / 1e9:.3g} GB/s)"

@@ -19,7 +19,7 @@ from optimus.optim.rule import Rule
 from optimus.pipeline.estimates import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
 from optimus.plan.collectives import transfer_seconds
 from optimus.plan.job import Job
-from optimus.plan.offloading import OffloadSeconds, offload_seconds
+from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradients
 from optimus.plan.parameter_groups import Counts, ParameterGroup, Where, max_load, parameter_groups, written
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.train import pipeline
@@ -278,11 +278,16 @@ def _gathers(work: RankCosts, counts: Counts) -> tuple[float, float]:
     held = parameter_groups(work.job, counts)
     gather = (_moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e, parts) for each in held)
     reduce = (
-        _moving(work, "reduce_scatter", each.moved(0, each.depths.gradients), work.profile.reduced, parts)
+        _moving(work, "reduce_scatter", each.moved(0, _reduced_each(work.job, each)), work.profile.reduced, parts)
         for each in held
         if each.rule.trains
     )
     return sum(gather), sum(reduce)
+
+
+def _reduced_each(job: Job, group: ParameterGroup) -> int:
+    """In how many of its steps a group's gradients are reduced in every microbatch."""
+    return group.depths.optimizer if sends_gradients(job) else group.depths.gradients
 
 
 def _moving(
@@ -317,12 +322,15 @@ def _state_seconds(work: RankCosts, counts: Counts) -> _StateSeconds:
     held = [each for each in every if each.rule.trains]
     reduce_each = reduce = gather = turns = 0.0
     for each in held:
-        parameters, gradients, optimizer = each.depths
+        parameters, optimizer, gradients = each.depths.parameters, each.depths.optimizer, _reduced_each(work.job, each)
         if not parameters:  # else it is beside every microbatch, with what is gathered there
             reduce_each += _moving(work, "reduce_scatter", each.moved(0, gradients), profile.reduced)
             turns += profile.broadcast * each.shards(optimizer) if optimizer else 0.0
         reduce += _moving(work, "reduce_scatter", each.moved(gradients, optimizer), profile.reduced)
-        reduce += work.collective("all_reduce", each.updated * profile.reduced, each.replica_group)
+        copies = work.collective("all_reduce", each.updated * profile.reduced, each.replica_group)
+        reduce, reduce_each = (
+            (reduce, reduce_each + copies) if sends_gradients(work.job) else (reduce + copies, reduce_each)
+        )
         gather += _moving(work, "all_gather", each.moved(parameters, optimizer), work.e)
 
     def weight(rule: Rule) -> float:  # as `Chunk.weights` has it

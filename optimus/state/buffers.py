@@ -92,12 +92,15 @@ def buffers(
     residency: str = "device",
     pruned: bool = False,
     prunable: bool = False,
+    sends: bool = False,
 ) -> tuple[Buffer, ...]:
-    """Those of a chunk that `rule` updates; of one that it does not, nothing but the parameters.
+    """Those of a chunk that `rule` updates; of one that it does not, nothing but the parameters. `sends`: the gradients of
+    each microbatch, to be added up on the host.
 
     `lifetime` is that of whole parameters where a part or the host keeps them. Where they are of type fp32 and what the rule
     computes with, they are the master weights themselves. Gradients wait for the update in the place of the parameters on
     the host, whose last use has been by then, if they are of one type (Elixir, section 6): 14 bytes per parameter in bf16.
+    Those that are added up there have a place of their own: the parameters are still in use.
 
     Of `prunable` parameters, which may be `pruned` later, a record on a disk has from the beginning what it will have then:
     so the space that it takes up is known before the first step.
@@ -111,10 +114,10 @@ def buffers(
     rows += [Buffer("mask", torch.int32, 0, align=1, extent="mask")] if pruned else []
     apart = compute != torch.float32 or rule.averages or pruned or (prunable and optimizer == "disk")
     lasting: Lifetime = "always" if waiting == "device" else "step"
-    added = pruned or depths.gradients > 0  # those of each microbatch to what is kept of them
-    rows += [Buffer("gradients", gradient, 0, lifetime="use" if added else lasting, extent="whole")]
+    added = not sends and (pruned or depths.gradients > 0)  # those of each microbatch to what is kept of them
+    rows += [Buffer("gradients", gradient, 0, lifetime="use" if added or sends else lasting, extent="whole")]
     rows += [Buffer("gradients.shard", gradient, depths.gradients, lifetime=lasting)] if added else []
-    if waiting != "device" and not (apart and gradient == compute):
+    if waiting != "device" and (sends or not (apart and gradient == compute)):
         rows += [Buffer("gradients.host", gradient, depths.optimizer, waiting)]
     kinds = (*(["master"] if apart else []), *rule.kinds)
     return *rows, *(Buffer(kind, torch.float32, depths.optimizer, optimizer) for kind in kinds)

@@ -290,7 +290,7 @@ class ModelState:
             chunk = next(iter(self._reducing))
             del self._reducing[chunk]
             chunk.free_gradient()
-        if chunk.leaves and chunk.reduces_last and "embedding" not in chunk.plan.slots[0].layout.replicated_axes:
+        if chunk.may_leave and "embedding" not in chunk.plan.slots[0].layout.replicated_axes:
             self._let_leave(chunk)
 
     def _let_leave(self, chunk: TrainedChunk) -> None:

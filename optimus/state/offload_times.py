@@ -7,6 +7,7 @@ stays there. Updates come in the order of the next forward pass, each a seconds,
     the update to the end           F + B + A
     in the order of use             B + max(F, A)                      hidden from D / L = 1 - F / A on
     uploads of a pass               L - C chunks, 2 M L - (2 M - 1) C in a step; beside the computation, as far as that goes
+    gradients to the host           L - D chunks after the last backward pass; after each, where they are added up there
 """
 
 import math
@@ -48,6 +49,7 @@ class StepShape(NamedTuple):
     gradient: int = 2
     prefetch: int = 1
     whole: bool = True  # chunks whose state is on the device are whole there, and need no block
+    sends: bool = False  # each microbatch's gradients to the host, where they are added up
 
 
 class OffloadChoice(NamedTuple):
@@ -110,6 +112,13 @@ def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computin
     return max(shape.chunks * computing, there + missing * each - early + computing)
 
 
+def backward_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
+    """Of a backward pass but the last: with the gradients that it sends, beside which the computation goes on."""
+    computing = pass_seconds(shape, rates, choice, shape.backward)
+    sent = (shape.chunks - choice.device) * shape.elements / shape.shards * shape.gradient / rates.down
+    return max(computing, sent) if shape.sends else computing
+
+
 def first_pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
     """Of the forward pass beside which the step before is updated, from the last gradient on."""
     f, away, on = shape.forward, shape.chunks - choice.device, choice.update_on
@@ -136,9 +145,9 @@ def first_pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) ->
 def step_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
     """Of a step, updates in the order of use."""
     backward = pass_seconds(shape, rates, choice, shape.backward)
-    others = (shape.microbatches - 1) * (pass_seconds(shape, rates, choice, shape.forward) + backward)
+    other = pass_seconds(shape, rates, choice, shape.forward) + backward_seconds(shape, rates, choice)
     there = choice.device * shape.elements / shape.shards / rates.device_update
-    return first_pass_seconds(shape, rates, choice) + backward + others + there
+    return first_pass_seconds(shape, rates, choice) + backward + (shape.microbatches - 1) * other + there
 
 
 def _fetching(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[float, float, int, int]:

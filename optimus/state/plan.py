@@ -180,6 +180,12 @@ class ChunkPlan:
         return any(buffer.kind == "gradients.shard" for buffer in self.buffers)
 
     @property
+    def sends_gradients(self) -> bool:
+        """Whether the gradients of each microbatch are added to those on the host."""
+        used = any(buffer.kind == "gradients" and buffer.lifetime == "use" for buffer in self.buffers)
+        return used and not self.adds_gradients
+
+    @property
     def offloaded(self) -> bool:
         """Whether the device has not all of it at rest."""
         return any(buffer.residency != "device" for buffer in self.buffers)
@@ -276,6 +282,7 @@ def _buffers(
     pruned: bool,
     residency: str = "device",
     prunable: bool = False,
+    sends: bool = False,
 ) -> tuple[Buffer, ...]:
     return buffers(
         depths,
@@ -286,6 +293,7 @@ def _buffers(
         residency=residency,
         pruned=pruned,
         prunable=prunable,
+        sends=sends,
     )
 
 
@@ -305,17 +313,21 @@ def _with_residency(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Re
     for plan in plans:
         size += plan.size
         if size > here * (1 + 1e-9):
-            depths = placed(plan.depths, where)
+            # The ranks of a tied embedding's two stages add up what they have at the end of a step: on the device.
+            sends = options.accumulate_on == "host" and "embedding" not in plan.slots[0].layout.replicated_axes
+            depths = placed(plan.depths, where, sends)
             prunable = plan.slots[0].name in recipe.unpruned
-            kept = _buffers(depths, plan.rule, options, recipe, plan.mask is not None, where, prunable)
+            kept = _buffers(depths, plan.rule, options, recipe, plan.mask is not None, where, prunable, sends)
             plan = replace(plan, buffers=kept, depths=depths)
         found.append(plan)
     return found
 
 
-def placed(depths: Depths, residency: str) -> Depths:
-    """Of a chunk with such a residency: what the host keeps of the parameters is what this rank updates of them."""
-    return depths._replace(parameters=depths.optimizer) if RESIDENCES[residency][0] != "device" else depths
+def placed(depths: Depths, residency: str, sends: bool = False) -> Depths:
+    """Of a chunk with such a residency: what the host keeps of the parameters is what this rank updates of them. Gradients
+    that each microbatch `sends` to the host are whole until they go."""
+    depths = depths._replace(parameters=depths.optimizer) if RESIDENCES[residency][0] != "device" else depths
+    return depths._replace(gradients=0) if sends else depths
 
 
 def lifetime(options: StateConfig) -> Lifetime:

@@ -13,7 +13,7 @@ On a CPU the optimizer goes over the chunk tile by tile: gradients become fp32, 
 section 7.2), and the working set of a tile stays in cache. An accelerator updates a chunk at once. Where state is not on the
 device, the update is handed to a worker (`transfers.py`), which brings each tile to where it is computed and takes it back
 (AxoNN, section 3.3.2); whoever uses the parameters next waits for it. Gradients that wait for it on the host leave the
-device when they have been summed.
+device when they have been summed: after the last microbatch, or after each, to be added up there.
 """
 
 import weakref
@@ -105,7 +105,9 @@ class TrainedChunk(Chunk):
         self._summed = False  # `reduced` is, or is being, summed over all ranks
         self._reduction = InTurn()
         self._leaving: Handle | None = None  # `reduced` is on its way to the host
+        self._left = False  # it is, or has arrived
         self._square: Tensor | None = None  # of what has left
+        self._there: Handle | None = None  # gradients of this step are on the host; waits for their sum
         self._clears = False  # gradients, behind it
         self._reader: Handle = done_already  # waits for whoever copies this rank's part beside the training
         self._weights_read = False  # by that, what is computed with, too
@@ -160,7 +162,7 @@ class TrainedChunk(Chunk):
         self.leave()
         self._found.clear()
         self._added.clear()
-        self._last, self._summed, self._square = False, False, None
+        self._last, self._summed, self._left, self._square, self._there = False, False, False, None, None
         for buffer in self.gradient_buffers.values():
             buffer.used = False
         if self._updating is None:
@@ -208,14 +210,15 @@ class TrainedChunk(Chunk):
         return self.plan.shard_count * self.plan.replica_count == 1
 
     @property
-    def reduces_last(self) -> bool:
-        """Whether what is being reduced are the gradients of the whole step."""
-        return self._summed
+    def may_leave(self) -> bool:
+        """Whether what is being reduced is what the host gets: the gradients of the whole step, or of a microbatch if each
+        sends its own."""
+        return self.leaves and self._summed and not self._left
 
     @property
     def left(self) -> bool:
-        """Whether the gradients of this step are on the host, or on their way."""
-        return self._square is not None
+        """Whether the gradients that are reduced are on the host, or on their way."""
+        return self._left
 
     @property
     def _begun(self) -> bool:
@@ -233,12 +236,24 @@ class TrainedChunk(Chunk):
     def start_leaving(self, tile: int) -> None:
         """The gradients are reduced: begin to bring them to the host."""
         self.finish_reduction()
-        self._square = self._gradient_square_sum(tile)
+        self._left = True
+        if self.plan.sends_gradients:
+            self._send()
+            return
+        self._square = self._square_sum(self.reduced, tile)
         if self.waiting is self.compute_shard:
             self.settle()  # parameters that have been fetched for nothing
             if self._weights_read:
                 self._reader()
         self._leaving = self._transfers.down(self.waiting, self.reduced)
+
+    def _send(self) -> None:
+        """Begin to add the gradients of a microbatch to those on the host."""
+        if self._there is None:
+            self._there = self._leaving = self._transfers.down(self.waiting, self.reduced)
+        else:
+            self._there()
+            self._leaving, self._there = self._transfers.add_down(self.waiting, self.reduced)
 
     def leave(self) -> None:
         """Free the gradients that are on their way to the host when they are there."""
@@ -251,11 +266,17 @@ class TrainedChunk(Chunk):
         """A gradient of this chunk is about to be added: the buffer must be there and at rest."""
         if self.plan.adds_gradients:
             self.free_gradient()
+        elif self.plan.sends_gradients and self._summed:  # those of an earlier microbatch
+            if not self._left:
+                self.start_leaving(0)
+            self.leave()
+            self._summed = self._left = False
         self._gradients.go("open")
 
     def _after_gradient(self) -> None:
         """A gradient of this chunk has been added."""
-        if self._complete(self._added) and (self._last or self.plan.adds_gradients):
+        each = self.plan.adds_gradients or self.plan.sends_gradients
+        if self._complete(self._added) and (self._last or each):
             self._start_reduction()
 
     def _gradient_found(self) -> None:
@@ -296,7 +317,7 @@ class TrainedChunk(Chunk):
             self._reduction.add(partial(self._reduce_scatter_async, self.gradient, 0, depth))
         if self.plan.adds_gradients and not self.plan.depths.gradients:
             self._reduction.add(partial(self._add_gradients, gradient))
-        if self._last:
+        if self._last or self.plan.sends_gradients:
             self._reduce_shards()
         self._started(self)
 
@@ -343,12 +364,16 @@ class TrainedChunk(Chunk):
 
     def gradient_square_sum(self, tile: int) -> Tensor:
         """Sum of squares of the reduced gradients of this rank's part, a scalar."""
-        return self._gradient_square_sum(tile) if self._square is None else self._square
+        if self._there is not None:
+            self._there()
+            self._transfers.synchronize()
+            self._square = self._square_sum(self.waiting, tile).to(self.reduced.device)
+        return self._square_sum(self.reduced, tile) if self._square is None else self._square
 
-    def _gradient_square_sum(self, tile: int) -> Tensor:
-        if self.reduced.device.type != "cpu":  # in one launch
-            return _square_sum(self.reduced)
-        return torch.stack([_square_sum(part) for part in self.reduced.split(aligned(tile, self.plan.align))]).sum()
+    def _square_sum(self, gradients: Tensor, tile: int) -> Tensor:
+        if gradients.device.type != "cpu":  # in one launch
+            return _square_sum(gradients)
+        return torch.stack([_square_sum(part) for part in gradients.split(aligned(tile, self.plan.align))]).sum()
 
     # ---- The optimizer ----
 

@@ -55,6 +55,19 @@ class Transfers:
         target.copy_(source)
         return done_already
 
+    def add_down(self, target: Tensor, source: Tensor) -> tuple[Handle, Handle]:
+        """Begin to copy from the device, behind what it has been told to do, and to add to what the host has. Returns what
+        waits for the copy, as `down` does, and what lets the host wait for the sum."""
+        copied = torch.empty(source.shape, dtype=source.dtype)
+        copies, left = self.down(copied, source), [copied]
+
+        def add() -> None:
+            copies()
+            if left:
+                target.add_(left.pop())
+
+        return add, add
+
     def advance(self, turn: InTurn) -> None:
         """Let what stands behind a copy, or an update, in `turn` begin when that is done, without waiting for it."""
         turn.advance()
@@ -126,11 +139,23 @@ class StreamTransfers(Transfers):
         return self._copy(self._down, target, source)
 
     def _copy(self, stream: torch.Stream, target: Tensor, source: Tensor) -> Handle:
+        return self._behind(self._begin_copy(stream, target, source))
+
+    def _begin_copy(self, stream: torch.Stream, target: Tensor, source: Tensor) -> torch.Event:
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
             target.copy_(source, non_blocking=True)
-            done = stream.record_event()
-        return self._behind(done)
+            return stream.record_event()
+
+    def add_down(self, target: Tensor, source: Tensor) -> tuple[Handle, Handle]:
+        copied = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        done = self._begin_copy(self._down, copied, source)
+
+        def add() -> None:
+            done.synchronize()
+            target.add_(copied)
+
+        return self._behind(done), super().submit(add, len(source), "host")
 
     def _behind(self, done: torch.Event) -> Handle:
         return lambda: torch.accelerator.current_stream(self.device).wait_event(done)

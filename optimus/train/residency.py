@@ -72,9 +72,10 @@ def with_residency(
     cache = "auto" if state.cache is None and fetches else state.cache
     disk = state.disk or config.train.output if state.residency == "disk" else None
     config = config.changed(state={"cache": cache, "disk": disk})
+    config = _with_accumulation(config, groups, device, free, plans)
     open_places = state.update_on == "auto" and state.residency != "device"
     if not open_places and "auto" not in (cache, state.device_states):
-        return config, None
+        return config, _accumulating(config)
     elsewhere, here = (plans(config.changed(state={"device_states": fraction})) for fraction in (0.0, 1.0))
     room = _room(config, groups, free, elsewhere, here)
     rates, compute, spread, notes = _NO_LINK, math.inf, 0.0, list[str]()
@@ -115,10 +116,40 @@ def with_residency(
     return config, "; ".join([_said(config, rates, shape, found, spread), *notes])
 
 
+def _with_accumulation(config: RunConfig, groups: Groups, device: torch.device, free: int, plans: Plans) -> RunConfig:
+    """`config` with `state.accumulate_on` chosen: on the host where the device of some rank has no room for the gradients of
+    several microbatches beside the least that it must have. A processor's memory is the device's."""
+    state = config.state
+    if state.accumulate_on != "auto" or RESIDENCES[state.residency][1] == "device":
+        return config
+    here = config.changed(state={"accumulate_on": "device"})
+    if _microbatches(config, groups) == 1 or device.type == "cpu":
+        return here
+    elsewhere, kept = (plans(here.changed(state={"device_states": fraction})) for fraction in (0.0, 1.0))
+    room = _room(here, groups, free, elsewhere, kept)
+    blocks = state.cache if isinstance(state.cache, int) else room.least
+    chunks = 0 if state.device_states == "auto" else round(state.device_states * len(kept))
+    fits = blocks * room.block + room.kept[chunks] <= room.free
+    everywhere = all(groups.world.all_gather_object(fits))
+    return here if everywhere else config.changed(state={"accumulate_on": "host"})
+
+
+def _accumulating(config: RunConfig) -> str | None:
+    """What the user should know about where gradients are added up."""
+    if config.state.accumulate_on != "host":
+        return None
+    return (
+        f"state.residency {config.state.residency}: the gradients of each microbatch go to the host and are added up there "
+        "(state.accumulate_on host)"
+    )
+
+
 def _said(config: RunConfig, rates: Rates, shape: StepShape, found: OffloadChoice, spread: float) -> str:
     state = config.state
     held = f"{state.cache} chunks of parameters at a time and " if state.cache else ""
     note = f"state.residency {state.residency}: the device has {held}{state.device_states:.0%} of the optimizer state"
+    if state.accumulate_on == "host":
+        note += ", the gradients of each microbatch are sent to the host and added up there"
     if math.isinf(rates.up):
         return note
     update = rates.host_update if found.update_on == "host" else min(rates.up, rates.down) / 12
@@ -145,8 +176,14 @@ def _room(
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
     largest = max((plan.size for plan in cached), default=0)
     gradient = getattr(torch, config.state.gradient_dtype).itemsize
-    accumulated = sum(plan.updated for plan in cached) if _microbatches(config, groups) > 1 else 0
-    waiting = gradient * (accumulated + _GRADIENTS * largest)
+    several = _microbatches(config, groups) > 1
+    accumulated = [
+        plan.elements(buffer)
+        for plan in (cached if several else ())
+        for buffer in plan.buffers
+        if buffer.reported == "gradients" and buffer.lifetime == "step"
+    ]
+    waiting = gradient * (sum(accumulated) + _GRADIENTS * largest)
     free = int(free * _SHARE) - activations.peak * config.parallel.pipeline - waiting
     free -= sum(bytes_by_kind(elsewhere).values())
     kept = [0]
@@ -174,6 +211,7 @@ def _shape(config: RunConfig, groups: Groups, plans: Sequence[ChunkPlan], room: 
         getattr(torch, state.gradient_dtype).itemsize,
         state.prefetch,
         room.whole,
+        state.accumulate_on == "host",
     )
 
 

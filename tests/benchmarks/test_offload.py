@@ -32,6 +32,16 @@ def test_rows_and_ratios() -> None:
     assert found.ratios["offload.fsdp2_bytes_vs_ours"] == pytest.approx(12 / (ours["up"] + 2))
 
 
+def test_device_bytes_of_several_microbatches_by_depth() -> None:
+    """Where gradients are added up on the host they do not grow with the layers; each microbatch sends 2 an element."""
+    for layers in (6, 12):
+        there = offload._our_traffic(4, layers, offload._ON_HOST)
+        assert (there["device"], there["down"]) == (14, 8)
+        here = offload._our_traffic(4, layers)
+        assert (here["device"], here["down"]) == (8 + 2 * layers, 2)
+        assert here["up"] == there["up"]
+
+
 def test_elixir_chooses_as_its_code() -> None:
     """One rank has cache first; where the host updates slowly, states."""
     machine = Machine(16 * 24, 0.02, 25e9, 2.2e9)

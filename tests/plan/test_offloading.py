@@ -10,6 +10,7 @@ from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
+from optimus.plan.fitting import residencies
 from optimus.plan.job import Job, job_of
 from optimus.plan.largest import largest
 from optimus.plan.machine import Machine, load_machine
@@ -95,6 +96,27 @@ def test_the_search_goes_to_the_host_where_the_device_has_no_room() -> None:
     assert memory_of(more).total > room_of(plan.job.machine)
     (tight,) = search(job(SMALL, machine(2.5e9, host=2e9)), best=1)
     assert tight.job.state.residency == "disk"
+
+
+def test_gradients_of_several_microbatches_go_where_there_is_room() -> None:
+    """On the device g bytes of each element, or, sent by each microbatch, of three chunks, and g more on the host."""
+    size = count_parameters(SMALL).total
+    asked = job(SMALL, machine(8e10), residency="all").changed(train={"global_batch": 4, "micro_batch": 1})
+    here, there = (memory_of(asked.changed(state={"accumulate_on": on})) for on in ("device", "host"))
+    assert here.parts["gradients"] == pytest.approx(2 * size)
+    assert there.parts == here.parts | {"gradients": 0.0}
+    assert there.elsewhere.host - here.elsewhere.host == pytest.approx(2 * size)
+    slow, fast = (predict(asked.changed(state={"accumulate_on": on})).step.seconds for on in ("host", "device"))
+    assert slow >= fast
+    assert [each.state.accumulate_on for each in residencies(asked)] == ["auto", "host"]
+    everywhere = asked.changed(state={"residency": "device"})
+    tried = [(each.state.residency, each.state.accumulate_on) for each in residencies(everywhere)]
+    assert tried == [
+        ("device", "auto"),
+        ("optimizer", "auto"),
+        *((where, on) for where in ("all", "disk") for on in ("auto", "host")),
+    ]
+    assert layout_of(asked.changed(state={"accumulate_on": "host"}))["state"]["accumulate_on"] == "host"
 
 
 def test_the_largest_model() -> None:

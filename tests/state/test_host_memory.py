@@ -26,6 +26,8 @@ from optimus.pipeline.schedule import Kind
 from optimus.state import model_state
 from optimus.state.chunk import Chunk
 from optimus.state.gathering import Gathering
+from optimus.state.offload_times import OffloadChoice, Rates, StepShape
+from optimus.state.offload_times import step_seconds as expected_seconds
 from optimus.testing import run_ranks
 
 S = 256  # a layer of 16 x 16, which stands for 64 M elements
@@ -201,6 +203,31 @@ def test_memory_of_the_host() -> None:
     assert simulation(12, cache=3).device.host == 14 * 12 * S
 
 
+SENT = {"accumulate_on": "host"}
+
+
+@pytest.mark.parametrize("layers", [6, 12, 24])
+def test_gradients_that_each_microbatch_sends(layers: int) -> None:
+    """Device bytes do not depend on the depth: 14 of an element of a layer with four blocks of parameters; the host has g
+    more of each. Every microbatch sends g S bytes of each chunk; where they stay, the device has those of all."""
+    made = simulation(layers, cache=4, **SENT)
+    assert made.device.host == (14 + G) * layers * S
+    last = made.run(3, 4)[-1]
+    assert last.peak == (2 * 4 + 3 * G) * S == 14 * S
+    assert (last.loads, last.down) == (8 * layers - 7 * 4, 4 * layers * G * S)
+    assert simulation(layers, cache=4).run(3, 4)[-1].peak == (2 * 4 + layers * G) * S
+
+
+@pytest.mark.parametrize("update_on", ["host", "device"])
+def test_gradients_added_up_on_the_host_have_the_numbers_of_the_device(update_on: str) -> None:
+    right = on_device(layers=6)
+    losses = [each[1:3] for each in right.run(4, 3)]
+    for options in ({}, {"device_states": 0.4}, {"overlap": False}):
+        found = simulation(6, "all", update_on, cache=4, **SENT, **options)
+        assert [each[1:3] for each in found.run(4, 3)] == losses
+        assert all(map(torch.equal, found.weights(), right.weights()))
+
+
 def test_a_device_that_is_too_small() -> None:
     simulation(8, cache=3, limit=12 * S).run(2)
     with pytest.raises(MemoryError, match="on a device of 3,071"):
@@ -270,11 +297,15 @@ def test_delays_change_neither_order_nor_numbers() -> None:
     assert len({each.seconds for _, (others, _) in found for each in others}) == 200
 
 
-@pytest.mark.parametrize(("residency", "update_on"), [each for each in CARRIED if each[0] != "device"])
-def test_skipped_steps_and_evaluations(residency: str, update_on: str) -> None:
+@pytest.mark.parametrize(
+    ("residency", "update_on", "more"),
+    [*((*each, {}) for each in CARRIED if each[0] != "device"), ("all", "host", SENT), ("all", "device", SENT)],
+)
+def test_skipped_steps_and_evaluations(residency: str, update_on: str, more: dict[str, str]) -> None:
     """Between steps whose updates are under way."""
     found = []
-    for made in (on_device(layers=6), simulation(6, residency, update_on, cache=4 if residency == "all" else None)):
+    cache = 4 if residency == "all" else None
+    for made in (on_device(layers=6), simulation(6, residency, update_on, cache=cache, **more)):
         seen: list[Any] = [each[1:3] for each in made.run(2)]
         seen += [made.evaluate(), *(each[1:3] for each in made.run(1, applied=False))]
         seen += [made.evaluate(), *(each[1:3] for each in made.run(2, 2)), made.evaluate()]
@@ -283,15 +314,16 @@ def test_skipped_steps_and_evaluations(residency: str, update_on: str) -> None:
     assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
-@pytest.mark.parametrize("residency", ["optimizer", "all"])
+@pytest.mark.parametrize(("residency", "more"), [("optimizer", {}), ("all", {}), ("all", SENT)])
 @pytest.mark.parametrize("shard", ["none", "gradients"])
-def test_what_a_step_does_not_use_has_no_gradient(residency: str, shard: str) -> None:
+def test_what_a_step_does_not_use_has_no_gradient(residency: str, shard: str, more: dict[str, str]) -> None:
     """Nor that of the step before, which its update may still read."""
     found = []
-    for made in (on_device(layers=4), simulation(4, residency, cache=3 if residency == "all" else None, shard=shard)):
+    cache = 3 if residency == "all" else None
+    for made in (on_device(layers=4), simulation(4, residency, cache=cache, shard=shard, **more)):
         made.run(1)
         del made.layers[-1]
-        found.append([each[1:3] for each in made.run(2)])
+        found.append([each[1:3] for count in (1, 2, 3) for each in made.run(2, count)])
     assert found[0] == found[1]
 
 
@@ -305,6 +337,7 @@ MODELS = [
         ["parallel.pipeline=2", "parallel.schedule=zb-h1", "train.micro_batch=4", "state.gradient_dtype=bfloat16"],
         ["residency=all", "cache=5", "prefetch=2", "update_on=host"],
     ),
+    ("moe", 1, ["train.micro_batch=4", "train.precision=bfloat16"], ["residency=all", "cache=6", "accumulate_on=host"]),
 ]
 
 
@@ -361,6 +394,23 @@ def test_updates_through_the_device_hide_as_well(residency: str, bytes_up: int) 
     seconds = 24 * 64e6 * bytes_up / 25e9
     made = step_seconds(simulation(residency=residency, update_on="device", cache=3 if residency == "all" else None))
     assert made == pytest.approx(24 * BACKWARD + max(24 * FORWARD, seconds), rel=0.03)
+
+
+@pytest.mark.parametrize("down", [25e9, 2e9])
+def test_gradients_are_sent_beside_the_backward_pass(down: float) -> None:
+    """As the equations have it: free, or as long as the link takes where that is more than the backward pass."""
+    links = CopyLink(LINK, 20e-6), CopyLink(down / SCALE, 20e-6)
+    made = Simulation(
+        SimulatedDevice(*links, update_rate=UPDATES, update_bytes=(0, 0)),
+        layers=24,
+        residency="all",
+        update_on="host",
+        cache=4,
+        **SENT,
+    )
+    shape = StepShape(24, S, FORWARD, BACKWARD, 4, sends=True)
+    rates = Rates(LINK, down / SCALE, UPDATES, math.inf)
+    assert step_seconds(made, 4) == pytest.approx(expected_seconds(shape, rates, OffloadChoice(4, 0, "host")), rel=0.03)
 
 
 def test_a_model_of_three_times_the_device() -> None:

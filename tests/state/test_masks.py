@@ -288,11 +288,14 @@ def elsewhere(residency: str, folder: Path) -> list[str]:
     return [f"state.residency={residency}", *more[residency]]
 
 
-@pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
-def test_residencies(residency: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("residency", "more"),
+    [*((each, []) for each in ("optimizer", "all", "disk")), ("all", ["state.accumulate_on=host"])],
+)
+def test_residencies(residency: str, more: list[str], tmp_path: Path) -> None:
     """What is on the host or a disk is compressed, too: the bits of the device."""
     found = []
-    for overrides in ([], elsewhere(residency, tmp_path)):
+    for overrides in ([], [*elsewhere(residency, tmp_path), *more]):
         steps = pruned_steps(*IN_BF16, *overrides)
         found.append([[steps.train() for _ in range(4)], whole_state(steps.state)])
         if overrides and residency != "disk":

@@ -119,6 +119,7 @@ def test_buffers_of_each_residency() -> None:
         (["state.residency=all"], 14, 0, 0),
         (["state.residency=disk"], 2, 12, 0),
         (["state.residency=all", "state.gradient_dtype=float32"], 18, 0, 0),
+        (["state.residency=all", "state.accumulate_on=host"], 16, 0, 0),
         (["state.residency=all", "state.device_states=1.0"], 0, 0, 16),
     ],
 )

@@ -119,6 +119,7 @@ OPTIONS = {
     "state.cache": ("40", "auto"),
     "state.device_states": ("0.0", "0.4", "auto"),
     "state.update_on": ("auto", "device", "host"),
+    "state.accumulate_on": ("auto", "device", "host"),
     "recompute": (
         "[block]",
         "[moe]",
@@ -159,6 +160,7 @@ PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.dro
     "state.overlap",
     "state.reshard_after_forward",
     "state.residency",
+    "state.accumulate_on",
     "recompute_collectives",
     "optimizer.name",
     "train.freeze",
@@ -304,6 +306,10 @@ SHARDINGS = {  # how state is sharded and where it is kept, and the replicas tha
     "parameters, the rest on the host": (2, ["state.shard=parameters", "state.residency=optimizer"]),
     "parameters, all on the host": (2, ["state.shard=parameters", "state.residency=all"]),
     "gradients, all on the host": (2, ["state.shard=gradients", "state.residency=all"]),
+    "parameters, added up on the host": (
+        2,
+        ["state.shard=parameters", "state.residency=all", "state.accumulate_on=host"],
+    ),
     "parameters, on a disk": (2, ["state.shard=parameters", "state.residency=disk"]),
 }
 

@@ -32,6 +32,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "from disk to device": (DENSE, {"state": {"residency": "disk", "update_on": "device", "cache": 2, "disk": "."}}),
     "optimizer on the host": (DENSE, {"state": {"residency": "optimizer", "update_on": "host"}}),
     "all on the host": (EXPERTS, {"state": {"residency": "all", "update_on": "device", "cache": 2}}),
+    "gradients added up there": (
+        EXPERTS,
+        {"state": {"residency": "all", "update_on": "host", "cache": 2, "accumulate_on": "host"}},
+    ),
 }
 
 
@@ -97,6 +101,7 @@ SHARED = [
     Layout(2, ["parallel.pipeline=2", "parallel.schedule=zb-h1"]),
     Layout(4, ["parallel.pipeline=2", "parallel.executor=message-driven"]),
     Layout(2, ["state.shard=parameters", "state.residency=all", "state.update_on=device", "state.cache=2"]),
+    Layout(2, ["state.residency=all", "state.update_on=device", "state.cache=2", "state.accumulate_on=host"]),
 ]
 
 

@@ -88,6 +88,33 @@ def test_rates_decide_on_an_accelerator() -> None:
     assert decided(config_of(residency="optimizer", update_on="device"), room)[0].state.update_on == "device"
 
 
+def test_where_gradients_are_added_up() -> None:
+    """On the device while it has room for those of all chunks beside the least; it is said where that is not so."""
+    rates = [2e10, 2e10, 1e9, 5e10, 1e12]
+
+    def chosen(raw: dict[str, Any], free: int, speeds: list[float] | None = rates) -> tuple[str, str]:
+        found, note = decided(raw, free * MIB, speeds)
+        return found.state.accumulate_on, note
+
+    raw, said = config_of(residency="all"), "gradients of each microbatch are sent to the host"
+    assert said in chosen(raw, 0)[1]
+    by_room = [chosen(raw, free)[0] for free in range(12)]
+    assert by_room == sorted(by_room, reverse=True)  # the host, then the device
+    assert {*by_room} == {"device", "host"}
+    least = by_room.index("device")
+    # An element of gradients of bf16, whole while they are added up.
+    deeper = raw | {"model": raw["model"] | {"layers": 24}}
+    assert chosen(deeper, least)[0] == "host"
+    assert said not in chosen(raw, least)[1]
+    one = raw | {"train": raw["train"] | {"micro_batch": 8}}
+    assert chosen(one, 0)[0] == "device"
+    assert chosen(raw, 0, None)[0] == "device"  # a processor, whose memory is the device's
+    assert chosen(config_of(residency="all", accumulate_on="host"), 100)[0] == "host"
+    assert chosen(config_of(residency="all", accumulate_on="device"), 0)[0] == "device"
+    given = config_of(residency="all", cache=3, update_on="host")
+    assert "go to the host and are added up there" in chosen(given, 0)[1]
+
+
 def test_what_is_given_stays() -> None:
     found, _ = decided(config_of(residency="all", device_states=0.5, cache=5), 0, [1e10, 1e10, 1e9, 5e10, 1e12])
     assert (found.state.device_states, found.state.cache) == (0.5, 5)

@@ -246,6 +246,8 @@ def _draw_residency(draw: Draw) -> None:
     if residency != "device":
         draw.set("state.device_states", 0.0, 0.4, "auto")
         draw.set("state.update_on", "auto", "device", "host")
+    if fetched:
+        draw.set("state.accumulate_on", "auto", "device", "host")
 
 
 def _draw_recomputation(draw: Draw, feed_forward: str, layers: int) -> None:
