@@ -1,7 +1,7 @@
 """Checkpoints at once, beside the training and by DCP; loading once or on every rank; bytes, and who writes them.
 
-Saving: one process trains a dense model of some 300 million parameters in bf16, whose state takes 12 bytes per parameter on
-disk. In turns: steps undisturbed, a checkpoint at once, one beside the training, and the same tensors by DCP's `save` and
+Saving: one process trains a dense model of some 300 million parameters, whose state takes 12 bytes per parameter on disk. In
+turns: steps undisturbed, a checkpoint at once, one beside the training, and the same tensors by DCP's `save` and
 `async_save`. The stall is the time for which training waits (in calls, and where the optimizer waits for a copy); the steps'
 own slowing down, as the writing thread takes its part of cores, memory and disk, is a column of its own.
 
@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from typer import Option
 
 from benchmarks.harness import Result, Row, take_turns
-from benchmarks.training import configuration
+from benchmarks.training import Precision, configuration, decided
 from optimus.checkpoint.folder import Description
 from optimus.checkpoint.format import StoredSlice
 from optimus.checkpoint.reader import Reader
@@ -54,6 +54,7 @@ Way = Callable[[Path, float], tuple[float, float, float]]  # of saving: stall, w
 def run(
     ranks: Annotated[int, Option(help="Ranks that load a model which all of them hold.")] = 4,
     rounds: Annotated[int, Option(help="Rounds, the contestants taking turns.")] = 2,
+    precision: Precision = "auto",
     model: Mapping[str, Any] = LARGE,
     loaded: Mapping[str, Any] = SMALL,
 ) -> Result:
@@ -65,10 +66,11 @@ def run(
     reads over that where one does, from the file server; `broadcast.vs_all_read_disk`: from the disk here.
     `nodes.largest_share`: the most bytes that a node writes, scattered, over the mean.
     """
+    chosen = f"train.precision={decided(precision)}"
     with tempfile.TemporaryDirectory(prefix="optimus-bench-") as folder:
-        (saving, bytes_) = run_fresh(_saving, 1, model, rounds, folder)[0]
+        (saving, bytes_) = run_fresh(_saving, 1, model, chosen, rounds, folder)[0]
     with tempfile.TemporaryDirectory(prefix="optimus-bench-") as folder:
-        loading = run_fresh(_loading, ranks, loaded, rounds, folder)[0]
+        loading = run_fresh(_loading, ranks, loaded, chosen, rounds, folder)[0]
     nodes = _nodes()
     at_once, beside, plain, _ = saving
     seconds = {(row["from"], row["way"]): row["seconds"] for row in loading}
@@ -92,8 +94,8 @@ def run(
 # ---- Saving ----
 
 
-def _saving(model: Mapping[str, Any], rounds: int, folder: str) -> tuple[list[Row], dict[str, int]]:
-    config = _config(model, 1)
+def _saving(model: Mapping[str, Any], precision: str, rounds: int, folder: str) -> tuple[list[Row], dict[str, int]]:
+    config = _config(model, 1, precision)
     groups = Groups(mesh_of(config, 1))
     module, state = build_model(config, torch.device("cpu"), groups)
     state.initialize(0, 0.02)
@@ -136,6 +138,7 @@ def _saving(model: Mapping[str, Any], rounds: int, folder: str) -> tuple[list[Ro
         rows.append(
             {
                 "way": way,
+                "precision": config.train.precision,
                 "parameters": parameters,
                 "gb": sum(saved_bytes(chunk.plan) for chunk in state.chunks) / 1e9,
                 "stall_s": stall,
@@ -205,9 +208,9 @@ def _bytes(state: ModelState, config: RunConfig, folder: Path) -> dict[str, int]
 # ---- Loading ----
 
 
-def _loading(model: Mapping[str, Any], rounds: int, folder: str) -> list[Row]:
+def _loading(model: Mapping[str, Any], precision: str, rounds: int, folder: str) -> list[Row]:
     ranks = dist.get_world_size()
-    config = _config(model, ranks)
+    config = _config(model, ranks, precision)
     groups = Groups(mesh_of(config, ranks))
     _, state = build_model(config, torch.device("cpu"), groups)
     state.initialize(0, 0.02)

@@ -7,6 +7,8 @@ their losses must agree, which is checked first. Each turn is in fresh processes
 Measured per contestant and number of ranks: tokens per second of the median step of the best round; bytes sent per rank and
 step, which went over the loopback interface, the least of the rounds (what other programs send there counts too); peak
 memory: how far the resident set of a rank's process grew, the largest of the ranks, in a turn of its own.
+
+All compute in one precision. Those that know bf16 alone are left out of a comparison in fp32, and named.
 """
 
 import statistics
@@ -18,23 +20,36 @@ from typer import Option
 
 from benchmarks import data_parallel_rivals as rivals
 from benchmarks.harness import Result, Rounds, Row, check_agreement, take_turns
-from benchmarks.training import BY_HEART, Make, Trial, Turn, configuration, speed_row, trial, turn
+from benchmarks.training import (
+    BY_HEART,
+    Make,
+    Precision,
+    Trial,
+    Turn,
+    Type,
+    configuration,
+    decided,
+    speed_row,
+    trial,
+    turn,
+)
 from optimus.plan.measure.ranks import run_fresh
 
 WARM_UP = 2  # steps of each turn that are not counted
-SAME_LOSS = 1e-3
+SAME_LOSS = {"float32": 1e-4, "bfloat16": 1e-3}  # relative
 _SHARD = {"ddp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}  # what each mode shards
 
 GradientDtype = Literal["float32", "bfloat16"]
 
 
 class Contestant(NamedTuple):
-    """`side` is who it stands for in the names of ratios."""
+    """`side` is who it stands for in the names of ratios; it computes in the type `only`, or in any."""
 
     mode: str
     side: str
     name: str
     make: Make
+    only: Type | None = None
 
 
 def run(
@@ -42,6 +57,7 @@ def run(
     steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 10,
     rounds: Rounds = 3,
     gradients: Annotated[GradientDtype, Option(help="Type in which all reduce their gradients.")] = "float32",
+    precision: Precision = "auto",
     rank_counts: Sequence[int] = (2, 4),
     sequences: int = 8,
     context: int = 256,
@@ -55,28 +71,41 @@ def run(
     if rivals.DEEPSPEED is None:
         print("DeepSpeed is not installed: its rows are left out")
     rows: list[Row] = []
+    chosen = decided(precision)
+    who, left_out = competing(gradients, chosen)
+    if left_out:
+        print(f"left out, as they do not compute in {chosen}: {', '.join(left_out)}")
     for ranks in rank_counts:
+        shape: dict[str, Any] = {"micro_batch": sequences, "precision": chosen}
         configs = {
-            mode: configuration(model, ranks * sequences, context, micro_batch=sequences, **sections(mode, ranks, gradients))
+            mode: configuration(model, ranks * sequences, context, **shape, **sections(mode, ranks, gradients))
             for mode in _SHARD
-        }  # fmt: skip
-        who = contestants(gradients)
+        }
         trials = {each: run_fresh(trial, ranks, each.make, configs[each.mode], WARM_UP + 1) for each in who}
-        check_agreement({each.name: _loss(seen) for each, seen in trials.items()}, SAME_LOSS)
+        check_agreement({f"{each.mode}, {each.name}": _loss(seen) for each, seen in trials.items()}, SAME_LOSS[chosen])
         turns = {each: partial(run_fresh, turn, ranks, each.make, configs[each.mode], steps, WARM_UP) for each in who}
         seen = take_turns(turns, rounds)
-        rows += compare([_row(each, ranks, ranks * sequences * context, seen[each], trials[each]) for each in who])
-    return Result([{key: value for key, value in row.items() if key != "side"} for row in rows], ratios(rows))
+        tokens = ranks * sequences * context
+        rows += compare([_row(each, ranks, chosen, tokens, seen[each], trials[each]) for each in who])
+    shown = [{key: value for key, value in row.items() if key != "side"} for row in rows]
+    return Result(shown, ratios(rows), {"precision": chosen, "left_out": left_out})
+
+
+def competing(gradients: GradientDtype, precision: Type) -> tuple[list[Contestant], list[str]]:
+    """(Who competes in this precision, the names of those that do not know it)."""
+    known = contestants(gradients)
+    who = [each for each in known if each.only in (None, precision)]
+    return who, [each.name for each in known if each not in who]
 
 
 def contestants(gradients: GradientDtype) -> list[Contestant]:
-    """Who competes with gradients reduced in this type; without DeepSpeed where it is not installed."""
+    """Who reduces gradients in this type; without DeepSpeed where it is not installed."""
     found = [Contestant(mode, "optimus", "optimus", rivals.ours) for mode in _SHARD]
     if gradients == "float32":
         found.append(Contestant("ddp", "torch", "torch DDP, fp32 weights", rivals.ddp_cast))
         found.append(Contestant("zero1", "torch", "torch ZeroRedundancyOptimizer", rivals.zero_redundancy))
     else:
-        found.append(Contestant("ddp", "torch", "torch DDP, bf16 weights", rivals.ddp_masters))
+        found.append(Contestant("ddp", "torch", "torch DDP, bf16 weights", rivals.ddp_masters, "bfloat16"))
     for mode, name, reshard in (("zero2", "torch FSDP2, kept", False), ("zero3", "torch FSDP2", True)):
         found.append(Contestant(mode, "fsdp2", name, partial(rivals.fsdp2, reshard_after_forward=reshard)))
     if rivals.DEEPSPEED is not None:
@@ -96,11 +125,14 @@ def _loss(seen: Sequence[Turn] | Sequence[Trial]) -> float:
     return statistics.mean(each.loss for each in seen)
 
 
-def _row(who: Contestant, ranks: int, tokens: int, rounds: list[list[Turn]], trials: list[Trial]) -> Row:
+def _row(
+    who: Contestant, ranks: int, precision: Type, tokens: int, rounds: list[list[Turn]], trials: list[Trial]
+) -> Row:
     """`rounds` hold the turn of every rank."""
     return {
         "mode": who.mode,
         "ranks": ranks,
+        "precision": precision,
         "contestant": who.name,
         "side": who.side,
         **speed_row(tokens, [turns[0] for turns in rounds]),

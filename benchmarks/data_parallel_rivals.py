@@ -1,12 +1,12 @@
 """One training step by each data-parallel machinery: ours, PyTorch's and DeepSpeed's, for `bench data-parallel`.
 
-All train the same `Transformer` with the same kernels on the same `losses`, in bf16 with fp32 master weights and moments
-and the same type of reduced gradients; only the machinery between them differs. A function here makes the model and its
-machinery on this rank and returns the step. Ours clips and checks its gradients, and averages its losses over the ranks;
-the rivals clip their gradients and read the loss of their own rank.
+All train the same `Transformer` with the same kernels on the same `losses`, in fp32, or in bf16 with fp32 master weights
+and moments, with the same type of reduced gradients; only the machinery between them differs. A function here makes the
+model and its machinery on this rank and returns the step. Ours clips and checks its gradients, and averages its losses over
+the ranks; the rivals clip their gradients and read the loss of their own rank.
 
-DDP reduces gradients in the type of the parameters. For fp32 gradients they are fp32, and the forward pass casts them to
-bf16 once per step, as autocast's cache of weights does (the kernels are autograd functions of their own, which autocast
+DDP reduces gradients in the type of the parameters. For fp32 gradients they are fp32, and in bf16 the forward pass casts
+them once per step, as autocast's cache of weights does (the kernels are autograd functions of their own, which autocast
 does not reach). For bf16 gradients they are bf16, and fp32 master weights are kept beside them.
 """
 
@@ -51,8 +51,8 @@ def ours(config: RunConfig) -> Step:
 
 
 def ddp_cast(config: RunConfig) -> Step:
-    """DistributedDataParallel over fp32 parameters that the forward pass casts to bf16; AdamW on the parameters."""
-    module = _ddp(_CastWeights(_objective(config)))
+    """DistributedDataParallel over fp32 parameters that the forward pass casts, for bf16; AdamW on the parameters."""
+    module = _ddp(_cast(_objective(config), config))
     return torch_step(_backward_of(module), list(module.parameters()), _adamw(module, config), config)
 
 
@@ -67,7 +67,7 @@ def ddp_masters(config: RunConfig) -> Step:
 
 def zero_redundancy(config: RunConfig) -> Step:
     """DDP as in `ddp_cast` with ZeroRedundancyOptimizer: each rank updates whole parameters of its own (ZeRO-1)."""
-    module = _ddp(_CastWeights(_objective(config)))
+    module = _ddp(_cast(_objective(config), config))
     optimizer = ZeroRedundancyOptimizer(
         module.parameters(), optimizer_class=torch.optim.AdamW, fused=True, **settings(config)
     )
@@ -78,19 +78,18 @@ def fsdp2(config: RunConfig, *, reshard_after_forward: bool) -> Step:
     """FSDP2, a unit per block and one for the rest, made on the meta device as its users are told to.
 
     `reshard_after_forward=False` keeps whole parameters until the backward pass (ZeRO-2), else they are gathered again
-    (ZeRO-3).
+    (ZeRO-3). In fp32 with fp32 gradients there is no policy of mixed precision.
     """
+    compute, reduce = DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype]
     with torch.device("meta"):
         module = _Objective(Transformer(config.model, config.moe.routing), config)
     settings: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
         "reshard_after_forward": reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16,
-            reduce_dtype=DTYPES[config.state.gradient_dtype],
-            cast_forward_inputs=False,  # the rotary table is fp32 for every contestant
-        ),
     }
+    if torch.bfloat16 in (compute, reduce):  # the rotary table is fp32 for every contestant
+        mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+        settings["mp_policy"] = mixed
     for block in module.model.blocks:
         fully_shard(block, **settings)
     fully_shard(module, **settings)
@@ -109,7 +108,7 @@ def deepspeed(config: RunConfig, *, stage: int) -> Step:
         optimizer=_adamw(module, config),
         config={
             "train_micro_batch_size_per_gpu": config.train.micro_batch,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": config.train.precision == "bfloat16"},
             "data_types": {"grad_accum_dtype": gradients},
             "communication_data_type": gradients,
             "zero_optimization": {"stage": stage},
@@ -150,6 +149,11 @@ class _CastWeights(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         weights = {name: parameter.bfloat16() for name, parameter in self.module.named_parameters()}
         return torch.func.functional_call(self.module, weights, (tokens_BS,))
+
+
+def _cast(module: _Objective, config: RunConfig) -> nn.Module:
+    """`module`, which computes as configured."""
+    return module if config.train.precision == "float32" else _CastWeights(module)
 
 
 def _objective(config: RunConfig) -> _Objective:

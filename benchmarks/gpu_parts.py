@@ -224,7 +224,7 @@ def trainer(sizes: Sizes) -> dict[str, Any]:
     """A few steps against the Trainer of transformers."""
     from benchmarks import train
 
-    few = {"steps": 1, "batch": 1} if sizes.rehearse else {"steps": 8}
+    few: dict[str, Any] = {"steps": 1, "batch": 1} if sizes.rehearse else {"steps": 8}
     found = train.run(model="mula-tiny-moe", rounds=1, share=False, **few)
     found.publish("train")
     return dict(found.ratios)

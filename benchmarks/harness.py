@@ -74,7 +74,7 @@ def check_agreement(found: Mapping[str, float], within: float) -> None:
     """Raises `RuntimeError` unless all contestants' numbers, such as losses, are those of the first, relatively."""
     first, right = next(iter(found.items()))
     for name, value in found.items():
-        if not abs(value - right) <= within * abs(right):
+        if not apart([value], [right]) <= within:
             raise RuntimeError(f"{name} gives {value:g}, {first} {right:g}: they do not do the same work")
 
 

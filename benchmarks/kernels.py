@@ -31,6 +31,7 @@ from benchmarks.harness import (
     take_turns,
 )  # fmt: skip
 from benchmarks.kernel_cases import Case, Function, Sizes, cases
+from benchmarks.training import SHORT, decided
 from optimus.errors import UserError
 from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.observe.machine import find_device
@@ -47,7 +48,10 @@ def run(
     tokens: Annotated[int, Option(help="Tokens of a microbatch.")] = 1024,
     context: Annotated[int, Option(help="Tokens of a sequence.")] = 1024,
     microbatches: Annotated[int, Option(help="Microbatches of a training step.")] = 4,
-    dtype: Annotated[Literal["bf16", "fp32"], Option(help="Type of activations and weights.")] = "bf16",
+    dtype: Annotated[
+        Literal["auto", "bf16", "fp32"],
+        Option(help="Type of activations and weights; auto: that of a run on this machine."),
+    ] = "auto",
     device: Device = "auto",
     rounds: Rounds = 5,
     tune: Annotated[
@@ -59,12 +63,13 @@ def run(
 
     Raises `UserError` when the sequences do not divide the tokens, when the device is not there, or for an unknown preset.
     """
+    chosen = DTYPES[SHORT[decided("auto", device)] if dtype == "auto" else dtype]
     if tune:
-        found = tiles.run(model=model, tokens=tokens, dtype=DTYPES[dtype], device=device)
+        found = tiles.run(model=model, tokens=tokens, dtype=chosen, device=device)
         return Result(found, name="kernels --tune")
     if tokens % context:
         raise UserError(f"--tokens {tokens} is no multiple of --context {context}: change either")
-    sizes = Sizes(preset(model), tokens, context, DTYPES[dtype], find_device(device, "--device"), {})
+    sizes = Sizes(preset(model), tokens, context, chosen, find_device(device, "--device"), {})
     with cpu_threads(1 if sizes.device.type == "cpu" else torch.get_num_threads()):
         errors = check(sizes)
         rows = []
@@ -124,8 +129,12 @@ def _output_gradient(y: Tensor) -> Tensor:
 
 def row_of(case: Case, relative_error: float | None, sizes: Sizes, rounds: int) -> Row:
     row: Row = {
-        "kernel": case.kernel, "shape": case.shape, "calls_per_step": case.calls, "relative_error": relative_error,
-    }  # fmt: skip
+        "kernel": case.kernel,
+        "shape": case.shape,
+        "dtype": str(sizes.dtype).removeprefix("torch."),
+        "calls_per_step": case.calls,
+        "relative_error": relative_error,
+    }
     if relative_error is not None and not relative_error <= TOLERANCE[sizes.dtype]:
         return row | {"plain": "ours is wrong: not timed"}
     sizes.buffers.clear()

@@ -26,6 +26,7 @@ from benchmarks.moe_inputs import LOADS, Inputs, Shape, Weights, make_inputs, ma
 from benchmarks.moe_kernel_rivals import contestants
 from benchmarks.moe_measure import KINDS, Errors, Expected, Memory, check, expected, memory, time_pass
 from benchmarks.moe_rivals import Block, LeftOut, Make, Ours, Setting
+from benchmarks.training import SHORT, decided
 from optimus.errors import UserError, nearest
 from optimus.observe.machine import find_device
 
@@ -78,7 +79,9 @@ def run(
         list[str] | None,
         Option(help="learned, uniform, zipf or one-hot: how tokens spread. Repeat for more. Default: learned."),
     ] = None,
-    dtype: Annotated[list[str] | None, Option(help="bf16 or fp32. Repeat for more. Default: bf16.")] = None,
+    dtype: Annotated[
+        list[str] | None, Option(help="bf16 or fp32. Repeat for more. Default: that of a run here.")
+    ] = None,
     device: Device = "auto",
     threads: Annotated[int, Option(help="CPU threads; with one, times are those of the process.")] = 1,
     rounds: Annotated[
@@ -92,7 +95,8 @@ def run(
     """
     target = find_device(device, "--device")
     on_cpu = target.type == "cpu"
-    counts, loads, dtypes = tokens or ((1024,) if on_cpu else (8192, 16384)), load or ["learned"], dtype or ["bf16"]
+    counts, loads = tokens or ((1024,) if on_cpu else (8192, 16384)), load or ["learned"]
+    dtypes = dtype or [SHORT[decided("auto", device)]]
     for name, number in [("--threads", threads), ("--rounds", rounds), *(("--tokens", each) for each in counts)]:
         if number is not None and number < 1:
             raise UserError(f"{name} {number}: give at least 1")

@@ -8,7 +8,7 @@ Legend: B sequences of a step, S positions, T rows of the residual stream, H col
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -89,7 +89,8 @@ class _CrossEntropy:
 class _Plain:
     """`Gradients` that stay in `.grad`."""
 
-    saving = nullcontext
+    def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reduce_on_arrival(self, stage: int) -> None: ...
     def start_reduction(self, stage: int) -> None: ...

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from benchmarks.harness import Result, Row, cpu_threads
-from benchmarks.training import configuration
+from benchmarks.training import Precision, Type, configuration, decided
 from optimus.observe.metrics import MetricsWriter
 from optimus.report.page import write_report
 from optimus.testing.steps import Steps
@@ -32,13 +32,16 @@ def run(
     records: Annotated[int, Option(help="Steps of the long run.")] = 100_000,
     steps: Annotated[int, Option(help="Steps of `mula-tiny-moe`.")] = 20,
     rounds: Annotated[int, Option(help="Pages that are written.")] = 3,
+    precision: Precision = "auto",
 ) -> Result:
     """A row: the page, and what the load of the experts adds to the CPU time of a step that writes it, and of one in ten."""
+    chosen = decided(precision)
     with TemporaryDirectory() as folder, cpu_threads(1):
         page = _page(Path(folder), records, rounds)
-        share = _experts(Path(folder), steps)
+        share = _experts(Path(folder), steps, chosen)
     row = {
         "steps": records,
+        "precision": chosen,
         **page,
         "experts_percent": 100 * share,
         f"experts_percent_every_{_EVERY}": 100 * share / _EVERY,
@@ -68,11 +71,12 @@ def _page(folder: Path, records: int, rounds: int) -> Row:
     return {"read_bytes": read, "page_bytes": result["bytes"], "seconds": min(taken)}
 
 
-def _experts(folder: Path, steps: int) -> float:
+def _experts(folder: Path, steps: int, precision: Type) -> float:
     """CPU seconds of counting, adding up and writing the load of the experts, to those of the step: the median."""
     config = configuration(
-        "mula-tiny-moe", 16, 256, output=folder / "run", micro_batch=8, observe={"tensorboard": False}
-    )
+        "mula-tiny-moe", 16, 256, output=folder / "run", micro_batch=8, precision=precision,
+        observe={"tensorboard": False},
+    )  # fmt: skip
     trained: Any = Steps(config)
     (folder / "run").mkdir()
     writer, shares, spent = MetricsWriter(folder / "run", config, 0), [], 0.0

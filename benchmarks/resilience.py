@@ -15,7 +15,7 @@ import yaml
 from typer import Option
 
 from benchmarks.harness import Result, Row
-from benchmarks.training import configuration, tree
+from benchmarks.training import Precision, configuration, decided, tree
 from optimus.comm import Groups
 from optimus.data.preparation import prepare
 from optimus.plan.measure.ranks import run_fresh
@@ -41,9 +41,11 @@ def run(
     model: Annotated[str, Option(help="Preset that is trained while it is watched.")] = "mula-tiny-moe",
     steps: Annotated[int, Option(help="Steps that are counted.")] = 6,
     faults: Annotated[bool, Option(help="Whether to lose nodes in the lab, too.")] = True,
+    precision: Precision = "auto",
 ) -> Result:
     """Rows of costs, and of recoveries in a further table; without `faults` no lab is made."""
-    costs = [_cost(model, name, overrides, steps) for name, overrides in _LAYOUTS]
+    chosen = decided(precision)
+    costs = [_cost(model, name, [f"train.precision={chosen}", *overrides], steps) for name, overrides in _LAYOUTS]
     recoveries = list(_recoveries()) if faults else []
     ratios = {f"watch.share_{row['layout']}": float(row["share"]) for row in costs}
     tables = {"optimus bench resilience": costs}
@@ -63,6 +65,7 @@ def _cost(model: str, layout: str, overrides: list[str], steps: int) -> Row:
     return {
         "layout": layout,
         "ranks": 2,
+        "precision": config["train"]["precision"],
         "step_cpu_s": step,
         "watching_cpu_ms": 1e3 * watching,
         "numbers_looked_at": notes,

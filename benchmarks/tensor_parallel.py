@@ -17,7 +17,7 @@ from typer import Option
 from benchmarks.data_parallel_rivals import ours, settings, torch_step
 from benchmarks.harness import Result, Rounds, Row, check_agreement, take_turns
 from benchmarks.tensor_parallel_rival import parallelize, same_weights
-from benchmarks.training import BY_HEART, Make, Step, configuration, speed_row, trial, turn
+from benchmarks.training import BY_HEART, Make, Precision, Step, Type, configuration, decided, speed_row, trial, turn
 from optimus.config import RunConfig
 from optimus.model import Transformer
 from optimus.model.init import initialize
@@ -26,8 +26,6 @@ from optimus.plan.measure.ranks import run_fresh
 WARM_UP = 3  # steps of each turn that are not counted
 SAME_LOSS = {"float32": 1e-4, "bfloat16": 2e-3}
 RANKS = 2
-
-Precision = Literal["float32", "bfloat16"]
 
 
 class Contestant(NamedTuple):
@@ -43,20 +41,22 @@ def run(
     model: Annotated[str, Option(help="Dense preset.")] = "mula-tiny",
     steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 10,
     rounds: Rounds = 3,
-    precision: Annotated[Precision, Option(help="Type of the computation.")] = "float32",
+    precision: Precision = "auto",
     sequences: int = 8,
     context: int = 256,
 ) -> Result:
     """A row per contestant, and ratios of steps per second: `tp2.vs_dtensor`, our best over torch's best, and
     `tp2.overlap`, ours with its overlap over ours without (with sequence parallelism)."""
-    configs = {who: config_of(model, precision, sequences, context, who.overrides) for who in contestants()}
+    chosen = decided(precision)
+    configs = {who: config_of(model, chosen, sequences, context, who.overrides) for who in contestants()}
     trials = {who: run_fresh(trial, RANKS, who.make, config, WARM_UP + 1)[0] for who, config in configs.items()}
-    check_agreement({who.name: seen.loss for who, seen in trials.items()}, SAME_LOSS[precision])
+    check_agreement({who.name: seen.loss for who, seen in trials.items()}, SAME_LOSS[chosen])
     turns = {who: partial(run_fresh, turn, RANKS, who.make, config, steps, WARM_UP) for who, config in configs.items()}
     rows: list[Row] = []
     for who, rounds_of in take_turns(turns, rounds).items():
         first = [each[0] for each in rounds_of]
-        rows.append({"contestant": who.name, **speed_row(sequences * context, first), "loss": first[-1].loss})
+        rows.append({"contestant": who.name, "precision": chosen, **speed_row(sequences * context, first)})
+        rows[-1]["loss"] = first[-1].loss
     speed = {who: row["tokens_per_second"] for who, row in zip(configs, rows)}
     best = {side: max(value for who, value in speed.items() if who.side == side) for side in ("optimus", "torch")}
     by_name = {who.name: value for who, value in speed.items()}
@@ -64,7 +64,7 @@ def run(
         "tp2.vs_dtensor": best["optimus"] / best["torch"],
         "tp2.overlap": by_name["optimus, sequence"] / by_name["optimus, sequence, no overlap"],
     }
-    return Result(rows, ratios)
+    return Result(rows, ratios, {"precision": chosen})
 
 
 def contestants() -> list[Contestant]:
@@ -78,9 +78,7 @@ def contestants() -> list[Contestant]:
     ]
 
 
-def config_of(
-    model: str, precision: Precision, sequences: int, context: int, overrides: tuple[str, ...] = ()
-) -> RunConfig:
+def config_of(model: str, precision: Type, sequences: int, context: int, overrides: tuple[str, ...] = ()) -> RunConfig:
     """One microbatch per step."""
     parallel = {"data": 1, "tensor": RANKS}
     return configuration(model, sequences, context, overrides, precision=precision, parallel=parallel, **BY_HEART)

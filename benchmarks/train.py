@@ -1,7 +1,9 @@
 """Training speed against the Hugging Face Trainer on the same model and data, as a user would run either.
 
-The same architecture, data, batch, microbatch and precision; AdamW fused on both sides; every experts implementation of
-`transformers` that runs here is a rival. A contestant's figure is the median step of its best round.
+All start from the same exported weights, read the same rows in the same order, in the same microbatches, and have our betas,
+decay, clipping and learning rate of every step, AdamW fused, and the same weight of the balance loss; there is no z-loss, as
+`transformers` has none. So their cross-entropies agree, which is checked before anything is timed. Every experts
+implementation of `transformers` that runs here is a rival. A contestant's figure is the median step of its best round.
 """
 
 import statistics
@@ -14,95 +16,149 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
+import torch
+from torch import Tensor
 from typer import Option
 
 import optimus
 from benchmarks import kernels
-from benchmarks.harness import Result, Rounds, Row, preset, take_turns
-from benchmarks.training import configuration
+from benchmarks.harness import Result, Rounds, Row, check_agreement, preset, take_turns
+from benchmarks.training import SHORT, Precision, Type, configuration, decided
 from optimus.config import RunConfig
-from optimus.data.shards import Shards
-from optimus.hub.config_json import write_config
+from optimus.data.loader import TokenLoader
+from optimus.hub.exporting import export_model
+from optimus.model import Transformer
+from optimus.model.init import initialize
 from optimus.observe.metrics import read_metrics
+from optimus.optim.adamw import AdamW
+from optimus.train.rules import rules_of
+from optimus.train.start import read_run
+from optimus.train.step import step_learning_rate
 
 _WARM_UP = 2  # steps of each run that are not counted
+_CHECKED = 5  # steps whose cross-entropies must agree
+SAME_LOSS = {"float32": 1e-4, "bfloat16": 2e-2}  # relative
 _EXPERTS = ("grouped_mm", "eager")  # batched_mm copies a weight matrix per routed row: 50 s a step here
 
-Contestant = Callable[[RunConfig, Path, int], tuple[list[float], float]]  # seconds of steps, and the last loss
+
+class Trained(NamedTuple):
+    """Of each step of a contestant."""
+
+    seconds: list[float]
+    cross_entropies: list[float]
+    norms: list[float]  # of the gradients, before they are clipped
+
+
+Contestant = Callable[[RunConfig, Path, int], Trained]
 
 
 def run(
     model: Annotated[str, Option(help="Preset.")] = "mula-tiny-moe",
     steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 8,
     rounds: Rounds = 3,
+    precision: Precision = "auto",
     share: bool = True,
     batch: int = 32,
 ) -> Result:
     """Rows (one per contestant) and ratios: `train.vs_best_rival` is ours over the fastest rival in tokens per second,
     `loader.share_of_step` the part of our step spent waiting for data. With `share` each kernel's share is printed too."""
+    chosen = decided(precision, "auto")
     with tempfile.TemporaryDirectory() as folder:
-        config = _config(model, Path(folder), batch)
-        contestants: dict[str, Contestant] = {"optimus": _optimus}
-        for precision in ("bf16 autocast", "bf16 weights"):
-            for experts in _EXPERTS if config.model.experts else ("grouped_mm",):
-                contestants[f"transformers Trainer, {experts}, {precision}"] = _trainer(experts, precision)
+        config = prepared(model, Path(folder), batch, chosen)
+        who, left_out = contestants(config)
+        if left_out:
+            print(f"left out, as they do not compute in {chosen}: {', '.join(left_out)}")
         outputs = (Path(folder) / f"run-{number}" for number in count())
-        turns = {name: partial(_turn, train, config, outputs, steps) for name, train in contestants.items()}
+        checked = {name: train(config, next(outputs), _CHECKED).cross_entropies for name, train in who.items()}
+        for number in range(_CHECKED):
+            check_agreement(
+                {f"step {number + 1}: {name}": of[number] for name, of in checked.items()}, SAME_LOSS[chosen]
+            )
+        turns = {name: partial(_turn, train, config, outputs, steps) for name, train in who.items()}
         seen = take_turns(turns, rounds)
     tokens = config.train.global_batch * config.train.sequence_length
     rows: list[Row] = []
     for name, runs in seen.items():
         seconds = min(run.step_seconds for run in runs)
         speed = {"tokens_per_second": tokens / seconds, "step_seconds": seconds}
-        rows.append({"contestant": name, **speed, "loss": runs[-1].loss})
+        rows.append({"contestant": name, "precision": chosen, **speed, "cross_entropy": runs[-1].cross_entropy})
     ratios = {
         "train.vs_best_rival": rows[0]["tokens_per_second"] / max(row["tokens_per_second"] for row in rows[1:]),
         "loader.share_of_step": min(run.loader_share for run in seen["optimus"]),
     }
     tables = {"optimus bench train": rows}
     if share:
-        timed = kernels.run(model=model, tokens=2048, context=256).rows
+        timed = kernels.run(model=model, tokens=2048, context=256, dtype=SHORT[chosen]).rows
         tables["each kernel's share of the step, with plain PyTorch and with ours"] = kernels.shares(timed)
-    return Result(rows, ratios, tables=tables)
+    return Result(rows, ratios, {"precision": chosen, "left_out": left_out}, tables=tables)
+
+
+def contestants(config: RunConfig) -> tuple[dict[str, Contestant], list[str]]:
+    """(Who competes, the names of those that compute in another type alone); ours is the first."""
+    known: dict[str, tuple[Contestant, Type]] = {"optimus": (_optimus, config.train.precision)}  # type: ignore[dict-item]
+    for experts in _EXPERTS if config.model.experts else ("grouped_mm",):
+        for how, only in (("fp32", "float32"), ("bf16 autocast", "bfloat16"), ("bf16 weights", "bfloat16")):
+            known[f"transformers Trainer, {experts}, {how}"] = trainer(experts, how), only  # type: ignore[assignment]
+    who = {name: train for name, (train, only) in known.items() if only == config.train.precision}
+    # Who is another's form in this type is not left out: the Trainer in fp32.
+    return who, [name for name in known if name not in who and not name.endswith("fp32")]
 
 
 class _Run(NamedTuple):
     step_seconds: float  # of the median step
-    loss: float  # of the last step
+    cross_entropy: float  # of the last step
     loader_share: float  # of our steps
 
 
 def _turn(train: Contestant, config: RunConfig, outputs: Iterator[Path], steps: int) -> _Run:
     output = next(outputs)
-    times, loss = train(config, output, _WARM_UP + steps)
+    found = train(config, output, _WARM_UP + steps)
     share = _loader_share(output) if train is _optimus else 0.0
-    return _Run(statistics.median(times[_WARM_UP:]), loss, share)
+    return _Run(statistics.median(found.seconds[_WARM_UP:]), found.cross_entropies[-1], share)
 
 
-def _config(model: str, folder: Path, batch: int) -> RunConfig:
-    """A run on Python's own sources, prepared with a tokenizer trained on them."""
-    sources, data = Path(sysconfig.get_paths()["stdlib"]), folder / "data"
+def prepared(model: str, folder: Path, batch: int, precision: Type) -> RunConfig:
+    """A run on Python's own sources, prepared with a tokenizer trained on them, from weights that are exported to
+    `checkpoint.initial`. The rate is such that a few steps tell apart who trains otherwise."""
+    sources, data, weights = Path(sysconfig.get_paths()["stdlib"]), folder / "data", folder / "weights"
     vocab = min(preset(model).vocab, 4096)
     texts = [sources / name for name in ("email", "asyncio", "json")]
     optimus.prepare(texts, data, train_tokenizer=vocab, context=256)
-    quiet: dict[str, Any] = {"checkpoint": {"every": 1_000_000}, "observe": {"tensorboard": False}}
-    return configuration(model, batch, 256, micro_batch=min(batch, 8), data=data, steps=1000, **quiet)
+    sections: dict[str, Any] = {
+        "checkpoint": {"every": 1_000_000, "initial": str(weights)},
+        "observe": {"tensorboard": False},
+        "optimizer": {"clip_during_warmup": True},
+        "lr_schedule": {"peak": 1e-3, "minimum": 1e-4, "warmup_steps": 2},
+    }
+    if preset(model).experts:
+        sections["moe"] = {"z_coefficient": 0.0}
+    shape: dict[str, Any] = {"micro_batch": min(batch, 8), "data": data, "steps": 1000, "precision": precision}
+    config = configuration(model, batch, 256, output=folder, **shape, **sections)
+    whole = Transformer(config.model)
+    initialize(whole, config.train.seed, config.model.init_std)
+    export_model(whole, weights, context=256, tokenizer=None, eos_id=None)
+    return config
 
 
-def _optimus(config: RunConfig, output: Path, steps: int) -> tuple[list[float], float]:
+def _optimus(config: RunConfig, output: Path, steps: int) -> Trained:
     optimus.train(config, [f"train.output={output}", f"train.stop_at={steps}"])
     records = read_metrics(output)
-    return [record["step_seconds"] for record in records], records[-1]["loss"]
+    return Trained(*([record[name] for record in records] for name in ("step_seconds", "loss", "grad_norm")))
 
 
-def _trainer(experts: str, precision: str) -> Contestant:
-    def train(config: RunConfig, output: Path, steps: int) -> tuple[list[float], float]:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+def trainer(experts: str, how: str) -> Contestant:
+    """The Trainer with this implementation of experts; `how`: fp32, bf16 autocast, or bf16 weights."""
+
+    def train(config: RunConfig, output: Path, steps: int) -> Trained:
+        from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
         from transformers.utils import is_torch_bf16_gpu_available
 
         times: list[float] = []
+        # Summed over the microbatches of a step, as the Trainer adds up their gradients.
+        microbatches = config.train.global_batch // config.train.micro_batch
+        balance = config.moe.balance_coefficient / microbatches
+        predicted = config.train.global_batch * (config.train.sequence_length - 1)
+        entropies: list[Tensor] = []
 
         class Clock(TrainerCallback):
             def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -113,54 +169,76 @@ def _trainer(experts: str, precision: str) -> Contestant:
                 times.append(now - self.began)
                 self.began = now
 
-        output.mkdir(parents=True)
-        write_config(config.model, output, context=config.train.sequence_length, dtype="float32")
+        class InOrder(Trainer):
+            """Reads rows as they come, and notes the cross-entropy of each microbatch, its part of the step's."""
+
+            def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+                return torch.utils.data.SequentialSampler(self.train_dataset)
+
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+                loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=predicted)
+                beside = balance * outputs.aux_loss.detach() if config.model.experts else 0.0
+                entropies.append(loss.detach() - beside)
+                return (loss, outputs) if return_outputs else loss
+
         settings: dict[str, Any] = {"experts_implementation": experts} if config.model.experts else {}
         if config.model.experts:
-            settings |= {"output_router_logits": True, "router_aux_loss_coef": config.moe.balance_coefficient}
-        hf = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(output, **settings), dtype=torch.float32)
-        if precision == "bf16 weights":
-            hf = hf.bfloat16()
+            settings |= {"output_router_logits": True, "router_aux_loss_coef": balance}
+        dtype = torch.bfloat16 if how == "bf16 weights" else torch.float32
+        hf = AutoModelForCausalLM.from_pretrained(config.checkpoint.initial, dtype=dtype, **settings)
         arguments = TrainingArguments(
             output_dir=str(output),
             max_steps=steps,
             per_device_train_batch_size=config.train.micro_batch,
-            gradient_accumulation_steps=config.train.global_batch // config.train.micro_batch,
-            bf16=precision == "bf16 autocast",
-            optim="adamw_torch_fused",
-            learning_rate=config.lr_schedule.peak,
-            warmup_steps=config.warmup_steps,
-            lr_scheduler_type="cosine",
+            gradient_accumulation_steps=microbatches,
+            bf16=how == "bf16 autocast",
             max_grad_norm=config.optimizer.clip_norm or 0.0,
             save_strategy="no",
             logging_steps=1,
             report_to=[],
             disable_tqdm=True,
             use_cpu=not is_torch_bf16_gpu_available(),  # nor does it know every device
-            seed=0,
-            data_seed=0,
         )
-        trainer = Trainer(
-            model=hf, args=arguments, train_dataset=_Dataset(Shards(config.data.mixed[0].path)), callbacks=[Clock()]
+        rates = _optimizer(hf, config)
+        mine = InOrder(
+            model=hf, args=arguments, train_dataset=_Rows(config, steps), callbacks=[Clock()], optimizers=rates
         )
-        trainer.train()
-        return times, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]
+        assert mine.model_accepts_loss_kwargs, "its losses of microbatches are means, not parts of the step's"
+        mine.train()
+        by_step = torch.stack(entropies).view(steps, microbatches).sum(1).tolist()
+        norms = [entry["grad_norm"] for entry in mine.state.log_history if "grad_norm" in entry]
+        return Trained(times, by_step, norms)
 
     return train
 
 
-class _Dataset:
-    """The prepared rows as the `Trainer` wants them."""
+def _optimizer(hf: torch.nn.Module, config: RunConfig) -> tuple[torch.optim.Optimizer, Any]:
+    """AdamW with our hyperparameters, which are those of all parameters, and our learning rate of every step."""
+    with torch.device("meta"):
+        (rule,) = {*rules_of(config.optimizer, Transformer(config.model)).values()}
+    assert isinstance(rule, AdamW)
+    given, peak = config.optimizer, config.lr_schedule.peak
+    optimizer = torch.optim.AdamW(
+        hf.parameters(), lr=peak, betas=(given.betas[0], given.betas[1]), eps=given.eps, weight_decay=rule.weight_decay,
+        fused=True,
+    )  # fmt: skip
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: step_learning_rate(config, done + 1) / peak)
+    return optimizer, schedule
 
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
+
+class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """What our steps read, row after row, as the `Trainer` wants it."""
+
+    def __init__(self, config: RunConfig, steps: int) -> None:
+        _, data = read_run(config)
+        with TokenLoader(data.phases, seed=config.train.seed) as loader:
+            self._rows = [torch.from_numpy(row) for _ in range(steps) for row in next(loader).tokens_BS]
 
     def __len__(self) -> int:
-        return self._shards.instances
+        return len(self._rows)
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        row = self._shards.row(i).astype(np.int64)
-        return {"input_ids": row, "labels": row}
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": self._rows[i], "labels": self._rows[i]}
 
 
 def _loader_share(output: Path) -> float:

@@ -7,18 +7,27 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typer import Option
 
 from optimus.config import RunConfig, load_config
+from optimus.observe.machine import find_device
 from optimus.train.freed_memory import keep_freed_memory
+from optimus.train.precision import with_precision
 
 Step = Callable[[Tensor], float]  # tokens [B, S] of this rank to the loss
 Make = Callable[[RunConfig], Step]  # makes the model and what trains it, on one rank
+Type = Literal["float32", "bfloat16"]
+SHORT: dict[Type, Literal["fp32", "bf16"]] = {"float32": "fp32", "bfloat16": "bf16"}  # names of `harness.DTYPES`
+Precision = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    Option(help="Type of the computation of all contestants; auto: that of a run on this machine."),
+]
 
 BY_HEART: dict[str, Any] = {
     "optimizer": {"clip_during_warmup": True},
@@ -33,7 +42,8 @@ def tree(
     model: Any, batch: int, context: int, *, micro_batch: int | None = None, data: object = "", output: object = "",
     **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """A configuration as a user gives it: `batch` sequences of `context` tokens, by default in one microbatch.
+    """A configuration as a user gives it: `batch` sequences of `context` tokens, by default in one microbatch and in bf16,
+    which is for what is held and sent; whoever times products says a `precision`.
 
     `more` are values of `train`, or whole sections.
     """
@@ -53,6 +63,12 @@ def tree(
 def configuration(model: Any, batch: int, context: int, overrides: Sequence[str] = (), **more: Any) -> RunConfig:
     """The same, read."""
     return load_config(tree(model, batch, context, **more), list(overrides))
+
+
+def decided(precision: str, device: str = "cpu") -> Type:
+    """The type in which all contestants compute on a device: decided once, so that none of them computes in another."""
+    config, _ = with_precision(configuration("mula-tiny", 1, 16, precision=precision), find_device(device, "--device"))
+    return config.train.precision  # type: ignore[return-value]
 
 
 class Turn(NamedTuple):

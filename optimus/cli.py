@@ -582,11 +582,17 @@ def lab(
     job = NodeJob(
         str(config), [*(overrides or []), *(settings or [])], nodes, spares, ranks_per_node, keep_alive=alive, wait=wait
     )
-    result = rehearse(job, bandwidth=bandwidth, inject=inject, limit=limit, plain=plain)
-    lines = [f"{event['kind']:10} {event['node'] or '-':8} {event['detail']}" for event in result["events"]]
+
+    def say(
+        event: dict[str, Any],
+    ) -> None:  # when it happens, whoever reads; standard output is for the result, if JSON
+        line = f"{event['kind']:10} {event['node'] or '-':8} {event['detail']}"
+        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    result = rehearse(job, bandwidth=bandwidth, inject=inject, limit=limit, plain=plain, say=say)
     codes = ", ".join(f"{host} {'no answer' if code is None else code}" for host, code in result["exit_codes"].items())
     ended = "finished" if result["finished"] else "did not finish"
-    _show(result, as_json, "\n".join([*lines, f"exit codes: {codes}", f"the run {ended} in {result['output']}"]))
+    _show(result, as_json, f"exit codes: {codes}\nthe run {ended} in {result['output']}")
     if not result["finished"]:
         raise typer.Exit(1)
 

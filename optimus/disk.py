@@ -10,6 +10,7 @@ from typing import Any
 
 from optimus.errors import UserError
 
+_LONGEST_NAME = 200  # bytes, of the 255 that file systems take: what is not complete has a longer one
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
 
 
@@ -34,9 +35,19 @@ def plain_name(name: object) -> str:
     """`name`, by which a file that somebody else may have written names one beside it. Raises ValueError for all but the
     name of a file in that folder: a path leads out of it, and is read, written and deleted there.
     """
-    if not isinstance(name, str) or not name.isprintable() or {"/", "\\"} & set(name) or name in ("", ".", ".."):
+    good = isinstance(name, str) and name.isprintable() and len(name.encode()) <= _LONGEST_NAME
+    if not isinstance(name, str) or not good or {"/", "\\"} & set(name) or name in ("", ".", ".."):
         raise ValueError(f"{name!r} is no plain file name")
     return name
+
+
+def parse_json(text: str | bytes, **more: Any) -> Any:
+    """What JSON says that somebody else may have written. Raises ValueError for all that is none, also where it is nested
+    deeper than can be read. `more` is for `json.loads`."""
+    try:
+        return json.loads(text, **more)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -51,13 +62,13 @@ def write_json(path: Path, content: Any) -> None:
     sync(path.parent)
 
 
-def read_json_lines(path: Path) -> list[Any]:
-    """What a file holds that is written line by line; lines that are not complete are left out."""
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The records that a file holds, each a line; lines that are not complete are left out."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
+    for line in path.read_bytes().split(b"\n"):
+        with suppress(ValueError):
+            found.append(parse_json(line))
+    return [record for record in found if isinstance(record, dict)]
 
 
 def sync(path: Path) -> None:

@@ -1,5 +1,5 @@
-"""What holds for the step of one model that is under way: deferred weight gradients, cached collectives, forms of products,
-choices of experts.
+"""What holds for the step of one model that is under way: the backward pass, deferred weight gradients, cached collectives,
+forms of products, choices of experts.
 
 One object per model, given to those who need it when they are made; its fields change within `with` blocks alone. It is no
 thread-local: autograd has threads of its own on an accelerator.
@@ -57,6 +57,7 @@ class StepContext:
 
     def __init__(self) -> None:
         self.deferred: list[Callable[[], None]] | None = None  # what adds weight gradients, to be called in order
+        self.backward: tuple[int, int] | None = None  # the stage and the microbatch of the backward pass
         self.collectives: CollectiveCache | None = None
         self.forms: Forms | None = None
         self.choices: dict[Any, Tensor] | None = None  # by router: how often each expert was chosen
@@ -64,6 +65,10 @@ class StepContext:
     def deferring(self) -> AbstractContextManager[list[Callable[[], None]]]:
         """Within, additions to gradient buffers are deferred: the list holds what makes them, to be called in order."""
         return self._having("deferred", list[Callable[[], None]]())
+
+    def in_backward(self, stage: int, microbatch: int) -> AbstractContextManager[tuple[int, int]]:
+        """Within is a backward pass, or a part of it: its gradients are told apart from those of others."""
+        return self._having("backward", (stage, microbatch))
 
     def recording(self, cache: CollectiveCache) -> AbstractContextManager[CollectiveCache]:
         """Within, what the collectives of a forward pass give is cached."""

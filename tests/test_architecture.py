@@ -21,7 +21,7 @@ ROOMS = [
     "cli", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "report", "observe",
     "state", "parallel", "optim", "data", "config", "pipeline", "model", "kernels", "comm", "mesh",
 ]  # fmt: skip
-BELOW_ALL = ["functions", "step_context", "autograd", "section", "disk", "cores", "lazy", "errors"]
+BELOW_ALL = ["functions", "step_context", "autograd", "section", "measurements", "disk", "cores", "lazy", "errors"]
 _LAZY_NAME = re.compile(r"optimus(\.\w+)+(:\w+)?")
 TESTING = "testing"  # for tests and benchmarks; it may use every room
 

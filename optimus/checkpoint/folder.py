@@ -20,7 +20,7 @@ from typing import Any
 
 from optimus.config import ModelConfig
 from optimus.config.load import model_config_from
-from optimus.disk import plain_name, user_path
+from optimus.disk import parse_json, plain_name, user_path
 from optimus.errors import UserError
 
 FORMAT, VERSION = "optimus-checkpoint", 2
@@ -172,7 +172,7 @@ def read_description(path: Path) -> Description:
         raise DamagedError(f"{path} is {what}")  # for a run that goes on from another one it is as good as damaged
     file = path / DESCRIPTION
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = parse_json(file.read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise KeyError("format")
         if raw["version"] > VERSION:

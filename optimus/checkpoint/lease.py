@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from optimus.disk import file_system_time
+from optimus.disk import file_system_time, parse_json
 from optimus.errors import UserError, naming_disk_errors
 
 LEASE = "lease.json"
@@ -246,7 +246,7 @@ def _write(file: int, holder: Holder) -> None:
 
 def _parse(text: str) -> Holder | None:
     try:
-        return Holder(**json.loads(text))
+        return Holder(**parse_json(text))
     except (ValueError, TypeError):
         return None
 

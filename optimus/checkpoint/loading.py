@@ -97,7 +97,7 @@ def _transfers(state: ModelState, full: bool, pruned: bool) -> list[_Transfer]:
         replicas = state.groups.along(*chunk.plan.partial_axes)
         reader = turns[chunk.plan.partial_axes] % replicas.size
         turns[chunk.plan.partial_axes] += 1
-        kinds = ["model", *(chunk.moments if full else ())]
+        kinds = ["model", *(chunk.plan.rule.kinds if full else ())]
         found += [_Transfer(chunk, kind, replicas, reader, pruned) for kind in kinds]
     return found
 
@@ -163,7 +163,7 @@ def _read_buffers(state: ModelState, read: Read, send: Send) -> UserError | None
 
 
 def _whole(each: _Transfer) -> Tensor:
-    dtype = each.chunk.master.dtype if each.kind == "model" else torch.float32
+    dtype = each.chunk.plan.model_dtype if each.kind == "model" else torch.float32
     return torch.zeros(each.chunk.plan.size, dtype=dtype, device=each.chunk.parameter.device)
 
 

@@ -21,7 +21,7 @@ from optimus.checkpoint.folder import (
     read_description,
 )
 from optimus.checkpoint.format import StoredSlice
-from optimus.disk import plain_name
+from optimus.disk import parse_json, plain_name
 from optimus.errors import UserError
 
 _FORMAT, _VERSION = "optimus-manifest", 1
@@ -64,7 +64,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text)
+        content = parse_json(text)
         crc = content.pop("crc")
         same = zlib.crc32(_text(content).encode()) == crc and _text(content | {"crc": crc}) == text
         if content["format"] != _FORMAT or not same:

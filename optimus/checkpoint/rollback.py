@@ -5,7 +5,6 @@ it had done after them is moved to `checkpoints/abandoned-K`, not deleted. `roll
 deletes what it names: they are what the run rests on until there are full checkpoints enough after them (`slots.py`).
 """
 
-import json
 import shutil
 from itertools import count
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from optimus.checkpoint.folder import all_folders, list_checkpoints, step_folder, step_of, weights_folder
 from optimus.checkpoint.lease import check_free
 from optimus.checkpoint.reader import verify
-from optimus.disk import plain_name, user_path, write_json
+from optimus.disk import parse_json, plain_name, user_path, write_json
 from optimus.errors import UserError, naming_disk_errors
 
 _FILE = "rollback.json"
@@ -46,7 +45,7 @@ def rolled_back_to(run: Path) -> Path | None:
     if not marker.exists():
         return None
     try:
-        path = marker.parent / plain_name(json.loads(marker.read_text(encoding="utf-8"))["checkpoint"])
+        path = marker.parent / plain_name(parse_json(marker.read_text(encoding="utf-8"))["checkpoint"])
         step_of(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{marker} cannot be read ({error}): run `optimus rollback` again, or delete it") from error

@@ -30,7 +30,7 @@ from optimus.checkpoint.slices import TensorSlice, part_slices, whole_slices
 from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_frozen, retire_weights
 from optimus.checkpoint.staging import Staging
 from optimus.checkpoint.writers import written_here
-from optimus.comm import Handle
+from optimus.comm import CollectiveError, Handle
 from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
 from optimus.state.chunk import Chunk
@@ -71,11 +71,11 @@ class Target(NamedTuple):
         elsewhere = self.frozen if chunk.plan.rule.trains else self.description.frozen is not None
         if elsewhere:
             return ()
-        return ("model", *chunk.moments) if self.description.full else ("model",)
+        return ("model", *chunk.plan.rule.kinds) if self.description.full else ("model",)
 
     def buffer(self, chunk: Chunk, prefix: str, states: Mapping[str, Tensor]) -> Tensor:
         """What it takes of a chunk with such a prefix; the `states` of the chunk are in memory."""
-        return states[prefix] if self.description.full else chunk.weights
+        return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:
         """Whether that is written from a copy beside the training: the host's memory has no room for a second one."""
@@ -97,7 +97,7 @@ class Saver:
         self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
         self._short: list[tuple[str, Tensor]] = []  # copies of the buffers
         self._state = state
-        self._drawn: Mapping[str, Tensor] = {}  # as they were then; what is pruned stays so while it is written
+        self._drawn: Mapping[str, Tensor] = {}  # as they were then; masks stay, as pruning waits for `finish`
         self._staging = Staging()
         self._updates: dict[Chunk, Handle] = {}  # under way when the checkpoint was asked for
         self._written: dict[Chunk, threading.Event] = {}  # of those that are written from where they lie
@@ -107,7 +107,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: UserError | None = None
         self._abandoned = threading.Event()
-        self.seconds = 0.0  # for which the training has waited, in all
+        self.seconds = 0.0  # for which the training, or the worker that updates, has waited, in all
+        self._counting = threading.Lock()  # both of them
         self.write: Write = lambda *file: write_slices(*file)  # a rehearsal of a full disk has another
 
     def save(self, *targets: Target) -> list[Path]:
@@ -150,6 +151,17 @@ class Saver:
                     self._thread.join()
                 done += self._next()
         return done
+
+    def complete(self) -> str:
+        """`finish`, where the run ends for another reason with all ranks alive: what is under way would be lost, and with it
+        the steps since the checkpoint before. Returns what there is to add to that reason where a disk refuses."""
+        try:
+            self.finish()
+        except CollectiveError:
+            raise
+        except UserError as error:
+            return f"; {error}"
+        return ""
 
     def abandon(self) -> None:
         """Let nothing be written any more but what rank 0 is completing: this rank alone may have failed."""
@@ -263,8 +275,9 @@ class Saver:
             taken = [(target, prefix) for target in self._targets for prefix in target.prefixes(chunk)]
             if not all(target.copied(chunk, prefix) for target, prefix in taken):
                 self._written[chunk] = threading.Event()
-            states = {"model": chunk.master, **chunk.moments}
-            of_all = [target.buffer(chunk, prefix, states) for target, prefix in taken if target.copied(chunk, prefix)]
+            of_all = [
+                target.buffer(chunk, prefix, chunk.resident) for target, prefix in taken if target.copied(chunk, prefix)
+            ]
             buffers[chunk] = list({id(buffer): buffer for buffer in of_all}.values())
 
         def waiting(wait: Callable[[], object]) -> None:
@@ -302,7 +315,8 @@ class Saver:
         try:
             yield
         finally:
-            self.seconds += time.perf_counter() - began
+            with self._counting:
+                self.seconds += time.perf_counter() - began
 
 
 def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], description: Description) -> None:

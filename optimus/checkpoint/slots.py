@@ -1,11 +1,11 @@
 """Which checkpoints of a run are kept, and what is taken out of the way."""
 
-import json
 import shutil
 from pathlib import Path
 
 from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, all_folders, frozen_folders, list_checkpoints, step_of
 from optimus.checkpoint.rollback import marker_of, resume_points, rolled_back_to
+from optimus.disk import parse_json
 
 
 def remove(path: Path) -> None:
@@ -56,8 +56,8 @@ def retire_frozen(run: Path, name: str | None) -> None:
     others = {path.name: path for path in frozen_folders(run) if path.name != name}
     try:
         for file in (run / "checkpoints").rglob(DESCRIPTION) if others else ():
-            others.pop(json.loads(file.read_text(encoding="utf-8")).get("frozen"), None)
-    except (OSError, ValueError, AttributeError):
+            others.pop(parse_json(file.read_text(encoding="utf-8")).get("frozen"), None)
+    except (OSError, ValueError, AttributeError, TypeError):
         return  # who knows what a damaged one refers to
     for path in others.values():
         remove(path)

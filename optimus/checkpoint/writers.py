@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.state.buffers import Residency
@@ -62,9 +60,7 @@ def saved_bytes(plan: ChunkPlan) -> int:
 
 def _saved(plan: ChunkPlan) -> Iterator[tuple[int, Residency]]:
     """(bytes of an element, where it is) of the weights and of what the update rule keeps."""
-    apart = any(buffer.kind == "master" for buffer in plan.buffers)
-    weights = torch.float32 if plan.rule.trains else plan.buffers[0].dtype
-    yield weights.itemsize, plan.residency("master" if apart else "parameters.shard")
+    yield plan.model_dtype.itemsize, plan.residency("master" if plan.has_master else "parameters.shard")
     yield from ((each.dtype.itemsize, each.residency) for each in plan.buffers if each.reported == "moments")
 
 

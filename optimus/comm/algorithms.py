@@ -27,6 +27,7 @@ from optimus.comm.schedules import (
     two_levels,
 )
 from optimus.errors import nearest
+from optimus.measurements import GAIN
 from optimus.section import Section
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -200,11 +201,13 @@ def _shape(text: str) -> Shape:
 def choose(
     kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None, links: Links | None = None
 ) -> str:
-    """The algorithm that takes least by what was measured; else by rules, where `measured.curves` has none."""
+    """The algorithm by rules, unless another one takes clearly less by what was measured in `measured.curves`."""
     curves = measured.curves(kind, shape) if measured else {}
+    usual = default(kind, shape, size, links)
     if not curves or shape.ranks == 1:
-        return default(kind, shape, size, links)
-    return min(curves, key=lambda name: curves[name].at(size))
+        return usual
+    best = min(curves, key=lambda name: curves[name].at(size))
+    return best if usual not in curves or curves[best].at(size) < GAIN * curves[usual].at(size) else usual
 
 
 def used(

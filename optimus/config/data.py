@@ -1,5 +1,6 @@
 """Where the training tokens come from."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,6 +40,11 @@ class SourceConfig(Section):
         return self.name or Path(self.path).name
 
     @property
+    def folder(self) -> str:
+        """The same however its path is spelled: from another folder, by links, with a slash at the end."""
+        return self.path.rstrip("/") if "://" in self.path else os.path.realpath(self.path)
+
+    @property
     def share(self) -> float | None:
         """Its weight; None where tokens or epochs say how much is read."""
         return None if self.tokens or self.epochs else 1.0 if self.weight is None else self.weight
@@ -70,9 +76,12 @@ class DataConfig(Section):
         labels = [source.label for source in self.sources]
         if twice := {label for label in labels if labels.count(label) > 1}:
             raise ValueError(f"sources: two are named {min(twice)}: give each a name of its own")
-        paths = [source.path for source in self.sources]
-        if same := {path for path in paths if paths.count(path) > 1}:
-            raise ValueError(f"sources: {min(same)} is there twice: its shares would be the same rows: give it once")
+        spelled: dict[str, str] = {}
+        for source in self.sources:
+            if (other := spelled.get(source.folder)) is not None:
+                both = source.path if other == source.path else f"{source.path}, which is {other},"
+                raise ValueError(f"sources: {both} is there twice: its shares would be the same rows: give it once")
+            spelled[source.folder] = source.path
         shares = [source.share for source in self.sources if source.share is not None]
         if shares and not sum(shares):
             raise ValueError("sources: the weights sum to zero: give one of them a weight above 0")

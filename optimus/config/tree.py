@@ -63,7 +63,8 @@ class StateConfig(Section):
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of gradient accumulation over microbatches and of gradient reduction over ranks."""
     tile: int = Field(1 << 20, gt=0)
-    """Elements that the optimizer updates at a time. Temporary fp32 copies exist for one tile only."""
+    """Elements that the optimizer updates at a time; temporary fp32 copies exist for one tile only. On accelerators all of a
+    chunk whose state is on the device is updated at once, so that these copies are of a chunk."""
     overlap: bool = True
     """Overlap gradient reduction with the backward pass (AxoNN's ORS). Overlapping the gathers (OAG) is prefetch."""
     coarsening: int | None = Field(None, gt=0)
@@ -81,7 +82,7 @@ class StateConfig(Section):
     same. auto: what it has room for."""
     update_on: Literal["auto", "device", "host"] = "auto"
     """Where state that is not on the device is updated. device: tile by tile through the device (AxoNN); host: by the
-    processor; auto: the faster by a short measurement."""
+    processor; auto: the faster by a short measurement, which is kept (tuning.cache)."""
     disk: PathText | None = None
     """With residency disk: folder of the file that holds the state. Default: train.output."""
 
@@ -232,7 +233,8 @@ class MoeConfig(Section):
     tokens of each sequence, or one more if they do not divide evenly."""
     dispatch: Literal["auto", "alltoall", "allgather"] = "alltoall"
     """Token dispatcher. alltoall: each token goes once to every rank that holds one of its experts. allgather: all tokens
-    go to all ranks (as in the paper). auto: whichever the collectives predict to be faster."""
+    go to all ranks (as in the paper). auto: alltoall, unless allgather's collectives are
+    predicted, or by collectives.machine clearly measured, to take less time."""
     drop_duplicates: bool = True
     """With tensor: only one of the ranks that hold a token sends it to its experts (TED). false, the baseline, sends all
     duplicates; it needs alltoall, expert_tensor equal to tensor and no sequence parallelism."""
@@ -441,7 +443,8 @@ class ResilienceConfig(Section):
     """What to do about non-finite numbers, loss spikes, and hanging or slow ranks."""
 
     max_skipped: int = Field(3, ge=0)
-    """Consecutive steps with a non-finite gradient norm that are skipped before the run ends."""
+    """Consecutive steps with a gradient norm that is not finite, or whose square does not fit fp32, that are skipped before
+    the run ends."""
     on_spike: Literal["nothing", "skip", "rollback"] = "nothing"
     """When a loss is above the spike threshold: nothing, skip its update, or roll back to kept weights
     (checkpoint.weights_every)."""
@@ -493,12 +496,14 @@ class ObserveConfig(Section):
 
 
 class TuningConfig(Section):
-    """What is measured on this machine and then chosen."""
+    """What is measured on this machine and then chosen: another than the default where that is clearly faster."""
 
     matmul: bool = True
-    """Time every larger matrix product in the first step in its NN, NT and TN forms and use the fastest (AxoNN)."""
+    """Time every larger matrix product in the first step in its NN, NT and TN forms and use another form than its
+    own where that is clearly faster (AxoNN)."""
     cache: PathText | None = Field("~/.cache/optimus", validate_default=True)
-    """Folder that caches the measurements per chip; null: measure in every run."""
+    """Folder that keeps the measurements per chip, each with its spread, so that all runs choose the same; null: measure in
+    every run. Delete its file of a chip to have all measured again."""
 
 
 Recomputable = Literal["norm", "attention", "mlp", "moe", "block", "auto"]
@@ -531,7 +536,7 @@ class RunConfig(Section):
     memory."""
     recompute_budget: Annotated[int, Field(gt=0), BeforeValidator(partial(reported_as_value, parse_size))] | None = None
     """With recompute: auto. Largest bytes of saved activations of one microbatch on one rank, also as 512MB or 40GiB.
-    Default: nine tenths of the device's free memory after the state."""
+    Default: nine tenths of the device's free memory after the state, free memory being rounded down to a coarse step."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     validation: list[ValidationConfig] = Field([], description="Further sets that are validated during training.")

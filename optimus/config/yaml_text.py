@@ -7,6 +7,8 @@ import yaml
 
 from optimus.errors import UserError
 
+_MOST, _DEEPEST, _DIGITS = 1_000_000, 100, 1000  # values in a document, levels, digits of a whole number
+
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML with numbers such as 4e-4 read as numbers (YAML 1.1 takes them for text)."""
@@ -23,37 +25,58 @@ for _side in (Loader, Dumper):
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """What `text`, which stands at `where`, says. Raises `UserError` for what is no YAML and for a repeated key."""
+    """What `text`, which stands at `where`, says. Raises `UserError` for what is no YAML, a repeated key, and aliases that
+    stand for more than anybody writes."""
     try:
         loader = Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
-        _refuse_repeated(node, where, "")
+        _size(node, where, (), {})
         return loader.construct_document(node)
+    except UserError:
+        raise
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark and "\n" in text else ""
         raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}") from None
-    except (ValueError, TypeError, RecursionError) as error:  # no date; a mapping as a key; a list in itself
+    except Exception as error:  # whatever PyYAML raises: for what is no date, a mapping as a key, too deep a nesting
         raise UserError(f"{where} is not valid YAML: {error}") from None
 
 
-def _refuse_repeated(node: yaml.Node, where: str, path: str) -> None:
-    """Of two values of one key YAML takes the last, and nobody sees that the first does not count."""
+def _size(node: yaml.Node, where: str, path: tuple[str, ...], known: dict[int, int]) -> int:
+    """How many values a node is with all in it, where an alias is what it stands for: whoever reads on goes through these.
+
+    Raises `UserError` for a key that stands twice: of two values YAML takes the last, and nobody sees that the first does
+    not count. `known` are the sizes of nodes by identity, 0 of those that are being looked at.
+    """
+    if (size := known.get(id(node))) is not None:
+        if not size:
+            raise UserError(f"{where} is not valid YAML: '{'.'.join(path)}' stands for something that it is in")
+        return size
+    if len(path) > _DEEPEST:
+        raise UserError(f"{where}: '{'.'.join(path[:3])}' is nested deeper than {_DEEPEST} levels: write it flatter")
+    if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _DIGITS:
+        raise UserError(f"{where}: '{'.'.join(path)}' is a number of more than {_DIGITS} digits")
+    known[id(node)], size = 0, 1
     if isinstance(node, yaml.SequenceNode):
-        for number, each in enumerate(node.value):
-            _refuse_repeated(each, where, f"{path}{number}.")
-        return
-    if not isinstance(node, yaml.MappingNode):
-        return
-    lines: dict[tuple[str, str], int] = {}
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-            continue
-        name, line = (key.tag, key.value), key.start_mark.line + 1
-        if name in lines:
-            both = f"line {line}" if lines[name] == line else f"lines {lines[name]} and {line}"
-            raise UserError(f"{where}: the key '{path}{key.value}' stands twice ({both}): remove one of them")
-        lines[name] = line
-        _refuse_repeated(value, where, f"{path}{key.value}.")
+        size += sum(_size(each, where, (*path, str(number)), known) for number, each in enumerate(node.value))
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            named = isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge"
+            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if named and name in lines:
+                both = f"line {line}" if lines[name] == line else f"lines {lines[name]} and {line}"
+                raise UserError(
+                    f"{where}: the key '{'.'.join((*path, key.value))}' stands twice ({both}): remove one of them"
+                )
+            if named:
+                lines[name] = line
+            size += _size(value, where, (*path, str(key.value)) if named else path, known)
+    if size > _MOST:
+        raise UserError(
+            f"{where}: '{'.'.join(path)}' stands for more than {_MOST:,} values, by aliases in aliases: write less"
+        )
+    known[id(node)] = size
+    return size

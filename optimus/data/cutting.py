@@ -28,19 +28,21 @@ class UncuttableError(ValueError):
 def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[tuple[str, bool]]:
     """The document that `chunks` make up, as (piece, whether it is the last one); pieces are about `PIECE` characters.
 
-    `encode` gives the tokens of a text. An empty document has no pieces. Raises `UncuttableError`.
+    Each cut depends on the text from the one before it alone, not on the chunks: whoever begins again at a cut finds the
+    same ones. `encode` gives the tokens of a text. An empty document has no pieces. Raises `UncuttableError`.
     """
-    text = ""
+    text, seen = "", PIECE + WINDOW  # how much of it is looked at
     for chunk in chunks:
         text += chunk
-        while len(text) >= PIECE + WINDOW:
-            cut = find_cut(text, encode)
-            if cut is None:
-                if len(text) > LIMIT:
-                    raise UncuttableError
-                break
-            yield text[:cut], False
-            text = text[cut:]
+        while len(text) >= seen:
+            cut = find_cut(text[:seen], encode)
+            if cut is not None:
+                yield text[:cut], False
+                text, seen = text[cut:], PIECE + WINDOW
+            elif seen > LIMIT:
+                raise UncuttableError
+            else:
+                seen += PIECE
     if text:
         yield text, True
 

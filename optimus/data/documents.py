@@ -6,7 +6,6 @@ documents, or a checked cut in a text file, from which reading can start again a
 """
 
 import codecs
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
@@ -18,6 +17,7 @@ from optimus.data.fields import Segment, TextField, field_of
 from optimus.data.files import Source, Sources, open_bytes
 from optimus.data.markup import page_text
 from optimus.data.tables import records
+from optimus.disk import parse_json
 from optimus.errors import UserError
 
 BLOCK = 1 << 20  # bytes
@@ -245,7 +245,7 @@ def parse_line(line: bytes, place: str, number: int, text_field: str) -> list[Se
     if not decoded.strip():
         return None
     try:
-        record = json.loads(decoded)
+        record = parse_json(decoded)
     except ValueError as error:
         raise UserError(f"{place}:{number}: not valid JSON ({error}). Each line must be one JSON object.") from error
     if not isinstance(record, dict):

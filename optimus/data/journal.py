@@ -1,12 +1,11 @@
 """How far an unfinished `prepare` has come: a small file, replaced atomically, in the folder `<output>.partial`.
 
 What the journal says is on disk is on disk: the token stream is synchronised before the journal that counts it. So
-after a kill at any moment the stream is cut to the journal's length and reading goes on from the journal's position.
+after a kill at any moment the stream goes on from the journal's length and reading from the journal's position.
 """
 
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from optimus.data.documents import Position
 from optimus.data.files import Sources
 from optimus.data.selection import Document
 from optimus.data.shards import EARLIER
-from optimus.disk import write_json
+from optimus.disk import parse_json, write_json
 from optimus.errors import UserError
 
 FILE = "journal.json"
@@ -90,7 +89,7 @@ def read(folder: Path) -> Journal | None:
     if not path.exists():
         return None
     try:
-        stored = json.loads(path.read_bytes())
+        stored = parse_json(path.read_bytes())
         for name in ("mark", "file_mark"):
             mark = stored[name]
             counts = [Counts(**count) for count in mark["counts"]]

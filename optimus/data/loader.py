@@ -8,9 +8,9 @@ Shapes: B sequences of this rank, S tokens of a sequence, N places.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from optimus.data.shards import NOT_PREDICTED, Shards
 from optimus.data.training import DataPhase
 from optimus.errors import UserError
 
+T = TypeVar("T")
 AHEAD = 4  # batches
 
 
@@ -32,15 +33,29 @@ class TokenBatch(NamedTuple):
     source_B: NDArray[np.int64] | None = None  # among the names of the phase, of which there are several
 
 
-class TokenLoader(Iterator[TokenBatch]):
+def _as_it_is(batch: TokenBatch) -> Any:
+    return batch
+
+
+class TokenLoader(Iterator[T], Generic[T]):
     """Iterator of the part of `rank` in each global batch from `start_step` on; the last phase has no end.
 
     Rank r of `ranks` gets the r-th contiguous part of each global batch, which must be divisible by `ranks`. A failure of
     the reading thread (such as a corrupted shard) is raised by `next`. Use it as a context manager, or call `close`.
+
+    What is given is what `prepare` makes of a batch, on the thread. It is kept until the next one is asked for: a device may
+    read it so long.
     """
 
     def __init__(
-        self, phases: Sequence[DataPhase], *, rank: int = 0, ranks: int = 1, start_step: int = 0, seed: int = 0
+        self,
+        phases: Sequence[DataPhase],
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        start_step: int = 0,
+        seed: int = 0,
+        prepare: Callable[[TokenBatch], T] = _as_it_is,
     ) -> None:
         for batch in {phase.global_batch for phase in phases}:
             if batch < 1 or batch % ranks:
@@ -52,18 +67,20 @@ class TokenLoader(Iterator[TokenBatch]):
             raise ValueError(f"rank {rank} of {ranks}")
         self.step = start_step  # of the batch that comes next
         self._phases, self._seed, self._rank, self._ranks = phases, seed, rank, ranks
+        self._prepare = prepare
+        self._given: T | None = None
         self._thread = ThreadPoolExecutor(1, "token-loader")
-        self._ready = deque(self._thread.submit(self._read, start_step + ahead) for ahead in range(AHEAD))
+        self._ready = deque(self._thread.submit(self._prepared, start_step + ahead) for ahead in range(AHEAD))
 
-    def __next__(self) -> TokenBatch:
+    def __next__(self) -> T:
         if not self._ready:
             raise StopIteration
         try:
-            batch = self._ready.popleft().result()
+            self._given = batch = self._ready.popleft().result()
         except BaseException:
             self.close()
             raise
-        self._ready.append(self._thread.submit(self._read, self.step + AHEAD))
+        self._ready.append(self._thread.submit(self._prepared, self.step + AHEAD))
         self.step += 1
         return batch
 
@@ -73,6 +90,9 @@ class TokenLoader(Iterator[TokenBatch]):
         size = phase.global_batch // self._ranks
         first = (step - phase.first) * phase.global_batch + self._rank * size
         return phase, np.arange(first, first + size)
+
+    def _prepared(self, step: int) -> T:
+        return self._prepare(self._read(step))
 
     def _read(self, step: int) -> TokenBatch:
         phase, places_B = self.places(step)

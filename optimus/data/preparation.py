@@ -303,11 +303,11 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
     total = sum(source.size for source in run.sources.files)
     run.progress("tokenise", 0, total)
     _check_disk(run, _estimate(run, encode, item))
-    with (run.partial / STREAM).open("ab") as stream:
-        if stream.tell() < state.mark.tokens * item:
+    (run.partial / STREAM).touch()
+    with (run.partial / STREAM).open("r+b") as stream:
+        if stream.seek(0, os.SEEK_END) < state.mark.tokens * item:
             raise UserError(f"{run.partial / STREAM} is shorter than its journal says. Delete {run.partial}.")
-        stream.truncate(state.mark.tokens * item)
-        stream.seek(0, os.SEEK_END)
+        stream.seek(state.mark.tokens * item)
         writer = _StreamWriter(run, state, stream, item)
         batches = read_batches(run.sources, state.mark.position, run.text_field, encode)
         try:
@@ -381,7 +381,11 @@ class _StreamWriter:
             self.commit()
 
     def _end_document(self, counts: Counts) -> None:
-        """Counts the document that ends; takes it off the stream again where it is left out."""
+        """Counts the document that ends; the next one is written over it where it is left out.
+
+        The stream is not cut there: the journal may count the beginning of the document, whose tokens are of no matter, as
+        whoever resumes from there leaves it out again.
+        """
         document, self._document = self._document, Document()
         if not document.text_bytes:
             counts.empty_documents += 1
@@ -394,8 +398,7 @@ class _StreamWriter:
             return
         why = misfit or "duplicates"
         setattr(counts, why, getattr(counts, why) + 1)
-        self._stream.seek(-document.tokens * self._item, os.SEEK_END)
-        self._stream.truncate()
+        self._stream.seek(-document.tokens * self._item, os.SEEK_CUR)
 
     def close(self) -> None:
         self._signatures.close()

@@ -3,12 +3,14 @@
 Same: equal in normalised text (Unicode NFKC, case folded, any white space one space). Nearly the same: the sets of their
 runs of five words have a Jaccard similarity of at least 0.8, estimated from 128 MinHashes (Broder 1997; Lee et al. 2022,
 "Deduplicating Training Data Makes Language Models Better", section 4). What is compared is a signature: the helper
-processes compute that of every piece of a document, and the writer of the stream joins them.
+processes compute that of every piece of a document, and the writer of the stream joins them. For exact duplicates it is of
+the whole normalised text, however that is cut and stored; for near ones the runs of words that a cut parts are missing.
 """
 
 import hashlib
 import importlib.util
 import os
+import re
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ Dedup = Literal["none", "exact", "minhash"]
 _SIMILAR = 0.8
 _HASHES = 128
 _RUN = 5  # words
+_BLOCK = 4096  # characters of normalised text that are hashed at once
 _BYTES = {"none": 0, "exact": 16, "minhash": 4 * _HASHES}  # of a signature
 
 
@@ -63,13 +66,18 @@ class Selection:
 
 
 class DocumentPiece(NamedTuple):
-    """What the selection needs of a piece of a document; `tokens` count the end of text too."""
+    """What the selection needs of a piece of a document; `tokens` count the end of text too.
+
+    Where exact duplicates are looked for, `signature` is that of the document which `alone` says the piece to be, else the
+    normalised text.
+    """
 
     tokens: int
     characters: int
     text_bytes: int
     ends: bool
     signature: bytes
+    alone: bool = False
 
 
 @dataclass
@@ -80,34 +88,39 @@ class Document:
     characters: int = 0
     text_bytes: int = 0
     signature: str = ""
+    unsigned: str = ""  # the end of the normalised text, which is not in the signature yet
 
     def add(self, piece: DocumentPiece, dedup: Dedup) -> None:
         """Join the next piece to it."""
-        signature = piece.signature
-        if self.signature and signature:
-            before = bytes.fromhex(self.signature)
-            if dedup == "exact":
-                signature = _digest(before + signature)
-            else:
-                signature = np.minimum(np.frombuffer(before, "<u4"), np.frombuffer(signature, "<u4")).tobytes()
+        signature, before = piece.signature, bytes.fromhex(self.signature)
+        if dedup == "exact" and not piece.alone:
+            text = piece.signature.decode()
+            # White space is one space, also where pieces meet, and none where the document begins and ends.
+            text = self.unsigned + (text.lstrip() if self.unsigned[-1:] in ("", " ") else text)
+            signature, self.unsigned = _fold(before, text)
+            if piece.ends:
+                signature, self.unsigned = _digest(signature + self.unsigned.rstrip().encode()), ""
+        elif dedup == "minhash" and before:
+            signature = np.minimum(np.frombuffer(before, "<u4"), np.frombuffer(signature, "<u4")).tobytes()
         self.tokens += piece.tokens
         self.characters += piece.characters
         self.text_bytes += piece.text_bytes
-        self.signature = signature.hex() or self.signature
+        self.signature = signature.hex()
 
 
-def signer(dedup: Dedup) -> Callable[[str], bytes]:
-    """What gives the signature of a text: nothing, a hash, or MinHashes as uint32."""
+def signer(dedup: Dedup) -> Callable[[str, bool], bytes]:
+    """What gives the signature of a piece of a document, which may be `alone`: nothing, what `DocumentPiece` says, or
+    MinHashes as uint32."""
     if dedup == "none":
-        return lambda text: b""
+        return lambda text, alone: b""
     if dedup == "exact":
-        return lambda text: _digest(" ".join(_words(text)).encode())
+        return _exact
     from datasketch import MinHash
 
     permutations = MinHash(_HASHES, scheme="affine32").permutations
 
-    def sign(text: str) -> bytes:
-        words, hashes = _words(text), MinHash(_HASHES, permutations=permutations, scheme="affine32")
+    def sign(text: str, alone: bool) -> bytes:
+        words, hashes = _folded(text).split(), MinHash(_HASHES, permutations=permutations, scheme="affine32")
         starts = range(max(1, len(words) - _RUN + 1))
         hashes.update_batch([" ".join(words[start : start + _RUN]).encode() for start in starts])
         return bytes(hashes.hashvalues.astype("<u4").tobytes())
@@ -115,8 +128,24 @@ def signer(dedup: Dedup) -> Callable[[str], bytes]:
     return sign
 
 
-def _words(text: str) -> list[str]:
-    return unicodedata.normalize("NFKC", text).casefold().split()
+def _exact(text: str, alone: bool) -> bytes:
+    if not alone:
+        return re.sub(r"\s+", " ", _folded(text)).encode()
+    digest, rest = _fold(b"", " ".join(_folded(text).split()))
+    return _digest(digest + rest.encode())
+
+
+def _fold(digest: bytes, text: str) -> tuple[bytes, str]:
+    """A digest with the blocks of a text hashed into it, and the rest: a block at most, as more may follow."""
+    start, stop = 0, len(text.rstrip())
+    while stop - start > _BLOCK:
+        digest = _digest(digest + text[start : start + _BLOCK].encode())
+        start += _BLOCK
+    return digest, text[start:]
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).casefold()
 
 
 def _digest(data: bytes) -> bytes:

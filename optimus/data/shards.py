@@ -4,7 +4,6 @@ The shards are ordinary `.npy` files, mapped into memory; `index.json` names the
 says how they were made. It is written last, so a folder that has it is complete.
 """
 
-import json
 import threading
 import zlib
 from bisect import bisect_right
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from optimus.data import tokenizer as tokenizers
 from optimus.data.remote import RemoteFolder, is_remote
 from optimus.data.selection import Selection
-from optimus.disk import plain_name, user_path
+from optimus.disk import parse_json, plain_name, user_path
 from optimus.errors import UserError, naming_read_errors
 
 INDEX = "index.json"
@@ -42,7 +41,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         )
     try:
         with naming_read_errors(path):
-            index = json.loads(path.read_bytes())
+            index = parse_json(path.read_bytes())
         form, version = index["format"], index["version"]
         if form != FORMAT:
             raise ValueError(f"its format is {form!r}, not {FORMAT!r}")
@@ -68,8 +67,16 @@ def _check_index(index: dict[str, Any]) -> None:
     counts = [index["context"], index["instances"], *(shard["instances"] for shard in index["shards"])]
     if not all(type(count) is int and count > 0 for count in counts):
         raise ValueError("context and instances must be positive")
-    if not all(isinstance(index["tokenizer"][key], int) for key in ("vocab_size", "eos_id")):
-        raise ValueError("vocab_size and eos_id must be integers")
+    vocab, eos = index["tokenizer"]["vocab_size"], index["tokenizer"]["eos_id"]
+    if not (type(vocab) is type(eos) is int and 0 <= eos < vocab <= 1 << 31):
+        raise ValueError("vocab_size and eos_id must be integers, and the latter below the former")
+    str(index["tokenizer"]["sha256"])
+    totals = [index["tokens"], index["dropped_tokens"], index.get("padding_tokens", 0)]
+    if not all(type(total) is int and total >= 0 for total in totals):
+        raise ValueError("numbers of tokens must be integers, none below zero")
+    settings = {**EARLIER, **index.get("settings", {})}
+    if not (type(settings["parse_special"]) is type(index.get("masked", False)) is bool):
+        raise ValueError("masked and parse_special must be true or false")
     if sum(shard["instances"] for shard in index["shards"]) != index["instances"]:
         raise ValueError("the instances of the shards do not add up")
 
@@ -161,17 +168,19 @@ class Shards:
             self._check(shard, array, self._starts[shard])
 
     def _check(self, shard: int, rows: NDArray[np.unsignedinteger[Any]], start: int) -> None:
-        """Raises `UserError` unless `rows` of a shard, instances `start` and following, are what was written."""
+        """Raises `UserError` unless `rows` of a shard, instances `start` and following, are what was written, and tokens."""
         if self._sums is None:
             with self._lock:
                 if shard not in self._verified:
                     self._verify(shard)
                     self._verified.add(shard)
-            return
-        for number, (row, expected) in enumerate(zip(rows, self._sums[start : start + len(rows)].tolist()), start):
+        path = self.folder / self.index["shards"][shard]["file"]
+        sums = [] if self._sums is None else self._sums[start : start + len(rows)].tolist()
+        for number, (row, expected) in enumerate(zip(rows, sums), start):
             if zlib.crc32(row) != expected:
-                path = self.folder / self.index["shards"][shard]["file"]
                 raise _damaged(path, f"is corrupted: its checksum differs from {SUMS} at instance {number}")
+        if (largest := int((rows & (NOT_PREDICTED - 1) if self.masked else rows).max())) >= self.vocab_size:
+            raise _damaged(path, f"holds the token {largest}, of a vocabulary of {self.vocab_size}")
 
     def _verify(self, shard: int) -> None:
         entry = self.index["shards"][shard]
@@ -224,7 +233,9 @@ class Shards:
             raise _damaged(path, f"is missing, though {INDEX} lists it")
         try:
             array = np.load(path, mmap_mode="r")
-        except (ValueError, EOFError, OSError) as error:
+            if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+                raise ValueError("not an array in the order of C")
+        except Exception as error:  # NumPy parses the header as Python
             raise _damaged(path, f"is truncated or damaged ({error})") from error
         if array.shape != shape or array.dtype != np.dtype(dtype):
             wanted = f"{INDEX} says {np.dtype(dtype)} of shape {shape}"

@@ -1,12 +1,12 @@
 """The tokenizer of a prepared folder: loading it, finding its end-of-text token, training one."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optimus.disk import parse_json
 from optimus.errors import UserError
 
 FILE = "tokenizer.json"
@@ -87,7 +87,7 @@ def check_text_stays_text(info: TokenizerInfo) -> None:
 
 def _unknown_token(path: Path) -> int | None:
     """The token that stands for what the vocabulary lacks, which any text may become."""
-    model = json.loads(path.read_bytes())["model"]
+    model = parse_json(path.read_bytes())["model"]
     if model.get("unk_id") is not None:
         return int(model["unk_id"])
     token, vocabulary = model.get("unk_token"), model.get("vocab")
@@ -101,7 +101,7 @@ def _eos_token(path: Path, vocabulary: dict[str, int]) -> str:
         if not file.is_file():
             continue
         try:
-            named = json.loads(file.read_bytes()).get("eos_token")
+            named = parse_json(file.read_bytes()).get("eos_token")
         except (ValueError, AttributeError) as error:
             raise UserError(f"{file} is not a JSON object: {error}") from error
         token = named.get("content") if isinstance(named, dict) else named

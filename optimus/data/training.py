@@ -95,9 +95,12 @@ class DataPhase(NamedTuple):
 
 
 def open_folders(config: RunConfig) -> dict[str, Shards]:
-    """The prepared folders of all phases, by path. Raises `UserError` for what cannot be trained on together."""
-    paths = [source.path for data in _sections(config) for source in data.mixed]
-    folders = {path: Shards(path, config.train.data_cache) for path in dict.fromkeys(paths)}
+    """The prepared folders of all phases, by `SourceConfig.folder`. Raises `UserError` for what cannot be trained on
+    together."""
+    folders: dict[str, Shards] = {}
+    for source in (source for data in _sections(config) for source in data.mixed):
+        if source.folder not in folders:
+            folders[source.folder] = Shards(source.path, config.train.data_cache)
     one, *others = folders.values()
     for other in others:
         check_same_tokenizer(one, other)
@@ -129,7 +132,7 @@ class TrainingData:
         self.phases: list[DataPhase] = []
         self._described = phases_of(config)
         self._passed: list[dict[str, int]] = [{}]  # tokens of each source before a phase, by name
-        read: dict[str, int] = {}  # by path
+        read: dict[str, int] = {}  # by folder
         for phase in self._described:
             phase_data = self._phase(phase, read)
             self.phases.append(phase_data)
@@ -137,7 +140,7 @@ class TrainingData:
             counts = phase_data.counts(phase.last)
             for source, mixed, number in zip(phase.config.data.mixed, phase_data.sources, counts):
                 self._check_passes(phase, source, mixed, number)
-                read[source.path] = (mixed.first + number) * phase_data.sequence_length
+                read[source.folder] = (mixed.first + number) * phase_data.sequence_length
             for mixed, number in zip(phase_data.sources, counts):
                 passed[mixed.name] = passed.get(mixed.name, 0) + number * phase_data.sequence_length
             self._passed.append(passed)
@@ -146,21 +149,21 @@ class TrainingData:
         train, sources = phase.config.train, phase.config.data.mixed
         length, mixed = train.sequence_length, []
         for source in sources:
-            shards = self.folders[source.path]
+            shards = self.folders[source.folder]
             shards.check_model(length, phase.config.model.vocab)
-            first = -(-read.get(source.path, 0) // length)
+            first = -(-read.get(source.folder, 0) // length)
             mixed.append(MixedSource(source.label, shards, shards.context // length, first))
         weights = _weights(phase, sources, [source.shards for source in mixed])
         if phase.replay:
             weights = _with_replay(weights, Fraction(str(phase.replay)), list(read.values()))
-            names = {source.path: source.label for each in self._described for source in each.config.data.mixed}
-            mixed += [self._replayed(phase, path, names[path], tokens) for path, tokens in read.items()]
+            names = {source.folder: source.label for each in self._described for source in each.config.data.mixed}
+            mixed += [self._replayed(phase, folder, names[folder], tokens) for folder, tokens in read.items()]
         mixture = Mixture(weights)
         return DataPhase(phase.first, train.global_batch, mixed, mixture, phase.config.data.documents == "mask")
 
-    def _replayed(self, phase: Phase, path: str, name: str, tokens: int) -> MixedSource:
+    def _replayed(self, phase: Phase, folder: str, name: str, tokens: int) -> MixedSource:
         """What has been read of a source, in an order of this phase."""
-        shards = self.folders[path]
+        shards = self.folders[folder]
         parts = shards.context // phase.config.train.sequence_length
         seen = min(shards.instances, max(1, tokens // shards.context))
         return MixedSource(name, shards, parts, phase.number * seen * parts, seen)

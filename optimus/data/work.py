@@ -45,14 +45,17 @@ def encoder(
         encodings = iter(tokenizer.encode_batch_fast(stretches, add_special_tokens=False))
         tokens: list[int] = []
         found: list[DocumentPiece] = []
-        for segments, end in zip(pieces, ends):
+        whole = [bool(batch.lines), *ends]  # whether a document ends before each piece, as far as the batch tells
+        for segments, begins, end in zip(pieces, whole, ends):
             before, text = len(tokens), "".join(segment.text for segment in segments)
             for segment in segments:
                 ids = next(encodings).ids
                 tokens += ids if segment.predicted else [id | NOT_PREDICTED for id in ids]
             if end and text:
                 tokens.append(info.eos_id)
-            found.append(DocumentPiece(len(tokens) - before, len(text), len(text.encode()), end, sign(text)))
+            alone = begins and end
+            counts = len(tokens) - before, len(text), len(text.encode())
+            found.append(DocumentPiece(*counts, end, sign(text, alone), alone))
         return Encoded(np.array(tokens, dtype=info.dtype).tobytes(), found)
 
     return encode
@@ -102,7 +105,10 @@ def write_shard(
         shard.flush()
         os.fsync(shard.fileno())
     sums = temporary.with_suffix(f"{SUMS}.tmp")
-    sums.write_bytes(sums_N.tobytes())
+    with sums.open("wb") as file:
+        file.write(sums_N.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
     sums.replace(folder / f"{name}{SUMS}")
     temporary.replace(folder / name)
     return digest.hexdigest()

@@ -8,11 +8,11 @@ HellaSwag's requests already hold the text that lm-eval makes of a raw example (
 """
 
 import gzip
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from optimus.disk import parse_json
 from optimus.errors import UserError
 
 Document = dict[str, Any]
@@ -74,7 +74,7 @@ def _read(path: Path, change: Callable[[Document], Document]) -> list[Document]:
         if not line.strip():
             continue
         try:
-            documents.append(change(json.loads(line)))
+            documents.append(change(parse_json(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}:{number}: not an example of this task ({error!r})") from error
     if not documents:

@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any, NamedTuple, get_args
 
 from optimus.config.load import model_config_from
+from optimus.disk import parse_json
 from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
 from optimus.model.families import Choice, Family, Field, Multiple, Same, families
@@ -66,7 +67,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json as it is. Raises `UserError` when it is not there or not an object."""
     file = path / FILE
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = parse_json(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         lack = "it is a file" if path.is_file() else f"it has no {FILE}"
         raise UserError(f"{path} is not a Hugging Face folder: {lack}") from None
@@ -127,7 +128,7 @@ def write_config(
     # No padding token unless it is said: `transformers` would give that row of the embedding no gradient.
     raw |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **further}
     raw |= dict.fromkeys(family.dropout, 0.0) | _constants(family, dict(model))
-    raw |= {family.further.count: 0} if family.further else {}
+    raw |= {family.further.field: 0} if family.further else {}
     for ours, theirs in {**family.optional, **family.fields}.items():
         raw |= _published(ours, theirs, model)
     raw |= {"max_position_embeddings": model.learned_positions or context, "torch_dtype": dtype}
@@ -164,7 +165,7 @@ def _refuse_unsupported(family: Family, raw: dict[str, Any], model: dict[str, An
 
 
 def _further_count(family: Family, raw: dict[str, Any], file: Path) -> int:
-    name = family.further.count if family.further else None
+    name = family.further.field if family.further else None
     return 0 if name is None or raw.get(name) is None else whole_number(raw, name, file)
 
 
@@ -180,7 +181,7 @@ def _refuse_unknown(family: Family, raw: dict[str, Any], file: Path) -> None:
 def _known(family: Family) -> set[str]:
     """The fields of config.json that are read, or must have a value."""
     known = {"head_dim", "layer_types", *_ONLY, *family.constants, *family.dropout, *family.aliases}
-    known |= {family.further.count} if family.further else set()
+    known |= {family.further.field} if family.further else set()
     for ours, theirs in {**family.fields, **family.optional}.items():
         known |= _SPECIAL[ours].names if ours in _SPECIAL else {theirs if isinstance(theirs, str) else theirs.name}
     return known - {*family.without_effect}
@@ -372,7 +373,14 @@ _SPECIAL: dict[str, _Special] = {
 _ONLY: dict[str, Any] = {"is_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}}
 _OF_THE_FILE = {
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"),
-    *("_commit_hash", "unsloth_fixed", "unsloth_version", "max_position_embeddings", "quantization_config"),
+    *(
+        "_commit_hash",
+        "unsloth_fixed",
+        "unsloth_version",
+        "transformers.js_config",
+        "max_position_embeddings",
+        "quantization_config",
+    ),
 }
 _OF_ANY = {
     *("use_cache", "cache_implementation", "gradient_checkpointing", "chunk_size_feed_forward", "torchscript"),

@@ -6,11 +6,11 @@ tokens, if the checkpoint has another tokenizer.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from optimus.disk import parse_json
 from optimus.errors import UserError
 from optimus.hub.config_json import FILE, further_fields, read_config
 
@@ -31,7 +31,7 @@ def read_published(path: Path) -> dict[str, Any]:
     return found | {"sha256": _sha256(tokenizer) if tokenizer.is_file() else None}
 
 
-class Published(NamedTuple):
+class Remarks(NamedTuple):
     """What an export of a model says beside its architecture and weights; see `published_again`."""
 
     config: dict[str, Any]  # fields of config.json
@@ -41,7 +41,7 @@ class Published(NamedTuple):
 
 def published_again(
     said: Mapping[str, Any], *, vocab: int, tokenizer: Path | None, eos_id: int | None, pad_id: int | None, context: int
-) -> Published:
+) -> Remarks:
     """What was `said` of the model that training began with, as it is true of a checkpoint with these tokens.
 
     `eos_id` ends documents in training: where it is not among the published tokens that end a text, it is put before them.
@@ -66,13 +66,13 @@ def published_again(
         own = {name: value for name, value in files[TOKENIZER].items() if name not in _OF_A_FOLDER}
         longest = {"model_max_length": max(own["model_max_length"], context)} if "model_max_length" in own else {}
         files[TOKENIZER] = own | longest
-    return Published(config, generation, files)
+    return Remarks(config, generation, files)
 
 
 def _read(file: Path) -> Any:
     try:
         text = file.read_text(encoding="utf-8")
-        raw = json.loads(text) if file.suffix == ".json" else text
+        raw = parse_json(text) if file.suffix == ".json" else text
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     if file.suffix == ".json" and not isinstance(raw, dict):

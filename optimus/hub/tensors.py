@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimus.disk import plain_name
+from optimus.disk import parse_json, plain_name
 from optimus.errors import UserError
 from optimus.hub.config_json import has_weights
 
@@ -65,7 +65,7 @@ def _weight_files(path: Path) -> list[Path]:
         has_weights(path)  # speaks up about pickled weights
         raise UserError(f"{path} holds no weights: neither {SINGLE} nor {INDEX} is there")
     try:
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        named = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
         return sorted({path / plain_name(name) for name in named})
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{index} is damaged ({error!r}): get the file again") from None

@@ -40,21 +40,22 @@ class GradientBuffer(ABC):
         """The gradient has been added; called once per backward pass."""
 
     @abstractmethod
-    def expect(self) -> None:
-        """Something will be added after autograd's present backward pass instead of in it."""
+    def found(self) -> None:
+        """The backward pass needs the parameter no more: its gradient will be added now or later. Once per pass, too."""
 
     def add(self, write: Callable[[Tensor], object]) -> None:
-        """Have `write` add a gradient to the tensor that it is given; later, where weight gradients are deferred."""
+        """Have `write` add a gradient to the tensor that it is given; later, where weight gradients are deferred. From this
+        call on, the parameter may be without memory."""
 
         @torch.no_grad()
         def add() -> None:
             write(self.open())
             self.close()
 
+        self.found()
         if self._step.deferred is None:
             add()
         else:
-            self.expect()
             self._step.deferred.append(add)
 
 
@@ -72,7 +73,7 @@ class TensorBuffer(GradientBuffer):
     def close(self) -> None:
         self.added += 1
 
-    def expect(self) -> None: ...
+    def found(self) -> None: ...
 
 
 class WeightGradient:
@@ -127,6 +128,7 @@ class WeightGradient:
         if self._buffer is None:
             return self._grad_EAB
         if self._deferred is None:
+            self._buffer.found()
             self._buffer.close()
         else:
             self._buffer.add(self._add_deferred)

@@ -3,28 +3,27 @@
 A product is called NN, NT or TN after its operands: N lies row by row, T column by column. Libraries of matrix products are
 not equally good at the three: on one chip a TN product was found eight times slower than the same one as NN (AxoNN, section
 5.1.3). So while a `MatmulForms` measures, every product is timed in all three forms, the transposing of operands included;
-once the ranks have agreed (`choose`) the fastest is used, for the same sizes and type. Until then, and without one, products
-are made as they come: forms differ in their last bits, and ranks that compute the same must find the same, or a token may go
-to other experts on one of them.
+once the ranks have agreed (`choose`) a clearly faster one is used, for the same sizes and type. Until then, and without one,
+products are made as they come: forms differ in their last bits, and ranks that compute the same must find the same, or a
+token may go to other experts on one of them.
 
 Legend: A [M, L] @ B [L, N] -> [M, N].
 """
 
 import time
-from functools import cache
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from optimus.measurements import Timing, clear_choice, in_turn
 from optimus.step_context import Forms
 
 Form = Literal["NN", "NT", "TN"]
 
-_FORMS: tuple[Form, ...] = ("NN", "NT", "TN")
+FORMS: tuple[Form, ...] = ("NN", "NT", "TN")
 _LEAST_WORK = 1 << 26  # floating point operations; what is shorter cannot be timed, and does not matter
-_GAIN = 0.9  # another form must take less than this share of the time: chance must not choose
-_REPEATS = 4
 
 
 class MatmulShape(NamedTuple):
@@ -37,28 +36,33 @@ class MatmulShape(NamedTuple):
     type: str
 
 
+FormTimings = dict[Form, Timing]
+
+
 class MatmulForms:
-    """The forms in which products are made: `seconds` by product and form, as far as they have been measured.
+    """The forms in which products are made: `timings` by product and form, as far as they have been measured.
 
     What is measured here changes no form before it is chosen.
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[MatmulShape, dict[Form, float]] = {}
+        self.timings: dict[MatmulShape, FormTimings] = {}
         self.measuring = False
-        self.measured: list[MatmulShape] = []  # here, since the beginning
+        self.made: set[MatmulShape] = set()  # while measuring, and large enough
         self._chosen: dict[MatmulShape, Form] = {}
 
-    def choose(self, seconds: dict[MatmulShape, dict[Form, float]]) -> None:
+    def choose(self, timings: dict[MatmulShape, FormTimings]) -> None:
         """Use these measurements, in place of own ones of the same products; they must be the same on all ranks."""
-        self.seconds.update(seconds)
-        self._chosen |= {product: fastest(product.form, times) for product, times in seconds.items()}
+        self.timings.update(timings)
+        self._chosen |= {product: clear_choice(product.form, each) for product, each in timings.items()}
 
     def form(self, shape: MatmulShape, a_ML: Tensor, b_LN: Tensor) -> Form:
         """The form in which to make a product, which is timed now if it is to be and has not been."""
-        if self.measuring and shape not in self.seconds and 2 * shape.m * shape.l * shape.n >= _LEAST_WORK:
-            self.measured.append(shape)
-            self.seconds[shape] = {form: _seconds(form, a_ML, b_LN) for form in _FORMS}
+        if self.measuring and 2 * shape.m * shape.l * shape.n >= _LEAST_WORK:
+            self.made.add(shape)
+            if shape not in self.timings:
+                out = a_ML.new_empty(len(a_ML), b_LN.shape[1])
+                self.timings[shape] = in_turn({form: partial(_seconds, form, a_ML, b_LN, out) for form in FORMS})
         return self._chosen.get(shape, shape.form)
 
 
@@ -123,12 +127,6 @@ def in_form(form: Form, a_ML: Tensor, b_LN: Tensor) -> tuple[Tensor, Tensor]:
     return a_ML, b_LN
 
 
-def fastest(form: Form, seconds: dict[Form, float]) -> Form:
-    """The form to use for a product that comes as `form`: another one only where it is clearly faster."""
-    best = min(seconds, key=seconds.__getitem__)
-    return best if seconds[best] < _GAIN * seconds[form] else form
-
-
 def _shape(form: Form, a_ML: Tensor, b_LN: Tensor, rows_vary: bool) -> MatmulShape:
     (m, l), n = a_ML.shape, b_LN.shape[1]
     if rows_vary and form == "TN":
@@ -138,16 +136,10 @@ def _shape(form: Form, a_ML: Tensor, b_LN: Tensor, rows_vary: bool) -> MatmulSha
     return MatmulShape(form, m, l, n, str(a_ML.dtype).removeprefix("torch."))
 
 
-def _seconds(form: Form, a_ML: Tensor, b_LN: Tensor) -> float:
-    """The shortest of a few runs, transposing included, after one that is not counted."""
-    out = a_ML.new_empty(len(a_ML), b_LN.shape[1])
-
-    def run() -> float:
-        began = time.perf_counter()
-        torch.mm(*in_form(form, a_ML, b_LN), out=out)
-        if out.device.type != "cpu":
-            torch.accelerator.synchronize(out.device)
-        return time.perf_counter() - began
-
-    run()
-    return min(run() for _ in range(_REPEATS))
+def _seconds(form: Form, a_ML: Tensor, b_LN: Tensor, out_MN: Tensor) -> float:
+    """Of one product in this form, transposing included; on an accelerator all before it is done."""
+    began = time.perf_counter()
+    torch.mm(*in_form(form, a_ML, b_LN), out=out_MN)
+    if out_MN.device.type != "cpu":
+        torch.accelerator.synchronize(out_MN.device)
+    return time.perf_counter() - began

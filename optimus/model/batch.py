@@ -13,6 +13,18 @@ from optimus.errors import UserError
 from optimus.kernels.documents import Documents
 
 
+def pinned(host: Tensor) -> Tensor:
+    """A copy that an accelerator reads beside what it does; what lies elsewhere on the host waits until that is done."""
+    return torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """The same on the device; from the host without waiting for it."""
+    if x.device.type != "cpu" or device.type in ("cpu", "meta"):
+        return x.to(device)
+    return pinned(x).to(device, non_blocking=True)
+
+
 class Batch(NamedTuple):
     """Sequences of tokens. What is said of each token lies beside it, [B, S]; None says nothing special of any."""
 
@@ -45,7 +57,7 @@ class Batch(NamedTuple):
         """The token that is to be predicted after each one; -1 where none is."""
         target_BS, chosen_BS = self.tokens_BS[:, 1:], self._chosen_BS
         if chosen_BS is not None:
-            target_BS = target_BS.masked_fill(~chosen_BS.to(target_BS.device), -1)
+            target_BS = target_BS.masked_fill(~moved(chosen_BS, target_BS.device), -1)
         return F.pad(target_BS, (0, 1), value=-1)
 
     @property
@@ -65,7 +77,7 @@ class Batch(NamedTuple):
         if self.document_BS is None:
             return mask_BS
         inside_BS = self.document_BS[:, 1:] == self.document_BS[:, :-1]
-        return inside_BS if mask_BS is None else mask_BS & inside_BS.to(mask_BS.device)
+        return inside_BS if mask_BS is None else mask_BS & moved(inside_BS, mask_BS.device)
 
     def documents(self) -> Documents | None:
         """The documents, of which there is one per sequence where None."""

@@ -16,7 +16,7 @@ from optimus.kernels.linear_cross_entropy import soft_capped
 from optimus.kernels.linear_divergence import SoftTargets, linear_divergence
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, AttentionPositions, LayerCache
-from optimus.model.batch import Batch
+from optimus.model.batch import Batch, moved
 from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
 from optimus.model.latent import LatentAttention
 from optimus.model.moe.layer import MoeLayer
@@ -302,7 +302,7 @@ class Transformer(nn.Module):
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
         if documents is None:
             return positions_S, self._places(positions_S, len(tokens_BS), self.sequence)
-        position_T = documents.positions().view_as(tokens_BS).to(tokens_BS.device)[:, positions_S].flatten()
+        position_T = moved(documents.positions().view_as(tokens_BS), tokens_BS.device)[:, positions_S].flatten()
         return positions_S, self._places(position_T, 1, self.sequence.within(documents))
 
     def full_positions(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, AttentionPositions]:

@@ -3,11 +3,14 @@
 import importlib.metadata
 import os
 import platform
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from optimus import __version__
 from optimus.cores import usable_cores
 from optimus.errors import UserError
+from optimus.measurements import Measurements
 
 # Dense bf16 TFLOP/s from the makers' data sheets; a device's name is searched for these words in order.
 _PEAK_TFLOPS = {
@@ -157,6 +160,17 @@ def whole_memory(device: Any) -> int:
     import torch
 
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
+def measurements_of(device: Any, folder: str | None) -> Measurements:
+    """What `folder` keeps of this chip: measurements of another one, PyTorch or number of threads are no guide."""
+    if folder is None:
+        return Measurements(None)
+    import torch
+
+    chip = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
+    threads = f"-{torch.get_num_threads()}-threads" if device.type == "cpu" else ""
+    return Measurements(Path(folder) / f"measured-{chip}{threads}-torch-{torch.__version__}.json")
 
 
 def describe_machine() -> dict[str, Any]:

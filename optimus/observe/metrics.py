@@ -57,7 +57,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def _open_after(path: Path, step: int) -> Any:
     if path.exists():
-        kept = [record for record in read_json_lines(path) if record["step"] <= step]
+        numbered = [record for record in read_json_lines(path) if isinstance(record.get("step"), int)]
+        kept = [record for record in numbered if record["step"] <= step]
         partial = path.with_suffix(".jsonl.partial")
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         os.replace(partial, path)

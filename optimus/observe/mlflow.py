@@ -1,7 +1,6 @@
 """MLflow: one run there for a run here, however often it is resumed."""
 
 import importlib.util
-import json
 import math
 import os
 import sys
@@ -10,7 +9,7 @@ from typing import Any
 
 from optimus.config import RunConfig
 from optimus.config.flat import flat
-from optimus.disk import write_json
+from optimus.disk import parse_json, write_json
 from optimus.errors import UserError, how_to_install
 
 _LONGEST = 500  # characters of a parameter's value
@@ -38,7 +37,7 @@ class MLflow:
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             mlflow.set_tracking_uri((folder / "mlruns").resolve().as_uri())
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which newer versions ask for
-        known = json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
+        known = parse_json(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
         try:
             mlflow.set_experiment(config.observe.mlflow)
             run = mlflow.start_run(run_id=known, run_name=None if known else folder.resolve().name)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from optimus.disk import parse_json
 from optimus.errors import naming_disk_errors
 
 MERGED = "trace.json.gz"
@@ -38,7 +39,7 @@ def merge_traces(folder: Path, ranks: int) -> list[int]:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         first = True
         for rank in there:
-            trace = json.loads(rank_trace(folder, rank).read_text(encoding="utf-8"))
+            trace = parse_json(rank_trace(folder, rank).read_text(encoding="utf-8"))
             base = int(trace.get("baseTimeNanoseconds", 0))
             zero = base if zero is None else zero
             for event in _of_rank(trace["traceEvents"], rank, (base - zero) / 1000):

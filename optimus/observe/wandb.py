@@ -2,12 +2,11 @@
 
 import importlib.util
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig
-from optimus.disk import write_json
+from optimus.disk import parse_json, write_json
 from optimus.errors import UserError, how_to_install
 
 _WITHOUT_KEY = ("offline", "dryrun", "disabled")  # modes
@@ -63,7 +62,7 @@ class WeightsAndBiases:
                 tags=given.wandb_tags or None,
                 dir=str(folder),
                 config=config.model_dump(),
-                id=json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None,
+                id=parse_json(file.read_text(encoding="utf-8"))["id"] if file.exists() else None,
                 resume="allow",
                 allow_val_change=True,  # of the configuration, by a resume
             )

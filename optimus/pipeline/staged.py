@@ -8,6 +8,7 @@ Legend: T rows of the residual stream, H columns of it, E experts.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -43,6 +44,9 @@ class Objective(Protocol):
 
 class Gradients(Protocol):
     """Where the gradients of this rank's stages go. Parameters of a divided vocabulary are of no stage, which is -1."""
+
+    def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Inside is the backward pass of a microbatch through a stage, or a part of it."""
 
     def reduce_on_arrival(self, stage: int) -> None:
         """The coming backward pass, which is not split, is the last of the stage."""
@@ -334,13 +338,14 @@ class _Training(_Forward):
             self.reported.append(reported)
             made, grads = (*made, minimised), (x_grad_TH, None)
         if defer:
-            with self._staged.model.parts.step.deferring() as deferred:
+            with self._gradients.backward(stage, microbatch), self._staged.model.parts.step.deferring() as deferred:
                 _backward(made, grads)
             self._deferred[stage, microbatch] = deferred
         else:
             if self._left[stage] == 1:
                 self._gradients.reduce_on_arrival(stage)
-            _backward(made, grads)
+            with self._gradients.backward(stage, microbatch):
+                _backward(made, grads)
             self._count(stage)
         gradients = None if given is None else tuple(_gradient(tensor) for tensor in given)
         if stage == 0 and self._vocabulary is not None:
@@ -350,13 +355,15 @@ class _Training(_Forward):
         return gradients
 
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
-        super().vocabulary(kind, microbatch)
+        with self._gradients.backward(-1, microbatch):  # its parts: those of the output layer and of the embedding
+            super().vocabulary(kind, microbatch)
         if kind is Kind.EMBED_BACKWARD and microbatch == len(self._microbatches) - 1:
             self._gradients.start_reduction(-1)
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
-        for add in self._deferred.pop((stage, microbatch)):
-            add()
+        with self._gradients.backward(stage, microbatch):
+            for add in self._deferred.pop((stage, microbatch)):
+                add()
         self._count(stage)
 
     def _count(self, stage: int) -> None:

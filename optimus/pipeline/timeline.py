@@ -1,6 +1,5 @@
 """The timeline of a pipeline, simulated or measured: when each rank executed which action, and what follows from it."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from optimus.disk import user_path, write_json
+from optimus.disk import parse_json, user_path, write_json
 from optimus.errors import UserError
 from optimus.pipeline.schedule import Kind, live_changes
 
@@ -94,7 +93,7 @@ def read_timeline(path: Path) -> Timeline:
     """Read a timeline, as of a measured run. Raises `UserError` when the file is missing or holds something else."""
     path = user_path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         events = [
             Event(int(rank), Kind(kind), int(stage), int(microbatch), float(start), float(end))
             for rank, kind, stage, microbatch, start, end in content["events"]

@@ -20,10 +20,10 @@ def differences(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
 def has_other_tokenizer(folders: Sequence[RunFolder]) -> bool:
     """Whether the tokens of some of the runs are not those of the others: by the sums of their tokenizers, else by the sizes
     of their vocabularies."""
-    sums = {folder.described("tokenizer") for folder in folders}
-    if None not in sums:
+    sums = {value_text(folder.described("tokenizer")) for folder in folders}
+    if value_text(None) not in sums:
         return len(sums) > 1
-    return len({folder.setting("model.vocab") for folder in folders}) > 1
+    return len({value_text(folder.setting("model.vocab")) for folder in folders}) > 1
 
 
 def _surroundings(folder: RunFolder) -> Iterator[tuple[str, Any]]:

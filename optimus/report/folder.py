@@ -1,6 +1,5 @@
 """What the files of a run folder say, also while the run writes them; lines that cannot be read are skipped and counted."""
 
-import json
 import math
 import os
 import socket
@@ -16,12 +15,14 @@ import psutil
 
 from optimus.config.renamed import with_new_names
 from optimus.config.yaml_text import parse_yaml
-from optimus.disk import user_path
+from optimus.disk import parse_json, user_path
 from optimus.errors import UserError
 
 _BEAT, _SILENCE = 15.0, 60.0  # seconds: a lease as young is a living run's; older than the second it is a dead one's
 _TOGETHER = 1000  # lines that are read at once
 _EXPERT_STEPS = 400  # whose load of experts is read
+_DIGITS = 16  # of whole numbers that a page can have exactly
+_RANKS = 1 << 20  # of a timeline that can be drawn
 _ENDINGS = ("failure", "error", "stopped", "recovered", "finished")  # events that say how a run is
 
 
@@ -39,12 +40,13 @@ class RunFolder:
     timeline: dict[str, Any] | None
     evaluations: dict[str, dict[str, Any]]  # what `optimus evaluate` has written into `evaluations/`, by file
     skipped_lines: dict[str, int] = field(default_factory=dict)  # of each file: those that cannot be read
+    ended: bool = False  # whatever its lease says: see `read_folder`
     _columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """That of the folder."""
-        return self.path.resolve().name
+        return printable(self.path.resolve().name)
 
     def setting(self, key: str, default: Any = None) -> Any:
         """What the configuration has at a key such as `train.steps`."""
@@ -67,7 +69,7 @@ class RunFolder:
         if key not in self._columns:
             values = [record.get(key) for record in self.records]
             if not set(map(type, values)) <= {float, int, type(None)}:
-                values = [value if is_number(value) else None for value in values]
+                values = list(map(number, values))
             self._columns[key] = values
         return self._columns[key]
 
@@ -76,9 +78,15 @@ class RunFolder:
         """The last step with a record; 0 before there is one."""
         return int(self.records[-1]["step"]) if self.records else 0
 
-    def last(self, key: str) -> Any:
-        """The newest value of a metric; None where there is none."""
-        return next((each[key] for each in reversed(self.records) if each.get(key) is not None), None)
+    @property
+    def steps(self) -> int | None:
+        """How many the run is to have; None where its configuration does not say."""
+        steps = self.setting("train.steps")
+        return steps if type(steps) is int and abs(steps) < 10**_DIGITS else None
+
+    def last(self, key: str) -> float | None:
+        """The newest number of a metric; None where there is none."""
+        return next((value for each in reversed(self.records) if is_number(value := each.get(key))), None)
 
     def described(self, key: str) -> Any:
         """What the newest description of the environment says; None where it says nothing, as in older runs."""
@@ -87,10 +95,9 @@ class RunFolder:
     @cached_property
     def state(self) -> tuple[str, str]:
         """(running, finished, stopped or failed; why)."""
-        steps = self.setting("train.steps")
-        if _is_held(self.path / "lease.json"):
+        if not self.ended and _is_held(self.path / "lease.json"):
             return "running", ""
-        if isinstance(steps, int) and self.step >= steps:
+        if self.steps is not None and self.step >= self.steps:
             return "finished", ""
         event = next((each for each in reversed(self.events) if each.get("kind") in _ENDINGS), None)
         kind, detail = (None, "") if event is None else (event["kind"], str(event.get("detail", "")))
@@ -102,15 +109,18 @@ class RunFolder:
 
     def step_at(self, moment: float | None) -> int | None:
         """The last step that was done at a time of day, for events without a step; None in runs that have no times."""
-        times = [float(each["time"]) for each in self.records if "time" in each]
-        if moment is None or not times or len(times) < len(self.records):
+        times = [time for time in self.column("time") if time is not None]
+        if not isinstance(moment, float | int) or not times or len(times) < len(self.records):
             return None
         index = bisect_right(times, moment)
         return int(self.records[index - 1]["step"]) if index else 0
 
 
-def read_folder(given: str | Path) -> RunFolder:
-    """Read a run folder. Raises `UserError` where none is; what is damaged in one is skipped and counted."""
+def read_folder(given: str | Path, *, ended: bool = False) -> RunFolder:
+    """Read a run folder. Raises `UserError` where none is; what is damaged in one is skipped and counted.
+
+    `ended`: the run has, says its own process, which holds the folder until it has written all.
+    """
     path = user_path(given)
     if not path.is_dir():
         raise UserError(f"{path} is not a run folder: there is no such folder; name the train.output of a run")
@@ -128,8 +138,8 @@ def read_folder(given: str | Path) -> RunFolder:
         return found
 
     metrics, experts = lines("metrics.jsonl"), lines("experts.jsonl", _EXPERT_STEPS)
-    steps = [each for each in metrics if isinstance(each.get("step"), int)]
-    loads = [each for each in experts if isinstance(each.get("step"), int) and _is_load(each.get("load"))]
+    steps = [each for each in metrics if type(each.get("step")) is int]
+    loads = [each for each in experts if type(each.get("step")) is int and _is_load(each.get("load"))]
     for name, found, good in (("metrics.jsonl", metrics, steps), ("experts.jsonl", experts, loads)):
         if len(good) < len(found):
             skipped[name] = skipped.get(name, 0) + len(found) - len(good)
@@ -148,6 +158,7 @@ def read_folder(given: str | Path) -> RunFolder:
         timeline,
         {file.stem: read for file in sorted((path / "evaluations").glob("*.json")) if (read := _json(file, skipped))},
         skipped,
+        ended,
     )
 
 
@@ -178,19 +189,33 @@ def _lines(path: Path, most: int | None = None) -> tuple[list[dict[str, Any]], i
 def _values(texts: Sequence[bytes]) -> list[dict[str, Any]]:
     """The mappings among these lines: read together, which is faster, where all of them can be read."""
     try:
-        values = json.loads(b"[" + b",".join(texts) + b"]")
+        values = _parsed(b"[" + b",".join(texts) + b"]")
     except ValueError:
         values = []
     if len(values) != len(texts):
-        values = map(_parsed, texts)
+        values = map(_parsed_or_none, texts)
     return [value for value in values if isinstance(value, dict)]
 
 
-def _parsed(line: bytes) -> Any:
+def _parsed_or_none(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return _parsed(line)
     except ValueError:
         return None
+
+
+def _parsed(text: bytes) -> Any:
+    """What JSON says, as a page can show it: numbers that floats can have, text that is Unicode. Raises ValueError."""
+    value = parse_json(text, parse_int=lambda digits: int(digits) if len(digits) < _DIGITS else float(digits))
+    return _with_printable_text(value) if b"\\ud" in text.lower() else value
+
+
+def _with_printable_text(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {printable(key): _with_printable_text(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return list(map(_with_printable_text, tree))
+    return printable(tree) if isinstance(tree, str) else tree
 
 
 def _config(path: Path, skipped: dict[str, int]) -> dict[str, Any]:
@@ -206,7 +231,7 @@ def _config(path: Path, skipped: dict[str, int]) -> dict[str, Any]:
 
 def _json(path: Path, skipped: dict[str, int]) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = _parsed(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
@@ -221,9 +246,10 @@ def _is_load(load: Any) -> bool:
     """Whether it is numbers of experts by layer."""
     return isinstance(load, dict) and all(
         layer.isdecimal()
+        and len(layer) < _DIGITS
         and isinstance(experts, list)
         and set(map(type, experts)) <= {float, int}
-        and all(map(math.isfinite, experts))
+        and all(math.isfinite(100.0 * expert) for expert in experts)
         for layer, experts in load.items()
     )
 
@@ -232,26 +258,32 @@ def _is_timeline(found: Mapping[str, Any]) -> bool:
     """Whether all events of a pipeline, and of its simulation if there is one, are (rank, kind, stage, microbatch, start,
     end)."""
     ranks, timelines = found.get("ranks"), (found.get("events"), found.get("simulated", []))
-    return isinstance(ranks, int) and all(
-        isinstance(events, list)
+    return (
+        isinstance(ranks, int)
+        and 1 <= ranks < _RANKS
         and all(
-            isinstance(event, list)
-            and len(event) == 6
-            and event[0] in range(ranks)
-            and isinstance(event[1], str)
-            and all(map(is_number, event[2:]))
-            for event in events
+            isinstance(events, list)
+            and all(
+                isinstance(event, list)
+                and len(event) == 6
+                and event[0] in range(ranks)
+                and isinstance(event[1], str)
+                and all(is_number(number) and math.isfinite(number) for number in event[2:])
+                for event in events
+            )
+            for events in timelines
         )
-        for events in timelines
     )
 
 
 def _is_held(lease: Path) -> bool:
     """Whether a living run holds the folder, as far as its lease says."""
     try:
-        age, holder = time.time() - os.stat(lease).st_mtime, json.loads(lease.read_text(encoding="utf-8"))
-        here, pid = holder["host"] == socket.gethostname(), int(holder["pid"])
+        age, holder = time.time() - os.stat(lease).st_mtime, parse_json(lease.read_bytes())
+        here, pid = holder["host"] == socket.gethostname(), holder["pid"]
     except (OSError, ValueError, LookupError, TypeError):
+        return False
+    if type(pid) is not int or not 0 < pid < 1 << 31:
         return False
     if here and not holder.get("several"):
         return psutil.pid_exists(pid)
@@ -264,10 +296,20 @@ def mapping(value: Any) -> Mapping[str, Any]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a metric's value is one; NaN and infinity are."""
-    return type(value) in (float, int)
+    """Whether a metric's value is one; NaN and infinity are, and what no float can have is not."""
+    return type(value) is float or (type(value) is int and abs(value) < 1e300)
+
+
+def number(value: Any) -> float | None:
+    """A metric's value; None where it is no number."""
+    return value if is_number(value) else None
 
 
 def plain(value: float | None) -> float | str | None:
     """A number as JSON can have it: what is not finite as text."""
     return value if value is None or math.isfinite(value) else str(value)
+
+
+def printable(text: str) -> str:
+    """Text as every output takes it: what is no Unicode, as in a file's name, as a question mark."""
+    return text.encode("utf-8", "replace").decode()

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from optimus.disk import user_path
-from optimus.errors import UserError, nearest
-from optimus.report.folder import is_run, read_folder
+from optimus.errors import UserError, naming_read_errors, nearest
+from optimus.report.folder import is_run, printable, read_folder
 from optimus.report.page import facts
 
 _DEPTH = 4  # folders below the given one
-STATES = ("running", "finished", "stopped", "failed")
+STATES = ("running", "finished", "stopped", "failed")  # of a folder that can be read
 COLUMNS = (
     "name", "state", "step", "steps", "loss", "bits_per_byte", "tokens_per_second", "parameters", "model", "why",
 )  # fmt: skip
@@ -22,7 +22,7 @@ def runs(
     """The runs in `folder` and the folders below it: `COLUMNS`, `tokens`, `path` and `skipped_lines` of each.
 
     Args:
-        state: only those that are running, finished, stopped or failed.
+        state: only those that are running, finished, stopped or failed; those that cannot be read are `unreadable`.
         match: only those whose path or model has this text in it.
         sort: the column to sort by; what is missing comes last.
 
@@ -38,7 +38,8 @@ def runs(
         raise UserError(f"{root} has no run in it: a run folder is what train.output names and has a metrics.jsonl")
     chosen = [row for row in rows if state in (None, row["state"]) and _matches(row, match)]
     there, missing = [r for r in chosen if r[sort] is not None], [r for r in chosen if r[sort] is None]
-    return [*sorted(there, key=lambda row: row[sort], reverse=reverse), *missing]
+    # What is not finite is text beside numbers, and behind them.
+    return [*sorted(there, key=lambda row: (isinstance(row[sort], str), row[sort]), reverse=reverse), *missing]
 
 
 def table_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -53,20 +54,31 @@ def table_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
-    if is_run(folder):
+    try:
+        if is_run(folder):
+            yield folder
+            return
+        inside = sorted(folder.iterdir()) if depth else []
+    except OSError:  # it cannot be looked into, as `_row` will say
         yield folder
-    elif depth:
-        for path in sorted(folder.iterdir()):
-            if path.is_dir() and not path.is_symlink():
-                yield from _run_folders(path, depth - 1)
+        return
+    for path in inside:
+        if path.is_dir() and not path.is_symlink():
+            yield from _run_folders(path, depth - 1)
 
 
 def _row(path: Path, root: Path) -> dict[str, Any]:
-    run = read_folder(path)
-    state, why = run.state
-    name = path.relative_to(root).as_posix()
-    about = {**facts(run), "name": run.name if name == "." else name, "state": state, "why": why}
-    return {key: about[key] for key in (*COLUMNS, "tokens")} | {"path": str(path), "skipped_lines": run.skipped_lines}
+    below = path.relative_to(root).as_posix()
+    name = printable(path.resolve().name if below == "." else below)
+    about: dict[str, Any] = {"name": name, "path": printable(str(path))}
+    try:
+        with naming_read_errors(path):
+            run = read_folder(path)
+        state, why = run.state
+        about |= {**facts(run), "state": state, "why": printable(why), "skipped_lines": run.skipped_lines}
+    except UserError as error:
+        about |= {"state": "unreadable", "step": 0, "why": printable(str(error)), "skipped_lines": {}}
+    return {key: about.get(key) for key in (*COLUMNS, "tokens", "path", "skipped_lines")}
 
 
 def _matches(row: dict[str, Any], match: str | None) -> bool:

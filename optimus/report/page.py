@@ -16,7 +16,7 @@ from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.report.compare import differences, has_other_tokenizer
 from optimus.report.downsample import downsample
-from optimus.report.folder import RunFolder, is_number, mapping, plain, read_folder
+from optimus.report.folder import RunFolder, is_number, mapping, number, plain, printable, read_folder
 
 _POINTS = 2500  # of a curve
 _STACKED = 600  # steps of a picture of parts
@@ -42,6 +42,7 @@ _STACKS = {  # pictures of parts: by the beginning of the names of the metrics
     "memory": ("Memory by kind", "on rank 0"),
     "time": ("Where a step's time goes", "on rank 0"),
 }
+_SIZES = {"layers": "{} layers", "hidden": "hidden {}", "experts": "{} experts"}  # of a model, in a line
 _NO_CHART = {"step", "tokens", "time", "data_seconds", "checkpoint_seconds"}
 
 
@@ -54,18 +55,25 @@ def write_report(runs: Sequence[str | Path], output: str | Path) -> dict[str, An
     Example:
         optimus.report(["demo/run"], "report.html")
     """
-    path, data = user_path(output), report_data(runs)
+    return write_page(report_data(runs), user_path(output))
+
+
+def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Write what `report_data` gives; see `write_report`."""
     text = render(data)
     with naming_disk_errors(path, "Make room, or choose another place for --output"):
         path.write_text(text, encoding="utf-8")
     return {"output": str(path), "bytes": len(text.encode()), "warnings": data["warnings"]}
 
 
-def report_data(runs: Sequence[str | Path]) -> dict[str, Any]:
-    """What the page of these runs shows, as JSON can have it: curves by their points, NaN and infinity as text."""
+def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str, Any]:
+    """What the page of these runs shows, as JSON can have it: curves by their points, NaN and infinity as text.
+
+    `ended`: they have, whoever holds their folders.
+    """
     if not runs:
         raise UserError("a report needs a run folder: name one, or several to compare")
-    folders = [read_folder(run) for run in runs]
+    folders = [read_folder(run, ended=ended) for run in runs]
     names = _distinct_names(folders)
     hidden = {"loss"} if has_other_tokenizer(folders) else set()
     warnings = [
@@ -111,14 +119,14 @@ def _distinct_names(folders: Sequence[RunFolder]) -> list[str]:
     names = [folder.name for folder in folders]
     if len(set(names)) == len(names):
         return names
-    return [str(folder.path) for folder in folders]
+    return [printable(str(folder.path)) for folder in folders]
 
 
 def _run(name: str, folder: RunFolder, hidden: set[str]) -> dict[str, Any]:
     state, why = folder.state
     return {
         "name": name,
-        "folder": str(folder.path),
+        "folder": printable(str(folder.path)),
         "state": state,
         "why": why,
         "facts": facts(folder),
@@ -140,29 +148,24 @@ def _run(name: str, folder: RunFolder, hidden: set[str]) -> dict[str, Any]:
 def facts(folder: RunFolder) -> dict[str, Any]:
     """What is said of a run in a line or a few: numbers and texts, None where the files say nothing."""
     model = mapping(folder.setting("model"))
+    sizes = [form.format(size) for key, form in _SIZES.items() if (size := number(model.get(key)))]
     return {
-        "model": " ".join(
-            str(part)
-            for part in (
-                model.get("family"),
-                f"{model['layers']} layers" if "layers" in model else None,
-                f"hidden {model['hidden']}" if "hidden" in model else None,
-                f"{model['experts']} experts" if model.get("experts") else None,
-            )
-            if part is not None
-        )
-        or None,
-        "parameters": folder.described("parameters"),
-        "active_parameters": folder.described("active_parameters"),
+        "model": " ".join(filter(None, [_text(model.get("family")), *sizes])) or None,
+        "parameters": plain(number(folder.described("parameters"))),
+        "active_parameters": plain(number(folder.described("active_parameters"))),
         "step": folder.step,
-        "steps": folder.setting("train.steps"),
-        "tokens": folder.last("tokens"),
+        "steps": folder.steps,
+        "tokens": plain(folder.last("tokens")),
         "loss": plain(folder.last("loss")),
         "bits_per_byte": plain(folder.last("bits_per_byte")),
         "tokens_per_second": plain(_median_rate(folder.records)),
-        "ranks": folder.described("ranks"),
-        "device": folder.described("device"),
+        "ranks": plain(number(folder.described("ranks"))),
+        "device": _text(folder.described("device")),
     }
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _median_rate(records: Sequence[Mapping[str, Any]]) -> float | None:
@@ -208,7 +211,7 @@ def _clock(folder: RunFolder) -> dict[str, list[Any]]:
     kept = sorted({round(i * (len(records) - 1) / _STACKED) for i in range(_STACKED + 1)} if records else ())
     return {
         "step": [records[index]["step"] for index in kept],
-        "tokens": [records[index].get("tokens") for index in kept],
+        "tokens": [plain(folder.column("tokens")[index]) for index in kept],
         "seconds": [plain(sums[index]) for index in kept],
     }
 
@@ -227,7 +230,7 @@ def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
     edges = [len(have) * bucket // _STACKED for bucket in range(_STACKED + 1)]
     if len(have) > _STACKED:
         have = [max(have[start:end], key=total) for start, end in pairwise(edges)]
-    parts = {key.split("/", 1)[1]: [plain(each.get(key)) for each in have] for key in names}
+    parts = {key.split("/", 1)[1]: [plain(number(each.get(key))) for each in have] for key in names}
     largest = sorted(parts, key=lambda name: -sum(value for value in parts[name] if is_number(value)))
     return {"step": [each["step"] for each in have], "parts": {name: parts[name] for name in largest}}
 
@@ -258,7 +261,8 @@ def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             scored[str(text.get("path", "text"))] = {"bits_per_byte": bits}
         for what, scores in scored.items():
             numbers = {key: plain(value) for key, value in scores.items() if is_number(value)}
-            rows.append({"file": name, "step": checkpoint.get("step"), "what": what, "scores": numbers})
+            step = plain(number(checkpoint.get("step")))
+            rows.append({"file": name, "step": step, "what": what, "scores": numbers})
     return rows
 
 
@@ -267,7 +271,7 @@ def _event(event: Mapping[str, Any]) -> dict[str, Any]:
     return (
         {"time": None, "step": None, "seconds": None}
         | numbers
-        | {key: event.get(key) for key in ("kind", "node", "rank", "detail")}
+        | {key: _finite(event.get(key)) for key in ("kind", "node", "rank", "detail")}
     )
 
 

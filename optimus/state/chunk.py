@@ -14,7 +14,7 @@ parts are compressed, and whole parameters are expanded, in place, when they hav
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -30,17 +30,19 @@ from optimus.state.masks import Mask, unpacked_bits
 from optimus.state.plan import ChunkPlan
 from optimus.state.transfers import Transfers
 
-ON_DISK = torch.empty(0)  # in the place of what is there
+NOTHING_ON_DISK: AbstractContextManager[Mapping[str, Tensor]] = nullcontext({})
 
 
 class Chunk:
     """The parameters of `plan`; see the module's text.
 
     Flat buffers: `parameter` (compute type) of the whole chunk; of the part that this rank updates, which may be everything,
-    `compute_shard` (compute type), fp32 `master`, and the `moments` of the update rule by kind. `compute_shard` is a view of
-    what is kept of the long buffer; where a chunk has no master weights apart, `master` is `compute_shard`.
+    `compute_shard` (compute type), a view of what is kept of the long buffer, and what a checkpoint holds, by the prefix of
+    its keys: fp32 master weights, "model", and what the update rule keeps, by kind. Of that `resident` has what is always in
+    memory. Where a chunk has no master weights apart, they are `compute_shard`.
 
-    What the rule keeps and master weights that are on a disk are in memory inside `states`.
+    Whoever reads what a checkpoint holds, or changes it, does so inside `states`, which waits for the update that is under
+    way and gives each thread buffers of its own for what is on a disk.
 
     `groups` are those of the steps in which the chunk is sharded; `file` is the one on the disk. Whole parameters are given
     `block` bytes. `masks` are packed bits of those parameters that are pruned; the chunk is then compressed by tiles of so
@@ -93,17 +95,25 @@ class Chunk:
             self._disk.resize(on_disk, plan.updated)
         elif on_disk and file is not None:
             self._disk = DiskStates(file, on_disk, plan.updated)
-        self._bind(dict.fromkeys(on_disk, ON_DISK))
+        self.resident = self._by_prefix({})
 
-    def _bind(self, states: Mapping[str, Tensor]) -> None:
-        made = {**self._made, **states}
-        self.master = made.get("master", self.compute_shard)
-        self.moments = {kind: made[kind] for kind in self.plan.rule.kinds}
+    def _by_prefix(self, on_disk: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint holds, of what is always in memory and what has been read `on_disk`, by kind."""
+        made = {**self._made, **on_disk}
+        if not self.plan.has_master:
+            made["master"] = self.compute_shard
+        kinds = {"model": "master", **{kind: kind for kind in self.plan.rule.kinds}}
+        return {prefix: made[kind] for prefix, kind in kinds.items() if kind in made}
+
+    @property
+    def master(self) -> Tensor:
+        """This rank's part of the master weights, where they are always in memory."""
+        return self.resident["model"]
 
     @contextmanager
     def states(self, change: bool = False, *, after: Handle | None = None) -> Iterator[Mapping[str, Tensor]]:
-        """Inside, what a checkpoint holds of this chunk is in memory, by the prefix of its keys: this rank's part, behind the
-        update that is under way. With `change` it may be written to, and `publish` must follow.
+        """Inside, what a checkpoint holds of this chunk is in memory, by the prefix of its keys: this rank's part, behind
+        the update that is under way. With `change` it may be written to, behind whoever copies it; `publish` must follow.
 
         Only the thread that trains knows what is under way: another waits for the `updated` that it was given, `after`.
         """
@@ -111,24 +121,19 @@ class Chunk:
             after()
         elif change:
             self.settle()
+            self._finish_reading()
         else:
             self._finish_update()
         self._transfers.synchronize()
-        if self._disk is None:
-            yield {"model": self.master, **self.moments}
-            return
-        with self._disk.loaded(change) as states:
-            self._bind(states)
-            yield {"model": self.master, **self.moments}
-            self._bind(dict.fromkeys(states, ON_DISK))
+        loaded = NOTHING_ON_DISK if self._disk is None else self._disk.loaded(change)
+        with loaded as on_disk:
+            yield self._by_prefix(on_disk)
 
     def residency(self, prefix: str, weights: bool = False) -> Residency:
         """Where that of a checkpoint is which has this prefix: of the whole state, or of `weights` alone."""
-        averages = self.plan.rule.averages
         if prefix != "model":
             return self.plan.residency(prefix)
-        apart = self.master is not self.compute_shard
-        apart = apart and (averages or not weights or self.mask is not None)
+        apart = self.plan.has_master and (not weights or self._computes_otherwise)
         return self.plan.residency("master" if apart else "parameters.shard")
 
     @property
@@ -137,15 +142,19 @@ class Chunk:
         return self._transfers.synchronize
 
     @property
-    def weights(self) -> Tensor:
-        """This rank's part of the weights, which a checkpoint of them alone takes: what is computed with, unless that is
-        something else or whole."""
-        return self.master if self.plan.rule.averages or self.mask is not None else self.compute_shard
+    def _computes_otherwise(self) -> bool:
+        """Whether what is computed with is not this rank's part of the weights: something else, or whole."""
+        return self.plan.rule.averages or self.mask is not None
+
+    def weights(self, states: Mapping[str, Tensor]) -> Tensor:
+        """Of `states`, this rank's part of the weights, which a checkpoint of them alone takes: what is computed with, where
+        it can."""
+        return states["model"] if self._computes_otherwise else self.compute_shard
 
     @property
     def weights_dtype(self) -> torch.dtype:
         """The type in which a checkpoint of weights alone has them."""
-        return self.master.dtype if self.plan.rule.averages else self.compute_shard.dtype
+        return torch.float32 if self.plan.rule.averages else self.compute_shard.dtype
 
     def hold(self, until: Handle, weights: bool = False) -> None:
         """Call `until`, once, before the next update changes this rank's part: it returns when that has been copied or
@@ -169,22 +178,23 @@ class Chunk:
         if not named:
             return
         part = self.dense_extent
-        with self.states(change=True):
-            weights = self.dense_part(self.master)
+        with self.states(change=True) as states:
+            weights = self.dense_part(states["model"])
             for slot in named:
                 start, end = max(slot.start, part.start), min(slot.end, part.stop)
                 if start < end:
                     here = weights[start - part.start : end - part.start]
                     begin = start - slot.start
                     initialize_parameter(slot.name, here, initial[slot.name], seed, std, begin, slot.global_positions)
-            self.fill_part(self.master, weights)
+            self.fill_part(states["model"], weights)
         self.begin()
         self.publish()
 
     def begin(self) -> None:
         """Make what the update rule keeps as it is before the first update."""
-        with self.states(change=True):
-            self.plan.rule.begin(self.master, [*self.moments.values()])
+        with self.states(change=True) as states:
+            weights, *kept = states.values()
+            self.plan.rule.begin(weights, kept)
 
     # ---- The dense form of what is compressed ----
 
@@ -238,6 +248,7 @@ class Chunk:
         with self.states(change=True) as states:
             for prefix, part in parts.items():
                 states[prefix][: len(part)] = part.to(states[prefix].device)
+                states[prefix][len(part) :].zero_()
         if plan.keeps_whole:
             self.parameter.zero_()
         if not empty:
@@ -282,6 +293,9 @@ class Chunk:
 
     def _finish_update(self) -> None:
         """Wait for an update that is under way."""
+
+    def _finish_reading(self) -> None:
+        """Wait for whoever copies or writes this rank's part beside the training."""
 
     def _fetch(self) -> Handle:
         own = self.parameter.data[self.plan.extent(self.plan.depths.parameters)]
@@ -329,16 +343,20 @@ class Chunk:
 
     def _compute_anew(self) -> None:
         """Make the compute copy of this rank's part of the master weights."""
-        with self.states():
-            if self.master is not self.compute_shard:
-                self.plan.rule.computed(self.master, [*self.moments.values()], self.compute_shard)
+        if self.plan.has_master:
+            with self.states() as states:
+                weights, *kept = states.values()
+                self.plan.rule.computed(weights, kept, self.compute_shard)
 
     def show(self) -> None:
-        """Compute with the weights themselves, as an evaluation does, where training does not; `publish` goes back."""
+        """Compute with the weights themselves, as an evaluation does, where training does not; `publish` goes back.
+
+        No checkpoint that is being written has what such a rule computes with.
+        """
         if self.plan.rule.averages:
             self.settle()
-            with self.states():
-                self.compute_shard.copy_(self.master)
+            with self.states() as states:
+                self.compute_shard.copy_(states["model"])
             self._invalidate_gathered()
 
     def _invalidate_gathered(self) -> None:

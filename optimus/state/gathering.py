@@ -2,8 +2,8 @@
 
 A unit is a module, or several that are run in a row (`model.parts.Runner`). Before it runs, the chunks of its parameters are
 gathered. Its backward pass begins when the gradient of its output is there: then its chunks are gathered once more. Without
-a cache, all other chunks are resharded when a unit runs, and each in the backward pass when the last of its gradients has
-arrived (`trained.py`); a frozen one, which gets none, when the backward pass of the next unit begins.
+a cache, all other chunks are resharded when a unit runs, and each in a backward pass that has found the last of its
+gradients (`trained.py`); a frozen one, which gets none, when the backward pass of the next unit begins.
 
 With a cache, so many chunks stay (Elixir's rCache). The uses of a step are remembered, in order, and those of an evaluation
 apart; by them the chunk that is used last of all makes room (Belady), and those that are used next are gathered ahead.

@@ -63,7 +63,7 @@ class ModelState:
         self.drawn: Mapping[str, Tensor] | None = None  # masks by which it may be pruned next
         self._unlike = set(recipe.rules.values())  # of all stages
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
-        self._reducing: deque[TrainedChunk] = deque()
+        self._reducing = dict[TrainedChunk, None]()  # in the order in which their last reductions began
         self._leaving: deque[TrainedChunk] = deque()
         self._plan = partial(plan_stages, layouts, groups.mesh, groups.rank, options, stage_of)
         self._of_stage = self._make_chunks(masks or {}, moves or transfers(device))
@@ -194,6 +194,14 @@ class ModelState:
         for chunk in self.trained:
             chunk.clear_gradients()
 
+    @contextmanager
+    def backward(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Inside is the backward pass of a microbatch through a stage, or a part of it."""
+        with self.groups.step.in_backward(stage, microbatch):
+            yield
+            for chunk in _trained(self._of_stage.get(stage, [])):
+                chunk.end_backward()
+
     def reduce_on_arrival(self, stage: int) -> None:
         """The coming backward pass is the last of a stage: each chunk is reduced when its last gradient is there."""
         for chunk in _trained(self._of_stage.get(stage, [])):
@@ -275,16 +283,20 @@ class ModelState:
         if not self.options.overlap:
             chunk.finish_reduction()
         elif chunk.plan.adds_gradients or (chunk.leaves and not chunk.alone):
-            self._reducing.append(chunk)
+            self._reducing.pop(chunk, None)  # an earlier microbatch's, which has been waited for
+            self._reducing[chunk] = None
             if len(self._reducing) <= _REDUCING:
                 return
-            chunk = self._reducing.popleft()
+            chunk = next(iter(self._reducing))
+            del self._reducing[chunk]
             chunk.free_gradient()
         if chunk.leaves and chunk.reduces_last and "embedding" not in chunk.plan.slots[0].layout.replicated_axes:
             self._let_leave(chunk)
 
     def _let_leave(self, chunk: TrainedChunk) -> None:
-        """Bring the gradients of a chunk to the host, which leave the device when a few others are on their way."""
+        """Bring the gradients of a chunk to the host, which leave the device when a few others are on their way. They do so
+        once: its reduction is finished here, if nothing has waited for it yet."""
+        self._reducing.pop(chunk, None)
         chunk.start_leaving(self.tile)
         self._leaving.append(chunk)
         if len(self._leaving) > _REDUCING:

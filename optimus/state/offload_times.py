@@ -162,16 +162,17 @@ def choose(
     caches: Iterable[int],
     devices: Iterable[int],
     places: Sequence[UpdatePlace] = ("device", "host"),
+    spread: float = 0.0,
 ) -> OffloadChoice | None:
     """The fastest of all these choices that `free` bytes of the device have room for; None if none fits.
 
-    `block` is what a block of parameters takes, `kept[D]` the state of the first D chunks. Of choices that are as fast, the
-    one with most state on the device, then with most blocks.
+    `block` is what a block of parameters takes, `kept[D]` the state of the first D chunks. Of choices that are as fast, as
+    far as can be told from rates that scatter by `spread`, the one with most state on the device, then with most blocks,
+    then the first of `places`.
     """
     counts = [*devices]
     fitting = (OffloadChoice(c, d, on) for c in caches for d in counts if c * block + kept[d] <= free for on in places)
-    return min(
-        fitting,
-        key=lambda each: (float(f"{step_seconds(shape, rates, each):.4g}"), -each.device, -each.cache),
-        default=None,
-    )
+    seconds = {each: float(f"{step_seconds(shape, rates, each):.4g}") for each in fitting}
+    least = min(seconds.values(), default=0.0)
+    as_fast = [each for each, took in seconds.items() if took <= least * (1 + spread)]
+    return max(as_fast, key=lambda each: (each.device, each.cache, -places.index(each.update_on)), default=None)

@@ -165,6 +165,16 @@ class ChunkPlan:
         return any(buffer.kind == kind and buffer.lifetime == "always" for buffer in self.buffers)
 
     @property
+    def has_master(self) -> bool:
+        """Whether the master weights are apart from what is computed with."""
+        return any(buffer.kind == "master" for buffer in self.buffers)
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        """The type of the weights in a full checkpoint."""
+        return torch.float32 if self.rule.trains else self.buffers[0].dtype
+
+    @property
     def adds_gradients(self) -> bool:
         """Whether the gradients of each microbatch are added to a buffer that keeps less of them."""
         return any(buffer.kind == "gradients.shard" for buffer in self.buffers)

@@ -5,7 +5,9 @@ part (its `replica_group`) last: the loss is divided by the number of data ranks
 kept whole, the buffer has memory from the first gradient of a microbatch to the last, when they begin to be reduced. Those
 of a pruned chunk are compressed before, in place.
 
-A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on.
+A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on. Those
+of each backward pass are counted apart: where weight gradients are deferred, other passes come in between. For the same
+reason a pass is through with the parameters when it has *found* all gradients, though it may not have added them yet.
 
 On a CPU the optimizer goes over the chunk tile by tile: gradients become fp32, and are scaled, for one tile only (TED,
 section 7.2), and the working set of a tile stays in cache. An accelerator updates a chunk at once. Where state is not on the
@@ -15,8 +17,8 @@ device when they have been summed.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
@@ -26,7 +28,7 @@ from optimus.comm import Group, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 from optimus.state.buffers import ManagedBuffer, Residency, aligned
-from optimus.state.chunk import ON_DISK, Chunk
+from optimus.state.chunk import NOTHING_ON_DISK, Chunk
 from optimus.state.disk import StateFile
 from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan
@@ -47,7 +49,7 @@ class ChunkGradient(GradientBuffer):
         self.used = False  # in this step
 
     def open(self) -> Tensor:
-        self.expect()
+        self.used = True
         self._chunk._before_gradient()
         assert self._parameter.grad is not None
         return self._parameter.grad
@@ -55,8 +57,9 @@ class ChunkGradient(GradientBuffer):
     def close(self) -> None:
         self._chunk._after_gradient()
 
-    def expect(self) -> None:
+    def found(self) -> None:
         self.used = True
+        self._chunk._gradient_found()
 
 
 class TrainedChunk(Chunk):
@@ -92,10 +95,12 @@ class TrainedChunk(Chunk):
         self._rule = plan.rule
         self._watch, self.replica_group = copies.watch, copies.unwatched  # only what enters the sums is watched
         self._blocks = blocks or {}
-        self._piece, self._started, self._step = piece, started, step
+        self._piece, self._started, self._step = piece, started, step or StepContext()
         self._update_on = update_on
         self.gradient_buffers: dict[nn.Parameter, ChunkGradient] = {}
-        self._arrived = 0  # gradients of this microbatch
+        # Gradients of this chunk by backward pass, while they are some and not all: those that it needs no parameter for any
+        # more, and those that have been added.
+        self._found, self._added = Counter[tuple[int, int] | None](), Counter[tuple[int, int] | None]()
         self._last = False  # this microbatch is the step's last
         self._summed = False  # `reduced` is, or is being, summed over all ranks
         self._reduction = InTurn()
@@ -122,8 +127,7 @@ class TrainedChunk(Chunk):
     def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
         self.clear_gradients()
         self._finish_update()
-        self._reader()
-        self._reader = done_already
+        self._finish_reading()
         self._gradients.go("open")
         super().prune(plan, masks, empty=empty)
         self._free_gradients()
@@ -154,7 +158,9 @@ class TrainedChunk(Chunk):
         done behind it, before the parameters are used."""
         self.finish_reduction()  # of a step that was not finished
         self.leave()
-        self._arrived, self._last, self._summed, self._square = 0, False, False, None
+        self._found.clear()
+        self._added.clear()
+        self._last, self._summed, self._square = False, False, None
         for buffer in self.gradient_buffers.values():
             buffer.used = False
         if self._updating is None:
@@ -172,7 +178,6 @@ class TrainedChunk(Chunk):
     def reduce_on_arrival(self) -> None:
         """The coming backward pass is the last of the step: reduce when its last gradient is there."""
         self._last = True
-        self._arrived = 0  # whatever earlier microbatches left out, this one is counted from its beginning
 
     def start_reduction(self) -> None:
         """No gradient of this step will come any more: begin to reduce them, where that has not begun on arrival."""
@@ -250,14 +255,32 @@ class TrainedChunk(Chunk):
 
     def _after_gradient(self) -> None:
         """A gradient of this chunk has been added."""
-        self._arrived += 1
-        if self._arrived < len(self.plan.slots):
-            return
-        self._arrived = 0
-        if self.plan.lifetime == "use":
-            self.reshard()  # the backward pass is through with them
-        if self._last or self.plan.adds_gradients:
+        if self._complete(self._added) and (self._last or self.plan.adds_gradients):
             self._start_reduction()
+
+    def _gradient_found(self) -> None:
+        """The backward pass needs a parameter of this chunk no more."""
+        if self._complete(self._found):
+            self._reshard_unneeded()
+
+    def _complete(self, counts: Counter[tuple[int, int] | None]) -> bool:
+        """Count one of the present backward pass; whether it is the last."""
+        present = self._step.backward
+        counts[present] += 1
+        if counts[present] < len(self.plan.slots):
+            return False
+        del counts[present]
+        return True
+
+    def end_backward(self) -> None:
+        """The present backward pass ends, or a part of it, whether it has found all gradients or not."""
+        if self._found.pop(self._step.backward, 0):
+            self._reshard_unneeded()
+
+    def _reshard_unneeded(self) -> None:
+        """A backward pass is through with the parameters: reshard unless another that has begun is not."""
+        if self.plan.lifetime == "use" and not self._found:
+            self.reshard()
 
     def _start_reduction(self) -> None:
         """Sum each rank's part over the groups, as far as parts of gradients are kept; further, if no more will come."""
@@ -361,6 +384,10 @@ class TrainedChunk(Chunk):
 
         return wait
 
+    def _finish_reading(self) -> None:
+        self._reader()
+        self._reader, self._weights_read = done_already, False
+
     def _finish_update(self) -> None:
         if self._updating is not None:
             self._updating()
@@ -371,30 +398,29 @@ class TrainedChunk(Chunk):
 
     def _update(self, now: OptimizerStep, tile: int, following: "TrainedChunk | None", reader: Handle) -> None:
         reader()
-        with nullcontext() if self._disk is None else self._disk.updating() as states:
-            if states is not None:
-                self._bind(states)
+        loaded = NOTHING_ON_DISK if self._disk is None else self._disk.updating()
+        with loaded as on_disk:
             if following is not None and following._disk is not None:
                 following._disk.read_ahead()
-            self._update_tiles(now, tile)
-            if states is not None:
-                self._bind(dict.fromkeys(states, ON_DISK))
+            self._update_tiles(now, tile, self._by_prefix(on_disk))
+            if on_disk:
+                self._transfers.finish_tiles()  # before the host writes them
 
-    def _update_tiles(self, now: OptimizerStep, tile: int) -> None:
+    def _update_tiles(self, now: OptimizerStep, tile: int, states: Mapping[str, Tensor]) -> None:
         """The update of tiles, each where it is computed; what is elsewhere is brought there and back."""
         plan, on, transfers = self.plan, self._update_on if self.plan.offloaded else "device", self._transfers
         if self.parameter.device.type != "cpu" and not plan.offloaded:
             tile = max(
                 tile, plan.updated
             )  # a launch costs more there than memory for a chunk, which activations have freed
-        copied = self.master is not self.compute_shard
+        copied, master, kept = plan.has_master, states["model"], [(kind, states[kind]) for kind in plan.rule.kinds]
         home = plan.residency("parameters.shard")
         rows = [
-            (self.master, plan.residency("master") if copied else home),
+            (master, plan.residency("master") if copied else home),
             (self.waiting, "host" if self.leaves else "device"),
         ]
         rows += [(self.compute_shard, home)] if copied else []
-        rows += [(moment, plan.residency(kind)) for kind, moment in self.moments.items()]
+        rows += [(moment, plan.residency(kind)) for kind, moment in kept]
         apart = [(residency == "device") != (on == "device") for _, residency in rows]
         buffers = [buffer for buffer, _ in rows]
         for number, (whole, parts) in enumerate(plan.tiling.tiles(plan, self._blocks, buffers, tile)):
@@ -426,6 +452,7 @@ def _after_accumulation(
     """Autograd is through with a parameter of a chunk."""
     chunk, to = own(), buffer()
     if chunk is not None and to is not None and not to.used:
+        chunk._gradient_found()
         chunk._after_gradient()
 
 

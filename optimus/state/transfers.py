@@ -3,6 +3,7 @@
 What is begun returns a handle; called, what this thread (or its stream) does from then on comes behind it.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -80,6 +81,9 @@ class Transfers:
         """In an update: the next tile, whose copies may be made beside the one before."""
         return nullcontext()
 
+    def finish_tiles(self) -> None:
+        """In an update: let the host wait for all its tiles."""
+
     def staged(self, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
         """In an update: memory `on` device or host for `part`, which is elsewhere; with its values if `filled`. It
         is valid until the tile after the next."""
@@ -110,7 +114,7 @@ class StreamTransfers(Transfers):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._up, self._down, *self._sides = (torch.Stream(device) for _ in range(4))
-        self._side, self._number = self._sides[0], 0
+        self._tile = threading.local()  # the worker's, or of the thread that trains, which may update meanwhile
 
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(elements, dtype=dtype, pin_memory=True)
@@ -148,8 +152,7 @@ class StreamTransfers(Transfers):
                 ready.synchronize()
             work()
             if on == "host":
-                for side in self._sides:
-                    side.synchronize()
+                self.finish_tiles()
             ended.extend(side.record_event() for side in self._sides)
 
         enqueued = super().submit(run, elements, on)
@@ -175,16 +178,20 @@ class StreamTransfers(Transfers):
 
     @contextmanager
     def tile(self, number: int) -> Iterator[None]:
-        self._number, self._side = number % 2, self._sides[number % 2]
-        with self._side:
+        self._tile.number, self._tile.side = number % 2, self._sides[number % 2]
+        with self._tile.side:
             yield
 
+    def finish_tiles(self) -> None:
+        for side in self._sides:
+            side.synchronize()
+
     def staged(self, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
-        scratch = self._held((name, self._number), part, on)
+        scratch = self._held((name, self._tile.number), part, on)
         if filled:
             scratch.copy_(part, non_blocking=True)
         if on == "host":
-            self._side.synchronize()
+            self._tile.side.synchronize()
         return scratch
 
     def put_back(self, part: Tensor, staged: Tensor) -> None:

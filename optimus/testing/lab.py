@@ -91,11 +91,13 @@ def rehearse(
     plain: bool = False,
     limit: float = 600.0,
     grace: float = 15.0,
+    say: Callable[[dict[str, Any]], object] = lambda event: None,
 ) -> dict[str, Any]:
     """Launch `job` on nodes and spares that are made on this machine, with the faults that are in the file `inject`.
 
     It ends when all nodes have, or `grace` seconds after the run has finished, or after `limit` seconds. `lab/NODE.log` in
-    the run folder has what each node prints. `plain` nodes are processes on one network.
+    the run folder has what each node prints. `plain` nodes are processes on one network. `say` is called with each event
+    when it happens.
 
     Returns `output`, `finished`, `exit_codes` by node (None: killed at the end, as it did not answer), `events` and
     `isolated` (whether the nodes were network namespaces). Raises `UserError` before anything is started when the run is
@@ -111,10 +113,17 @@ def rehearse(
     run = Path(tree.train.output)
     log, logs = EventLog(run), run / "lab"
     logs.mkdir(parents=True, exist_ok=True)
-    before = len(log.read())
+    before, said = len(log.read()), 0
 
     def finished() -> bool:
         return any(event["kind"] == "finished" for event in log.read()[before:])
+
+    def say_new_events() -> None:
+        nonlocal said
+        new = log.read()[before + said :]
+        said += len(new)
+        for event in new:
+            say(event)
 
     told = asdict(job) | {"config": str(user_path(job.config).absolute())}
     with lab(job.nodes + job.spares, isolated=isolated, bandwidth=bandwidth) as cluster:
@@ -125,9 +134,11 @@ def rehearse(
         deadline, ending = time.monotonic() + limit, False
         while time.monotonic() < deadline and None in cluster.wait(cluster.hosts, 0.0).values():
             time.sleep(0.2)
+            say_new_events()
             if not ending and finished():
                 ending, deadline = True, min(deadline, time.monotonic() + grace)
         codes = cluster.wait(cluster.hosts, 0.0)
+    say_new_events()
     return {
         "output": str(run),
         "finished": finished(),

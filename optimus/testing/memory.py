@@ -155,7 +155,7 @@ def allocated(chunks: Iterable[Chunk]) -> dict[str, int]:
     for chunk in chunks:
         total["parameters"] += count(chunk.parameter, chunk.compute_shard)
         total["gradients"] += count(chunk.gradient, chunk.reduced) if isinstance(chunk, TrainedChunk) else 0
-        total["master"] += count(chunk.master)
-        total["moments"] += count(*chunk.moments.values())
+        total["master"] += count(*(buffer for prefix, buffer in chunk.resident.items() if prefix == "model"))
+        total["moments"] += count(*(buffer for prefix, buffer in chunk.resident.items() if prefix != "model"))
         total["mask"] += count(*(buffer for kind, buffer in chunk._made.items() if kind == "mask"))
     return dict(total)

@@ -281,8 +281,8 @@ def _of_nodes(mesh: Mesh, held: Sequence[float], written: Mapping[int, int]) -> 
 def dry_run(run: Run) -> str:
     """Forward and backward of one microbatch on made-up tokens, to find out whether a step fits; returns the report.
 
-    On a CPU, where too much memory kills the process without a message, one sequence is measured first. Gradients are left
-    dirty; a step begins by clearing them. Raises `UserError` when a microbatch does not fit.
+    On a CPU, where too much memory kills the process without a message, one sequence is measured first. The state stays as
+    it is. Raises `UserError` when a microbatch does not fit.
     """
     micro_batch, context = run.config.train.micro_batch, longest(run.phases).train.sequence_length
     tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
@@ -310,6 +310,8 @@ def dry_run(run: Run) -> str:
             accumulate_gradients(run.model, run.state, tokens, run.config)
     except torch.OutOfMemoryError:
         raise UserError(_too_large(needed, free, one, run)) from None
+    run.state.clear_gradients()
+    run.state.skip()  # they may have left for the host, where they wait in the place of the parameters
     at_rest = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
     kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in at_rest.items() if size)
     return f"memory per rank: {kinds}, activations of a microbatch {_gib(needed)}; {_gib(free)} free"

@@ -11,7 +11,7 @@ from optimus.config import RunConfig
 from optimus.errors import UserError
 from optimus.observe.notify import notify
 from optimus.report.folder import is_run
-from optimus.report.page import write_report
+from optimus.report.page import report_data, write_page
 from optimus.resilience.events import EventLog
 
 
@@ -31,7 +31,7 @@ def conclude(
             EventLog(folder).write("error", detail=str(failure))
         elif stopped and summary is not None:
             EventLog(folder).write("stopped", step=summary["step"], detail=summary["stopped_by"] or "at train.stop_at")
-        found["report"] = _report(config)
+        found["report"] = _report(config, ended=True)
     kind = "failed" if failure is not None else "finished" if found["step"] >= found["steps"] else "stopped"
     _tell(config, kind, str(failure or ""), found)
     return found
@@ -39,14 +39,17 @@ def conclude(
 
 def announce(config: RunConfig, event: str, detail: str) -> None:
     """What nodes say of a run that ranks cannot: it was `restarted`, or has `failed`. The report is written anew."""
-    _tell(config, event, detail, {"report": _report(config) if is_run(Path(config.train.output)) else None})
+    there = is_run(Path(config.train.output))
+    _tell(config, event, detail, {"report": _report(config, ended=event == "failed") if there else None})
 
 
-def _report(config: RunConfig) -> str | None:
-    """Where it has been written."""
+def _report(config: RunConfig, *, ended: bool) -> str | None:
+    """Where it has been written; a run that has ended holds its folder still."""
     folder = Path(config.train.output)
     try:
-        return str(write_report([folder], folder / "report.html")["output"]) if config.observe.report else None
+        if not config.observe.report:
+            return None
+        return str(write_page(report_data([folder], ended=ended), folder / "report.html")["output"])
     except UserError as error:
         print(f"no report: {error}", file=sys.stderr)
         return None

@@ -1,10 +1,20 @@
-"""Going back to weights that a run has kept, when its training has gone wrong and no node is at fault."""
+"""How a run ends to go on elsewhere: without a node that is at fault, or from weights that it has kept when none is."""
 
 from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.checkpoint.rollback import rollback
 from optimus.errors import UserError
 from optimus.resilience.events import EventLog
+from optimus.resilience.exits import EndedError, Exit
 from optimus.train.run import Run
+
+
+def ended_by(run: Run, at_fault: bool, detail: str) -> EndedError:
+    """What ends this rank when a node is at fault, its own or another; all ranks must call and then end.
+
+    The checkpoint that is being written is completed first: nobody is lost yet.
+    """
+    also = "" if run.saver is None else run.saver.complete()
+    return EndedError(Exit.BAD_NODE if at_fault else Exit.LOST, f"step {run.step}: {detail}{also}")
 
 
 def go_back(run: Run, detail: str) -> int:
@@ -14,7 +24,7 @@ def go_back(run: Run, detail: str) -> int:
     gone back `resilience.max_rollbacks` times.
     """
     if run.saver is not None:
-        run.saver.finish()  # else what is being written would be the newest checkpoint
+        detail += run.saver.complete()  # else what is being written would be the newest checkpoint
     return run.groups.world.on_first(lambda: _go_back(run, detail))
 
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from optimus.resilience.events import EventLog
-from optimus.resilience.exits import EndedError, Exit
+from optimus.resilience.exits import Exit
 from optimus.resilience.hangs import Verdict, Watchdog, clear, meeting_place
+from optimus.train.going_back import ended_by
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
 from optimus.train.step import StepResult
@@ -107,7 +108,7 @@ class SlowRanks(Hook):
         if run.groups.rank == 0:
             EventLog(run.folder).write("failure", node=node, rank=rank, step=run.step, detail=detail)
         if run.config.resilience.exclude_slow:
-            raise EndedError(Exit.BAD_NODE if node == self._node else Exit.LOST, f"step {run.step}: {detail}")
+            raise ended_by(run, node == self._node, detail)
 
 
 def find_slow(

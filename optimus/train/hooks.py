@@ -1,6 +1,5 @@
 """What happens around the steps, each with a name for when it runs."""
 
-import math
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -115,18 +114,32 @@ class Recovered(Hook):
         self._failures = []
 
 
+class HugeGradients(Hook):
+    """Says when gradients were so large that they are felt for long, or too large to be applied; on rank 0."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if not result.huge:
+            return
+        if result.unfit:
+            what = "squares that do not fit fp32: its update was left out"
+        else:
+            what = "been applied: second moments remember them, and updates will be small for many steps"
+        cure = "optimizer.clip_during_warmup=true clips them, `optimus rollback` goes back"
+        run.notes.append(f"step {run.step}: gradients with a norm of {result.clipped_norm:.3g} have {what} ({cure})")
+
+
 class NonFinite(Hook):
-    """Ends the run when too many steps in a row had gradients that are not finite."""
+    """Ends the run when too many steps in a row had gradients that are not finite, or too large to be applied."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-        self._in_a_row = 0 if finite else self._in_a_row + 1
+        self._in_a_row = self._in_a_row + 1 if result.unfit else 0
         if self._in_a_row > run.config.resilience.max_skipped:
+            what = "has no finite square in fp32" if result.huge else "is not finite"
             run.failure = UserError(
-                f"step {run.step}: loss {result.loss} or gradient norm {result.grad_norm} is not finite, for "
+                f"step {run.step}: loss {result.loss} or gradient norm {result.grad_norm} {what}, for "
                 f"{self._in_a_row} steps in a row (resilience.max_skipped is {run.config.resilience.max_skipped}). None "
                 "of them was applied. Lower lr_schedule.peak or set optimizer.clip_during_warmup=true, then run with "
                 "`resume=True`"

@@ -387,9 +387,9 @@ def _hooks(run: Run, node: str | None = None) -> list[Hook]:
         Oversubscription() if first and run.device.type == "cpu" else None,
         hooks.PipelineTimeline() if run.config.observe.timeline else None,
         Spikes(node) if run.config.resilience.on_spike != "nothing" else None,
-        *([hooks.Recovered(), hooks.TimeLeft(), hooks.Metrics()] if first else []),
+        *([hooks.HugeGradients(), hooks.Recovered(), hooks.TimeLeft(), hooks.Metrics()] if first else []),
         Checkpoints(),
-        hooks.NonFinite() if node is None else None,
+        hooks.NonFinite(),
         hooks.Trace(),
     ]
     return [hook for hook in chosen if hook is not None]

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-import torch
-
 from optimus.comm import CollectiveError
 from optimus.config.phases import phase_at
 from optimus.data.loader import TokenLoader
@@ -51,7 +49,7 @@ def naming_collectives(when: str) -> Iterator[None]:
         raise CollectiveError(f"{when}: {error}. Run again with `resume=True`") from error
 
 
-def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
+def _step(run: Run, loader: TokenLoader[Batch], hooks: Sequence[Hook]) -> None:
     """One step and the hooks after it; or none, and `run.failure` set, when its data cannot be read."""
     began, recorder = time.perf_counter(), run.groups.recorder
     waited, by_kind = recorder.seconds, dict(recorder.by_kind)
@@ -76,7 +74,7 @@ def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
         hook.after_step(run, result)
 
 
-def _next_batch(run: Run, loader: TokenLoader) -> Batch | None:
+def _next_batch(run: Run, loader: TokenLoader[Batch]) -> Batch | None:
     """The next batch on the run's device; None where any rank cannot read its part: all have its failure then."""
 
     reports = (run.step + 1) % run.config.observe.log_every == 0
@@ -84,10 +82,10 @@ def _next_batch(run: Run, loader: TokenLoader) -> Batch | None:
     def read() -> Batch:
         tokens_BS, mask_BS, document_BS, source_B = next(loader)
         return Batch(
-            torch.from_numpy(tokens_BS).to(run.device, non_blocking=True),
-            None if mask_BS is None else torch.from_numpy(mask_BS).to(run.device, non_blocking=True),
-            None if document_BS is None else torch.from_numpy(document_BS),  # its borders are read on the host
-            torch.from_numpy(source_B).to(run.device, non_blocking=True) if reports and source_B is not None else None,
+            tokens_BS.to(run.device, non_blocking=True),
+            None if mask_BS is None else mask_BS.to(run.device, non_blocking=True),
+            document_BS,
+            source_B.to(run.device, non_blocking=True) if reports and source_B is not None else None,
         )
 
     try:

@@ -1,19 +1,23 @@
 """What of the state is on the device where most is not: as configured, or the fastest that there is room for (`auto`).
 
 On an accelerator the equations of `state.offload_times` choose by what is measured of its link and of updates, by all ranks
-at once. On a processor, which has no link, there is nothing to wait for: memory alone decides.
+at once, and then kept for other runs on such a node. On a processor, which has no link, there is nothing to wait for: memory
+alone decides.
 """
 
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from optimus.comm import Groups
 from optimus.config import RunConfig
+from optimus.measurements import Timing, Timings, in_turn
 from optimus.model.count import flops_per_token
+from optimus.observe.machine import device_name, measurements_of
 from optimus.optim.adamw import AdamW
 from optimus.optim.rule import OptimizerStep, Tile
 from optimus.parallel.activations import activation_bytes
@@ -30,6 +34,13 @@ _GRADIENTS = 3  # whole gradient buffers: one that is filled, two on their way t
 _MEASURED = 1 << 22  # elements of an update and of a copy that are timed
 _SQUARE = 4096  # rows and columns of a product that is timed
 _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take as long
+_AMOUNTS = {  # that are done in the seconds of a measurement: bytes, elements, floating point operations
+    "up": 4 * _MEASURED,
+    "down": 4 * _MEASURED,
+    "update on host": _MEASURED,
+    "update on device": _MEASURED,
+    "product": 2 * _SQUARE**3,
+}
 
 Plans = Callable[[RunConfig], Sequence[ChunkPlan]]
 
@@ -66,11 +77,11 @@ def with_residency(
         return config, None
     elsewhere, here = (plans(config.changed(state={"device_states": fraction})) for fraction in (0.0, 1.0))
     room = _room(config, groups, free, elsewhere, here)
-    rates, compute = _NO_LINK, math.inf
+    rates, compute, spread, notes = _NO_LINK, math.inf, 0.0, list[str]()
     if device.type != "cpu":
-        measured = groups.world.all_gather_object(_measured(transfers(device), getattr(torch, config.train.precision)))
-        *slowest, compute = map(min, zip(*measured))
-        rates = Rates(*slowest)
+        timings, notes = _timings(config, groups, device)
+        *slowest, compute = (amount / timings[what].best for what, amount in _AMOUNTS.items())
+        rates, spread = Rates(*slowest), max(each.spread for each in timings.values())
     shape = _shape(config, groups, here, room, compute)
     places: tuple[UpdatePlace, ...] = ("device", "host") if device.type != "cpu" else ("host",)
     if state.residency == "device":
@@ -89,6 +100,7 @@ def with_residency(
         caches=range(room.least, room.cached + 1) if cache == "auto" else [least],
         devices=devices,
         places=places if state.update_on == "auto" else (state.update_on,),
+        spread=spread,
     ) or OffloadChoice(least, devices[0], places[-1])
     share = sum(plan.size for plan in here[: found.device]) / max(1, sum(plan.size for plan in here))
     answers = groups.world.all_gather_object((share, found.cache, found.update_on))
@@ -100,10 +112,10 @@ def with_residency(
         "update_on": answers[0][2] if state.residency != "device" else state.update_on,
     }
     config = config.changed(state=decided)
-    return config, _said(config, rates, shape, found)
+    return config, "; ".join([_said(config, rates, shape, found, spread), *notes])
 
 
-def _said(config: RunConfig, rates: Rates, shape: StepShape, found: OffloadChoice) -> str:
+def _said(config: RunConfig, rates: Rates, shape: StepShape, found: OffloadChoice, spread: float) -> str:
     state = config.state
     held = f"{state.cache} chunks of parameters at a time and " if state.cache else ""
     note = f"state.residency {state.residency}: the device has {held}{state.device_states:.0%} of the optimizer state"
@@ -114,8 +126,8 @@ def _said(config: RunConfig, rates: Rates, shape: StepShape, found: OffloadChoic
     computing = shape.microbatches * shape.chunks * (shape.forward + shape.backward)
     return (
         f"{note}, the rest is updated on the {found.update_on} (measured: link {rates.up / 1e9:.3g} GB/s up and "
-        f"{rates.down / 1e9:.3g} down, {update / 1e9:.3g} G elements/s); a step is expected to take {step / computing:.2f} "
-        "times its computation"
+        f"{rates.down / 1e9:.3g} down, {update / 1e9:.3g} G elements/s, within {spread:.0%}); a step is expected to take "
+        f"{step / computing:.2f} times its computation"
     )
 
 
@@ -169,32 +181,44 @@ def _microbatches(config: RunConfig, groups: Groups) -> int:
     return max(1, config.train.global_batch // (groups.mesh.dp * config.train.micro_batch))
 
 
-def _measured(moves: Transfers, dtype: torch.dtype) -> tuple[float, ...]:
-    """(bytes/s up, down, elements/s of AdamW on the host and on the device, FLOP/s), of an accelerator."""
+def _timings(config: RunConfig, groups: Groups, device: torch.device) -> tuple[Timings, list[str]]:
+    """(of what `_AMOUNTS` names the slowest of all ranks, which are at work together, what is wrong with the file of
+    measurements): as they were measured before on such nodes, else measured now. All ranks must call."""
+    mesh, precision = groups.mesh, config.train.precision
+    known = measurements_of(device, config.tuning.cache)
+    ranks, host = min(mesh.size, mesh.ranks_per_node or mesh.size), device_name(torch.device("cpu"))
+    name = f"offload, {ranks} ranks of {torch.get_num_threads()} threads, {host}, {precision}"
+    found = groups.world.on_first(lambda: known.timings().get(name))
+    if found is None or found.keys() != _AMOUNTS.keys():
+        measured = groups.world.all_gather_object(_measured(transfers(device), getattr(torch, precision)))
+        slowest = {what: Timing(*map(max, zip(*(each[what] for each in measured)))) for what in _AMOUNTS}
+        found = groups.world.on_first(lambda: known.add({name: slowest})[name])
+    return found, known.notes
+
+
+def _measured(moves: Transfers, dtype: torch.dtype) -> dict[str, Timing]:
+    """Seconds of what `_AMOUNTS` names, on an accelerator and its host."""
     host, there = moves.on_host(_MEASURED, torch.float32), moves.on_device(_MEASURED, torch.float32)
     square = moves.on_device(_SQUARE * _SQUARE, dtype).view(_SQUARE, _SQUARE)
-    up, down = _seconds(moves, lambda: moves.up(there, host)()), _seconds(moves, lambda: moves.down(host, there)())
     rule = AdamW(weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
 
-    def update(state: Sequence[torch.Tensor]) -> float:
-        weight, gradient, *moments = state
-        return _seconds(moves, lambda: rule.update(OptimizerStep(1, 1e-4), Tile(weight, gradient, moments)))
+    def update(make: Callable[[int, torch.dtype], torch.Tensor]) -> Callable[[], object]:
+        weight, gradient, *moments = [make(_MEASURED, torch.float32) for _ in range(4)]
+        return lambda: rule.update(OptimizerStep(1, 1e-4), Tile(weight, gradient, moments))
 
-    updates = (update([make(_MEASURED, torch.float32) for _ in range(4)]) for make in (moves.on_host, moves.on_device))
-    product = _seconds(moves, lambda: torch.mm(square, square))
-    return (
-        *(_MEASURED * 4 / seconds for seconds in (up, down)),
-        *(_MEASURED / seconds for seconds in updates),
-        2 * _SQUARE**3 / product,
+    works: Sequence[Callable[[], object]] = (
+        lambda: moves.up(there, host)(),
+        lambda: moves.down(host, there)(),
+        update(moves.on_host),
+        update(moves.on_device),
+        lambda: torch.mm(square, square),
     )
+    return in_turn({what: partial(_seconds, moves, work) for what, work in zip(_AMOUNTS, works)})
 
 
 def _seconds(moves: Transfers, work: Callable[[], object]) -> float:
-    best = math.inf
-    for _ in range(3):
-        moves.synchronize()
-        began = time.perf_counter()
-        work()
-        moves.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return best
+    moves.synchronize()
+    began = time.perf_counter()
+    work()
+    moves.synchronize()
+    return time.perf_counter() - began

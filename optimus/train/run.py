@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,13 +17,14 @@ from optimus.comm import Group, Groups
 from optimus.config import RunConfig
 from optimus.config.phases import Phase, longest, phase_at, phases_of, tokens_after
 from optimus.config.sizes import count_text
-from optimus.data.loader import TokenLoader
+from optimus.data.loader import TokenBatch, TokenLoader
 from optimus.data.training import TrainingData
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.mesh.placement import describe
-from optimus.model import Transformer
-from optimus.observe.machine import free_memory
+from optimus.model import Batch, Transformer
+from optimus.model.batch import pinned
+from optimus.observe.machine import free_memory, measurements_of
 from optimus.parallel.build import build_stage
 from optimus.parallel.layouts import parameter_layouts
 from optimus.pipeline.staged import Staged, select_stages
@@ -106,8 +107,8 @@ class Run:
         mesh = self.groups.mesh
         return self.state.gathers_on_use or mesh.pp * mesh.ep * mesh.tp * mesh.cp > 1
 
-    def batches(self) -> TokenLoader:
-        """This rank's part of every global batch from the next step on."""
+    def batches(self) -> TokenLoader[Batch]:
+        """This rank's part of every global batch from the next step on, on the host."""
         data = self.groups.along("dp")
         return TokenLoader(
             self.data.phases,
@@ -115,7 +116,19 @@ class Run:
             ranks=data.size,
             start_step=self.step,
             seed=self.config.train.seed,
+            prepare=partial(_host_batch, on_device=self.device.type != "cpu"),
         )
+
+
+def _host_batch(batch: TokenBatch, on_device: bool) -> Batch:
+    """As tensors, in memory that a device reads without anybody waiting; borders of documents are read on the host."""
+    tokens_BS, mask_BS, document_BS, source_B = (None if each is None else torch.from_numpy(each) for each in batch)
+    if on_device:
+        tokens_BS, mask_BS, source_B = (
+            None if each is None else pinned(each) for each in (tokens_BS, mask_BS, source_B)
+        )
+    assert tokens_BS is not None
+    return Batch(tokens_BS, mask_BS, document_BS, source_B)
 
 
 def ranks_per_node(ranks: int) -> int:
@@ -229,7 +242,7 @@ def build_model(
     call. Raises `UserError` when the parameters cannot be divided as configured, or their activations do not fit the
     budget.
     """
-    free = free_memory(device) // sharers(groups.mesh, device)
+    free, counted = _memory_to_count_on(config, groups, device)
     compute = DTYPES[config.train.precision]
     left_open, config = config.moe.dispatch == "auto", with_dispatcher(config, groups.mesh, groups.measured)
     whole = whole_model(config)
@@ -257,7 +270,7 @@ def build_model(
     partition = partition_of(config, groups.mesh, groups.rank)
     trained = [name for name in layouts if recipe.rules[name].trains]
     if notes is not None:
-        notes += [each for each in (note, said) if each]
+        notes += [*counted, *(each for each in (note, said) if each)]
         notes += [f"moe.dispatch: {config.moe.dispatch} (auto: its collectives take less time)"] if left_open else []
         notes += [_frozen_line(layouts, trained)] if len(trained) < len(layouts) else []
     partition = partition._replace(trained_from=partition.first_of(trained))
@@ -275,6 +288,22 @@ def build_model(
         stage_of=partition.stage_here,
     )
     return stages_of(model, partition, config, groups, compute, device), state
+
+
+def _memory_to_count_on(config: RunConfig, groups: Groups, device: torch.device) -> tuple[int, list[str]]:
+    """(bytes of the device that this rank may fill with what is left open, what the user should know about it).
+
+    The least that is free on the device of any rank, and no number of the moment: in coarse steps, as it was counted
+    before. All ranks must call, and find the same. 0 where nothing depends on it.
+    """
+    fits = config.recompute == ["auto"] and config.recompute_budget is None
+    if not fits and config.state.residency == "device" and config.state.cache != "auto":
+        return 0, []
+    free = min(groups.world.all_gather_object(free_memory(device)))
+    known = measurements_of(device, config.tuning.cache)
+    counted = groups.world.on_first(lambda: known.free_memory(str(device), free))
+    said = f"memory: {counted / 2**30:.2f} GiB are counted on, of {free / 2**30:.2f} GiB free"
+    return counted // sharers(groups.mesh, device), [said, *known.notes]
 
 
 def _frozen_line(layouts: Mapping[str, Layout], trained: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
-from optimus.train.going_back import go_back
+from optimus.train.going_back import ended_by, go_back
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
 from optimus.train.step import StepResult
@@ -45,7 +45,7 @@ class SoftFailures(Hook):
             detail = f"rank {rank} gave numbers that are {_SIGN}, first in {what}"
             if run.groups.rank == rank:
                 events.write("failure", node=node, rank=rank, step=run.step, detail=detail)
-            raise EndedError(Exit.BAD_NODE if node == self._node else Exit.LOST, f"step {run.step}: {detail}")
+            raise ended_by(run, node == self._node, detail)
         where = f"on ranks {', '.join(map(str, sorted(origins)))}" if origins else "on no rank by itself"
         detail = f"step {run.step}: gradients are {_SIGN}, {where}: the training has diverged"
         go_back(run, detail)
@@ -56,8 +56,8 @@ def _origin(run: Run) -> tuple[str | None, bool]:
     """Where what is not finite left this rank, if it began here; and whether that is its own part of the parameters."""
     origin = run.groups.origin()
     for chunk in run.state.chunks:
-        with chunk.states():
-            for part in (chunk.master, chunk.compute_shard):
+        with chunk.states() as states:
+            for part in (states["model"], chunk.compute_shard):
                 if not torch.isfinite(part.sum(dtype=torch.float32)):
                     return "parameters of its own", True
     return origin, False

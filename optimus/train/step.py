@@ -17,10 +17,15 @@ from optimus.state.model_state import ModelState
 from optimus.step_context import region
 
 DATA = ("dp", "cp")  # axes along which the tokens of a global batch are divided
+# The largest norm of gradients, once they are clipped, whose squares fit fp32. Second moments are means of these; one that
+# is infinite would stay so, and its parameter as it is.
+LARGEST_NORM = 0.999 * math.sqrt(torch.finfo(torch.float32).max)
+_HUGE_NORM = 1e6  # of clipped gradients: after these, second moments keep updates small for long
 
 
 class StepResult(NamedTuple):
-    """Of the global batch; `skipped`: nothing was applied, as the gradients were not finite or the loss above its limit."""
+    """Of the global batch; `skipped`: nothing was applied, as the gradients were not finite or their squares not in fp32, or
+    the loss above its limit."""
 
     loss: float  # nats per predicted token; 0 where none is predicted
     balance_loss: float
@@ -30,6 +35,17 @@ class StepResult(NamedTuple):
     skipped: bool
     divergence: float = 0.0  # from the teacher, nats per predicted token, times the square of the temperature
     source_losses: Sequence[float | None] = ()  # as `loss`, by source, where asked for; None where nothing is predicted
+    clipped_norm: float = 0.0  # of the gradients, once they were clipped
+
+    @property
+    def unfit(self) -> bool:
+        """Whether its numbers could not be applied."""
+        return not (math.isfinite(self.loss) and self.clipped_norm <= LARGEST_NORM)  # NaN is not
+
+    @property
+    def huge(self) -> bool:
+        """Whether its gradients were so large that what follows is to be expected to learn little."""
+        return _HUGE_NORM < self.clipped_norm < math.inf
 
 
 def training_step(
@@ -60,17 +76,18 @@ def training_step(
     finish()
     with_losses = state.groups.world.size // state.groups.mesh.pp  # one stage of a pipeline has them
     loss, balance, z, divergence, *of_sources = (losses / with_losses).tolist()
-    lr = step_learning_rate(config, step)
-    skipped = not (math.isfinite(norm) and math.isfinite(loss)) or loss > loss_limit
+    lr, scale = step_learning_rate(config, step), clip_scale(config, step, norm)
+    by_source = [nats / count if count else None for nats, count in zip(of_sources[::2], of_sources[1::2])]
+    result = StepResult(loss, balance, z, norm, lr, False, divergence, by_source, norm * scale)
+    skipped = result.unfit or loss > loss_limit
     with region(lambda: "optimizer step"):
         if skipped:
             state.skip()
         else:
-            state.step(lr, clip_scale(config, step, norm))
+            state.step(lr, scale)
     if config.model.router_bias:
         move_biases(routers, 0 if skipped else config.moe.bias_rate, state.team.all_reduce)
-    by_source = [nats / count if count else None for nats, count in zip(of_sources[::2], of_sources[1::2])]
-    return StepResult(loss, balance, z, norm, lr, skipped, divergence, by_source)
+    return result._replace(skipped=skipped)
 
 
 def accumulate_gradients(

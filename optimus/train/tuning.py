@@ -1,28 +1,23 @@
 """The forms of the model's matrix products, timed in the first step and remembered per chip (AxoNN, section 5.1.3)."""
 
-import json
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 
-import torch
-
-from optimus.disk import write_json
-from optimus.kernels.matmul import Form, MatmulForms, MatmulShape, fastest
-from optimus.observe.machine import device_name
+from optimus.kernels.matmul import FORMS, Form, FormTimings, MatmulForms, MatmulShape
+from optimus.measurements import Timings, clear_choice
+from optimus.observe.machine import measurements_of
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
 from optimus.train.step import StepResult
 
-Seconds = dict[MatmulShape, dict[Form, float]]
+_WORD = "matmul"  # before the shape, in the name of a measurement
 
 
 class TuneMatmuls(Hook):
-    """Has every product that the cache does not know timed in the first step, in all forms; all ranks then use the same.
+    """Has every product that is not known of this chip timed in the first step, in all forms; all ranks then use the same.
 
-    The cache of the first rank counts, as nodes may have others; and where ranks have measured the same product, that of
-    the lowest rank.
+    What the first rank knows counts, as nodes may have other files; and where ranks have measured the same product, that
+    of the lowest rank.
     """
 
     def __init__(self) -> None:
@@ -30,13 +25,9 @@ class TuneMatmuls(Hook):
         self._stack = ExitStack()
 
     def before_training(self, run: Run) -> None:
-        cache = run.config.tuning.cache
-        self._path = None if cache is None else cache_file(Path(cache), run.device)
-        if self._path is not None:
-            path = self._path
-            known, note = run.groups.world.on_first(lambda: read_seconds(path))
-            self._forms.choose(known)
-            run.notes += [note] if note else []
+        self._known = measurements_of(run.device, run.config.tuning.cache)
+        self._forms.choose(run.groups.world.on_first(lambda: matmuls(self._known.timings())))
+        self._before = {*self._forms.timings}
         self._forms.measuring = True
         self._stack.enter_context(run.groups.step.multiplying(self._forms))
 
@@ -44,67 +35,58 @@ class TuneMatmuls(Hook):
         if not self._forms.measuring:
             return
         self._forms.measuring = False
-        together: Seconds = {}
-        ranks = run.groups.world.all_gather_object((self._forms.seconds, self._forms.measured))
-        for seconds, _ in reversed(ranks):
-            together |= seconds
+        together: dict[MatmulShape, FormTimings] = {}
+        made: set[MatmulShape] = set()
+        for timings, products in reversed(run.groups.world.all_gather_object((self._forms.timings, self._forms.made))):
+            together |= timings
+            made |= products
+        new: dict[str, Timings] = {
+            named(product): {str(form): timing for form, timing in each.items()}
+            for product, each in together.items()
+            if product not in self._before
+        }
+        together |= run.groups.world.on_first(lambda: matmuls(self._known.add(new)))
         self._forms.choose(together)
-        measured = dict.fromkeys(product for _, products in ranks for product in products)
-        if measured and run.groups.rank == 0:
-            run.notes += describe({product: together[product] for product in measured})
-            if self._path is not None and (note := write_seconds(self._path, together)):
-                run.notes.append(note)
+        if made and run.groups.rank == 0:
+            run.notes += describe({product: together[product] for product in sorted(made)}, len(made & self._before))
+            run.notes += self._known.notes
 
     def after_training(self, run: Run) -> None:
         self._stack.close()
 
 
-def cache_file(folder: Path, device: torch.device) -> Path:
-    """Where measurements of this chip lie: those of another one, PyTorch or number of threads are no guide."""
-    chip = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    threads = f"-{torch.get_num_threads()}-threads" if device.type == "cpu" else ""
-    return folder / f"matmul-{chip}{threads}-torch-{torch.__version__}.json"
+def named(product: MatmulShape) -> str:
+    """The name of a product's measurement."""
+    return " ".join(map(str, (_WORD, *product)))
 
 
-def read_seconds(path: Path) -> tuple[Seconds, str | None]:
-    """(what is known, a note where the file is of no use)."""
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        return {
-            MatmulShape(*(entry[field] for field in MatmulShape._fields)): {
-                form: float(t) for form, t in entry["seconds"].items()
-            }
-            for entry in entries
-        }, None
-    except FileNotFoundError:
-        return {}, None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return {}, f"{path} cannot be used ({type(error).__name__}: {error}): all products are measured again"
+def matmuls(known: Mapping[str, Timings]) -> dict[MatmulShape, FormTimings]:
+    """Of all measurements those of products, in all their forms."""
+    found: dict[MatmulShape, FormTimings] = {}
+    for name, timings in known.items():
+        word, *fields = name.split()
+        if word == _WORD and len(fields) == 5 and fields[0] in FORMS and all(each.isdecimal() for each in fields[1:4]):
+            forms: FormTimings = {form: timings[form] for form in FORMS if form in timings}
+            form: Form = next(each for each in FORMS if each == fields[0])
+            if len(forms) == len(FORMS):
+                m, l, n = map(int, fields[1:4])
+                found[MatmulShape(form, m, l, n, fields[4])] = forms
+    return found
 
 
-def write_seconds(path: Path, seconds: Mapping[MatmulShape, Mapping[Form, float]]) -> str | None:
-    """Add to what other runs have written; returns a note where that cannot be done."""
-    known, _ = read_seconds(path)
-    entries = [{**product._asdict(), "seconds": dict(times)} for product, times in (known | dict(seconds)).items()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, entries)
-    except OSError as error:
-        return f"{path} cannot be written ({error.strerror}): products will be measured again (see tuning.cache)"
-    return None
-
-
-def describe(seconds: Mapping[MatmulShape, Mapping[Form, float]]) -> list[str]:
-    """A line about all products, and one about each that is made in another form than it comes in."""
-    chosen: dict[MatmulShape, Form] = {
-        product: fastest(product.form, dict(times)) for product, times in seconds.items()
-    }
+def describe(timings: Mapping[MatmulShape, FormTimings], known: int = 0) -> list[str]:
+    """A line about all products, so many of which were `known`, and one about each that is made in another form than it
+    comes in; by how much that is usually faster than its own at its best."""
+    chosen = {product: clear_choice(product.form, each) for product, each in timings.items()}
     other = [product for product, form in chosen.items() if form != product.form]
+    before = f", {known} as measured before" if known else ""
     lines = [
-        f"matrix products: {len(chosen)} timed as NN, NT and TN, {len(other)} faster in another form than their own"
+        f"matrix products: {len(chosen) - known} timed as NN, NT and TN{before}, {len(other)} faster in another form than "
+        "their own"
     ]
     for product in other:
-        times, form = seconds[product], chosen[product]
+        each, form = timings[product], chosen[product]
         size = f"[{product.m}, {product.l}] @ [{product.l}, {product.n}] {product.type}"
-        lines.append(f"  {size}: {form} instead of {product.form}, {times[product.form] / times[form]:.2f}x as fast")
+        faster = each[product.form].best / each[form].usual
+        lines.append(f"  {size}: {form} instead of {product.form}, {faster:.2f}x as fast")
     return lines

@@ -205,7 +205,29 @@ def test_yaml_that_repeats_by_reference_is_read(tmp_path: Path) -> None:
     assert load_config(file).train.seed == 3
 
 
-@pytest.mark.parametrize("text", ["a: 2024-13-45\n", "a: &b [*b]\n", "{[1]: 2}\n", "a: \0\n"])
+@pytest.mark.parametrize("repeat", ["[*x{0}, *x{0}]", "{{a: *x{0}, b: *x{0}}}", "{{<<: [*x{0}, *x{0}]}}"])
+def test_aliases_of_aliases_are_one_message(repeat: str, tmp_path: Path) -> None:
+    """A file of 40 lines, all of whose values nobody will ever have looked at."""
+    lines = ["x0: &x0 {c: 1}", *(f"x{n}: &x{n} {repeat.format(n - 1)}" for n in range(1, 40))]
+    file = tmp_path / "run.yaml"
+    file.write_text("\n".join(lines))
+    assert "stands for more than 1,000,000 values, by aliases in aliases" in message(file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: 2024-13-45\n",
+        "a: &b [*b]\n",
+        "{[1]: 2}\n",
+        "a: \0\n",
+        "a: !!timestamp x\n",
+        "a: !!bool x\n",
+        "a: 0x" + 5000 * "f",
+        "a: " + 200 * "[" + 200 * "]",
+        "a: " + 20_000 * "{a: ",
+    ],
+)
 def test_odd_yaml_is_one_message(text: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)

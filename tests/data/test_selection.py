@@ -141,10 +141,10 @@ def test_minhashes_of_pieces_join() -> None:
     """As sets of runs do; those that a cut parts are missing."""
     sign = signer("minhash")
     words = [f"word{number}" for number in range(2000)]
-    whole = np.frombuffer(sign(" ".join(words)), "<u4")
+    whole = np.frombuffer(sign(" ".join(words), True), "<u4")
     document = Document()
     for part in (words[:1000], words[1000:]):
-        document.add(DocumentPiece(0, 0, 0, False, sign(" ".join(part))), "minhash")
+        document.add(DocumentPiece(0, 0, 0, False, sign(" ".join(part), False)), "minhash")
     assert (np.frombuffer(bytes.fromhex(document.signature), "<u4") == whole).mean() > 0.98
 
 

@@ -1,11 +1,13 @@
 """An opened folder hands out what was written, and notices what is missing, damaged or changed."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from optimus.data import tokenizer as tokenizers
 from optimus.data.shards import Shards
 from optimus.errors import UserError
 
@@ -116,6 +118,12 @@ def test_changed_or_missing_tokenizer(copy: Path) -> None:
         ({"dtype": "<f4"}, r"index\.json is damaged \(unknown dtype"),
         ({"format": "other"}, r"index\.json is damaged \(its format is 'other'"),
         ({"sums": "../sums.npy"}, r"index\.json is damaged \(its sums are in '\.\./sums\.npy', not in 'sums\.npy'"),
+        ({"settings": "none"}, r"index\.json is damaged"),
+        ({"masked": 1}, r"index\.json is damaged \(masked and parse_special must be true or false"),
+        ({"tokens": None}, r"index\.json is damaged \(no entry 'tokens'"),
+        ({"dropped_tokens": "3"}, r"index\.json is damaged \(numbers of tokens must be integers"),
+        ({"tokenizer": {"vocab_size": 5, "eos_id": 5, "sha256": ""}}, r"the latter below the former"),
+        ({"tokenizer": {"vocab_size": 5, "eos_id": 1}}, r"no entry 'sha256'"),
         ({"version": 9}, r"index\.json has version 9; this Optimus reads version 1"),
     ],
 )
@@ -142,6 +150,44 @@ def test_a_shard_that_cannot_be(copy: Path, entry: dict[str, object], message: s
     (copy / "index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=rf"index\.json is damaged \({message}"):
         Shards(copy)
+
+
+def rewritten(folder: Path, write: Callable[[Path], None]) -> None:
+    """Its second shard by `write`: whole by its checksum."""
+    write(folder / "shard-00001.npy")
+    index = json.loads((folder / "index.json").read_bytes())
+    index["shards"][1]["sha256"] = tokenizers.file_sha256(folder / "shard-00001.npy")
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def test_what_others_have_written_as_a_shard(copy: Path) -> None:
+    """NumPy would read all of these: rows that are not end to end, an archive; or raise what nobody expects."""
+    forget_sums(copy)
+    array = np.load(copy / "shard-00001.npy")
+
+    def archive(path: Path) -> None:
+        with path.open("wb") as file:
+            np.savez(file, array)
+
+    def with_half_a_header(path: Path) -> None:
+        path.write_bytes(path.read_bytes().replace(b"(", b"[", 1))
+
+    writers: list[Callable[[Path], None]] = [
+        lambda path: np.save(path, np.asfortranarray(array)),
+        archive,
+        with_half_a_header,
+    ]
+    for write in writers:
+        rewritten(copy, write)
+        with pytest.raises(UserError, match=r"shard-00001\.npy is truncated or damaged"):
+            Shards(copy)
+    array[2, 3] = 600
+    rewritten(copy, lambda path: np.save(path, array))
+    shards = Shards(copy)
+    first = shards.index["shards"][0]["instances"]
+    shards.rows(first, first + 2)
+    with pytest.raises(UserError, match=r"shard-00001\.npy holds the token 600, of a vocabulary of \d+"):
+        shards.rows(first, first + 3)
 
 
 def test_no_index(copy: Path) -> None:

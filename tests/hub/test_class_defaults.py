@@ -108,7 +108,7 @@ def test_imported_trained_exported(name: str, small_run: dict[str, Any], tmp_pat
     assert (logits(ours) - logits(theirs)).abs().max() > 1e-3  # two steps have been made
     before, after = theirs.config.to_dict() | SAID_IN_FULL.get(name, {}), ours.config.to_dict()
     family = families()[name]
-    without = {*UNSAID, *family.dropout, *([family.further.count] if family.further else [])}
+    without = {*UNSAID, *family.dropout, *([family.further.field] if family.further else [])}
     assert ours.config.max_position_embeddings == theirs.config.max_position_embeddings > 32
     # Less the tokens that this small vocabulary does not have, and with the end of text of the data.
     known = {field: before[field] for field in before if field.endswith("_token_id") and (before[field] or 0) < 320}

@@ -52,8 +52,8 @@ def folder(tokenizer: Path, tmp_path: Path) -> Path:
     return path
 
 
-def trained(model: Path, run: Path, tokenizer: Path, small_run: dict[str, Any], **changed: Any) -> Path:
-    """A run of two steps of 32 tokens, or of phases, of data of this tokenizer."""
+def trained(model: Path, run: Path, tokenizer: Path, small_run: dict[str, Any], ranks: int = 1) -> Path:
+    """A run of two steps of 32 tokens, of data of this tokenizer, from a folder or a checkpoint."""
     data = run.with_name("data")
     if not data.exists():
         sources = [Path(__file__).resolve().parents[2] / "optimus" / "config"]
@@ -62,14 +62,15 @@ def trained(model: Path, run: Path, tokenizer: Path, small_run: dict[str, Any], 
     config = small_run | {"model": str(model), "data": {"path": str(data)}, "train": train}
     if (model / "checkpoint.json").exists():
         config |= {"model": read(model / "checkpoint.json")["model"], "checkpoint": {"initial": str(model)}}
-    optimus.train({**config, **changed})
+    optimus.train(config, ranks=ranks)
     return run
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_what_a_server_reads_is_the_same(
     folder: Path, tokenizer: Path, small_run: dict[str, Any], tmp_path: Path
 ) -> None:
-    first = trained(folder, tmp_path / "run", tokenizer, small_run)
+    first = trained(folder, tmp_path / "run", tokenizer, small_run, ranks=2)
     import_folder(folder, tmp_path / "imported")
     second = trained(tmp_path / "imported", tmp_path / "second", tokenizer, small_run)
     averaged = tmp_path / "averaged"
@@ -87,9 +88,9 @@ def test_what_a_server_reads_is_the_same(
         tokens = read(ours / "tokenizer_config.json")
         assert tokens == TOKENIZER | {"add_bos_token": True, "model_max_length": 96}  # the larger one
         assert read(ours / "special_tokens_map.json") == {"eos_token": "<|endoftext|>"}
-        encoder = transformers.AutoTokenizer.from_pretrained(ours)
-        assert encoder.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
-        assert transformers.AutoModelForCausalLM.from_pretrained(ours).generation_config.eos_token_id == [256, 7, 9]
+    encoder = transformers.AutoTokenizer.from_pretrained(ours)
+    assert encoder.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    assert transformers.AutoModelForCausalLM.from_pretrained(ours).generation_config.eos_token_id == [256, 7, 9]
 
 
 def context(run: Path) -> int:

@@ -7,6 +7,7 @@ from optimus.kernels import adamw
 from optimus.kernels.adamw import AdamWFactors, adamw_in_one_pass
 from optimus.optim.adamw import AdamW, adamw_reference
 from optimus.optim.rule import OptimizerStep, Tile
+from optimus.train.step import LARGEST_NORM
 
 RULE = AdamW(weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
 ELEMENTS = 5003  # no multiple of a vector
@@ -54,3 +55,17 @@ def test_the_rule_uses_it_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch)
     step(1, expected[1], [expected[0], *expected[2:]], None)
     assert torch.equal(weight, expected[0])
     assert torch.equal(copy, weight.bfloat16())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_largest_gradients_that_are_applied_leave_all_finite(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(adamw, "_compiled", lambda: None)
+    elif adamw._compiled() is None:
+        pytest.skip("no compiler of C++ here")
+    weight, gradient, m, v = tensors()
+    for number in (1, 2, 3):
+        step(number, torch.full_like(gradient.float(), 2 * LARGEST_NORM), [weight, m, v], None)  # scaled by a half
+        assert all(torch.isfinite(each).all() for each in (weight, m, v))

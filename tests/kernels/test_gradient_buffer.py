@@ -191,3 +191,68 @@ def test_a_chunk_waits_for_the_gradients_that_are_deferred(later: bool, microbat
     (microbatches * y.square().sum()).backward()
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter.grad, found[name].grad)
+
+
+class Sharded:
+    """A chunk [first, norm, second] of which another rank has a half. It notes reductions, and whether its parameters are
+    here when a backward pass comes to the first matrix."""
+
+    def __init__(self) -> None:
+        layouts = {"first": Layout((4, 4)), "norm": Layout((4,)), "second": Layout((5, 4))}
+        (plan,) = plan_chunks(layouts, Mesh(dp=2), 0, StateConfig(shard="parameters"), recipe())
+        one, self.step = Group([0], 0), StepContext()
+        self.chunk = TrainedChunk(plan, [one], one, transfers(torch.device("cpu")), step=self.step)
+        self.parameters = dict(self.chunk.make_parameters())
+        self.chunk.clear_gradients()
+        self.reduced, self.here = list[str](), list[bool]()
+        self.chunk._start_reduction = lambda: self.reduced.append("all")  # type: ignore[method-assign]
+
+    def backward(self, microbatch: int, *names: str) -> list[Callable[[], None]]:
+        """The first part of a backward pass to these parameters; returns the second part."""
+        full, (first, norm, second) = self.chunk._full_parameters, self.parameters.values()
+        buffers = self.chunk.gradient_buffers
+        if full.status == "absent":
+            full.go("gather")
+            full.go("arrive")
+        x = normal(1, 3, 4).requires_grad_()
+        if "first" in names:
+            x = linear(x, first, buffers[first])
+            x.register_hook(lambda gradient: self.here.append(self.chunk.gathered))
+        x = rms_norm(x, norm, 1e-5) if "norm" in names else x
+        x = linear(x, second, buffers[second]) if "second" in names else x
+        with self.step.in_backward(0, microbatch), self.step.deferring() as deferred:
+            x.sum().backward()
+            self.chunk.end_backward()
+        return deferred
+
+    def add(self, microbatch: int, deferred: list[Callable[[], None]]) -> None:
+        """The second part."""
+        with self.step.in_backward(0, microbatch):
+            for each in deferred:
+                each()
+            self.chunk.end_backward()
+
+
+def test_backward_passes_are_counted_apart() -> None:
+    """The norms' gradients of three passes, which come at once, are not those of one; each pass reduces when its own have
+    been added, and frees the parameters when it has found them."""
+    sharded = Sharded()
+    passes = []
+    for microbatch in range(3):
+        passes.append(sharded.backward(microbatch, "first", "norm", "second"))
+        assert not sharded.chunk.gathered
+    assert (sharded.here, sharded.reduced) == ([True] * 3, [])
+    for microbatch, deferred in enumerate(passes):
+        sharded.add(microbatch, deferred)
+        assert len(sharded.reduced) == microbatch + 1
+
+
+@pytest.mark.parametrize("lacking", ["first", "norm", "second"])
+def test_a_pass_without_all_gradients_does_not_end_another(lacking: str) -> None:
+    sharded = Sharded()
+    names = ["first", "norm", "second"]
+    sharded.add(0, sharded.backward(0, *(name for name in names if name != lacking)))
+    assert not sharded.chunk.gathered
+    sharded.here.clear()
+    sharded.add(1, sharded.backward(1, *names))
+    assert (sharded.here, sharded.reduced) == ([True], ["all"])

@@ -14,6 +14,7 @@ from helpers.sweep import in_turns
 from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
 from optimus.errors import UserError
+from optimus.measurements import coarse
 from optimus.mesh import Mesh
 from optimus.parallel import module_bytes
 from optimus.parallel.activations import Activations, activation_bytes
@@ -284,14 +285,16 @@ def test_an_impossible_budget_names_the_least() -> None:
 
 
 def test_the_default_budget_is_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine tenths of what the device has free after the state; and the user is told."""
-    config = load_config(tree(EXPERTS, recompute="auto"))
+    """Nine tenths of what the device has free, rounded down, after the state; and the user is told."""
+    config = load_config(tree(EXPERTS, recompute="auto", tuning={"cache": None}))
     groups = Groups(mesh_of(config, 1))
     state = sum(allocated(build_model(config, torch.device("cpu"), groups)[1].chunks).values())
     most = activation_bytes(config.model, Recomputation(), **SHAPES).peak
-    monkeypatch.setattr("optimus.train.run.free_memory", lambda _: state + most)
+    free = state + most
+    monkeypatch.setattr("optimus.train.run.free_memory", lambda _: free)
     notes: list[str] = []
     build_model(config, torch.device("cpu"), groups, notes)
-    (note,) = notes
+    counted, note = notes
+    assert counted == f"memory: {coarse(free) / 2**30:.2f} GiB are counted on, of {free / 2**30:.2f} GiB free"
     assert note.startswith("recompute: auto takes recompute: [")
-    assert note.endswith(f"of {0.9 * most / 2**20:,.1f} MiB")
+    assert note.endswith(f"of {0.9 * (coarse(free) - state) / 2**20:,.1f} MiB")

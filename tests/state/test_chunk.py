@@ -46,9 +46,9 @@ def test_bytes_by_kind(compute: torch.dtype, gradient: torch.dtype) -> None:
 def filled(compute: torch.dtype, gradient: torch.dtype) -> TrainedChunk:
     chunk = chunk_of(1000, 77, 500, compute=compute, gradient=gradient)
     generator = torch.Generator().manual_seed(0)
-    for buffer in (chunk.master, chunk.moments["adamw.m"], chunk.gradient):
+    for buffer in (chunk.master, chunk.resident["adamw.m"], chunk.gradient):
         buffer.copy_(torch.randn(chunk.plan.size, generator=generator))
-    chunk.moments["adamw.v"].copy_(torch.rand(chunk.plan.size, generator=generator))
+    chunk.resident["adamw.v"].copy_(torch.rand(chunk.plan.size, generator=generator))
     chunk.publish()
     return chunk
 

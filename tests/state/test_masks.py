@@ -11,6 +11,7 @@ from torch import Tensor
 
 from helpers.drawing import config_of
 from helpers.equality import Trained
+from helpers.masked import random_masks
 from helpers.whole import whole_state
 from optimus.config import load_config
 from optimus.state.masks import Mask, MaskForm, MaskPlan, packed_bits, unpacked_bits
@@ -313,16 +314,6 @@ OF_RULES = {
 }
 
 
-def masks_of(state: ModelState, share: float, seed: int = 0) -> dict[str, Tensor]:
-    """Masks of this rank's parts that leave about a share of everything that may be pruned."""
-    generator = torch.Generator().manual_seed(seed)
-    slots = {slot.name: slot for chunk in state.chunks for slot in chunk.plan.slots}
-    return {
-        name: packed_bits(torch.rand(slots[name].shape.numel(), generator=generator) < share)
-        for name in state.recipe.unpruned
-    }
-
-
 @pytest.mark.swept
 @pytest.mark.parametrize("rule", OF_RULES)
 @pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
@@ -335,7 +326,7 @@ def test_pruned_between_steps(residency: str, rule: str, tmp_path: Path) -> None
         )
         seen = [steps.train(), steps.train()]
         for number, share in enumerate((0.95, 0.3)):
-            masks = masks_of(steps.state, share, number)
+            masks = random_masks(steps.state, share, number)
             before = steps.state.masks
             steps.state.prune({name: bits & before.get(name, bits) for name, bits in masks.items()})
             seen += [steps.train(), steps.train()]
@@ -352,10 +343,28 @@ def test_less_pruned_than_it_was_made_for(residency: str, tmp_path: Path) -> Non
     for overrides in ([], elsewhere(residency, tmp_path)):
         steps = pruned_steps(*overrides)
         for share in (0.5, 1.0, 0.2):
-            steps.state.prune(masks_of(steps.state, share), empty=True)
+            steps.state.prune(random_masks(steps.state, share), empty=True)
             steps.state.initialize(3, 0.1)
             steps.train()
         found.append(([steps.train(), steps.train()], whole_state(steps.state)))
     (a, states), (b, expected) = found[1], found[0]
     assert a == b
     assert all(torch.equal(states[key], tensor) for key, tensor in expected.items())
+
+
+def steps_of_few_pruned(residency: str) -> Trained:
+    """Steps of four microbatches of a model whose output layer alone is pruned; no rank shares its experts."""
+    options = ["parallel.expert=2", "train.micro_batch=2", "train.global_batch=16", f"state.residency={residency}"]
+    options += ["pruning.targets=[head]", *IN_BF16]
+    made = pruned_steps(*options, model="moe")
+    assert sum(chunk.plan.adds_gradients for chunk in made.state.trained) == 1
+    assert any(chunk.alone for chunk in made.state.trained)
+    return Trained([made.train() for _ in range(3)], whole_state(made.state))
+
+
+def test_gradients_leave_once() -> None:
+    """Those of a pruned chunk are reduced in each microbatch: an earlier reduction must not be taken for the last."""
+    found, right = (run_ranks(steps_of_few_pruned, 2, residency) for residency in ("all", "device"))
+    for a, b in zip(found, right):
+        assert a.steps == b.steps
+        assert all(torch.equal(a.tensors[key], tensor) for key, tensor in b.tensors.items())

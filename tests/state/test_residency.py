@@ -264,7 +264,7 @@ def test_records_of_another_length(tmp_path: Path) -> None:
                 states["adamw.m"].fill_(elements)
         with second.loaded(change=False) as states:
             assert bool((states["master"] == 2).all())
-    with pytest.raises(AssertionError, match="a record of .*master.* cannot be one of .*adamw.v"):
+    with pytest.raises(AssertionError, match=r"a record of .*master.* cannot be one of .*adamw.v"):
         first.resize(["adamw.m", "adamw.v"], 700)
 
 

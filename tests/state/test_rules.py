@@ -41,7 +41,7 @@ def held(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def buffers_of(chunk: Any) -> list[torch.Tensor]:
-    kept = [chunk._parameter_shard, chunk._gradient_shard, chunk.master, *chunk.moments.values()]
+    kept = [chunk._parameter_shard, chunk._gradient_shard, *chunk.resident.values()]
     return [buffer for buffer in kept if buffer.untyped_storage().nbytes()]
 
 

@@ -1,7 +1,8 @@
 """Whoever reads state reads it behind the updates that are under way, in whatever thread, wherever the state lies."""
 
 import math
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from helpers.drawing import config_of
 from helpers.late import LateTransfers
+from helpers.masked import random_masks
+from helpers.sweep import in_turns
 from helpers.whole import whole_state
 from optimus.checkpoint.folder import Description, step_folder, weights_folder
 from optimus.checkpoint.reader import Reader
@@ -18,8 +21,9 @@ from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
 from optimus.config import load_config
 from optimus.state import model_state
-from optimus.state.masks import packed_bits
+from optimus.state.chunk import Chunk
 from optimus.state.pruning import magnitudes, prune, weights_of
+from optimus.testing import run_ranks
 from optimus.testing.steps import Steps, random_batch
 from optimus.train.run import layouts_of, whole_model
 from optimus.train.step import training_step
@@ -51,10 +55,11 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LateTransfers]:
     return made
 
 
-def steps_of(rule: str, residency: str | None, disk: Path, done: int = 2) -> Steps:
+def steps_of(rule: str, residency: str | None, disk: Path, done: int = 2, *more: str) -> Steps:
     """So many steps; where state is on the host, the updates of the last one have not begun."""
     overrides = [*PRUNED, *RULES[rule], *(RESIDENCES[residency] if residency else [])]
     overrides += [f"state.disk={disk}"] if residency == "disk" else []
+    overrides += more
     steps = Steps(load_config(config_of("dense"), overrides).model_dump(exclude_unset=True))
     for _ in range(done):
         steps.train()
@@ -89,24 +94,20 @@ def in_memory(steps: Steps, folder: Path) -> dict[str, Tensor]:
 
 
 def pruned(steps: Steps, folder: Path) -> dict[str, Tensor]:
-    """By masks that no weights have been looked at for."""
-    generator = torch.Generator().manual_seed(3)
-    slots = {slot.name: slot for chunk in steps.state.chunks for slot in chunk.plan.slots}
-    masks = {
-        name: packed_bits(torch.rand(slots[name].shape.numel(), generator=generator) < 0.5)
-        for name in steps.state.recipe.unpruned
-    }
-    steps.state.prune(masks)
+    steps.state.prune(random_masks(steps.state, 0.5))
     steps.train()
     return whole_state(steps.state)
 
 
-def validated(steps: Steps, folder: Path) -> dict[str, Tensor]:
-    """Of schedule-free weights the averages; training goes on with the others."""
+def evaluated(steps: Steps) -> Tensor:
     batch, at = random_batch(steps.config, 10)[:2], torch.tensor([3, 40])
     with torch.no_grad(), steps.state.evaluating():
-        logits = steps.model.at_tokens(batch, at, steps.model.head)
-    return {"logits": logits, "loss": torch.tensor(steps.train().loss)}
+        return steps.model.at_tokens(batch, at, steps.model.head)
+
+
+def validated(steps: Steps, folder: Path) -> dict[str, Tensor]:
+    """Of schedule-free weights the averages; training goes on with the others."""
+    return {"logits": evaluated(steps), "loss": torch.tensor(steps.train().loss)}
 
 
 def skipped(steps: Steps, folder: Path) -> dict[str, Tensor]:
@@ -175,3 +176,97 @@ def test_what_is_read_is_behind_the_updates(
     assert found.keys() == expected.keys()
     for key, right in expected.items():
         assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(right)), key
+
+
+# ---- Two threads at once ----
+
+
+@pytest.fixture
+def read_beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Set when the thread that writes a checkpoint has the state of a pruned chunk; it goes on when the other is set."""
+    there, go = threading.Event(), threading.Event()
+    right = Target.buffer
+
+    def buffer(self: Target, chunk: Chunk, *given: Any) -> Tensor:
+        if threading.current_thread().name == "checkpoint" and chunk.mask is not None:
+            there.set()
+            assert go.wait(60)
+        return right(self, chunk, *given)
+
+    monkeypatch.setattr(Target, "buffer", buffer)
+    yield there, go
+    go.set()
+
+
+@pytest.mark.parametrize("read", [masks_chosen, in_memory, validated], ids=lambda read: read.__name__)
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_on_a_disk_is_read_by_two_threads(
+    read_beside: tuple[threading.Event, threading.Event],
+    read: Callable[[Steps, Path], Mapping[str, Any]],
+    rule: str,
+    tmp_path: Path,
+) -> None:
+    """Each has its own: a draw for an early-bird ticket, or a validation, while a checkpoint is written."""
+    found = []
+    for residency in ("disk", None):
+        there, go = read_beside
+        there.clear()
+        go.clear()
+        steps = steps_of(rule, residency, tmp_path)
+        steps.state.prune(random_masks(steps.state, 0.5))
+        folder = tmp_path / str(residency)
+        target = Target(weights_folder(folder, 2), Description(steps.config.model, 24, 2, False))
+        saver = Saver(steps.state, beside=True)
+        saver.save(target)
+        assert residency is None or there.wait(60)
+        seen = read(steps, folder) if read is not validated else {"logits": evaluated(steps)}
+        go.set()
+        saver.finish()
+        sums = {
+            f"{key} {slice_.offsets}": torch.tensor(slice_.crc)
+            for key, slices in Reader.open(target.folder).stored.items()
+            for slice_ in slices
+        }
+        found.append({**seen, **sums})
+    assert found[0].keys() == found[1].keys()
+    for key, right in found[1].items():
+        assert torch.equal(found[0][key], right), key
+
+
+@pytest.mark.parametrize("residency", ["optimizer", "disk", None])
+def test_what_is_copied_does_not_change(residency: str | None, tmp_path: Path) -> None:
+    """Neither by an update, nor by what is loaded or begun anew; each waits once."""
+    steps, waits = steps_of("fp32", residency, tmp_path, done=1), list[str]()
+    first, *_ = steps.state.trained
+    first.hold(lambda: waits.append("read"))
+    with first.states():
+        assert not waits
+    with first.states(change=True):
+        assert waits == ["read"]
+    steps.train()
+    steps.state.finish()
+    assert waits == ["read"]
+    first.hold(lambda: waits.append("again"))
+    steps.train()
+    steps.state.finish()
+    assert waits == ["read", "again"]
+
+
+def read_by_ranks(disk: Path, residency: str | None, rule: str) -> list[Mapping[str, Any]]:
+    """What each reader finds, one behind the other, with steps between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_state, "transfers", LateTransfers)
+        steps = steps_of(rule, residency, disk, 2, "state.shard=parameters")
+        found = []
+        for read in (masks_chosen, validated, skipped, pruned, gathered):
+            found.append(read(steps, Path()))
+            found.append({"loss": steps.train().loss})
+        return found
+
+
+@pytest.mark.parametrize("residency", in_turns(["disk", "all", "optimizer"], 3, always=1))
+def test_ranks_that_share_what_is_read(residency: str, tmp_path: Path) -> None:
+    found, expected = (run_ranks(read_by_ranks, 2, tmp_path, where, "schedule-free") for where in (residency, None))
+    for a, b in zip(found, expected):
+        for number, (those, right) in enumerate(zip(a, b, strict=True)):
+            assert all(torch.equal(torch.as_tensor(those[key]), torch.as_tensor(right[key])) for key in right), number

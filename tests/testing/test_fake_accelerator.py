@@ -4,6 +4,7 @@ All run in one process of their own, which has the fake accelerator for good.
 """
 
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -216,6 +217,38 @@ def test_families(number: int) -> None:
     check_waits(on_fake(one_step, config_of("dense") | {"model": model}, overrides, 4, number % 4))
 
 
+GROUPED = {"hidden": 32, "heads": 4, "kv_heads": 2}  # heads of 8 columns, as flash attention likes them
+
+
+def heads_of_attention(model: dict[str, Any], overrides: Sequence[str]) -> tuple[Seen, Counter[tuple[int, int]]]:
+    """A step; heads of queries and of keys as flash attention is given them, and how often."""
+    from optimus.kernels import attention
+
+    flash, given = attention._flash, Counter[tuple[int, int]]()
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+        given[q.shape[1], k.shape[1]] += 1
+        return flash(q, k, v, causal)
+
+    with mock.patch.object(attention, "_flash", noted):
+        seen = one_step(config_of("dense") | {"model": model}, ["train.micro_batch=8", *overrides])
+    return seen, given
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "forward"),
+    [("llama", [], 2), ("qwen3", ["recompute=[block]"], 4), ("mistral", [], 2)],
+)
+def test_heads_that_share_keys_are_one_operator(family: str, overrides: list[str], forward: int) -> None:
+    """Dense grouped-query attention gets keys and values as they are, and nothing repeats them: for each of two layers and
+    two microbatches."""
+    seen, given = on_fake(heads_of_attention, SIZES | GROUPED | {"family": family}, overrides)
+    check_waits(seen)
+    assert given == {(4, 2): 2 * forward}
+    assert seen.kernel("aten._scaled_dot_product_flash_attention.default") == 2 * forward
+    assert seen.kernel("aten._scaled_dot_product_flash_attention_backward.default") == 2 * 2
+
+
 def products_under_way(overrides: list[str], ranks: int, per_node: int | None) -> list[int]:
     """Of a step of a model with a shared expert: for each all-to-all, in order, how many products are launched from when it
     has begun to when it is waited for."""
@@ -287,6 +320,29 @@ def test_a_whole_run(small_run: dict[str, Any], prepared: Path) -> None:
     assert touched == {1}  # the device that evaluation is told is the one that kernels are launched on
     # What is left belongs to validation and to what is written at the end.
     assert set(waits) <= {"evaluate/score.py", "checkpoint/format.py", "checkpoint/staging.py", "state/transfers.py"}
+
+
+def uploads(config: dict[str, Any]) -> Counter[tuple[str, bool]]:
+    """Of a run: the files that give the device something of the host's, and whether beside what it does."""
+    from helpers.fake_accelerator import fake_accelerator
+    from optimus.train.start import read_run
+
+    tree, data = read_run(config)
+    with fake_accelerator() as machine, mock.patch.object(launch.checks, "dry_run", return_value=""):
+        launch.run_here(tree, data, None, resume=False, fresh_optimizer=False, check=False)
+        return Counter((each.place.split(":")[0], each.beside) for each in machine.uploads)
+
+
+def test_batches_come_from_pinned_memory(small_run: dict[str, Any], prepared: Path, tmp_path: Path) -> None:
+    """Of six steps tokens and sources; of each of their two microbatches positions in documents and the ends of these."""
+    other = shutil.copytree(prepared, tmp_path / "other")
+    sources = [{"path": str(path), "weight": 1} for path in (prepared, other)]
+    small_run["data"] = {"sources": sources, "documents": "mask"}
+    small_run["observe"] |= {"log_every": 1}
+    found = on_fake(uploads, small_run)
+    assert found["train/loop.py", True] == 6 * 2
+    assert found["model/batch.py", True] >= 6 * 2 * 2
+    assert not [place for place, beside in found if place.startswith(("train/loop", "model/")) and not beside], found
 
 
 def staged() -> tuple[list[Any], list[int]]:
@@ -467,9 +523,28 @@ def test_launches_of_norm_and_update(shard: str) -> None:
 
 
 def test_weight_gradients_are_not_rounded() -> None:
-    """Each is added to the fp32 buffer by the product itself: for each layer q, k and v, the output, up and down."""
+    """Each is added to the fp32 buffer by the product itself: for each layer q, k and v, the output, up and down; of the
+    output layer for each block of rows."""
     seen = on_fake(train, full_size(DENSE))
-    assert seen.kernel("aten.addmm.dtype_out") == 4 * 16
+    blocks = -(-8 * 2048 // ((1 << 27) // 50304))
+    assert seen.kernel("aten.addmm.dtype_out") == 4 * 16 + blocks
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "products"),
+    [
+        (["parallel.pipeline=2", "parallel.vocabulary=true", "parallel.microbatches=4"], 2, (4 * 2 + 1) * 4),
+        (["parallel.tensor=2"], 2, 2 * (4 * 4 + 16)),  # of 1,024 rows
+        (["parallel.tensor=2", "model.tie_embeddings=true"], 2, 2 * (4 * 4 + 16)),
+        # Of frozen matrices none but the two factors' of each; the output layer is trained.
+        (["train.freeze=[matrix]", "train.lora_rank=4", "train.micro_batch=8"], 1, 4 * 4 * 3 + 1),
+    ],
+    ids=["vocabulary over stages", "vocabulary over ranks", "tied", "low rank"],
+)
+def test_no_weight_gradient_is_rounded(overrides: list[str], ranks: int, products: int) -> None:
+    """Where it does not go to a buffer by way of `linear` either."""
+    seen = on_fake(train, full_size(DENSE, ranks), ["model.layers=4", "model.vocab=4096", *overrides], ranks)
+    assert seen.kernel("aten.addmm.dtype_out") == products
 
 
 def saved(config: dict[str, Any], overrides: Sequence[str], ranks: int) -> int:

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from benchmarks.browser import browser
 from helpers.browser import HAS_BROWSER, opened
 from helpers.silent_backend import PYTHONPATH
 from optimus.checkpoint.folder import list_checkpoints
+from optimus.cli import app
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
+from optimus.resilience.events import EventKind, EventLog
 from optimus.resilience.exclusion import excluded
+from optimus.testing import lab as laboratory
 from optimus.testing.faults import FaultPlan
 from optimus.testing.lab import Lab, lab, namespaces_allowed, rehearse
 from optimus.train.nodes import NodeJob
@@ -394,3 +398,52 @@ def test_hosts_that_cannot_be_made(namespaces: None) -> None:
         lab(1, isolated=True, bandwidth="plenty"),
     ):
         raise AssertionError("it was made")
+
+
+class Rehearsed:
+    """A cluster of one node that has an event in each look at it, and ends in the fourth."""
+
+    hosts = ("n0",)
+    endpoint = "127.0.0.1:1"
+
+    def __init__(self, run: Path, seen: Callable[[], str]) -> None:
+        self._log, self._seen = EventLog(run), seen
+        self.after: list[str] = []  # what had been printed when each event but the last had been seen
+
+    def start(self, host: str, command: Sequence[str], log: Path) -> None: ...
+
+    def wait(self, hosts: Sequence[str], seconds: float) -> dict[str, int | None]:
+        kinds: tuple[EventKind, ...] = ("failure", "restart", "finished")
+        if len(self.after) == len(kinds):
+            return {"n0": 0}
+        self.after.append(self._seen())
+        self._log.write(kinds[len(self.after) - 1], node="n0", detail=f"number {len(self.after)}")
+        return {"n0": None}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_events_are_printed_when_they_happen(
+    as_json: bool, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where standard output is a pipe, which keeps what is not flushed."""
+    config, (read, write) = configuration(prepared, tmp_path), os.pipe()
+    os.set_blocking(read, False)
+    printed = ""
+
+    def seen() -> str:
+        nonlocal printed
+        with suppress(BlockingIOError):
+            printed += os.read(read, 1 << 16).decode()
+        return printed
+
+    cluster = Rehearsed(tmp_path / "run", seen)
+    monkeypatch.setattr(laboratory, "lab", lambda *given, **named: nullcontext(cluster))
+    with os.fdopen(write, "w") as pipe:  # buffered, as a pipe is
+        monkeypatch.setattr(sys, "stderr" if as_json else "stdout", pipe)
+        app(["lab", str(config), "--nodes", "1", "--plain", *(["--json"] if as_json else [])], standalone_mode=False)
+        monkeypatch.undo()
+    assert cluster.after == ["", line(1), line(1) + line(2)]
+
+
+def line(number: int) -> str:
+    return f"{('failure', 'restart')[number - 1]:10} n0       number {number}\n"

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,17 @@ from typing import Any
 import pytest
 
 import optimus
+from optimus.checkpoint.lease import Lease
+from optimus.config.load import dump_config, load_config
 from optimus.errors import UserError
 from optimus.report.folder import read_folder
 from optimus.report.listing import runs
+from optimus.resilience.events import EventLog
+from optimus.train import launch
+from optimus.train.conclusion import announce, conclude
+from optimus.train.hooks import Hook
+from optimus.train.launch import _hooks
+from optimus.train.run import Run
 from tests.report.conftest import embedded
 
 
@@ -27,6 +36,7 @@ def test_stopped_finished_and_failed(small_run: dict[str, Any], tmp_path: Path) 
     summary = optimus.train(small_run)
     assert read_folder(folder).state == ("stopped", "at train.stop_at")
     assert summary["report"] == str(folder / "report.html")
+    assert page_state(folder) == "stopped"
     assert summary["seconds"] > 0
     small_run["train"]["stop_at"] = None
     damaged = small_run | {"optimizer": {"clip_during_warmup": True, "eps": 1e-30}, "resilience": {"max_skipped": 0}}
@@ -43,6 +53,49 @@ def test_stopped_finished_and_failed(small_run: dict[str, Any], tmp_path: Path) 
     assert [(each["event"], each["run"]) for each in told] == [("stopped", str(folder)), ("failed", str(folder))]
     assert told[0]["step"] == 2
     assert "not finite" in told[1]["detail"]
+
+
+def page_state(folder: Path) -> str:
+    (found,) = embedded((folder / "report.html").read_text())["runs"]
+    return str(found["state"])
+
+
+class Interrupting(Hook):
+    """Ctrl-C in the second step."""
+
+    def before_step(self, run: Run) -> None:
+        if run.step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_report_of_an_interrupted_run_and_of_its_end(
+    small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(small_run["train"]["output"])
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr(launch, "_hooks", lambda *given: [*_hooks(*given), Interrupting()])
+        assert optimus.train(small_run)["stopped_by"] == "SIGINT"
+    assert page_state(folder) == "stopped"
+    optimus.train(small_run, resume=True)
+    assert page_state(folder) == "finished"
+
+
+def test_what_nodes_say_of_a_run_while_they_hold_it(small_run: dict[str, Any]) -> None:
+    """Its ranks may have ended, and some may have been lost with their last words."""
+    small_run["train"]["stop_at"] = 2
+    optimus.train(small_run)
+    small_run["train"]["stop_at"] = None
+    config = load_config(small_run)
+    folder = Path(config.train.output)
+    (folder / "config.yaml").write_text(dump_config(config))
+    with Lease(folder, "token", several=True):
+        announce(config, "restarted", "")
+        assert page_state(folder) == "running"
+        EventLog(folder).write("failure", detail="node b has been silent for 15 s")
+        announce(config, "failed", "")
+        assert page_state(folder) == "failed"
+        conclude(config, 0.0, {"step": 2, "steps": 6, "stopped_by": "SIGTERM"})
+        assert page_state(folder) == "stopped"
 
 
 def test_a_run_to_its_end(small_run: dict[str, Any]) -> None:

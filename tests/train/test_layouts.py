@@ -1,8 +1,8 @@
 """Every layout gives the numbers of one process: combinations of all that says how work and state are divided.
 
-They are drawn at random. Of many draws, a covering array is tested: some seventy small ones that have every value of every
-option, every pair of values of the options in `factors` that any draw has, and every pair of `PAIRS`. Beside them, those of
-`SWEEP` have turns.
+They are drawn at random. Of many draws, a covering array is tested: some eighty small ones that have every value of every
+option, every pair of values of the options in `factors` that any draw has, every pair of `PAIRS`, and every kind of sharding
+where backward passes are split. Beside them, those of `SWEEP` have turns.
 """
 
 import itertools
@@ -16,12 +16,14 @@ from helpers.covering import covering
 from helpers.drawing import MODELS, config_of, drawn, passes
 from helpers.equality import Layout, assert_same_as_one_process, train_steps
 from helpers.sweep import in_turns
+from optimus.pipeline.schedules import schedules
+from optimus.pipeline.schedules.row import Sizes
 from optimus.testing import run_ranks
 
 POOL = range(2500)  # draws that the covering array is chosen from
 SWEEP = range(160)
 STEPS = 3
-PAIRS = [
+PAIRS: list[tuple[str, ...]] = [
     ("parallel.tensor=", "parallel.context=2"),
     ("parallel.tensor=[", "parallel.context_method=ulysses"),
     ("parallel.tensor=[", "parallel.context_method=ring"),
@@ -78,10 +80,18 @@ PAIRS = [
             "moe.balance_scope=global",
         ),
     ),
+    *itertools.product(
+        ("parallel.schedule=zb",), ("parallel.vocabulary=true", "train.freeze=[b"), ("state.shard=parameters",)
+    ),
     ("parallel.schedule=interleaved-1f1b", "parallel.pipeline=4"),
     ("parallel.executor=message-driven", "parallel.stages_per_rank=2 parallel.in_flight=["),
 ]
 
+SPLITTING = {  # schedules that split backward passes, and what they are chosen with
+    row.name: [f"parallel.schedule={row.name}", f"parallel.stages_per_rank={row.stages}"]
+    for row in schedules().values()
+    if row.make(Sizes(2, 4, row.stages)).splits_backward
+}
 
 OPTIONS = {
     "parallel.tensor": ("2", "3", "4", "[2,2]", "[1,2]", "[2,3]", "[4,2]"),
@@ -184,10 +194,25 @@ def pairs(model: str, layout: Layout) -> set[tuple[object, ...]]:
     return set(itertools.combinations(sorted(factors(model, layout).items()), 2))
 
 
+def split_backward(model: str, layout: Layout) -> set[tuple[object, ...]]:
+    """How state is sharded and where it is kept, of a draw whose schedule splits backward passes; there passes of other
+    microbatches come between the two parts of one. Sharded parameters are told apart by experts, which have chunks of their
+    own."""
+    said = dict(override.split("=", 1) for override in layout.overrides)
+    if said.get("parallel.schedule") not in SPLITTING:
+        return set()
+    shard, over = (
+        said["state.shard"],
+        "nested" if factors(model, layout)["nested"] == "True" else "state.shard_ranks" in said,
+    )
+    found = {("split", shard, over), ("split", shard, said["state.residency"]), ("split", shard, "recompute" in said)}
+    return found | ({(*each, "dense" in model) for each in found} if shard == "parameters" else set())
+
+
 def asked(model: str, layout: Layout) -> set[object]:
     """All that this draw has of what some case must have."""
     text = " ".join(layout.overrides)
-    together = {pair for pair in PAIRS if all(part in text for part in pair)}
+    together = {pair for pair in PAIRS if all(part in text for part in pair)} | split_backward(model, layout)
     return {model, layout.ranks, *VALUES.intersection(layout.overrides), *together, *pairs(model, layout)}
 
 
@@ -274,6 +299,44 @@ def test_nested_shards(model: str, overrides: list[str]) -> None:
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
 
 
+SHARDINGS = {  # how state is sharded and where it is kept, and the replicas that a stage's parameters then have
+    "optimizer": (2, ["state.shard=optimizer"]),
+    "gradients": (2, ["state.shard=gradients"]),
+    "parameters": (2, ["state.shard=parameters"]),
+    "some ranks": (4, ["state.shard=parameters", "state.shard_ranks=2"]),
+    "nested": (4, ["state.shard=parameters", "state.shard_ranks={parameters: 2, gradients: 2}"]),
+    "parameters, the rest on the host": (2, ["state.shard=parameters", "state.residency=optimizer"]),
+    "parameters, all on the host": (2, ["state.shard=parameters", "state.residency=all"]),
+    "gradients, all on the host": (2, ["state.shard=gradients", "state.residency=all"]),
+    "parameters, on a disk": (2, ["state.shard=parameters", "state.residency=disk"]),
+}
+
+
+@pytest.mark.swept
+@pytest.mark.parametrize("schedule", SPLITTING.values(), ids=SPLITTING)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize(("model", "chunk", "mlp"), [("moe", 2000, "moe"), ("dense", 100_000, "mlp")])
+@pytest.mark.parametrize("recompute", ["[]", "[block]", "[norm,attention,%s]"], ids=["nothing", "blocks", "modules"])
+def test_split_backward_passes(
+    schedule: list[str], sharding: str, model: str, chunk: int, mlp: str, recompute: str
+) -> None:
+    """Four microbatches and more, of which the second part of one's backward pass comes behind the first of the next.
+
+    A norm's gradient comes in the first part, a matrix's in the second: a chunk that has both, as these have, must not take
+    those of two microbatches for all of one."""
+    replicas, overrides = SHARDINGS[sharding]
+    recompute = recompute % mlp if "%" in recompute else recompute
+    more = [
+        "parallel.pipeline=2",
+        "model.layers=4",
+        "train.micro_batch=1",
+        f"state.chunk={chunk}",
+        f"recompute={recompute}",
+    ]
+    layout = Layout(2 * replicas, [*schedule, *overrides, *more])
+    assert_same_as_one_process(config_of(model), [layout], 2, rtol=2e-5)
+
+
 def test_the_cases_meet_everything() -> None:
     drawings = [drawn(number) for number in cases()]
     assert VALUES - {override for _, layout in drawings for override in layout.overrides} == set()
@@ -283,7 +346,7 @@ def test_the_cases_meet_everything() -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
-def test_the_cases_combine(pair: tuple[str, str]) -> None:
+def test_the_cases_combine(pair: tuple[str, ...]) -> None:
     """Forms that meet in the same place of the code are drawn together."""
     drawings = [" ".join(drawn(number)[1].overrides) for number in cases()]
     assert any(all(part in text for part in pair) for text in drawings)
@@ -293,7 +356,8 @@ def test_the_cases_have_every_pair() -> None:
     """That any draw has, of those they were chosen from; and but for rare ones, of others."""
 
     def found(numbers: Iterable[int]) -> set[object]:
-        return set().union(*(pairs(*drawn(number)) for number in numbers))
+        draws = [drawn(number) for number in numbers]
+        return set().union(*(pairs(*draw) | split_backward(*draw) for draw in draws))
 
     met = found(cases())
     assert found(POOL) == met

@@ -5,11 +5,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor
 
-from helpers.equality import Layout, assert_same_as_one_process, train_steps
+from helpers.equality import Layout, Trained, assert_same_as_one_process, compare, train_steps
 from helpers.phantom import on_phantom
 from helpers.sweep import in_turns
+from optimus.kernels import attention
 from optimus.state.transfers import StreamTransfers
 from optimus.testing.ranks import RankError
 
@@ -27,6 +29,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Muon": (DENSE, MUON),
     "Muon on the host": (DENSE, MUON | {"state": {"residency": "all", "update_on": "device", "cache": 2}}),
     "on disk": (DENSE, {"state": {"residency": "disk", "update_on": "host", "cache": 2, "disk": "."}}),
+    "from disk to device": (DENSE, {"state": {"residency": "disk", "update_on": "device", "cache": 2, "disk": "."}}),
     "optimizer on the host": (DENSE, {"state": {"residency": "optimizer", "update_on": "host"}}),
     "all on the host": (EXPERTS, {"state": {"residency": "all", "update_on": "device", "cache": 2}}),
 }
@@ -58,6 +61,31 @@ def test_the_numbers_of_the_cpu(layout: str) -> None:
     assert_same_as_one_process(config, [Layout(1)], STEPS, rtol=rtol, device="phantom")
 
 
+def with_shared_keys(config: dict[str, Any]) -> tuple[Trained, int]:
+    """Steps where the device has flash attention; how often torch's attention is given heads that share keys as they are."""
+    attend, shared = torch.nn.functional.scaled_dot_product_attention, []
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        assert (q.shape[1] != k.shape[1]) == options.get("enable_gqa", False)
+        shared.append(q.shape[1] != k.shape[1])
+        return attend(q, k, v, **options)
+
+    with (
+        mock.patch.object(attention, "flash_fits", return_value=True),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", noted),
+    ):
+        return train_steps(config, 2, device="phantom"), sum(shared)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_heads_that_share_keys(family: str) -> None:
+    """Dense grouped-query attention by torch's own operator has the numbers of the CPU, whose path is another."""
+    config = configured("dense") | {"model": SIZES | {"family": family, "heads": 4, "kv_heads": 2}}
+    ((found, shared),) = on_phantom(with_shared_keys, 1, config)
+    assert shared == 2 * 2 * 2  # steps, microbatches, layers
+    compare(found, train_steps(config, 2), family, 1e-5)
+
+
 SHARED = [
     Layout(2, ["parallel.tensor=2", "parallel.sequence=true", "state.shard=parameters", "train.micro_batch=2"]),
     Layout(4, ["parallel.tensor=[2,2]", "parallel.expert=2", "train.micro_batch=2"]),
@@ -86,7 +114,7 @@ def planted(layout: str, name: str) -> None:
 
 
 def staged_without_waiting(self: StreamTransfers, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
-    scratch = self._held((name, self._number), part, on)
+    scratch = self._held((name, self._tile.number), part, on)
     return scratch.copy_(part, non_blocking=True) if filled else scratch
 
 

@@ -112,6 +112,24 @@ def test_counts_are_exact_and_no_sequence_is_read_twice(phased: dict[str, Any]) 
             loader.close()
 
 
+def test_a_folder_that_is_spelled_in_two_ways_is_one_source(
+    small_run: dict[str, Any], folders: dict[str, str], tmp_path: Path
+) -> None:
+    """Phases go on where the ones before have left it, and within a phase it may be there once."""
+    link = tmp_path / "link"
+    link.symlink_to(folders["model"])
+    spellings = [folders["model"], f"{folders['data']}/../model/", str(link)]
+    phases = [{"steps": 2, "data": {"path": path}} for path in (*spellings, folders["model"])]
+    del small_run["data"], small_run["train"]["steps"]
+    _, data = read_run(small_run | {"phases": phases})
+    assert len(data.folders) == 1
+    assert [phase.sources[0].first for phase in data.phases] == [0, 16, 32, 48]
+    for spelling in spellings[1:]:
+        sources = [{"path": folders["model"], "weight": 1.0}, {"path": spelling, "name": "again", "weight": 1.0}]
+        with pytest.raises(UserError, match=r"which is .*model, is there twice"):
+            load_config(small_run | {"phases": [{"steps": 2, "data": sources}]})
+
+
 def test_a_loader_starts_at_any_step(phased: dict[str, Any]) -> None:
     _, data = read_run(phased)
     with TokenLoader(data.phases) as loader:

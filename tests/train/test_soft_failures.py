@@ -1,6 +1,7 @@
 """What a run on several nodes does in a step whose gradients are not finite: how its ranks end, and what the log says."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.sweep import in_turns
+from optimus.checkpoint.folder import list_checkpoints
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
@@ -16,6 +18,7 @@ from optimus.resilience.events import EventLog
 from optimus.resilience.exits import Exit
 from optimus.testing import run_ranks
 from optimus.testing.faults import FaultPlan, Inject
+from optimus.train import health
 from optimus.train.checkpoints import build_run
 from optimus.train.hooks import Hook
 from optimus.train.launch import _claim_folder, _hooks, code_of
@@ -37,7 +40,40 @@ class Damage(Hook):
         if run.step + 1 == self._step and run.groups.rank == self._rank:
             for chunk in run.state.chunks:
                 chunk.settle()
-                {"own": chunk.compute_shard, **chunk.moments}[self._buffer].fill_(torch.nan)
+                {"own": chunk.compute_shard, **chunk.resident}[self._buffer].fill_(torch.nan)
+
+
+class SlowDisk(Hook):
+    """A checkpoint that is written beside the training is complete when the training waits for it, and no sooner."""
+
+    def before_step(self, run: Run) -> None:
+        saver, waited_for = run.saver, threading.Event()
+        if saver is None or run.step:
+            return
+        write, finish, abandon = saver.write, saver.finish, saver.abandon
+
+        def after(event: threading.Event, call: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *given: (event.wait(), call(*given))[1]
+
+        def telling(event: threading.Event, call: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *given: (event.set() if saver._targets else None, call(*given))[1]
+
+        saver.write = after(waited_for, write)
+        saver.finish = telling(waited_for, finish)  # type: ignore[method-assign]
+        saver.abandon = telling(waited_for, abandon)  # type: ignore[method-assign]
+
+
+class SlowRank(Hook):
+    """Rank 2 is found to be slow in step 4."""
+
+    def before_training(self, run: Run) -> None:
+        self._patches = pytest.MonkeyPatch()
+        self._patches.setattr(health, "WINDOW", 1)
+        self._patches.setattr(health, "OFTEN", 1)
+        self._patches.setattr(health, "find_slow", lambda *given: {2: 3.0} if run.step == 4 else {})
+
+    def after_training(self, run: Run) -> None:
+        self._patches.undo()
 
 
 def train_rank(config: dict[str, Any], plan: FaultPlan, others: Sequence[Hook]) -> Ended:
@@ -164,6 +200,26 @@ def test_parameters_that_are_damaged_on_one_rank(small_run: dict[str, Any], shar
         (event,) = trial.events
         assert (event["node"], event["rank"], event["step"]) == ("node0", 1, found)
         assert "parameters of its own" in event["detail"]
+
+
+@pytest.mark.parametrize("cause", ["not finite", "slow"])
+def test_a_checkpoint_that_is_being_written_is_completed(small_run: dict[str, Any], cause: str) -> None:
+    """By ranks that end together, all alive: else the steps since the one before it would be lost, too. It was begun after
+    step 2, and its disk is slow; a run of fast steps ends in step 4."""
+    trial = Trial(small_run, checkpoint={"every": 2, "asynchronous": True}, resilience={"exclude_slow": True})
+    fault = (FaultPlan(), SlowRank()) if cause == "slow" else (FaultPlan().nan(2, 4),)
+    assert trial.go(*fault, SlowDisk()) == SECOND_AT_FAULT
+    assert [path.name for path in list_checkpoints(trial.folder)] == ["step-00000002"]
+    assert trial.go() == [Exit.DONE] * RANKS
+    (recovered,) = (event for event in trial.events if event["kind"] == "recovered")
+    assert recovered["step"] == 3
+
+
+def test_a_disk_that_refuses_does_not_hide_whose_fault_it_is(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run, checkpoint={"every": 2, "asynchronous": True})
+    plan = FaultPlan().fill_disk(0, 1).nan(2, 4)
+    assert trial.go(plan, SlowDisk()) == SECOND_AT_FAULT
+    assert list_checkpoints(trial.folder) == []
 
 
 def test_a_healthy_run_says_nothing(small_run: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
 from optimus.model import vocabulary
 from optimus.observe.metrics import read_metrics
+from optimus.train import checks, step
 from optimus.train.step import clip_scale, step_learning_rate
 
 
@@ -210,6 +212,26 @@ def test_steps_with_infinite_gradients_are_skipped_then_end_the_run(
     description = read_description(list_checkpoints(Path(small_run["train"]["output"]))[-1])
     assert description.step == 3
     assert description.progress == {"updates": 0, "skipped": 3, "sequences": 24}
+
+
+def test_huge_gradients_are_noted_and_too_large_ones_end_the_run(
+    small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of the steps 2, 4, 5 and 6, where only the first can be applied."""
+    right, factors = step.objective, iter([1.0] * 2 + [1e17] * 2 + [1.0] * 2 + [1e22] * 6)  # two microbatches a step
+    monkeypatch.setattr(checks, "dry_run", lambda run: "no dry run")
+    monkeypatch.setattr(step, "objective", lambda *given: right(*given) * next(factors))
+    small_run["resilience"], small_run["lr_schedule"]["warmup_steps"] = {"max_skipped": 2}, 6
+    small_run["train"]["precision"] = "float32"
+    with pytest.raises(optimus.UserError, match=r"has no finite square in fp32, for 3 steps in a row.*`resume=True`"):
+        optimus.train(small_run)
+    said = capfd.readouterr().err
+    assert re.findall(r"step (\d): gradients with a norm of \d\S*e\+\d\d have (been applied|squares)", said) == [
+        ("2", "been applied"),
+        *[(str(number), "squares") for number in (4, 5, 6)],
+    ]
+    records = read_metrics(Path(small_run["train"]["output"]))
+    assert [record["skipped_steps"] for record in records] == [0, 0, 0, 1, 2, 3]
 
 
 @pytest.mark.slow

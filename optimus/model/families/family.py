@@ -48,7 +48,7 @@ class Same(NamedTuple):
 class Further(NamedTuple):
     """Layers after the last, which predict further tokens and are no part of our models."""
 
-    count: str  # the field of `config.json` that says how many: written as 0
+    field: str  # the one of `config.json` that says how many: written as 0
     tensors: str  # what the names of their tensors begin with; {i} is the layer
 
 

@@ -63,6 +63,9 @@ FAMILY = Family(
     no_parameters=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
     without_effect=(
         "n_ctx",
+        "n_special",
+        "output_past",
+        "predict_special_tokens",
         "summary_activation",
         "summary_first_dropout",
         "summary_proj_to_labels",

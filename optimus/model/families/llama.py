@@ -9,7 +9,7 @@ FAMILY = Family(
     defaults={"norm_eps": 1e-6},
     fields=SIZES,
     optional=OPTIONAL | RMS | BIASES | {"head_size": "head_dim", "mlp_bias": "mlp_bias"},
-    constants=CONSTANTS | {"pretraining_tp": 1},
+    constants=CONSTANTS | {"pretraining_tp": 1, "rope_interleaved": False},
     keys=ENDS | BEFORE | attention(bias=True) | mlp(bias=True),
-    without_effect=("max_sequence_length",),
+    without_effect=("max_sequence_length", "is_llama_config"),
 )

@@ -11,6 +11,7 @@ from optimus.comm.algorithms import CollectiveKind, Measured
 from optimus.comm.costs import expected
 from optimus.comm.groups import shape_of
 from optimus.comm.schedules import Shape
+from optimus.measurements import GAIN
 from optimus.mesh import Mesh
 from optimus.model.architecture import ModelConfig
 
@@ -27,7 +28,7 @@ def dispatcher(
     itemsize: int,
     measured: Measured | None = None,
 ) -> Dispatcher:
-    """The one that is `asked` for; of auto the faster one for so many `tokens` of a rank, of numbers of `itemsize` bytes.
+    """The one that is `asked` for; of auto the one to take for so many `tokens` of a rank, of numbers of `itemsize` bytes.
 
     Every rank finds the same: all depends on what they know alike.
     """
@@ -58,7 +59,8 @@ def dispatcher(
     whole, (width, *others) = tokens * everyone.ranks, widths
     allgather = sum(expected("all_gather", everyone, whole * each, measured) for each in [width, *others])
     allgather += expected("reduce_scatter", everyone, whole * width, measured)
-    return "allgather" if allgather < alltoall else "alltoall"
+    clearly = GAIN if measured is not None else 1.0  # measurements scatter, and the default is not left by chance
+    return "allgather" if allgather < clearly * alltoall else "alltoall"
 
 
 def copies(experts: int, parts: int, chosen: int) -> float:

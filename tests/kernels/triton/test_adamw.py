@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from optimus.optim.adamw import AdamW, adamw_reference
+from optimus.train.step import LARGEST_NORM
 
 pytest.importorskip("triton")
 
@@ -31,3 +32,12 @@ def test_equals_the_definition(
         for ours, reference in zip((weight, m, v), expected):
             close(ours, reference)
         assert copy.equal(weight.to(dtype))
+
+
+def test_the_largest_gradients_that_are_applied_leave_all_finite(random: Callable[..., Tensor]) -> None:
+    weight, m, v = (random(300, dtype=torch.float32) for _ in range(3))
+    v.square_()
+    for step in (1, 2, 3):
+        gradient = torch.full_like(weight, 2 * LARGEST_NORM)
+        adamw(FACTORS, step, 0.01, weight, gradient, m, v, gradient_scale=0.5, copy=None)
+        assert all(torch.isfinite(each).all() for each in (weight, m, v))

@@ -166,8 +166,8 @@ class RecordingBuffer(GradientBuffer):
     def close(self) -> None:
         self.asked.append("close")
 
-    def expect(self) -> None:
-        self.asked.append("expect")
+    def found(self) -> None:
+        self.asked.append("found")
 
 
 @pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)], ids=["both", "gate_up", "down"])
@@ -192,7 +192,7 @@ def test_gradients_are_added_to_buffers(
             assert parameter.grad.equal(gradient)
         else:
             assert parameter.grad is None
-            assert buffer.asked == ["open", "close"]
+            assert buffer.asked == ["found", "open", "close"]
             close(buffer.buffer.flatten(1, 2).to(dtype), b.double() + gradient.double())
 
 
@@ -207,7 +207,7 @@ def test_gradients_that_are_deferred(random: Random, dtype: torch.dtype) -> None
         if later:
             with step.deferring() as deferred:
                 torch.autograd.backward(y, torch.ones_like(y))
-            assert all(buffer.asked == ["expect"] and bool((buffer.buffer == 1).all()) for buffer in buffers)
+            assert all(buffer.asked == ["found"] and bool((buffer.buffer == 1).all()) for buffer in buffers)
             for add in deferred:
                 add()
         else:

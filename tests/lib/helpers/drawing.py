@@ -16,7 +16,8 @@ SPARSE = {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_toke
 MODELS: dict[str, dict[str, Any]] = {
     "moe": SIZES | SPARSE,
     "tied": SIZES | SPARSE | {"experts_per_token": 3, "tie_embeddings": True},
-    "dense": SIZES | {"family": "olmo", "intermediate": 48, "vocab": 56},
+    "dense": SIZES
+    | {"family": "qwen3", "intermediate": 48, "vocab": 56},  # with norms that have weights, four in a block
     "tied dense": SIZES | {"family": "olmo", "intermediate": 32, "layers": 3, "tie_embeddings": True},
     "thirds": SPARSE | {"hidden": 24, "layers": 2, "heads": 6, "vocab": 53, "experts": 6},
 }

@@ -177,7 +177,9 @@ def _with_flash(of_blocks: bool) -> Iterator[None]:
     def fits(q: Tensor, *_: Any) -> bool:
         return of_blocks and q.device.type == NAME and q.shape[-1] % 8 == 0
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False) -> Tensor:
+        if not enable_gqa and q.shape[1] != k.shape[1]:
+            raise RuntimeError(f"attention of {q.shape[1]} heads with keys of {k.shape[1]}, without enable_gqa")
         made: Tensor = _Flash.apply(q, k, v, is_causal)
         return made
 

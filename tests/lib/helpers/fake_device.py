@@ -52,6 +52,13 @@ class Wait(NamedTuple):
     phase: str
 
 
+class Upload(NamedTuple):
+    """The device has been given something of the host's."""
+
+    place: str  # in this package
+    beside: bool  # from pinned memory, and the host has gone on
+
+
 class ReleasedMemoryError(Exception):
     """Memory of the device has been used that had been released."""
 
@@ -75,8 +82,8 @@ class _FakeTensors(FakeTensorMode):
 class FakeAccelerator(TorchDispatchMode):
     """What happens on the fake devices of this process, while it is entered; see the module's text.
 
-    `waits`, `launches` by (phase, kernel or operator), `collectives` and `touched`, the devices, are since `forget`. Where
-    it `agrees`, comparisons of its numbers hold.
+    `waits`, `uploads`, `launches` by (phase, kernel or operator), `collectives` and `touched`, the devices, are since
+    `forget`. Where it `agrees`, comparisons of its numbers hold.
     """
 
     def __init__(self, properties: dict[str, Any], devices: int = 1, agrees: bool = False) -> None:
@@ -85,6 +92,7 @@ class FakeAccelerator(TorchDispatchMode):
         self._agrees = agrees
         self.memory = Allocations()
         self.waits: list[Wait] = []
+        self.uploads: list[Upload] = []
         self.launches: Counter[tuple[str, str]] = Counter()
         self.collectives: Counter[str] = Counter()
         self.touched: set[int] = set()
@@ -101,7 +109,7 @@ class FakeAccelerator(TorchDispatchMode):
 
     def forget(self) -> None:
         """Count anew."""
-        self.waits, self.touched = [], set()
+        self.waits, self.uploads, self.touched = [], [], set()
         self.launches.clear()
         self.collectives.clear()
 
@@ -234,6 +242,8 @@ class FakeAccelerator(TorchDispatchMode):
             self.launches[self.phase, str(function)] += 1
             return self.run(function, *args, **kwargs)
         if there.type == NAME:  # from the host, which goes on when its memory has been read
+            beside = kwargs.get("non_blocking", False) and x.untyped_storage()._cdata in self._pinned
+            self.uploads.append(Upload(_place(), beside))
             return self.run(torch.ops.aten.empty.memory_format, list(x.shape), dtype=dtype, device=there)
         _check_memory(str(function), x)
         self.waited("copy to the host")

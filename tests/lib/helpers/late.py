@@ -13,7 +13,7 @@ from optimus.state.transfers import Job, Transfers
 class LateTransfers(Transfers):
     """Those of a CPU, whose worker is given an update when that one, or one behind it, is waited for; by any thread."""
 
-    def __init__(self, device: torch.device = torch.device("cpu")) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._queued: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()

@@ -8,6 +8,7 @@ from optimus.config.tree import OptimizerConfig
 from optimus.optim.adamw import AdamW
 from optimus.optim.lion import Lion
 from optimus.optim.muon import Muon
+from optimus.optim.schedule_free import ScheduleFree
 from optimus.state.plan import Recipe
 
 _CONFIG = OptimizerConfig()
@@ -17,6 +18,7 @@ _DECAY = _CONFIG.weight_decay
 ADAMW = AdamW(beta1=_BETA1, beta2=_BETA2, eps=_CONFIG.eps, weight_decay=_DECAY)
 LION = Lion(beta1=_BETA1, beta2=_BETA2, weight_decay=_DECAY)
 MUON = Muon(momentum=_CONFIG.momentum, weight_decay=_DECAY)
+SCHEDULE_FREE = ScheduleFree(beta1=_BETA1, beta2=_BETA2, eps=_CONFIG.eps, weight_decay=_DECAY)
 
 
 def recipe(compute: torch.dtype = torch.float32) -> Recipe:

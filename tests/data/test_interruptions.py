@@ -1,0 +1,156 @@
+"""The output of `prepare` does not depend on interruptions: killed at any moment, it goes on to the same bytes."""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.sweep import part_of
+from optimus.data import cutting, documents, journal, preparation
+from optimus.data.preparation import prepare
+
+
+class Here:
+    """In place of helper processes, which take a second to start."""
+
+    def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:
+        self.count, self._serve = count, make(*args)
+
+    def submit(self, *args: Any) -> "Future[Any]":
+        future = Future[Any]()
+        future.set_result(self._serve(*args))
+        return future
+
+    def __enter__(self) -> "Here":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, sources: list[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Documents of many pieces, in files of all kinds of readers, of which half are there before, in other white space."""
+    monkeypatch.setattr(preparation, "Helpers", Here)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # which a kill does not ask for
+    for module, name, value in ((cutting, "PIECE", 300), (documents, "PIECE", 300), (cutting, "WINDOW", 40)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(documents, "BLOCK", 600)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    long, other, more = (source[5000:7500] for source in sources[:3])
+    for name, text in (("0", long), ("1", other), ("2", long), ("3", more), ("4", f"{other} "), ("9", f"{long}ab")):
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    texts = [other.upper(), "short", more[:700], long, "short", f"{more} end"]
+    (folder / "5.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def moments(partial: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what is on the disk, which a kill would leave there, around whatever writes."""
+
+    def watched(where: Any, name: str) -> None:
+        function = getattr(where, name)
+
+        @wraps(function)
+        def wrapped(*args: Any, **named: Any) -> Any:
+            copy()
+            result = function(*args, **named)
+            copy()
+            return result
+
+        monkeypatch.setattr(where, name, wrapped)
+
+    def copy() -> None:
+        nonlocal last
+        if partial.exists() and (now := contents(partial)) != last:
+            shutil.copytree(partial, copies / f"{len(list(copies.iterdir())):04d}")
+            last = now
+
+    last = dict[str, bytes]()
+    copies.mkdir()
+    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+    watched(journal, "write_json")
+    watched(preparation, "write_json")
+    watched(preparation, "sync")
+    watched(preparation._StreamWriter, "_end_document")
+    watched(preparation, "pack_documents")
+    watched(preparation, "write_shard")
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        {"dedup": "exact"},
+        {"dedup": "minhash", "pack": "best-fit"},
+        {"min_characters": 100, "max_characters": 2500, "max_tokens": 1100, "pack": "best-fit"},
+    ],
+    ids=["exact", "near", "lengths"],
+)
+def test_a_kill_at_any_moment_changes_nothing(
+    inputs: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, selection: dict[str, Any]
+) -> None:
+    given: dict[str, Any] = {"tokenizer": tokenizer_file, "context": 32, "workers": 1, "shard_size": 2000, **selection}
+    with monkeypatch.context() as watching:
+        moments(tmp_path / "out.partial", tmp_path / "copies", watching)
+        index = prepare([inputs], tmp_path / "out", **given)
+    assert index["duplicates"] + index["too_long"] >= 3
+    expected, copies = contents(tmp_path / "out"), sorted((tmp_path / "copies").iterdir())
+    for number, copy in enumerate(part_of(copies, 3)):
+        copy.rename(tmp_path / "again.partial")
+        if number % 4 == 0:  # some are killed once more, or interrupted
+            generator = random.Random(number)
+            with monkeypatch.context() as stopping, suppress(Killed, KeyboardInterrupt):
+                end_at(generator.randrange(1, 8), generator.choice([Killed, KeyboardInterrupt]), stopping)
+                prepare([inputs], tmp_path / "again", **given)
+        prepare([inputs], tmp_path / "again", **given)
+        assert contents(tmp_path / "again") == expected, copy.name
+        shutil.rmtree(tmp_path / "again")
+
+
+class Killed(BaseException):
+    """What nothing catches."""
+
+
+def end_at(number: int, how: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a commit, or behind it."""
+    calls, write = [], preparation._StreamWriter.commit
+    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+
+    def stop(self: Any) -> None:
+        calls.append(None)
+        if len(calls) != number or number % 2:
+            write(self)
+        if len(calls) == number:
+            raise how
+
+    monkeypatch.setattr(preparation._StreamWriter, "commit", stop)
+
+
+def test_signatures_of_long_documents_are_of_their_normalised_text(
+    inputs: Path, tokenizer_file: Path, tmp_path: Path
+) -> None:
+    """Whatever white space, letters and form of Unicode they have and wherever they are cut; files, lines and rows alike."""
+    text = (inputs / "0.txt").read_text(encoding="utf-8").strip() + " caf\u00e9 \ufb01n"
+    shutil.rmtree(inputs)
+    inputs.mkdir()
+    other = "\u3000 " + text.replace(" ", "  \n").upper().replace("\u00c9", "E\u0301") + "\n"
+    for name, each in (("a", text), ("b", other), ("c", f"{text}\n\n"), ("d", text.replace(" ", "", 1))):
+        (inputs / f"{name}.txt").write_text(each, encoding="utf-8")
+    lines = "".join(json.dumps({"text": each}) + "\n" for each in (other, text))
+    (inputs / "e.jsonl").write_text(lines, encoding="utf-8")
+    (inputs / "f.csv").write_text(f'text\n"{text.replace(chr(34), chr(34) * 2)}"\n', encoding="utf-8")
+    index = prepare([inputs], tmp_path / "out", tokenizer=tokenizer_file, context=8, workers=1, dedup="exact")
+    assert (index["documents"], index["duplicates"]) == (2, 5)

@@ -1,0 +1,126 @@
+"""Whoever reads state on an accelerator, the phantom, does so behind what its streams and the host's worker do to it."""
+
+import math
+import threading
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import optimus
+from helpers.drawing import config_of
+from helpers.masked import random_masks
+from helpers.phantom import on_phantom
+from helpers.whole import whole_state
+from optimus.checkpoint.folder import Description, step_folder, weights_folder
+from optimus.checkpoint.saving import Saver, Target
+from optimus.config import load_config
+from optimus.state.pruning import LocalWeights, magnitudes, prune, weights_of
+from optimus.state.transfers import StreamTransfers
+from optimus.testing.steps import Steps, random_batch
+from optimus.train.run import layouts_of, whole_model
+from optimus.train.step import training_step
+
+RULES = {"adamw": [], "schedule-free": ["optimizer.name=schedule-free"]}
+
+
+def tiles_of_two_threads() -> None:
+    """An update here while the worker has one: each has its own tile, with its memory and its stream."""
+    device = torch.device("phantom")
+    moves, inside, go = StreamTransfers(device), threading.Event(), threading.Event()
+
+    def update(number: int, value: float) -> bool:
+        part = torch.full((1 << 16,), value, device=device)
+        moves.synchronize()
+        with moves.tile(number):
+            if number:
+                inside.set()
+                assert go.wait(60)
+            scratch = moves.staged("weights", part, "host", filled=True)
+            return bool((scratch == value).all())  # which is there
+
+    with ThreadPoolExecutor(1) as worker:
+        other = worker.submit(update, 1, 1.0)
+        assert inside.wait(60)
+        assert update(0, 2.0)
+        go.set()
+        assert other.result()
+    assert len(moves._scratch) == 2
+
+
+def test_an_update_beside_the_workers() -> None:
+    on_phantom(tiles_of_two_threads, 1)
+
+
+def chosen(steps: Steps) -> dict[str, Tensor]:
+    """Masks by the state's weights; on the host, as the phantom has no selections of nothing."""
+    found = weights_of(steps.state)
+
+    def on_host(names: Collection[str]) -> Iterator[LocalWeights]:
+        return (each._replace(weights=each.weights.cpu()) for each in found.parts(names))
+
+    layouts = layouts_of(whole_model(steps.config), steps.config)
+    sizes = {name: math.prod(layouts[name].shape) for name in steps.state.recipe.unpruned}
+    return prune(replace(found, device=torch.device("cpu"), parts=on_host), 0.5, sizes, magnitudes)
+
+
+def everything(config: dict[str, Any], folder: Path, device: str) -> dict[str, Tensor]:
+    """Steps, and between them draws, checkpoints beside the training, a validation, a skipped step and pruning."""
+    torch.compiler.set_stance(
+        "default" if device == "cpu" else "force_eager"
+    )  # updates on the host: seconds to compile
+    steps = Steps(config, device=device)
+    losses = [steps.train().loss, steps.train().loss]
+    drawn = chosen(steps)
+    steps.state.finish()
+    assert all(torch.equal(mask, drawn[name]) for name, mask in chosen(steps).items())
+    losses += [steps.train().loss]
+    full = Target(step_folder(folder / device, 3), Description(steps.config.model, 24, 3, True))
+    weights = Target(weights_folder(folder / device, 3), Description(steps.config.model, 24, 3, False))
+    saver = Saver(steps.state, beside=True)
+    saver.save(weights, full)
+    losses += [steps.train().loss]
+    with torch.no_grad(), steps.state.evaluating():
+        batch, at = random_batch(steps.config, 10)[:2].to(device), torch.tensor([3, 40], device=device)
+        logits = steps.model.at_tokens(batch, at, steps.model.head).cpu()
+    losses += [steps.train().loss]
+    saver.finish()
+    batch = random_batch(steps.config, 6).to(device)
+    assert training_step(steps.model, steps.state, batch, steps.config, 6, loss_limit=0.0).skipped
+    steps.state.prune(random_masks(steps.state, 0.5))
+    losses += [steps.train().loss, steps.train().loss]
+    written = {
+        f"{target.folder.name}/{name}": parameter.detach().float()
+        for target in (full, weights)
+        for name, parameter in optimus.load_model(target.folder).named_parameters()
+    }
+    return {"losses": torch.tensor(losses), "logits": logits, **written, **whole_state(steps.state)}
+
+
+@pytest.mark.swept
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("residency", ["optimizer", "all", "disk", "some here"])
+def test_all_that_reads_state(residency: str, update_on: str, rule: str, tmp_path: Path) -> None:
+    """The numbers of the CPU, and no order of streams that could be another."""
+    shared = ["pruning.sparsity=0.5", "pruning.at=0", "state.chunk=500", *RULES[rule]]
+    there = {
+        "optimizer": ["state.residency=optimizer"],
+        "all": ["state.residency=all", "state.cache=8"],
+        "disk": ["state.residency=disk", "state.cache=8", f"state.disk={tmp_path / 'disk'}"],
+        "some here": ["state.residency=all", "state.cache=8", "state.device_states=0.4"],
+    }[residency]
+    config, elsewhere = (
+        load_config(config_of("dense"), [*shared, *more]).model_dump(exclude_unset=True)
+        for more in ([], [*there, f"state.update_on={update_on}"])
+    )
+    (found,) = on_phantom(everything, 1, elsewhere, tmp_path, "phantom")
+    right = everything(config, tmp_path, "cpu")
+    assert found.keys() == right.keys()
+    for key, expected in right.items():
+        assert (found[key] - expected).norm() <= 1e-4 * expected.norm(), key

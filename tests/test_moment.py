@@ -1,0 +1,92 @@
+"""What depends on the moment: every place that reads a clock, or what is free or running now, and what it does with that.
+
+No choice does: what a run computes, and in which way, follows from its configuration, the machine and measurements that are
+kept (`optimus/measurements.py`). Whoever adds a place adds it here, with its reason.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "optimus"
+_READS = re.compile(
+    r"time\.(time|monotonic|perf_counter|process_time|thread_time)(_ns)?|.*\bvirtual_memory|.*\bmem_get_info|.*\bfree_memory"
+    r"|.*\bcpu_percent|.*\bgetloadavg|.*\bdisk_usage|.*\bmemory_info|datetime\.now|.*\bnum_ctx_switches|.*\bcpu_times"
+)
+
+KEPT = "a choice: timed in turn, taken where it is clear, and kept per chip"
+COARSE = "a choice: in coarse steps, as it was counted before"
+FILE = "a measurement that the user asks for, into a file by which runs then choose"
+SAID = "is said or recorded, and nothing else"
+WAITS = "how long something may take, or when to look again: what is found does not depend on it"
+REFUSES = "refuses what does not fit now"
+FAULTS = "a fault is one by how long something takes"
+SAVES = "when to write what has been done so far: the result is the same"
+TESTS = "for tests and `optimus lab` alone"
+
+PLACES = {
+    "checkpoint/lease.py": WAITS,
+    "checkpoint/saving.py": SAID,
+    "comm/device_waits.py": FAULTS,
+    "comm/recorder.py": SAID,  # and which ranks are slow, by train/health.py
+    "data/preparation.py": SAVES,
+    "hub/exporting.py": REFUSES,
+    "kernels/matmul.py": KEPT,
+    "observe/doctor.py": SAID,
+    "observe/machine.py": SAID,  # free_memory: those who ask for it stand here too
+    "observe/progress.py": SAID,
+    "pipeline/executor.py": SAID,
+    "pipeline/message_driven.py": "which stage goes on first; each does its microbatches in one order (tests/pipeline)",
+    "plan/measure/collectives.py": FILE,
+    "plan/measure/timing.py": FILE,
+    "report/folder.py": SAID,
+    "resilience/events.py": SAID,
+    "resilience/hangs.py": FAULTS,
+    "resilience/node.py": FAULTS,
+    "resilience/store.py": WAITS,
+    "resilience/torch_elastic.py": WAITS,
+    "resilience/waiting.py": WAITS,
+    "testing/faults.py": TESTS,
+    "testing/lab.py": TESTS,
+    "testing/ranks.py": TESTS,
+    "train/accounting.py": SAID,
+    "train/checks.py": REFUSES,
+    "train/conclusion.py": SAID,
+    "train/environment.py": SAID,
+    "train/health.py": FAULTS,
+    "train/hooks.py": SAID,
+    "train/launch.py": SAID,
+    "train/loop.py": SAID,
+    "train/oversubscription.py": SAID,
+    "train/residency.py": KEPT,
+    "train/run.py": COARSE,
+}
+
+
+def reads(file: Path) -> Iterator[str]:
+    """The functions that a file names which tell of the moment."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute | ast.Name):
+            name = ast.unparse(node)
+            if _READS.fullmatch(name):
+                yield name
+
+
+def test_every_place_that_depends_on_the_moment_is_known() -> None:
+    found = {
+        file.relative_to(PACKAGE).as_posix(): names
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if (names := sorted({*reads(file)}))
+    }
+    assert found.keys() == PLACES.keys(), found
+
+
+def test_what_is_chosen_by_a_clock_goes_through_one_file() -> None:
+    """Which says what is clear; and what free memory to count on."""
+    for name, what in PLACES.items():
+        text = (PACKAGE / name).read_text(encoding="utf-8")
+        if what == KEPT:
+            assert "in_turn(" in text, name
+        if what == COARSE:
+            assert re.search(r"known\.free_memory\(", text), name
