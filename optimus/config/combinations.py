@@ -60,9 +60,7 @@ def _check_schedule(config: "RunConfig") -> None:
 
 def _check_pruning(config: "RunConfig") -> None:
     """Raise where the run has not the steps that pruning names, or keeps no weights of the step that it goes back to."""
-    pruning, known = config.pruning, config.train.epochs is None
-    # Of the run: a phase with learning rates of its own is as long as these.
-    steps = sum(phase.steps or 0 for phase in config.phases) or config.train.total_steps
+    pruning = config.pruning
     if pruning is None:
         return
     if config.train.lora_rank is not None:
@@ -70,8 +68,11 @@ def _check_pruning(config: "RunConfig") -> None:
             "train.lora_rank: the factors of a weight go by what is pruned of it: prune first, and begin a run with factors "
             "from that checkpoint (checkpoint.initial)"
         )
-    if known and pruning.at[-1] >= steps:
-        raise ValueError(f"pruning.at {pruning.at[-1]}: the run ends after step {steps}: lower it")
+    if config.train.epochs is None:
+        # Of the run: a phase with learning rates of its own is as long as these.
+        steps = sum(phase.steps or 0 for phase in config.phases) or config.train.total_steps
+        if pruning.at[-1] >= steps:
+            raise ValueError(f"pruning.at {pruning.at[-1]}: the run ends after step {steps}: lower it")
     every, keep = config.checkpoint.weights_every, config.checkpoint.weights_keep
     if pruning.rewind and (every is None or pruning.rewind % (every * keep)):
         raise ValueError(

@@ -25,8 +25,8 @@ class PruningConfig(Section):
     targets: list[str] | None = None
     """Roles (matrix, expert) or shell patterns of names, as in optimizer.groups. Default: all matrices and experts."""
     rewind: int | None = Field(None, ge=0)
-    """Step whose weights the unpruned ones get back, with fresh optimizer state: 0, or one whose weights are kept
-    (checkpoint.weights_every). Default: they stay as they are."""
+    """Step whose weights the unpruned ones get back, with fresh optimizer state: 0, what the run began with, or one whose
+    weights are kept (checkpoint.weights_every). Default: they stay as they are."""
     every: int = Field(25, gt=0, description="With early-bird: steps between the masks that are compared.")
     distance: float = Field(0.1, gt=0, lt=1)
     """With early-bird: prune when the last five distances between masks, as shares of what they leave, are below this."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optimus.config import RunConfig, load_config
+from optimus.config.combinations import check_combinations
 from optimus.config.renamed import with_new_names
 from optimus.config.yaml_text import parse_yaml
 from optimus.data.training import TrainingData, open_folders
@@ -78,8 +79,13 @@ def settled(config: RunConfig, instances: int, resume: bool = False) -> RunConfi
     A run that is resumed keeps the warm-up that it began with. Raises `UserError` for a length of no
     step, and one that ends before `train.stop_at`.
     """
-    steps = _steps(config, instances)
+    steps, in_epochs = _steps(config, instances), config.train.epochs is not None
     config, stop = config.changed(train={"steps": steps, "tokens": None, "epochs": None}), config.train.stop_at
+    if in_epochs:  # what is said of steps can only be checked now
+        try:
+            check_combinations(config)
+        except ValueError as error:
+            raise UserError(f"with {steps} steps in train.epochs: {error}") from None
     if stop is not None and stop > steps:
         raise UserError(f"train.stop_at {stop} is beyond the {steps} steps of the run: lower it")
     warmup = config.lr_schedule.warmup_steps

@@ -43,6 +43,7 @@ from optimus.train.run import layouts_of, whole_model
 
 POOL = range(300)  # draws that the covering sample is chosen from
 OFTEN = (
+    "pruning.",  # steps alone are made, and nothing after them
     "model.layers",
     "parallel.blocks",
     "parallel.in_flight",

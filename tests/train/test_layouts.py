@@ -143,6 +143,9 @@ OPTIONS = {
     "parallel.pipeline_stride": ("1", "2", "4"),
     "optimizer.name": ("adamw", "muon", "lion", "schedule-free"),
     "train.freeze": ("[]", "[embedding,blocks.0.*]", "[blocks.1.*]", "[blocks.*.attention.*]"),
+    "pruning.at": ("0", "1", "[1,2]"),
+    "pruning.rewind": ("0",),
+    "pruning.indices": ("int32", "bits"),
 }
 VALUES = {f"{option}={value}" for option, values in OPTIONS.items() for value in values}
 PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.drop_duplicates: what it meets is in `PAIRS`
@@ -174,6 +177,7 @@ def factors(model: str, layout: Layout) -> dict[str, str]:
     recomputed = said.get("recompute", "nothing")
     return {option: said[option] for option in PAIRED if option in said} | {
         "model": model,
+        "pruning.at": said.get("pruning.at", "never"),
         "levels": str(1 < (layout.per_node or 1) < layout.ranks),  # several ranks on several nodes
         "outputs": str(int(outputs) > 1),
         "inputs": str(int(inputs or 1) > 1),

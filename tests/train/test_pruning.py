@@ -573,6 +573,16 @@ def test_the_steps_of_pruning_are_those_of_the_run(small_run: dict[str, Any], tm
     check_pruned(tmp_path / "run" / "checkpoints" / "step-00000008", 0.5)
 
 
+def test_a_run_of_epochs_is_pruned(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """How many steps it has is known when its data are."""
+    run = changed(small_run, tmp_path / "run", pruning={"sparsity": 0.5, "at": 1})
+    del run["train"]["steps"]
+    optimus.train(run, ["train.epochs=0.5", "train.stop_at=2"])
+    check_pruned(tmp_path / "run" / "checkpoints" / "step-00000002", 0.5)
+    with pytest.raises(UserError, match=r"pruning\.at 900: the run ends after step"):
+        optimus.train(run, ["train.epochs=0.5", "pruning.at=900", f"train.output={tmp_path / 'late'}"], check=True)
+
+
 def test_weights_that_are_not_finite(small_run: dict[str, Any], tmp_path: Path) -> None:
     made = Steps(
         load_config(config_of("dense"), ["pruning.sparsity=0.5", "pruning.at=0"]).model_dump(exclude_unset=True)

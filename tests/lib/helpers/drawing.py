@@ -100,6 +100,7 @@ def drawn(number: int) -> tuple[str, Layout]:
     nodes = [n for n in range(1, ranks + 1) if ranks % n == 0]
     per_node = ranks // draw.of(*nodes, *nodes[1:-1])
     _draw_residency(draw)
+    _draw_pruning(draw, shape)
     return model, Layout(ranks, draw.overrides, per_node)
 
 
@@ -229,6 +230,33 @@ def _draw_rule(draw: Draw) -> None:
 def _draw_frozen(draw: Draw) -> None:
     """Draws what is frozen: nothing, all before some block, a later block, or something of every block."""
     draw.set("train.freeze", [], [], ["embedding", "blocks.0.*"], ["blocks.1.*"], ["blocks.*.attention.*"])
+
+
+def _draw_pruning(draw: Draw, shape: dict[str, Any]) -> None:
+    """Draws what is pruned and when: by magnitude before the first step, at random later; by magnitude later ranks might
+    find other masks, as of two weights of nearly the same magnitude rounding decides which is larger."""
+    kind = draw.of(None, None, "first", "later", "twice")
+    muon, frozen = (
+        "optimizer.name=muon" in draw.overrides,
+        next(each.removeprefix("train.freeze=") for each in draw.overrides if each.startswith("train.freeze=")),
+    )
+    targets = {  # that are trained, by rules that can go on with what is left of them
+        "[]": "[matrix,embedding]",
+        "[embedding,blocks.0.*]": "[blocks.1.attention.out.weight]",
+        "[blocks.1.*]": "[embedding,blocks.0.attention.*.weight]",
+        "[blocks.*.attention.*]": "[embedding]",
+    }[frozen]
+    if muon:
+        targets = "[head]" if "embedding" in frozen else "[embedding]"
+    if kind is None or (targets == "[head]" and shape.get("tie_embeddings")):
+        return
+    draw.overrides += [f"pruning.targets={targets}", "pruning.sparsity=0.6"]
+    draw.set("pruning.at", {"first": 0, "later": 1, "twice": [1, 2]}[kind])
+    if kind != "first":
+        draw.overrides.append("pruning.method=random")
+        if draw.of(True, False):
+            draw.overrides.append("pruning.rewind=0")
+    draw.set("pruning.indices", "int32", "bits")
 
 
 def _draw_residency(draw: Draw) -> None:

@@ -10,9 +10,12 @@ from torch import Tensor
 from helpers.phantom import on_phantom
 from helpers.whole import whole_state
 from optimus.config import load_config
+from optimus.state.pruning import weights_of
 from optimus.testing.ranks import run_ranks
 from optimus.testing.steps import Steps
 from optimus.train.pipeline import with_microbatches
+from optimus.train.pruning import choose_masks
+from optimus.train.run import targets_of, whole_model
 from optimus.train.step import StepResult
 
 # What says how the numbers are computed, but not which: one process needs none of it.
@@ -81,8 +84,26 @@ def train_steps(config: Mapping[str, Any], steps: int, per_node: int | None = No
         "default" if device == "cpu" else "force_eager"
     )  # updates on the host: seconds to compile
     trained = Steps(config, per_node, device)
-    results = [trained.train() for _ in range(steps)]
+    prune_as_configured(trained)
+    results = []
+    for _ in range(steps):
+        results.append(trained.train())
+        prune_as_configured(trained)
     return Trained(results, whole_state(trained.state, everywhere=False))
+
+
+def prune_as_configured(trained: Steps) -> None:
+    """What a run would do of its section `pruning` after the steps that are done."""
+    config, state, step = trained.config, trained.state, trained.done
+    pruning = config.pruning
+    if pruning is None or step not in pruning.at:
+        return
+    share = pruning.unpruned(pruning.at.index(step))
+    state.prune(choose_masks(weights_of(state), config, targets_of(config, whole_model(config)), share))
+    if pruning.rewind is not None:
+        assert pruning.rewind == 0, "no weights are kept"
+        state.initialize(config.train.seed, config.model.init_std)
+        state.steps, state.counters = 0, dict.fromkeys(state.counters, 0.0)
 
 
 def compare(found: Trained, right: Trained, where: str, rtol: float) -> None:
