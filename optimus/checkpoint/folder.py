@@ -25,6 +25,14 @@ from optimus.errors import UserError
 
 FORMAT, VERSION = "optimus-checkpoint", 2
 DESCRIPTION, MANIFEST, METADATA = "checkpoint.json", "manifest.json", ".metadata"
+_KINDS = {
+    "context": (int,),
+    "step": (int,),
+    "full": (bool,),
+    "precision": (str,),
+    "eos_id": (int, type(None)),
+    **dict.fromkeys(("run", "progress", "config", "random", "written"), (dict,)),
+}
 _NAME = re.compile(r"^(step|weights)-(\d+)$")
 
 
@@ -183,6 +191,8 @@ def read_description(path: Path) -> Description:
         tokenizer = path / "tokenizer.json" if raw.pop("tokenizer") else None
         if raw.get("frozen") is not None:
             plain_name(raw["frozen"])
+        if wrong := [key for key, kinds in _KINDS.items() if key in raw and type(raw[key]) not in kinds]:
+            raise TypeError(f"{wrong[0]} is {raw[wrong[0]]!r}")
         model = model_config_from(raw.pop("model"), f"{file}: model")
         return Description(model=model, tokenizer=tokenizer, **raw)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,5 +1,6 @@
 """What the commands `optimus checkpoint ...` do: list a run's checkpoints, check, describe and convert one."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -57,10 +58,12 @@ def show(path: str | Path) -> dict[str, Any]:
     path = find_checkpoint(path)
     reader = Reader.open(path)
     about, files = reader.description, read_manifest(path)
-    written = {int(name.split("_")[2]): file["bytes"] for name, file in files.items() if SLICES in file}  # by rank
+    ranks = {name: re.fullmatch(r"__(\d{1,9})_0\.distcp", name) for name, file in files.items() if SLICES in file}
+    written = {int(rank[1]): files[name]["bytes"] for name, rank in ranks.items() if rank}  # by rank
     nodes: Counter[int] = Counter()
     for rank, size in written.items():
-        nodes[rank // about.written.get("ranks_per_node", rank + 1)] += size
+        per_node = about.written.get("ranks_per_node")
+        nodes[rank // per_node if type(per_node) is int and per_node > 0 else 0] += size
     weights = [slices[0].shape for key, slices in reader.stored.items() if key.startswith("model.")]
     return {
         "path": str(path),
@@ -94,7 +97,10 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
     reader = Reader.open(path)
     if to == "weights":
         about = reader.description
-        type_ = getattr(torch, dtype or about.precision)
+        reader.check_size()
+        type_ = getattr(torch, dtype or about.precision, None)
+        if not isinstance(type_, torch.dtype):
+            raise UserError(f"{path} says that its precision is {about.precision!r}: give the `dtype` of the weights")
         model = Transformer(about.model).to(type_)
         reader.fill(whole_slices(named_tensors(model)))
         write_model(model, output, about.weights_only(str(type_).removeprefix("torch.")), whole_masks(reader))

@@ -70,6 +70,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if content["format"] != _FORMAT or not same:
             raise ValueError("its sum is wrong")
         files: dict[str, Any] = {plain_name(name): file for name, file in content["files"].items()}
+        for file in files.values():
+            numbers = [file["bytes"], *(part for each in file.get(SLICES, [[file.get("crc")] * 3]) for part in each)]
+            if not all(type(number) is int and number >= 0 for number in numbers) or any(
+                len(each) != 3 for each in file.get(SLICES, [])
+            ):
+                raise ValueError("sizes and sums must be whole numbers")
     except FileNotFoundError:
         raise damaged(folder, f"it has no {MANIFEST}, so it was never completed") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

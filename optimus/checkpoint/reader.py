@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint.factors import factors_of
-from optimus.checkpoint.folder import METADATA, Description, damaged, frozen_beside
+from optimus.checkpoint.folder import DESCRIPTION, METADATA, Description, damaged, frozen_beside
 from optimus.checkpoint.format import StoredSlice, by_key, read_slice, unpack_metadata
 from optimus.checkpoint.manifest import SLICES, read_checked, read_checked_description
 from optimus.checkpoint.slices import TensorSlice
 from optimus.errors import UserError
+from optimus.model.count import too_large
 from optimus.model.low_rank import merged
+
+_MANY, _FEW = 4, 1 << 26  # elements of a byte, and beyond that, of what is a lie: memory is taken before all is read
 
 
 class Source(Protocol):
@@ -66,6 +69,12 @@ class Reader:
         """The share that is left of what is pruned in it."""
         return self.description.unpruned
 
+    def check_size(self) -> None:
+        """Raise `DamagedError` where the files cannot hold the model that the description is of; see `too_large`."""
+        weights = [slices[0].shape for key, slices in self.stored.items() if key.startswith("model.")]
+        if too_large(self.description.model, len(weights), sum(map(math.prod, weights))):
+            raise damaged(self.path, f"{DESCRIPTION} is of a model of many times the parameters that are in it")
+
     def fill(self, slices: Iterable[TensorSlice], *, apart: bool = False) -> None:
         """Fill the tensors of `slices` in place, whatever their type and device. A weight that has low-rank factors is their
         sum, unless these are read `apart`.
@@ -113,8 +122,8 @@ class Reader:
             tensor = read_slice(content)
         except Exception as error:  # whatever torch raises at bytes that have the right sum and are no tensor
             raise damaged(self.path, f"{where}: no tensor ({repr(error).splitlines()[0][:200]})") from error
-        if tuple(tensor.shape) != stored.sizes:
-            raise damaged(self.path, f"{where}: of another shape than {METADATA} says")
+        if tuple(tensor.shape) != stored.sizes or tensor.dtype != getattr(torch, stored.dtype):
+            raise damaged(self.path, f"{where}: of another shape or type than {METADATA} says")
         return tensor
 
     def _fill(self, there: list[StoredSlice], targets: list[TensorSlice]) -> None:
@@ -166,6 +175,9 @@ def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Store
         lacking = {key: math.prod(found[0].shape) - there[key] for key, found in stored.items()}
     except Exception as error:  # whatever comes of bytes that have the right sum and are no metadata
         raise damaged(path, f"{METADATA} cannot be read ({error!r})") from error
+    for key, found in stored.items():
+        if math.prod(found[0].shape) > _MANY * sum(each.length for each in found) + _FEW:
+            raise damaged(path, f"{key} has many times the elements that its bytes hold")
     for key, elements in lacking.items():
         if elements:
             raise damaged(path, f"{key} lacks {elements:,} of its elements")

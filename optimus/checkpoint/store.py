@@ -110,6 +110,7 @@ def load_model(
         model(torch.tensor([[1, 2, 3]])).shape  # [1, 3, vocabulary]
     """
     reader = Reader.open(find_checkpoint(checkpoint))
+    reader.check_size()
     model = Transformer(reader.description.model).float()
     reader.fill(whole_slices(named_tensors(model)))
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)

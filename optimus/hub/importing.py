@@ -21,6 +21,7 @@ from optimus.hub.keys import Published, fused, published
 from optimus.hub.published import read_published
 from optimus.hub.tensors import MASKS, FolderTensors
 from optimus.model import Transformer
+from optimus.model.count import too_large
 from optimus.model.families import families
 from optimus.model.parameters import named_tensors
 
@@ -39,6 +40,8 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     path, output = user_path(hf_dir), user_path(output)
     raw = read_config(path)
     model_config, tensors = read_model(path), FolderTensors(path)
+    if too_large(model_config, len(tensors.where), tensors.elements):
+        raise UserError(f"{path / FILE} describes a model of many times the parameters that the weights beside it have")
     model = Transformer(model_config)
     buffers = {
         name for own, buffer in model.named_buffers() for name, *_ in published(model_config.family, own, buffer)

@@ -42,6 +42,11 @@ class FolderTensors:
             self._open[file] = opened
             self.where |= dict.fromkeys(opened.keys(), file)
 
+    @property
+    def elements(self) -> int:
+        """Of all tensors."""
+        return sum(math.prod(self.shape(name)) for name in self.where)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._open[self.where[name]].get_slice(name).get_shape())
 

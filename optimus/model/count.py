@@ -43,6 +43,16 @@ def count_parts(config: ModelConfig) -> dict[str, ParameterCount]:
     return parts | {"head": parts["embedding"]} if config.tie_embeddings else parts
 
 
+def too_large(config: ModelConfig, tensors: int, elements: int) -> bool:
+    """Whether a model has many times the layers or parameters that so many `tensors` of so many `elements` hold: to be asked
+    of what another program has written, before the model is made, which may take all memory and not end.
+    """
+    try:
+        return config.layers > tensors + 1000 or count_parameters(config).total > 4 * elements + (1 << 26)
+    except (RuntimeError, OverflowError):  # beyond what a tensor can be, on the meta device too
+        return True
+
+
 def flops_per_token(config: ModelConfig, context: int) -> float:
     """Floating point operations of forward and backward per token (PaLM, appendix B; backward twice the forward).
 

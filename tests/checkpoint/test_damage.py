@@ -7,10 +7,12 @@ import copy
 import io
 import json
 import os
+import re
 import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,15 @@ import torch
 import optimus
 from helpers.rules import recipe
 from optimus.checkpoint.folder import DamagedError, Description, step_folder
+from optimus.checkpoint.format import pack_metadata, unpack_metadata
+from optimus.checkpoint.inspect import convert, show
 from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
 from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
 from optimus.config.tree import StateConfig
+from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.observe.metrics import read_metrics
@@ -183,18 +188,91 @@ def test_an_emptied_folder_and_a_lost_manifest(slot: Path, tmp_path: Path) -> No
     away.rename(slot)
 
 
+# ---- Files whose sums are right, as anybody can make them ----
+
+
+def manifest_of(slot: Path, **files: Any) -> bytes:
+    """That of the slot with other entries of files, and the right sum."""
+    content = json.loads((slot / "manifest.json").read_text())
+    content["files"] |= files
+    del content["crc"]
+    crc = zlib.crc32((json.dumps(content, separators=(",", ":")) + "\n").encode())
+    return (json.dumps(content | {"crc": crc}, separators=(",", ":")) + "\n").encode()
+
+
+@contextmanager
+def forged(slot: Path, name: str, content: bytes) -> Iterator[None]:
+    """Inside, the slot has another file, and a manifest that says so."""
+    before = {file: (slot / file).read_bytes() for file in (name, "manifest.json")}
+    manifest = manifest_of(slot, **{name: {"bytes": len(content), "crc": zlib.crc32(content)}})
+    try:
+        (slot / name).write_bytes(content)
+        (slot / "manifest.json").write_bytes(manifest)
+        yield
+    finally:
+        for file, right in before.items():
+            (slot / file).write_bytes(right)
+
+
 @pytest.mark.parametrize("named", ["../outside", "__0_0.distcp/../../outside", "absolute"])
 def test_names_in_a_manifest_lead_nowhere_else(slot: Path, named: str) -> None:
     """Also where sums and sizes are right."""
     outside = slot.with_name("outside")
     outside.write_bytes(b"else")
     named = str(outside) if named == "absolute" else named
-    content = json.loads((slot / "manifest.json").read_text())
-    content["files"][named] = {"bytes": 4, "crc": zlib.crc32(b"else")}
-    del content["crc"]
-    crc = zlib.crc32((json.dumps(content, separators=(",", ":")) + "\n").encode())
-    text = json.dumps(content | {"crc": crc}, separators=(",", ":")) + "\n"
-    check_changes(slot / "manifest.json", [text.encode()], "outside' is no plain file name")
+    manifest = manifest_of(slot, **{named: {"bytes": 4, "crc": zlib.crc32(b"else")}})
+    check_changes(slot / "manifest.json", [manifest], "outside' is no plain file name")
+
+
+@pytest.mark.parametrize(
+    "entry", [3, {"bytes": "9"}, {"bytes": []}, {"bytes": 9, "boxes": [{}]}, {"bytes": 9, "boxes": [[0, -9, 5]]}]
+)
+def test_entries_of_a_manifest_that_are_none(slot: Path, entry: Any) -> None:
+    check_changes(
+        slot / "manifest.json", [manifest_of(slot, **{"__0_0.distcp": entry})], "manifest.json cannot be read"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"written": -1}, {"step": "6"}, {"full": 1}, {"progress": [1]}, {"model": {}}],
+)
+def test_descriptions_that_are_none(slot: Path, change: dict[str, Any]) -> None:
+    content = json.dumps(json.loads((slot / "checkpoint.json").read_text()) | change).encode()
+    with forged(slot, "checkpoint.json", content):
+        assert verify(slot)
+        with pytest.raises(UserError, match="checkpoint"):
+            show(slot)
+
+
+@pytest.mark.parametrize("key", ["layers", "vocab"])
+def test_a_model_of_many_times_what_is_there_is_not_made(slot: Path, key: str) -> None:
+    content = json.loads((slot / "checkpoint.json").read_text())
+    content["model"][key] = 1 << 31
+    with forged(slot, "checkpoint.json", json.dumps(content).encode()), pytest.raises(DamagedError, match="many times"):
+        optimus.load_model(slot)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"shape": (1 << 20, 1 << 20), "offsets": (0, 0), "sizes": (1 << 20, 1 << 20)},
+            "many times the elements that its bytes hold",
+        ),
+        ({"dtype": "float16"}, "of another shape or type"),
+        ({"file": "../__0_0.distcp"}, "cannot be read"),
+    ],
+)
+def test_slices_that_are_not_what_metadata_says(slot: Path, change: dict[str, Any], said: str) -> None:
+    """No memory is taken for them."""
+    stored = list(unpack_metadata((slot / ".metadata").read_bytes()))
+    first = next(each for each in stored if len(each.shape) == 2)
+    others = [each for each in stored if each.key != first.key]
+    with forged(slot, ".metadata", pack_metadata([first._replace(**change), *others])):
+        assert re.search(said, verify(slot)[0])
+        with pytest.raises(DamagedError, match=said):
+            convert(slot, slot.parent / "converted", "safetensors")
 
 
 def test_frozen_parameters_are_beside_a_checkpoint(slot: Path) -> None:

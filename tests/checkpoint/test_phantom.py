@@ -46,9 +46,12 @@ def both(config: dict[str, Any], wrong: AbstractContextManager[object] | None = 
     right, whole = saved(config, "cpu")
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(right), rtol=1e-5, atol=0.0)
     assert len(weights) == len(whole) == 4
+    # The weights of another step differ by an update of AdamW, which moves each by about the rate, whose smallest is that of
+    # the first of the warm-up's two steps. Rounding has moved some whose gradient is nearly zero otherwise: by a hundredth.
+    rate = config["lr_schedule"]["peak"] / config["lr_schedule"]["warmup_steps"]
     for step, (found, expected) in enumerate(zip(weights, whole), start=1):
         for a, b in zip(found, expected, strict=True):
-            assert (a - b).norm() <= 1e-4 * b.norm(), f"the checkpoint of step {step} differs"
+            assert (a - b).norm() <= 0.01 * rate * b.numel() ** 0.5, f"the checkpoint of step {step} differs"
 
 
 @pytest.mark.parametrize("residency", RESIDENCES)
