@@ -1,0 +1,51 @@
+"""One precision for all contestants of a benchmark."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks import data_parallel, tensor_parallel, training
+from optimus.config import RunConfig
+
+
+class Asked(Exception):
+    """Ranks would be started."""
+
+
+@pytest.mark.parametrize("chosen", ["float32", "bfloat16"])
+def test_auto_is_what_a_run_would_choose(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def choose(config: RunConfig, device: Any) -> tuple[RunConfig, str]:
+        asked.append(config.train.precision)
+        return config.changed(train={"precision": chosen}), "a reason"
+
+    monkeypatch.setattr(training, "with_precision", choose)
+    assert training.decided("auto") == chosen
+    assert asked == ["auto"]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_is_asked_for_is_taken(precision: str) -> None:
+    assert training.decided(precision) == precision
+
+
+@pytest.mark.parametrize("module", [data_parallel, tensor_parallel])
+def test_it_is_decided_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configurations of all contestants have it: none measures for itself."""
+    decisions, given = [], []
+
+    def decide(precision: str) -> str:
+        decisions.append(precision)
+        return "bfloat16"
+
+    def ranks(function: Any, number: int, make: Any, config: RunConfig, *more: Any) -> Any:
+        given.append(config.train.precision)
+        raise Asked
+
+    monkeypatch.setattr(module, "decided", decide)
+    monkeypatch.setattr(module, "run_fresh", ranks)
+    with pytest.raises(Asked):
+        module.run(model="mula-tiny")
+    assert decisions == ["auto"]
+    assert given == ["bfloat16"]
