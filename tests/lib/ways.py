@@ -8,6 +8,7 @@ that passes on one alone is wrong.
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -74,8 +75,12 @@ def main(command: Sequence[str]) -> int:
         print(f"error: WAY={asked}: say one of {', '.join(ways())}", file=sys.stderr)
         return 2
     print(f"{asked}: {way.summary}; WAY={asked} repeats it", flush=True)
+    compiled = {}
+    if "ATEN_CPU_CAPABILITY" in way.environment:
+        # What torch.compile keeps is not told apart by it: loops for 8 numbers, compiled again for 16, write over others.
+        compiled = {"TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"optimus-compiled-{asked}")}
     with busy_loops(way.busy):
-        return subprocess.run([*way.before, *command], env={**os.environ, **way.environment}).returncode
+        return subprocess.run([*way.before, *command], env={**os.environ, **way.environment, **compiled}).returncode
 
 
 if __name__ == "__main__":
