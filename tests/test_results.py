@@ -357,7 +357,7 @@ FIGURES = (
         ("bf16 compute, fp32 master weights", "class TrainedChunk"),
         ("Data parallelism with sharded", "def _start_reduction"),
         ("Gradient reduction overlaps the backward pass", "def _start_reduction"),
-        ("Steps with non-finite gradients are skipped", "skipped = not"),
+        ("Steps with non-finite gradients are skipped", "skipped = result.unfit"),
         ("Warm-up and cosine; clipping only after", "def clip_scale"),
         ("A lease keeps a second run out", "class LeaseCheck"),
         ("Metrics of the whole job; a profile", "class Trace"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.reader import Reader, Source
+from optimus.checkpoint.reader import Reader, WeightSource
 from optimus.checkpoint.slices import TensorSlice, whole_slices
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
@@ -46,7 +46,7 @@ def _slice(
 
 
 def masks_in(
-    source: Source, layouts: Mapping[str, Layout], mesh: Mesh, rank: int, prefix: str = PREFIX
+    source: WeightSource, layouts: Mapping[str, Layout], mesh: Mesh, rank: int, prefix: str = PREFIX
 ) -> dict[str, Tensor]:
     """Packed bits of the parts of `rank` of the masks of a checkpoint, in row-major order, by the parameter's name: of those
     with `layouts`, the parameters that it has of the model's.
@@ -113,7 +113,7 @@ def whole_masks(reader: Reader) -> dict[str, Tensor]:
     return masks
 
 
-def follow_masks(state: ModelState, source: Source) -> bool:
+def follow_masks(state: ModelState, source: WeightSource) -> bool:
     """Let `state`, which has no values yet, be pruned as the checkpoint is; whether that is pruned. All ranks must call.
 
     Raises `UserError` on all of them for masks that do not fit.
@@ -150,7 +150,7 @@ def follow_drawn(state: ModelState, reader: Reader) -> None:
     state.groups.world.agree(failure)
 
 
-def _masks_of(state: ModelState, source: Source, prefix: str) -> dict[str, Tensor]:
+def _masks_of(state: ModelState, source: WeightSource, prefix: str) -> dict[str, Tensor]:
     layouts = {slot.name: slot.layout for chunk in state.chunks for slot in chunk.plan.slots}
     return masks_in(source, layouts, state.groups.mesh, state.groups.rank, prefix)
 
@@ -159,6 +159,6 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def shares_in(source: Source) -> dict[str, float]:
+def shares_in(source: WeightSource) -> dict[str, float]:
     """About the share of each pruned parameter of a checkpoint that is unpruned."""
     return {key.removeprefix(PREFIX): source.unpruned for key in source.shapes if key.startswith(PREFIX)}

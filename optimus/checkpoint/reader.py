@@ -22,7 +22,7 @@ from optimus.model.low_rank import merged
 _MANY, _FEW = 4, 1 << 26  # elements of a byte, and beyond that, of what is a lie: memory is taken before all is read
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """What weights, and masks beside them, are read from."""
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 from optimus.checkpoint.folder import DamagedError, find_checkpoint
 from optimus.checkpoint.loading import load_slices
 from optimus.checkpoint.masks import follow_masks
-from optimus.checkpoint.reader import Reader, Source
+from optimus.checkpoint.reader import Reader, WeightSource
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.slices import TensorSlice
 from optimus.checkpoint.store import load_state
@@ -22,7 +22,7 @@ from optimus.state.plan import Slot
 from optimus.train.run import Run, read_together
 
 
-def begins_with(config: RunConfig, resume: bool) -> Source | None:
+def begins_with(config: RunConfig, resume: bool) -> WeightSource | None:
     """The checkpoint or folder that a run begins with, if it does: of checkpoints the first whose description is whole."""
     paths = [point.path for point in resume_points(Path(config.train.output))] if resume else []
     initial = config.lr_schedule.branch_from or config.checkpoint.initial
@@ -47,7 +47,7 @@ def is_model_folder(path: str | Path) -> bool:
     return (Path(path) / "config.json").is_file()
 
 
-def first_weights(config: RunConfig, source: Source | None, model: Transformer) -> Callable[[Slot, Tensor], None]:
+def first_weights(config: RunConfig, source: WeightSource | None, model: Transformer) -> Callable[[Slot, Tensor], None]:
     """What fills a part of a parameter of `model` with what a new run begins with: as it is initialised, or read."""
     declared, seed, std = dict(declarations(model)), config.train.seed, config.model.init_std
 
