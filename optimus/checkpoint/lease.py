@@ -246,9 +246,12 @@ def _write(file: int, holder: Holder) -> None:
 
 def _parse(text: str) -> Holder | None:
     try:
-        return Holder(**parse_json(text))
+        found = Holder(**parse_json(text))
     except (ValueError, TypeError):
         return None
+    texts = found.token, found.host, found.machine
+    good = all(isinstance(each, str) for each in texts) and type(found.started) in (int, float)
+    return found if good and type(found.pid) is int and 0 < found.pid < 1 << 31 else None
 
 
 def _machine() -> str:

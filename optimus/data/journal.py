@@ -6,7 +6,9 @@ after a kill at any moment the stream goes on from the journal's length and read
 
 import errno
 import fcntl
+import json
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -80,7 +82,8 @@ class Journal:
     packed: dict[str, int] = field(default_factory=dict)  # what packing has counted, once it is done
 
     def write(self, folder: Path) -> None:
-        write_json(folder / FILE, asdict(self))
+        content = asdict(self)
+        write_json(folder / FILE, content | {"crc": _sum(content)})
 
 
 def read(folder: Path) -> Journal | None:
@@ -90,14 +93,21 @@ def read(folder: Path) -> Journal | None:
         return None
     try:
         stored = parse_json(path.read_bytes())
+        if stored.pop("crc") != _sum(stored):
+            raise ValueError("its sum is wrong")
         for name in ("mark", "file_mark"):
             mark = stored[name]
             counts = [Counts(**count) for count in mark["counts"]]
             document = Document(**mark.get("document", {}))
             stored[name] = Mark(Position(*mark["position"]), counts, mark["files"], document)
         return Journal(**stored)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error}). Delete {folder} and run again.") from error
+
+
+def _sum(content: dict[str, Any]) -> int:
+    """Of what a journal says: whoever goes on from it believes all of that."""
+    return zlib.crc32(json.dumps(content).encode())
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:

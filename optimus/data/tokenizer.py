@@ -10,6 +10,7 @@ from optimus.disk import parse_json
 from optimus.errors import UserError
 
 FILE = "tokenizer.json"
+_LARGEST = (1 << 31) - 1  # of 32 bits one says that a token is not predicted
 TRAINED_EOS = "<|endoftext|>"
 # Looked for in this order where no configuration beside the tokenizer names the end-of-text token.
 KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>", "[EOS]")
@@ -62,8 +63,10 @@ def inspect(given: Path) -> TokenizerInfo:
     if not path.is_file():
         raise UserError(f"tokenizer not found: {path}. Give a tokenizer.json, or a folder that holds one.")
     vocabulary: dict[str, int] = load(path).get_vocab(with_added_tokens=True)
-    eos_token = _eos_token(path, vocabulary)
-    return TokenizerInfo(path, file_sha256(path), max(vocabulary.values()) + 1, vocabulary[eos_token], eos_token)
+    eos_token, largest = _eos_token(path, vocabulary), max(vocabulary.values())
+    if largest >= _LARGEST:
+        raise UserError(f"{path} has a token of number {largest}: tokens are stored with numbers below {_LARGEST}")
+    return TokenizerInfo(path, file_sha256(path), largest + 1, vocabulary[eos_token], eos_token)
 
 
 def check_text_stays_text(info: TokenizerInfo) -> None:
@@ -106,7 +109,7 @@ def _eos_token(path: Path, vocabulary: dict[str, int]) -> str:
             raise UserError(f"{file} is not a JSON object: {error}") from error
         token = named.get("content") if isinstance(named, dict) else named
         if token is not None:
-            if token not in vocabulary:
+            if not isinstance(token, str) or token not in vocabulary:
                 raise UserError(f"{file} names the end-of-text token {token!r}, which {path} does not hold")
             return str(token)
     for token in KNOWN_EOS:

@@ -49,7 +49,7 @@ def too_large(config: ModelConfig, tensors: int, elements: int) -> bool:
     """
     try:
         return config.layers > tensors + 1000 or count_parameters(config).total > 4 * elements + (1 << 26)
-    except (RuntimeError, OverflowError):  # beyond what a tensor can be, on the meta device too
+    except (RuntimeError, OverflowError, TypeError):  # beyond what a tensor can be, on the meta device too
         return True
 
 

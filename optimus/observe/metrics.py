@@ -51,8 +51,9 @@ class MetricsWriter:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The complete records of a run folder's `metrics.jsonl`, in order; a last line cut off by a kill is left out."""
-    return read_json_lines(folder / "metrics.jsonl")
+    """The complete records of a run folder's `metrics.jsonl`, in order; a last line cut off by a kill is left out, and so is
+    what is no record of a step."""
+    return [record for record in read_json_lines(folder / "metrics.jsonl") if isinstance(record.get("step"), int)]
 
 
 def _open_after(path: Path, step: int) -> Any:

@@ -53,8 +53,9 @@ class EventLog:
             os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """All events so far; a line that is not complete yet is left out."""
-        return read_json_lines(self.path) if self.path.exists() else []
+        """All events so far; a line that is not complete yet is left out, and so is what is no event."""
+        records = read_json_lines(self.path) if self.path.exists() else []
+        return [each for each in records if isinstance(each.get("kind"), str) and isinstance(each.get("detail"), str)]
 
     def unrecovered(self) -> list[dict[str, Any]]:
         """Failures and rollbacks since the run last went on."""

@@ -10,7 +10,7 @@ _FILE = "excluded.txt"
 def excluded(run: str | Path) -> list[str]:
     """The names of the nodes that are excluded from `run`."""
     path = Path(run) / _FILE
-    return path.read_text(encoding="utf-8").split() if path.exists() else []
+    return path.read_text(encoding="utf-8", errors="replace").split() if path.exists() else []
 
 
 def exclude(run: str | Path, node: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from optimus.comm.recorder import Recorder
+from optimus.disk import parse_json
 
 _GATHERING = 5.0  # seconds for all ranks to say where they are
 _FOLDER = ".hang"
@@ -107,7 +108,7 @@ class Watchdog:
         states: dict[int, Any] = dict.fromkeys(self._ranks)
         while None in states.values() and time.monotonic() < deadline:
             for rank in (rank for rank, state in states.items() if state is None):
-                with suppress(OSError):
-                    states[rank] = json.loads((self._folder / f"{rank}.json").read_text(encoding="utf-8"))
+                with suppress(OSError, ValueError):  # a file system may show a part of it first
+                    states[rank] = parse_json((self._folder / f"{rank}.json").read_bytes())
             time.sleep(0.05)
         return states

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import tempfile
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from torch.distributed import DistError, Store
 from torch.distributed.elastic.rendezvous import api
 
@@ -86,8 +88,8 @@ def run_node(
     waiting = Waiting(say)
     store = connect(launch.endpoint, launch.wait, waiting.on)
     waiting.over()
-    _check_clocks(launch, store)
     try:
+        _check_clocks(launch, store)
         with _holding(launch, store) as token:
             return _Member(launch, store, say, waiting, announce).run([*command, "--holder", token])
     except (api.RendezvousConnectionError, DistError) as error:
@@ -182,7 +184,7 @@ class _Member:
         if place > 0:
             return
         clear(self._launch.run)
-        here = [json.loads(store.get(f"member/{rank}")) for rank in range(nodes)]
+        here = [_said(store.get(f"member/{rank}"), "member") for rank in range(nodes)]
         before = self._told("world")
         self._tell("world", here)
         if before is not None:
@@ -274,7 +276,7 @@ class _Member:
 
     def _told(self, name: str) -> Any:
         key = self._key(name)
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return _said(self._store.get(key), name.partition("/")[0]) if self._store.check([key]) else None
 
 
 _DOING: dict[Do | Exit, str] = {
@@ -285,10 +287,33 @@ _DOING: dict[Do | Exit, str] = {
 }
 
 
+_Named = tuple[str, str]  # a node, and what it is called in the rendezvous
+_SAID: dict[str, TypeAdapter[Any]] = {  # what nodes put into the store, by what it is about
+    "member": TypeAdapter(_Named),
+    "world": TypeAdapter(list[_Named]),
+    "died": TypeAdapter(float),
+    "leaving": TypeAdapter(str),
+    "progress": TypeAdapter(tuple[int, int]),
+    "stopped": TypeAdapter(str),
+    "clock": TypeAdapter(tuple[str, FiniteFloat]),
+}
+
+
+def _said(value: bytes, what: str) -> Any:
+    """What a node has put into the store. Raises `RendezvousStateError` for what none has: others may reach it, too."""
+    try:
+        return _SAID[what].validate_json(value)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise api.RendezvousStateError(f"the store holds no {what} of a run's nodes: {problem}") from error
+
+
 @contextmanager
 def _holding(launch: Launch, store: Store) -> Iterator[str]:
     """Hold the run folder together with the other nodes of the launch; the last to leave gives it up. Yields their token."""
-    token = store.compare_set(f"{launch.name}/holder", "", uuid.uuid4().hex).decode()
+    token = store.compare_set(f"{launch.name}/holder", "", uuid.uuid4().hex).decode("utf-8", "replace")
+    if re.fullmatch("[0-9a-f]{32}", token) is None:
+        raise api.RendezvousStateError(f"the store holds no holder of a run: {token!r}")
     with Lease(launch.run, token, several=launch.nodes + launch.spares > 1) as lease:
         store.add(f"{launch.name}/holders", 1)
         try:
@@ -309,7 +334,7 @@ def _check_clocks(launch: Launch, store: Store) -> None:
         launch.run.mkdir(parents=True, exist_ok=True)
         ahead = time.time() - file_system_time(launch.run)
     key = f"{launch.name}/clock"
-    other, theirs = json.loads(store.compare_set(key, "", json.dumps([launch.node, ahead])))
+    other, theirs = _said(store.compare_set(key, "", json.dumps([launch.node, ahead])), "clock")
     limit = math.prod(launch.keep_alive) / 2
     if abs(ahead - theirs) > limit:
         raise UserError(

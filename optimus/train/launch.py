@@ -411,7 +411,7 @@ def _summary(config: RunConfig, stopped_by: int) -> dict[str, Any]:
     folder = Path(config.train.output)
     # A run that was told to end before its first step has none.
     records = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
-    last = records[-1] if records else {"step": 0, "tokens": 0, "loss": None}
+    last = {"step": 0, "tokens": 0, "loss": None, **(records[-1] if records else {})}
     found = list_checkpoints(folder)
     return {
         "output": str(folder),

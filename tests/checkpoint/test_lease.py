@@ -46,6 +46,19 @@ def ended() -> Holder:
     return holder
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"pid": "one"}, {"pid": -1}, {"pid": 1 << 40}, {"pid": True}, {"started": None}, {"token": 3}, {"more": 1}],
+)
+def test_a_lease_that_says_something_else_is_damaged(tmp_path: Path, change: dict[str, object]) -> None:
+    """Somebody seems to hold the folder, as while a lease is being written."""
+    held_by(tmp_path, HERE)
+    (tmp_path / LEASE).write_text(json.dumps(asdict(HERE) | change))
+    found = living_holder(tmp_path)
+    assert found is not None
+    assert found.host == "a host that it does not name"
+
+
 def test_it_is_there_while_the_run_is(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with Lease(run, "mine"):

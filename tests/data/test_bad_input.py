@@ -19,6 +19,7 @@ import zstandard
 
 from optimus.data import preparation
 from optimus.data.preparation import prepare
+from optimus.data.tokenizer import inspect
 from optimus.errors import UserError
 
 GOOD = json.dumps({"text": "some words to begin with " * 40}).encode() + b"\n"
@@ -44,6 +45,7 @@ def run(tmp_path: Path, tokenizer_file: Path) -> Callable[..., dict[str, Any]]:
         (b'{"body": "words"}', r"no field 'text' \(valid: body\).*`text_field`"),
         (b'{"texts": "words"}', r"no field 'text' \(did you mean 'texts'\?\)"),
         (b'{"text": "wor', "not valid JSON"),
+        (b'{"text": ' + 20_000 * b"[" + 20_000 * b"]" + b"}", "not valid JSON .it is nested too deep"),
         (b'["text"]', "a JSON list, where an object with the text is expected"),
         (b'{"text": null}', "field 'text' is NoneType, not text"),
         (b'{"text": "\xff"}', "not UTF-8 at byte 10 of the line"),
@@ -192,8 +194,19 @@ def test_bad_tokenizers(tmp_path: Path, tokenizer_file: Path, run: Callable[...,
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|halt|>"}')
     with pytest.raises(UserError, match=r"tokenizer_config\.json names the end-of-text token '<\|halt\|>', which"):
         tokenise()
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": ["<|stop|>"]}}')
+    with pytest.raises(UserError, match=r"tokenizer_config\.json names the end-of-text token \['<\|stop\|>'\], which"):
+        tokenise()
     (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|stop|>"}}')
     assert tokenise()["tokenizer"]["eos_token"] == "<|stop|>"
+
+
+def test_numbers_of_tokens_that_cannot_be_stored(tmp_path: Path, tokenizer_file: Path) -> None:
+    content = json.loads(tokenizer_file.read_text())
+    content["model"]["vocab"]["too far"] = 1 << 31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"has a token of number 2147483648: tokens are stored with numbers below"):
+        inspect(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["unmarked", "unigram"])
@@ -257,9 +270,12 @@ def test_unfinished_run_with_other_settings_or_input(tmp_path: Path, run: Callab
     with pytest.raises(UserError, match=r"out\.partial holds an unfinished run .*seed 1 there and 2 here.*Delete it"):
         run("a.jsonl", GOOD * 9, seed=2)
     assert (tmp_path / "out.partial" / "journal.json").read_bytes() == journal
-    (tmp_path / "out.partial" / "journal.json").write_text("{")
-    with pytest.raises(UserError, match=r"journal\.json is damaged.*Delete"):
-        run("a.jsonl", GOOD * 9, seed=1)
+    changed = json.loads(journal)
+    changed["mark"]["counts"][0]["tokens"] = -5
+    for content in (b"{", b"[]", json.dumps(changed).encode()):
+        (tmp_path / "out.partial" / "journal.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"journal\.json is damaged.*Delete"):
+            run("a.jsonl", GOOD * 9, seed=1)
 
 
 def test_changed_input_that_was_read_already(tmp_path: Path, tokenizer_file: Path) -> None:

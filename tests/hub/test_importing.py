@@ -234,6 +234,16 @@ def test_an_index_names_files_of_its_folder_only(dense: Transformer, tmp_path: P
         load_weights(dense, hf)
 
 
+@pytest.mark.parametrize("size", [1 << 31, 1 << 62])
+@pytest.mark.parametrize("key", ["vocab_size", "intermediate_size"])
+def test_a_model_of_many_times_the_weights_is_not_made(dense: Transformer, tmp_path: Path, key: str, size: int) -> None:
+    hf = exported(dense, tmp_path / "hf")
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | {key: size}))
+    with pytest.raises(UserError, match="describes a model of many times the parameters"):
+        import_folder(hf, tmp_path / "imported")
+
+
 def test_weights_of_another_model_are_refused(dense: Transformer, tmp_path: Path) -> None:
     hf = exported(dense, tmp_path / "hf")
     other = Transformer(dense.config.model_copy(update={"heads": 1}))  # the shapes of all tensors are equal

@@ -42,6 +42,16 @@ def test_a_torn_last_line_is_left_out_and_mended(tmp_path: Path) -> None:
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
+def test_lines_that_are_no_records_are_left_out_and_mended(tmp_path: Path) -> None:
+    write(tmp_path, 0, range(1, 3), 1.0)
+    odd = ["5", "[1]", "{}", '{"step": "one"}', '{"step": null, "loss": 1}', 20_000 * "["]
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write("\n".join(odd).encode() + b"\n\xff\n")
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+    write(tmp_path, 2, range(3, 4), 1.0)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+
+
 def test_every_record_is_on_the_disk_at_once(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, config(), 0)
     writer.write({"step": 1, "loss": float("nan")})

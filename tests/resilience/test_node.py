@@ -422,6 +422,19 @@ def test_who_writes_into_the_store_is_found_out(cluster: Cluster, store: TCPStor
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("clock", b"["), ("clock", b'["n1", 1e999]'), ("clock", b"3"), ("holder", b"\xff\0"), ("world", b'{"n0": 1}')],
+)
+def test_what_no_node_has_written_into_the_store(
+    cluster: Cluster, store: TCPStore, one: Launch, key: str, value: bytes
+) -> None:
+    store.set(f"optimus/{key}", value)
+    cluster.start(nodes=1, n0="0")
+    said = f"the store holds no {key} of a run.*; something else writes to {one.endpoint}: start another"
+    assert re.match(said, str(cluster.end()["n0"]))
+
+
 def test_ranks_of_one_machine_meet_where_no_other_reaches_them() -> None:
     params = RendezvousParameters(register(), "", "a run", 1, 1)
     meeting = rendezvous_handler_registry.create_handler(params)
