@@ -258,17 +258,21 @@ def _is_timeline(found: Mapping[str, Any]) -> bool:
     """Whether all events of a pipeline, and of its simulation if there is one, are (rank, kind, stage, microbatch, start,
     end)."""
     ranks, timelines = found.get("ranks"), (found.get("events"), found.get("simulated", []))
-    return ranks in range(1, _RANKS) and all(
-        isinstance(events, list)
+    return (
+        isinstance(ranks, int)
+        and 0 < ranks < _RANKS
         and all(
-            isinstance(event, list)
-            and len(event) == 6
-            and event[0] in range(ranks)
-            and isinstance(event[1], str)
-            and all(is_number(number) and math.isfinite(number) for number in event[2:])
-            for event in events
+            isinstance(events, list)
+            and all(
+                isinstance(event, list)
+                and len(event) == 6
+                and event[0] in range(ranks)
+                and isinstance(event[1], str)
+                and all(is_number(number) and math.isfinite(number) for number in event[2:])
+                for event in events
+            )
+            for events in timelines
         )
-        for events in timelines
     )
 
 
