@@ -89,6 +89,7 @@ def test_damaged_and_half_written_lines(tmp_path: Path, make_run: Make) -> None:
         ("experts.jsonl", '{"step": 1, "load": {"1": [NaN]}}', 1),
         ("timeline.json", '{"ranks": 2, "events": 3}', 1),
         ("timeline.json", '{"ranks": 2, "events": [[2, "forward", 0, 0, 0.0, 1.0]]}', 1),
+        ("timeline.json", '{"ranks": 2.0, "events": [[1, "forward", 0, 0, 0.0, 1.0]]}', 1),
         ("environment.jsonl", '{"versions": 3, "git": 4}', 0),
         ("config.yaml", "model: x\ntrain: 3", 0),
     ],
