@@ -34,8 +34,8 @@ class StepResult(NamedTuple):
     lr: float
     skipped: bool
     divergence: float = 0.0  # from the teacher, nats per predicted token, times the square of the temperature
-    source_losses: Sequence[float | None] = ()  # as `loss`, by source, where asked for; None where nothing is predicted
     clipped_norm: float = 0.0  # of the gradients, once they were clipped
+    source_losses: Sequence[float | None] = ()  # as `loss`, by source, where asked for; None where nothing is predicted
 
     @property
     def unfit(self) -> bool:
@@ -78,7 +78,7 @@ def training_step(
     loss, balance, z, divergence, *of_sources = (losses / with_losses).tolist()
     lr, scale = step_learning_rate(config, step), clip_scale(config, step, norm)
     by_source = [nats / count if count else None for nats, count in zip(of_sources[::2], of_sources[1::2])]
-    result = StepResult(loss, balance, z, norm, lr, False, divergence, by_source, norm * scale)
+    result = StepResult(loss, balance, z, norm, lr, False, divergence, norm * scale, by_source)
     skipped = result.unfit or loss > loss_limit
     with region(lambda: "optimizer step"):
         if skipped:
