@@ -54,8 +54,8 @@ class Contestant(NamedTuple):
 
 def run(
     model: Annotated[str, Option(help="Preset.")] = "mula-tiny-moe",
-    steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 10,
-    rounds: Rounds = 3,
+    steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 8,
+    rounds: Rounds = 2,
     gradients: Annotated[GradientDtype, Option(help="Type in which all reduce their gradients.")] = "float32",
     precision: Precision = "auto",
     rank_counts: Sequence[int] = (2, 4),
