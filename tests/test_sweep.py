@@ -102,10 +102,13 @@ def test_the_ways_in_which_tests_run(
     assert ways.main([sys.executable, "-c", SHOW]) == 0
     said, found = capfd.readouterr().out.splitlines()
     assert said.startswith(f"{way}: ")
-    capability, cores = torch.backends.cpu.get_cpu_capability(), len(os.sched_getaffinity(0))
-    if way == "avx2":
-        capability = "AVX2" if capability == "AVX512" else capability
-    assert found == f"{capability} {1 if way == 'one-core' else cores}"
+    capability, cores = (
+        torch.backends.cpu.get_cpu_capability(),
+        1 if way == "one-core" else len(os.sched_getaffinity(0)),
+    )
+    # These tests may run as on a processor that has less.
+    expected = {"AVX2"} | {capability} - {"AVX512"} if way == "avx2" else {capability}
+    assert found in {f"{each} {cores}" for each in expected}
 
 
 def test_a_part_is_run_in_each_way_in_turn_and_the_way_is_said(
