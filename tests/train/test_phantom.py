@@ -54,6 +54,8 @@ def configured(layout: str) -> dict[str, Any]:
         "data": {"path": "random"},
         "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
         **more,
+        # With eps of 1e-8 an update would be as large where a gradient is hardly more than what rounding leaves of it.
+        "optimizer": {"eps": 3e-5} | more.get("optimizer", {}),
         "train": train | more.get("train", {}),
     }
 
@@ -84,9 +86,7 @@ def with_shared_keys(config: dict[str, Any]) -> tuple[Trained, int]:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_heads_that_share_keys(family: str) -> None:
     """Dense grouped-query attention by torch's own operator has the numbers of the CPU, whose path is another."""
-    # With eps of 1e-8 an update would be as large where a gradient is hardly more than what rounding leaves of it.
-    sections = {"model": SIZES | {"family": family, "heads": 4, "kv_heads": 2}, "optimizer": {"eps": 3e-5}}
-    config = configured("dense") | sections
+    config = configured("dense") | {"model": SIZES | {"family": family, "heads": 4, "kv_heads": 2}}
     ((found, shared),) = on_phantom(with_shared_keys, 1, config)
     assert shared == 2 * 2 * 2  # steps, microbatches, layers
     compare(found, train_steps(config, 2), family, 1e-5)
