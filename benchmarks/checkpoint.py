@@ -40,10 +40,13 @@ from optimus.config import RunConfig
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.plan.measure.ranks import run_fresh
+from optimus.resolve.parameters import layouts_of, recipe_of
+from optimus.resolve.ranks import mesh_of
+from optimus.resolve.run import RunInputs
 from optimus.state.model_state import ModelState
 from optimus.state.plan import plan_chunks
-from optimus.train.run import build_model, layouts_of, mesh_of, recipe_of
-from optimus.train.step import training_step
+from optimus.testing.steps import build
+from optimus.training.step import training_step
 
 LARGE = {"family": "olmo", "hidden": 1024, "layers": 12, "heads": 16, "intermediate": 4096, "vocab": 50304}
 SMALL = {"family": "olmo", "hidden": 512, "layers": 8, "heads": 8, "intermediate": 2048, "vocab": 16384}
@@ -97,7 +100,7 @@ def run(
 def _saving(model: Mapping[str, Any], precision: str, rounds: int, folder: str) -> tuple[list[Row], dict[str, int]]:
     config = _config(model, 1, precision)
     groups = Groups(mesh_of(config, 1))
-    module, state = build_model(config, torch.device("cpu"), groups)
+    module, state = build(config, groups)
     state.initialize(0, 0.02)
     tokens_BS = torch.randint(config.model.vocab, (1, config.train.sequence_length))
     numbers = iter(range(1, 1 << 30))
@@ -212,7 +215,7 @@ def _loading(model: Mapping[str, Any], precision: str, rounds: int, folder: str)
     ranks = dist.get_world_size()
     config = _config(model, ranks, precision)
     groups = Groups(mesh_of(config, ranks))
-    _, state = build_model(config, torch.device("cpu"), groups)
+    _, state = build(config, groups)
     state.initialize(0, 0.02)
     place = Path(folder) / "checkpoints" / "step-1"
     Saver(state).save(Target(place, _description(config, full=True)))
@@ -287,7 +290,7 @@ def _nodes() -> list[Row]:
 def _spread(config: RunConfig, mesh: Mesh, scattered: bool) -> Row:
     with torch.device("meta"):
         model = Transformer(config.model)
-    layouts, recipe = layouts_of(model, config), recipe_of(config, model)
+    layouts, recipe = layouts_of(model, config), recipe_of(config, model, RunInputs())
     nodes = dict.fromkeys(range(mesh.node(mesh.size - 1) + 1), 0)
     writing = set()
     for rank in range(mesh.size):

@@ -30,8 +30,10 @@ from optimus.config import RunConfig
 from optimus.model import Transformer
 from optimus.model.init import initialize, initialize_parameter
 from optimus.model.parameters import declarations
-from optimus.train.run import DTYPES, build_model, mesh_of
-from optimus.train.step import objective, terms, training_step
+from optimus.resolve.precision import DTYPES
+from optimus.resolve.ranks import mesh_of
+from optimus.testing.steps import build
+from optimus.training.step import objective, terms, training_step
 
 DEEPSPEED = import_module("deepspeed") if find_spec("deepspeed") else None
 
@@ -39,7 +41,7 @@ DEEPSPEED = import_module("deepspeed") if find_spec("deepspeed") else None
 def ours(config: RunConfig) -> Step:
     """Our training step, sharded as `config.state` says."""
     groups = Groups(mesh_of(config, dist.get_world_size()))
-    model, state = build_model(config, torch.device("cpu"), groups)
+    model, state = build(config, groups)
     state.initialize(config.train.seed, config.model.init_std)
 
     def step(tokens_BS: Tensor) -> float:

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, NamedTuple
 
-import torch
 import torch.distributed as dist
 from typer import Option
 
@@ -28,9 +27,10 @@ from optimus.config import RunConfig
 from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
 from optimus.plan.measure.ranks import run_fresh
+from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
 from optimus.testing.memory import allocated
-from optimus.train.run import build_model, mesh_of
+from optimus.testing.steps import build
 
 _WARM_UP = 2  # steps that are not counted
 _SHARD_OVER = {"standard": "data", "EPSO": "replicas"}  # in the order of the rows
@@ -88,7 +88,7 @@ def _config(model: ModelConfig, dp: int, ep: int, shard_over: str) -> RunConfig:
 def _measure(configs: list[RunConfig], steps: int) -> list[Measured]:
     """On one rank: both ways of sharding in turns."""
     groups = Groups(mesh_of(configs[0], dist.get_world_size()))
-    states = [build_model(config, torch.device("cpu"), groups)[1] for config in configs]
+    states = [build(config, groups)[1] for config in configs]
     times = take_turns({number: partial(_step, state) for number, state in enumerate(states)}, steps, warm_up=_WARM_UP)
     return [_summary(state, times[number]) for number, state in enumerate(states)]
 

@@ -32,9 +32,10 @@ from optimus.model.attention import AttentionPositions
 from optimus.model.init import initialize
 from optimus.parallel.build import StageOptions, build_stage
 from optimus.pipeline.staged import Staged, select_stages
+from optimus.resolve.ranks import mesh_of
+from optimus.resolve.stages import partition_of
 from optimus.step_context import StepContext
-from optimus.train.pipeline import partition_of, stages_of
-from optimus.train.run import mesh_of
+from optimus.training.stages import stages_of
 
 Step = Callable[[Tensor], Tensor]  # tokens [B, S] of a step to the losses of its microbatches, on the last stage's rank
 

@@ -19,7 +19,7 @@ from benchmarks.training import Precision, Type, configuration, decided
 from optimus.observe.metrics import MetricsWriter
 from optimus.report.page import write_report
 from optimus.testing.steps import Steps
-from optimus.train.accounting import expert_load, imbalance
+from optimus.training.accounting import expert_load, imbalance
 
 _METRICS = (
     "time", "loss", "balance_loss", "z_loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "data_seconds",

@@ -22,7 +22,7 @@ from optimus.plan.measure.ranks import run_fresh
 from optimus.testing.faults import FaultPlan
 from optimus.testing.lab import rehearse
 from optimus.testing.steps import Steps
-from optimus.train.nodes import NodeJob
+from optimus.training.nodes import NodeJob
 
 _FAULT_STEP, _STEPS, _HANG = 4, 8, 8.0
 _FAULTS: dict[str, FaultPlan] = {

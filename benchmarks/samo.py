@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, NamedTuple
 
-import torch
 import torch.distributed as dist
 from typer import Option
 
@@ -24,12 +23,14 @@ from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.model.architecture import ModelConfig
 from optimus.plan.measure.ranks import run_fresh
+from optimus.resolve.parameters import layouts_of, whole_model
+from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
 from optimus.state.pruning import prune, random_scores, weights_of
 from optimus.state.trained import TrainedChunk
 from optimus.testing.memory import allocated
+from optimus.testing.steps import build
 from optimus.testing.traffic import counting
-from optimus.train.run import build_model, layouts_of, mesh_of, whole_model
 
 _WARM_UP = 2  # steps that are not counted
 _SPARSITY = 0.9
@@ -80,7 +81,7 @@ def _measure(config: RunConfig, steps: int) -> list[Measured]:
     """On one rank: dense and pruned state in turns."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     groups = Groups(mesh_of(config, ranks))
-    states = [build_model(config, torch.device("cpu"), groups)[1] for _ in range(2)]
+    states = [build(config, groups)[1] for _ in range(2)]
     layouts = layouts_of(whole_model(config), config)
     sizes = {name: math.prod(layouts[name].shape) for name in states[1].recipe.unpruned}
     for state in states:

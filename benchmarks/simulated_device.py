@@ -25,11 +25,11 @@ from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.model.parameters import Size, declare
 from optimus.optim.adamw import AdamW
+from optimus.resolve.groups import state_divisions
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Recipe
 from optimus.state.transfers import Job, Transfers
-from optimus.train.groups import state_divisions
 
 _PIECES = 16  # of an update, between which other copies take their turn on the links
 

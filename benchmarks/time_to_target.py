@@ -35,11 +35,12 @@ from optimus.data.documents import read_texts
 from optimus.data.files import resolve
 from optimus.disk import read_json_lines, user_path
 from optimus.errors import UserError
-from optimus.evaluate.score import evaluating
+from optimus.evaluation.score import evaluating
 from optimus.pipeline.staged import Staged
+from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
-from optimus.train.run import build_model, mesh_of
-from optimus.train.step import training_step
+from optimus.testing.steps import build
+from optimus.training.step import training_step
 
 CONTEXT, BATCH = 128, 8
 _FACTORS = (0.25, 0.5, 1, 2, 4)  # of the rate in the middle
@@ -235,7 +236,7 @@ def settings_of(model: str, contestant: Contestant, rate: float, seed: int, leng
 def train(config: RunConfig, text: Text, every: int) -> Curve:
     """Train a model on batches of the seed's order, and measure it every so many steps, and at the last."""
     device = torch.device("cpu")
-    model, state = build_model(config, device, Groups(mesh_of(config, 1)))
+    model, state = build(config, Groups(mesh_of(config, 1)), device)
     state.initialize(config.train.seed, config.model.init_std)
     order = torch.Generator().manual_seed(config.train.seed)
     order_N = torch.cat([torch.randperm(len(text.train_NS), generator=order) for _ in range(_epochs(config, text))])

@@ -31,9 +31,9 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.observe.metrics import read_metrics
 from optimus.optim.adamw import AdamW
-from optimus.train.rules import rules_of
-from optimus.train.start import read_run
-from optimus.train.step import step_learning_rate
+from optimus.resolve.rules import rules_of
+from optimus.training.reading import read_run
+from optimus.training.step import step_learning_rate
 
 _WARM_UP = 2  # steps of each run that are not counted
 _CHECKED = 5  # steps whose cross-entropies must agree

@@ -25,16 +25,20 @@ from typing import TYPE_CHECKING
 from optimus.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from optimus.checkpoint.merging import merge
-    from optimus.checkpoint.store import load_model
-    from optimus.config.models import models
-    from optimus.data.preparation import prepare
-    from optimus.errors import UserError
-    from optimus.evaluate import evaluate
-    from optimus.evaluate import generate_text as generate
-    from optimus.hub import FastSparseMoEBlock, import_folder, register_experts
-    from optimus.hub import export_checkpoint as export
-    from optimus.train import train
+    from optimus.api import (
+        FastSparseMoEBlock,
+        UserError,
+        evaluate,
+        export,
+        generate,
+        import_folder,
+        load_model,
+        merge,
+        models,
+        prepare,
+        register_experts,
+        train,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,20 +56,4 @@ __all__ = [
     "train",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "FastSparseMoEBlock": "optimus.hub",
-        "evaluate": "optimus.evaluate",  # a package that can be called, like train
-        "export": "optimus.hub:export_checkpoint",
-        "generate": "optimus.evaluate:generate_text",
-        "import_folder": "optimus.hub",
-        "load_model": "optimus.checkpoint.store",
-        "merge": "optimus.checkpoint.merging",
-        "models": "optimus.config.models",
-        "prepare": "optimus.data.preparation",
-        "register_experts": "optimus.hub",
-        "train": "optimus.train",
-        "UserError": "optimus.errors",
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__, dict.fromkeys(__all__, "optimus.api"))

@@ -154,8 +154,8 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model."""
+    from optimus.api import train as run
     from optimus.observe.progress import seconds_text
-    from optimus.train import train as run
 
     overrides, automatic = [*(overrides or []), *(settings or [])], resume and "auto" in (overrides or [])
     overrides = [text for text in overrides if text != "auto"] if automatic else overrides
@@ -212,7 +212,7 @@ def evaluate(
 ) -> None:
     """Score a checkpoint on tasks (lm-eval) and on bits per byte of text."""
     given = _but(locals(), "tasks", "ensemble", "signal", "plot", "as_json")
-    from optimus.evaluate import evaluate as run
+    from optimus.api import evaluate as run
 
     if signal:
         if tasks or text or ensemble or output or limit or fewshot:
@@ -237,7 +237,7 @@ def evaluate(
 
 def _signals(runs: list[Path], plot: Path | None, as_json: bool) -> None:
     from optimus.disk import check_plot
-    from optimus.evaluate.signals import draw, read_curves, signals
+    from optimus.evaluation.signals import draw, read_curves, signals
     from optimus.observe.table import print_table
 
     target = check_plot(plot) if plot is not None else None
@@ -264,7 +264,7 @@ def generate(
 ) -> None:
     """Continue a text."""
     given = _but(locals(), "as_json")
-    from optimus.evaluate import generate_text
+    from optimus.evaluation import generate_text
 
     text = generate_text(**given)
     _show({"prompt": prompt, "text": text}, as_json, text)
@@ -348,12 +348,12 @@ def launch(
     as_json: Json = False,
 ) -> None:
     """Run one node of a training with spares; start it on every node and every spare."""
-    from optimus.train.start import read_run
+    from optimus.training.reading import read_run
 
     overrides = [*(overrides or []), *(settings or [])]
 
     read_run(config, overrides)  # before torch is imported: a mistake costs no waiting
-    from optimus.train import nodes as run
+    from optimus.training import nodes as run
 
     other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
     sources = {name: context.get_parameter_source(name) for name in other}
@@ -421,6 +421,10 @@ def config_show(
     config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
     overrides: Overrides = None,
     settings: Settings = None,
+    resolved: Annotated[
+        bool, Option("--resolved", help="Decide what is left open, as a run on this machine would, and say why.")
+    ] = False,
+    ranks: Annotated[int | None, Option(help="With --resolved: ranks of the run.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show a configuration with its includes, preset, overrides and defaults: every key, as a run saves it."""
@@ -428,7 +432,15 @@ def config_show(
     from optimus.hub import read_model_folder
 
     tree = load_config(config, [*(overrides or []), *(settings or [])], read_model_folder)
-    _show(tree.model_dump(), as_json, dump_config(tree).rstrip())
+    if not resolved:
+        _show(tree.model_dump(), as_json, dump_config(tree).rstrip())
+        return
+    from optimus.training.resolving import resolve_before_launch
+
+    run = resolve_before_launch(tree, ranks or tree.parallel.least_ranks)
+    lines = [f"# {decision}" for decision in run.decisions]
+    told = {"config": run.config.model_dump(), "decisions": [decision.written for decision in run.decisions]}
+    _show(told, as_json, "\n".join([*lines, dump_config(run.config).rstrip()]))
 
 
 @config_app.command(name="diff")
@@ -576,7 +588,7 @@ def lab(
 ) -> None:
     """Rehearse node failures on this machine, with network namespaces as nodes."""
     from optimus.testing.lab import rehearse
-    from optimus.train.nodes import NodeJob, parse_keep_alive
+    from optimus.training.nodes import NodeJob, parse_keep_alive
 
     alive = parse_keep_alive(keep_alive)
     job = NodeJob(

@@ -16,7 +16,7 @@ _READS = re.compile(
 )
 
 KEPT = "a choice: timed in turn, taken where it is clear, and kept per chip"
-COARSE = "a choice: in coarse steps, as it was counted before"
+FACTS = "of choices: timed in turn, and kept per chip; memory in coarse steps, as it was counted before"
 FILE = "a measurement that the user asks for, into a file by which runs then choose"
 SAID = "is said or recorded, and nothing else"
 WAITS = "how long something may take, or when to look again: what is found does not depend on it"
@@ -29,7 +29,7 @@ PLACES = {
     "checkpoint/lease.py": WAITS,
     "checkpoint/saving.py": SAID,
     "comm/device_waits.py": FAULTS,
-    "comm/recorder.py": SAID,  # and which ranks are slow, by train/health.py
+    "comm/recorder.py": SAID,  # and which ranks are slow, by training/health.py
     "data/preparation.py": SAVES,
     "hub/exporting.py": REFUSES,
     "kernels/matmul.py": KEPT,
@@ -41,6 +41,7 @@ PLACES = {
     "plan/measure/collectives.py": FILE,
     "plan/measure/timing.py": FILE,
     "report/folder.py": SAID,
+    "resolve/facts.py": FACTS,
     "resilience/events.py": SAID,
     "resilience/hangs.py": FAULTS,
     "resilience/node.py": FAULTS,
@@ -50,17 +51,15 @@ PLACES = {
     "testing/faults.py": TESTS,
     "testing/lab.py": TESTS,
     "testing/ranks.py": TESTS,
-    "train/accounting.py": SAID,
-    "train/checks.py": REFUSES,
-    "train/conclusion.py": SAID,
-    "train/environment.py": SAID,
-    "train/health.py": FAULTS,
-    "train/hooks.py": SAID,
-    "train/launch.py": SAID,
-    "train/loop.py": SAID,
-    "train/oversubscription.py": SAID,
-    "train/residency.py": KEPT,
-    "train/run.py": COARSE,
+    "training/accounting.py": SAID,
+    "training/checks.py": REFUSES,
+    "training/conclusion.py": SAID,
+    "training/environment.py": SAID,
+    "training/health.py": FAULTS,
+    "training/hooks.py": SAID,
+    "training/launch.py": SAID,
+    "training/loop.py": SAID,
+    "training/oversubscription.py": SAID,
 }
 
 
@@ -86,7 +85,7 @@ def test_what_is_chosen_by_a_clock_goes_through_one_file() -> None:
     """Which says what is clear; and what free memory to count on."""
     for name, what in PLACES.items():
         text = (PACKAGE / name).read_text(encoding="utf-8")
-        if what == KEPT:
+        if what in (KEPT, FACTS):
             assert "in_turn(" in text, name
-        if what == COARSE:
+        if what == FACTS:
             assert re.search(r"known\.free_memory\(", text), name

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import optimus
-import optimus.evaluate
+import optimus.evaluation
 
 FUNCTIONS = ["evaluate", "export", "generate", "import_folder", "load_model", "models", "prepare", "train"]
 
@@ -21,7 +21,7 @@ def test_dir_shows_what_users_call() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(sorted(optimus.__all__))
     assert "__version__" in dir(optimus)
-    assert {"bits_per_byte", "generate", "generate_text"} <= set(dir(optimus.evaluate))
+    assert {"bits_per_byte", "generate", "generate_text"} <= set(dir(optimus.evaluation))
 
 
 def test_models_are_listed_without_torch() -> None:

@@ -67,13 +67,13 @@ def set_ups() -> list[float]:
 
 
 TRAINING, LONG, PREPARE = (
-    "tests/train/test_training.py",
-    "tests/train/test_long_context.py",
+    "tests/training/test_training.py",
+    "tests/training/test_long_context.py",
     "tests/data/test_prepare.py",
 )
 TORCH, ACTIVATIONS = "tests/pipeline/test_against_torch.py", "tests/parallel/test_activations.py"
-PARITY, LAYOUTS = "tests/model/test_transformers_parity.py", "tests/train/test_layouts.py"
-LOST, MASKS, KILLED = "tests/train/test_lost_rank.py", "tests/state/test_masks.py", "tests/checkpoint/test_killed.py"
+PARITY, LAYOUTS = "tests/model/test_transformers_parity.py", "tests/training/test_layouts.py"
+LOST, MASKS, KILLED = "tests/training/test_lost_rank.py", "tests/state/test_masks.py", "tests/checkpoint/test_killed.py"
 CHANGES, WATCH = "tests/checkpoint/test_layouts.py", "tests/comm/test_watch.py"
 HANGS, SLOW, LAB = "tests/resilience/test_hangs.py", "tests/resilience/test_slow.py", "tests/testing/test_lab.py"
 TIMES, SCALING = "tests/state/test_offload_times.py", "tests/plan/test_scaling.py"

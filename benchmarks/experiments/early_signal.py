@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.experiments.harness import MODEL, Experiment, command, mean_and_deviation
 from benchmarks.harness import Result, Row
 from optimus.errors import UserError
-from optimus.evaluate.signals import read_curves, signals
+from optimus.evaluation.signals import read_curves, signals
 
 _TOKENS, _CHECKPOINTS, _LIMIT = 400_000, 20, 25
 _SIZES = {"small": (32, 1), "middle": (64, 2), "large": (96, 3)}

@@ -15,7 +15,7 @@ from benchmarks.harness import Result, Row
 from optimus.checkpoint.store import load_model
 from optimus.data.shards import Shards
 from optimus.data.tokenizer import load
-from optimus.evaluate.text import bits_per_byte
+from optimus.evaluation.text import bits_per_byte
 from optimus.model import KVCache
 from optimus.model.ensemble import Ensemble
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from benchmarks.harness import Result, Row
+from optimus.api import train
 from optimus.data.documents import read_texts
 from optimus.data.files import resolve
 from optimus.data.preparation import prepare
 from optimus.disk import read_json_lines, user_path, write_json
 from optimus.errors import UserError
-from optimus.train.start import train
 
 VOCAB, CONTEXT, BATCH = 1024, 128, 16
 STEP_TOKENS = BATCH * CONTEXT

@@ -17,7 +17,7 @@ from optimus.plan.job import Job
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import Memory, memory_of_ranks, ranks_of
 from optimus.plan.parameter_groups import parameter_groups
-from optimus.train.rules import default_rule
+from optimus.resolve.rules import default_rule
 
 # Asynchronous tensor parallelism sends in parts beside the parts of a product; the first and the last wait for each other.
 _ASYNC_TP = 0.6

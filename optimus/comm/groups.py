@@ -82,9 +82,9 @@ class Groups:
     """The groups of this rank: one for each division of the ranks, shared by all who ask.
 
     `divisions` are made at once, by default those along all axes of the mesh; a run makes exactly those that it uses
-    (`train/groups.py`). A rank makes the groups that it is in, and no others. Whoever makes process groups beside these must
-    make as many on every rank: see `_handle`. NCCL, RCCL and oneCCL connect a group in its first collective; one without
-    costs no memory.
+    (`resolve/groups.py`). A rank makes the groups that it is in, and no others. Whoever makes process groups beside these
+    must make as many on every rank: see `_handle`. NCCL, RCCL and oneCCL connect a group in its first collective; one
+    without costs no memory.
 
     `timeout`, in seconds, is how long a rank of one waits for the others; by default torch's. `measured` and `partial_sums`
     are of the collectives: which algorithms they use, and how sums go from node to node.

@@ -5,11 +5,11 @@ Combinations that cannot work are refused here, by validators that name the fiel
 tree is known to make sense.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from optimus.config.combinations import check_combinations
 from optimus.config.data import DataConfig, TokenCount
@@ -113,8 +113,10 @@ class StateConfig(Section):
             raise ValueError(
                 "reshard_after_forward is not for parameters in a cache, which keeps what it can: remove it"
             )
+        # That something happens on the device may be said, as resolved runs do, of state that is there anyway.
         wrong = self.given("device_states", "update_on") if self.residency == "device" else []
         wrong += self.given("accumulate_on") if self.residency in ("device", "optimizer") else []
+        wrong = [key for key in wrong if getattr(self, key) != "device"]
         wrong += ["disk"] if self.disk is not None and self.residency != "disk" else []
         if wrong:
             raise ValueError(f"{wrong[0]} applies to state that is kept elsewhere, but residency is {self.residency}")
@@ -514,6 +516,16 @@ class TuningConfig(Section):
 Recomputable = Literal["norm", "attention", "mlp", "moe", "block", "auto"]
 
 
+def _placed(node: Any, path: Sequence[str], value: Any) -> Any:
+    """A copy of `node`, a section or a list, with `value` at `path`."""
+    if not path:
+        return value
+    if isinstance(node, list):
+        number = int(path[0])
+        return [*node[:number], _placed(node[number], path[1:], value), *node[number + 1 :]]
+    return node.model_copy(update={path[0]: _placed(getattr(node, path[0]), path[1:], value)})
+
+
 class RunConfig(Section):
     """Everything about a run."""
 
@@ -549,11 +561,30 @@ class RunConfig(Section):
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
     tuning: TuningConfig = Field(default_factory=TuningConfig)  # asks for the home of the user: not at import
+    _closed: bool = PrivateAttr(False)
 
     def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
         """With other values in sections: `config.changed(train={"steps": 5})`. They are not checked."""
         update = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=update)
+
+    def decided(self, values: Mapping[str, Any]) -> "RunConfig":
+        """With these values by the paths of their keys: `config.decided({"train.steps": 5})`. They are not checked."""
+        config = self
+        for key, value in values.items():
+            config = _placed(config, key.split("."), value)
+        return config
+
+    def close(self) -> "RunConfig":
+        """Itself, of which no changed copy can be made any more: the configuration of a run that is resolved."""
+        self._closed = True
+        return self
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "RunConfig":
+        """As every section has it. Raises `RuntimeError` where the configuration is closed."""
+        if self._closed:
+            raise RuntimeError(f"the configuration of a resolved run is not changed, nor is {', '.join(update or ())}")
+        return super().model_copy(update=update, deep=deep)
 
     @property
     def warmup_steps(self) -> int:

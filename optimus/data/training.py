@@ -121,16 +121,19 @@ def _sections(config: RunConfig) -> list[DataConfig]:
 
 
 class TrainingData:
-    """The data of a run whose length is settled in steps.
+    """The data of a run whose length is known in steps.
 
-    `folders` are its opened sources. Raises `UserError` where they are not this model's or too short for their shares.
+    `folders` are its opened sources, `phases` those of the configuration. Raises `UserError` where they are not this model's
+    or too short for their shares.
     """
 
-    def __init__(self, config: RunConfig, folders: Mapping[str, Shards] | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, folders: Mapping[str, Shards] | None = None, phases: Sequence[Phase] | None = None
+    ) -> None:
         self.folders = open_folders(config) if folders is None else folders
         self.first_folder = next(iter(self.folders.values()))
         self.phases: list[DataPhase] = []
-        self._described = phases_of(config)
+        self._described = [*(phases or phases_of(config))]
         self._passed: list[dict[str, int]] = [{}]  # tokens of each source before a phase, by name
         read: dict[str, int] = {}  # by folder
         for phase in self._described:

@@ -5,7 +5,7 @@ outcome. `transformers` itself is not needed for any of this.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_args
@@ -157,8 +157,10 @@ def _refuse_unsupported(family: Family, raw: dict[str, Any], model: dict[str, An
     known = {*family.fields, *family.optional}
     if "head_size" not in known:
         only["head_dim"] = [model["hidden"] // max(1, model["heads"]), None]
-    if "window_except" not in known:
-        only["layer_types"] = [["full_attention"] * model["layers"], None]
+    kinds = None if "window_except" in known else raw.get("layer_types")
+    whole = isinstance(kinds, list) and len(kinds) == model["layers"] and {*map(str, kinds)} == {"full_attention"}
+    if kinds is not None and not whole:
+        raise UserError(f"{file}: layer_types is {kinds!r}: only full_attention in every layer is supported here")
     for field, values in only.items():
         if field in raw and raw[field] not in values:
             raise UserError(f"{file}: {field} is {raw[field]!r}: only {values[0]!r} is supported here")
@@ -200,7 +202,7 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
     if optional and (unsaid or _is_null(ours, raw, theirs)):
         return None
     if isinstance(theirs, Choice):
-        if value not in theirs.values:
+        if not isinstance(value, Hashable) or value not in theirs.values:
             known = " and ".join(map(repr, theirs.values))
             raise UserError(f"{file}: {name} is {value!r}: only {known} are supported here")
         return theirs.values[value]
@@ -265,6 +267,8 @@ def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention") -> di
     whole = raw.get("rope_parameters")
     if whole is None:
         scaling = (raw.get("rope_scaling") or {}) if layers == "full_attention" else {}
+        if not isinstance(scaling, dict):
+            raise UserError(f"{file}: rope_scaling is {scaling!r}: it must be an object")
         whole = {"rope_theta": raw["rope_theta"]} | scaling if "rope_theta" in raw else scaling
     of = whole.get(layers, whole) if isinstance(whole, dict) else None
     if not isinstance(of, dict):
@@ -283,7 +287,7 @@ def _rope_scaling(raw: dict[str, Any], file: Path) -> dict[str, Any] | None:
     rope.pop("type", None)
     if kind == "default" and not rope:
         return None
-    if kind not in _RULES or not rope.keys() <= set(_RULES[kind]):
+    if not isinstance(kind, str) or kind not in _RULES or not rope.keys() <= set(_RULES[kind]):
         known = " and ".join(f"{name} (with {', '.join(fields)})" for name, fields in _RULES.items())
         said = {"rope_type": kind} | rope
         raise UserError(
@@ -317,7 +321,9 @@ def _window_except(raw: dict[str, Any], file: Path) -> int | None:
     every = whole_number(raw, named, file) if raw.get(named) is not None else None
     if kinds is None:
         return every
-    if isinstance(kinds, list) and "full_attention" in kinds:
+    if not isinstance(kinds, list):
+        raise UserError(f"{file}: layer_types is {kinds!r}: it must be a list")
+    if "full_attention" in kinds:
         every = kinds.index("full_attention") + 1
     every = every or len(kinds) + 1
     pattern = ["full_attention" if layer % every == 0 else "sliding_attention" for layer in range(1, len(kinds) + 1)]
@@ -330,7 +336,7 @@ def _dense_layers(raw: dict[str, Any], file: Path) -> int:
     if "first_k_dense_replace" in raw:
         return whole_number(raw, "first_k_dense_replace", file)
     layers = raw.get("mlp_only_layers") or []
-    if layers != list(range(len(layers))):
+    if not isinstance(layers, list) or layers != list(range(len(layers))):
         raise UserError(f"{file}: mlp_only_layers is {layers}: only the first layers may be dense here")
     return len(layers)
 

@@ -13,6 +13,8 @@ from pydantic import ConfigDict, Field, model_validator
 from optimus.model.families import family_named
 from optimus.section import Section
 
+_LARGEST, _MOST_LAYERS = 2**31 - 1, 2**16
+
 
 class RopeScaling(Section):
     """Scaling of rotary frequencies, for longer contexts than the model was first trained on."""
@@ -157,6 +159,9 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "ModelConfig":
+        for name, value in self:
+            if isinstance(value, int) and value > (most := _MOST_LAYERS if name == "layers" else _LARGEST):
+                raise ValueError(f"{name} {value} is more than {most:,}, the most that there can be")
         if self.latent is not None:
             self._check_latent()
         elif self.head_size % 2 or (self.head_size == self.hidden // self.heads and self.hidden % self.heads):

@@ -12,16 +12,12 @@ from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.mesh import Mesh
-from optimus.plan.job import Job, job_of, profile_of
+from optimus.plan.job import Job, job_of, profile_of, resolved
 from optimus.plan.machine import Network, load_machine, machine_names
-from optimus.plan.memory import memory_of
 from optimus.plan.report import layout_of, planned
 from optimus.plan.search import search
 from optimus.plan.what_if import changed
-from optimus.train.collectives import with_dispatcher
-from optimus.train.pipeline import with_microbatches
-from optimus.train.recomputation import chosen_recomputation
-from optimus.train.run import mesh_of
+from optimus.resolve.microbatches import with_microbatches
 
 _SEQUENCES, _PER_RANK = 1024, 4  # of a batch where none is given: the paper's, or more so that many ranks have work
 
@@ -31,8 +27,7 @@ def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
     if ranks < 1:
         raise UserError(f"--ranks {ranks or 'is missing'}: say how many ranks the job has, at least 1")
     if Path(model).suffix in (".yaml", ".yml"):
-        config = load_config(model, overrides, read_model_folder)
-        return with_microbatches(config, ranks)
+        return with_microbatches(load_config(model, overrides, read_model_folder), ranks)
     batch = _SEQUENCES if ranks <= _SEQUENCES // _PER_RANK else _PER_RANK * ranks
     learned = resolve_model(model, read_model_folder)["model"].get("learned_positions")
     raw: dict[str, Any] = {
@@ -72,17 +67,10 @@ def asked(
 
 
 def as_configured(job: Job) -> Job:
-    """On the mesh that its configuration says, with the recomputation that `recompute: auto` would choose there."""
-    config = job.config
-    job = job.changed(mesh_of(config, job.mesh.size, job.mesh.ranks_per_node))
-    if config.recompute != ["auto"]:
-        return job
-    job = job.changed(recompute=[], recompute_every=1)
-    parts = memory_of(job).parts
-    free = job.machine.memory - sum(parts.get(kind, 0) for kind in ("parameters", "gradients", "optimizer", "teacher"))
-    config = with_dispatcher(config, job.mesh, job.machine.collectives)
-    chosen, _, _ = chosen_recomputation(config, job.mesh, int(job.itemsize), int(free))
-    return job.changed(recompute=[*chosen.kinds], recompute_every=chosen.every)
+    """On the mesh that its configuration says, with what a run would choose there of what is left open."""
+    found = resolved(job)
+    keys = "recompute", "recompute_every", "recompute_budget"
+    return job.changed(found.mesh, **{key: getattr(found.config, key) for key in keys})
 
 
 def read_links(path: Path) -> list[list[float]]:

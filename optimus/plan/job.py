@@ -15,14 +15,19 @@ from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup, group_along
 from optimus.model import Transformer
 from optimus.model.parameters import declarations
+from optimus.observe.machine import Bfloat16
 from optimus.optim.rule import Rule
 from optimus.pipeline.schedules import schedules
 from optimus.plan.blocks import Factors, examples
 from optimus.plan.links import chained, in_order
 from optimus.plan.machine import Machine
 from optimus.plan.profile import Profile
-from optimus.train.run import recipe_of, whole_model
-from optimus.train.teacher import teacher_models
+from optimus.resolve.facts import Facts
+from optimus.resolve.parameters import recipe_of, whole_model
+from optimus.resolve.precision import precision
+from optimus.resolve.resolve import resolve
+from optimus.resolve.run import ResolvedRun, RunInputs
+from optimus.resolve.teachers import teacher_models
 
 # Of each parameter of `blocks.examples`, in their order: its update rule, and the share of the blocks alike in which it has
 # that; several, where the rules differ.
@@ -220,7 +225,7 @@ def job_of(
 ) -> Job:
     """`config`, of phases the longest one, on a machine. Raises `UserError` where the ranks of `mesh` do not fill its nodes,
     or no teacher is there."""
-    run = _for_machine(config, machine)
+    run = config.decided(precision(config, facts_of(machine, mesh.size), {}).values)
     config = longest(phases_of(run)) if run.phases else run
     model, rank = whole_model(config), config.train.lora_rank
     names = [name for name, _ in declarations(model) if name.endswith(_FACTOR)] if rank else []
@@ -230,15 +235,22 @@ def job_of(
     return Job(config, mesh, machine, profile, imbalance, rules, factors, teacher_models(config), run=run).checked()
 
 
-def _for_machine(config: RunConfig, machine: Machine) -> RunConfig:
-    """`config` with the precision that `train.precision: auto` would be on such a machine, by its rates."""
-    if config.train.precision != "auto":
-        return config
-    known = machine.arithmetic
-    half = "bf16" in known or "fp32" not in known
+def facts_of(machine: Machine, ranks: int) -> Facts:
+    """What a run on so many ranks of a machine finds there."""
+    known, per_node = machine.arithmetic, min(ranks, machine.ranks_per_node)
+    native, why = "bf16" in known or "fp32" not in known, f"{machine.name} computes in it"
     if "bf16" in known and "fp32" in known:
-        half = known["fp32"].sustained_rate <= _WORTH * known["bf16"].sustained_rate
-    return config.changed(train={"precision": "bfloat16" if half else "float32"})
+        ratio = known["fp32"].sustained_rate / known["bf16"].sustained_rate
+        native, why = ratio <= _WORTH, f"on {machine.name} products in bf16 take {ratio:.2f} times as long as in fp32"
+    device = "cpu" if machine.host.shared else "accelerator"
+    return Facts(ranks, per_node, device, Bfloat16(native, why), int(machine.memory), collectives=machine.collectives)
+
+
+def resolved(job: Job, unpruned: Mapping[str, float] | None = None) -> ResolvedRun:
+    """The run of its configuration, of phases the longest, on its machine; with `unpruned`, the share that is left of each
+    parameter that is pruned. Raises `UserError` as `resolve` does."""
+    facts = facts_of(job.machine, job.mesh.size)
+    return resolve(job.config.decided({"phases": []}), facts, RunInputs(teachers=job.teachers, unpruned=unpruned or {}))
 
 
 def profile_of(config: RunConfig) -> Profile:
@@ -252,7 +264,7 @@ def profile_of(config: RunConfig) -> Profile:
 
 def _rules(config: RunConfig, model: Transformer, factors: Factors) -> Rules:
     """The update rules of a run's parameters, counted over the blocks that are alike, of which some may lack a factor."""
-    recipe, alike = recipe_of(config, model), config.model.alike
+    recipe, alike = recipe_of(config, model, RunInputs()), config.model.alike
     made, layers = examples(config.model, factors)
     left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # in the end
 

@@ -27,10 +27,10 @@ from optimus.plan.offloading import (
 )
 from optimus.plan.parameter_groups import Counts, ParameterGroup, parameter_groups, written
 from optimus.plan.step import blocks_of_stages, counts_of, together
+from optimus.resolve.dispatcher import dispatch
+from optimus.resolve.shapes import activation_shapes
 from optimus.state.buffers import RESIDENCES
 from optimus.state.masks import MaskPlan
-from optimus.train.collectives import with_dispatcher
-from optimus.train.recomputation import activation_shapes
 
 _FRAGMENTS = 0.08  # share of a rank's memory that cannot be used
 KINDS = "norm", "attention", "mlp", "moe", "block"  # of recomputation, in the configuration's order
@@ -167,8 +167,8 @@ def run_activations(job: Job) -> ActivationSizes:
     """What the run's own modules keep (`parallel.activations`)."""
     kinds = tuple(kind for kind in KINDS if kind in job.recompute)
     chosen = Recomputation(kinds, job.config.recompute_every)
-    config = with_dispatcher(job.config, job.mesh, job.machine.collectives)
-    shapes = activation_shapes(config, job.mesh, int(job.itemsize))
+    config = job.config.decided(dispatch(job.config, job.mesh, job.machine.collectives).values)
+    shapes = activation_shapes(config, job.mesh, job.teachers, int(job.itemsize))
     # A search also asks for layouts with which duplicates cannot be sent; they are not counted.
     shapes |= {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
     alike, known = sorted(set(job.model.alike)), dict[tuple[int, ...], tuple[float, float]]()

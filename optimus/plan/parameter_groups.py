@@ -16,10 +16,10 @@ from optimus.optim.rule import Rule
 from optimus.parallel.layouts import parameter_layouts
 from optimus.plan.blocks import Factors, examples
 from optimus.plan.job import Job, Rules
+from optimus.resolve.rules import default_rule
 from optimus.state.buffers import Depths
 from optimus.state.plan import Piece, chunk_limit, divide, sharing_steps
 from optimus.state.tiling import TILINGS
-from optimus.train.rules import default_rule
 
 _DEFAULT = ((default_rule(), 1.0, 1.0),)
 

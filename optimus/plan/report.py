@@ -24,8 +24,8 @@ from optimus.plan.prediction import Plan
 from optimus.plan.rank_costs import RankCosts
 from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
-from optimus.train.groups import Communicators, communicators
-from optimus.train.run import layouts_of
+from optimus.resolve.groups import Communicators, communicators
+from optimus.resolve.parameters import layouts_of
 
 _COSTS = 3  # named in a row
 _ALGORITHMS = {  # those that are no names of `comm.algorithms`

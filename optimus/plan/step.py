@@ -22,7 +22,7 @@ from optimus.plan.job import Job
 from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradients
 from optimus.plan.parameter_groups import Counts, ParameterGroup, Where, max_load, parameter_groups, written
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
-from optimus.train import pipeline
+from optimus.resolve import stages as of_run
 
 # Share that collectives take from the computing that hides them: 16 to 24 of a GPU's 108 to 148 cores, and memory traffic.
 _CONTENTION = 0.2
@@ -169,7 +169,7 @@ def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
 @lru_cache(maxsize=1024)
 def stage_sizes(model: ModelConfig, stages: int, *, divided: bool = False) -> tuple[int, ...]:
     """Blocks of each stage, as a run divides them. Raises `UserError` when there are too few."""
-    return tuple(len(blocks) for blocks in pipeline.blocks_of_stages(model, stages, divided=divided))
+    return tuple(len(blocks) for blocks in of_run.blocks_of_stages(model, stages, divided=divided))
 
 
 def blocks_of_stages(job: Job) -> tuple[int, ...]:

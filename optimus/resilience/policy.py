@@ -18,7 +18,7 @@ class Do(Enum):
     STOP = "stop"  # for all nodes
 
 
-class Decision(NamedTuple):
+class Response(NamedTuple):
     """What a node does, or the code that all nodes end with, where a signal has ended the run; `culprit`: whether this node
     is at fault; `detail`: what happened, for people."""
 
@@ -28,7 +28,7 @@ class Decision(NamedTuple):
     detail: str
 
 
-def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = False) -> Decision:
+def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = False) -> Response:
     """Of a node's own ranks that failed, by exit code (negative: signal), and its own crashes before.
 
     A node is excluded only where a spare can take its place: numbers that are not finite, or a second crash. An ordinary
@@ -37,19 +37,19 @@ def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = F
     """
     by_code = {code: rank for rank, code in sorted(codes.items(), reverse=True)}
     if Exit.USER in by_code:
-        return Decision(Do.STOP, False, by_code[Exit.USER], "the run cannot go on as it is configured")
+        return Response(Do.STOP, False, by_code[Exit.USER], "the run cannot go on as it is configured")
     if stopped := [code for code in STOPPED if code in by_code]:
-        return Decision(stopped[0], False, by_code[stopped[0]], f"told to end by {signal_name(stopped[0] - 128)}")
+        return Response(stopped[0], False, by_code[stopped[0]], f"told to end by {signal_name(stopped[0] - 128)}")
     if Exit.BAD_NODE in by_code:
         do = Do.LEAVE if spares > 0 else Do.RESTART
-        return Decision(do, True, by_code[Exit.BAD_NODE], "its numbers are not finite, or it does not answer")
+        return Response(do, True, by_code[Exit.BAD_NODE], "its numbers are not finite, or it does not answer")
     if Exit.DIVERGED in by_code:
-        return Decision(Do.RESTART, False, by_code[Exit.DIVERGED], "the training has diverged")
+        return Response(Do.RESTART, False, by_code[Exit.DIVERGED], "the training has diverged")
     # A rank that was ended by SIGTERM beside others is one that the launcher has ended after them.
     lost = {Exit.LOST, *([-signal.SIGABRT] if aborts else [])}
     own = {code: rank for code, rank in by_code.items() if code not in (*lost, -signal.SIGTERM)}
     if not own and lost & by_code.keys():
-        return Decision(Do.RESTART, False, None, "another rank was lost")
+        return Response(Do.RESTART, False, None, "another rank was lost")
     code, rank = min((own or by_code).items(), key=lambda item: item[1])
     do = Do.LEAVE if crashes + 1 >= CRASHES and spares > 0 else Do.RESTART
-    return Decision(do, True, rank, f"rank {rank} crashed ({how_ended(code)})")
+    return Response(do, True, rank, f"rank {rank} crashed ({how_ended(code)})")

@@ -1,9 +1,8 @@
 """All chunks of a model: what the training step calls."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from optimus.state.disk import StateFile
 from optimus.state.gathering import Gathering
 from optimus.state.masks import packed_bits
 from optimus.state.matrices import OverBlocks
-from optimus.state.plan import ChunkPlan, Recipe, divisions, plan_stages, sharding_of, unpruned_shares
+from optimus.state.plan import ChunkPlan, Recipe, divide_chunks, divisions, place_chunks, sharding_of, unpruned_shares
 from optimus.state.trained import TrainedChunk, square_dtype
 from optimus.state.transfers import Transfers, transfers
 
@@ -34,9 +33,9 @@ class ModelState:
 
     `layouts` says of each parameter, by name, how it lies on the mesh of `groups`; `masks` are packed bits of this rank's
     parts of those that are pruned. After this, `module`'s parameters are views into the chunks, of this rank's parts; their
-    values are zero until `initialize` or `load_slices`. No chunk holds parameters of two stages, `stage_of` by name, of a
-    pipeline. `gathering` is what the parts of `module` were made with; without it, parameters must not be sharded, and
-    autograd accumulates all gradients.
+    values are zero until `initialize` or `load_slices`. `divided` are the chunks of each stage of a pipeline, as
+    `state.plan.divide_stages` has them; by default there is one stage. `gathering` is what the parts of `module` were made
+    with; without it, parameters must not be sharded, and autograd accumulates all gradients.
 
     Raises `UserError` where a parameter has been frozen by hand.
     """
@@ -51,7 +50,7 @@ class ModelState:
         recipe: Recipe,
         masks: Mapping[str, Tensor] | None = None,
         device: torch.device,
-        stage_of: Callable[[str], int] = lambda name: 0,
+        divided: Mapping[int, Sequence[ChunkPlan]] | None = None,
         gathering: Gathering | None = None,
         moves: Transfers | None = None,
     ) -> None:
@@ -65,7 +64,7 @@ class ModelState:
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
         self._reducing = dict[TrainedChunk, None]()  # in the order in which their last reductions began
         self._leaving: deque[TrainedChunk] = deque()
-        self._plan = partial(plan_stages, layouts, groups.mesh, groups.rank, options, stage_of)
+        self._divided = divided or {0: divide_chunks(layouts, groups.mesh, groups.rank, options, recipe)}
         self._of_stage = self._make_chunks(masks or {}, moves or transfers(device))
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
         self.trained = _trained(self.chunks)
@@ -77,7 +76,7 @@ class ModelState:
 
     def _make_chunks(self, masks: Mapping[str, Tensor], moves: Transfers) -> dict[int, list[Chunk]]:
         """The chunks of each stage, whose parameters replace those of the module."""
-        options, groups, stages = self.options, self.groups, self._plan(self.recipe)
+        options, groups, stages = self.options, self.groups, self._plans()
         file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.residency] else None
         cached = [plan for plans in stages.values() for plan in plans if plan.lifetime == "cache"]
         block = max((plan.size * plan.buffers[0].dtype.itemsize for plan in cached), default=0)
@@ -119,6 +118,10 @@ class ModelState:
         _replace_parameters(self._module, parameters)
         return made
 
+    def _plans(self) -> dict[int, list[ChunkPlan]]:
+        """The chunks of each stage, with what is left of those that are pruned."""
+        return {stage: place_chunks(plans, self.options, self.recipe) for stage, plans in self._divided.items()}
+
     def _hold(self) -> None:
         """Let the modules gather what they use of the chunks."""
         assert self.options.cache != "auto", "chosen before"
@@ -146,7 +149,7 @@ class ModelState:
         shares = unpruned_shares(masks, self._layouts, self.groups.mesh, self.groups.rank)
         self.recipe = self.recipe._replace(unpruned=dict.fromkeys(self.recipe.unpruned) | shares)
         self._frozen_masks = self._of_frozen(masks)
-        for stage, plans in self._plan(self.recipe).items():
+        for stage, plans in self._plans().items():
             for chunk, plan in zip(self._of_stage[stage], plans, strict=True):
                 if plan.mask is not None or chunk.mask is not None:
                     chunk.prune(plan, masks, empty=empty)

@@ -235,25 +235,33 @@ def unpruned_shares(
 def plan_chunks(
     layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: Recipe
 ) -> list[ChunkPlan]:
-    """The chunks of `rank`: parameters of the same replicas and rule in order, end to end, in chunks within the limit.
+    """The chunks of `rank`, divided and placed. Raises `UserError` as `divide_chunks` does."""
+    return place_chunks(divide_chunks(layouts, mesh, rank, options, recipe), options, recipe)
+
+
+def divide_chunks(
+    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: Recipe
+) -> list[ChunkPlan]:
+    """The chunks of `rank`: parameters of the same replicas and rule in order, end to end, in chunks within the limit; as if
+    nothing were pruned and all on the device.
 
     Raises `UserError` when a parameter or its replicas cannot be divided as asked.
     """
     regions = {name: layout.region(mesh, rank) for name, layout in layouts.items()}
     room = {name: math.prod(layout.local_shape(mesh)) for name, layout in layouts.items()}
     replicas: dict[tuple[str, ...], tuple[int, ...]] = {}  # axes to ranks: two sets of axes may be the same ranks
-    # By these, who has the same besides, the rule, and whether they are pruned.
+    # By these, who has the same besides, the rule, and whether they are pruned at some time.
     groups: dict[tuple[tuple[int, ...], tuple[str, ...], Rule, bool], list[str]] = {}
     for name, layout in layouts.items():
         if layout.partial_axes not in replicas:
             replicas[layout.partial_axes] = tuple(mesh.group(rank, layout.partial_axes))
         same = tuple(axis for axis in layout.replicated_axes if mesh.axis_size(axis) > 1)
         rule = recipe.rules[name]
-        pruned = rule.trains and name in recipe.unpruned
-        groups.setdefault((replicas[layout.partial_axes], same, rule, pruned), []).append(name)
+        prunable = rule.trains and name in recipe.unpruned
+        groups.setdefault((replicas[layout.partial_axes], same, rule, prunable), []).append(name)
     limit = chunk_limit([[room[name] for name in names] for names in groups.values()], options.chunk)
     plans = list[ChunkPlan]()
-    for (ranks, same, rule, pruned), names in groups.items():
+    for (ranks, same, rule, _), names in groups.items():
         axes, sharding = layouts[names[0]].partial_axes, sharding_of(rule, options)
         own = next(part for part in shard_groups(mesh, ranks, sharding) if rank in part)
         steps, depths = sharing_steps(shard_widths(sharding.shard, sharding.shard_ranks), len(own))
@@ -261,17 +269,39 @@ def plan_chunks(
         for step in steps:
             shard_steps.append(ShardStep(step, place % step))
             place //= step
-        pruned = pruned and any(recipe.unpruned[name] is not None for name in names)  # of others everything is left
-        kept = _buffers(depths, rule, options, recipe, pruned)
+        kept = _buffers(depths, rule, options, recipe, False)
         copies = mesh.axis_size(*same) * len(ranks) // len(own)
         pieces = [Piece(room[name], _shape(regions[name]), layouts[name].shape) for name in names]
         for chunk, ends in divide(pieces, rule, limit, math.prod(steps), max(each.align for each in kept)):
             slots = tuple(Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk)
-            plan = ChunkPlan(slots, axes, rule, ends, tuple(shard_steps), copies, depths, kept)
-            plans.append(_compressed(plan, recipe) if pruned else plan)
+            plans.append(ChunkPlan(slots, axes, rule, ends, tuple(shard_steps), copies, depths, kept))
     first = {name: i for i, name in enumerate(layouts)}
     plans.sort(key=lambda plan: first[plan.slots[0].name])
-    return _with_residency(plans, options, recipe)
+    return plans
+
+
+def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recipe) -> list[ChunkPlan]:
+    """Divided chunks as they are held: of those that are pruned what is left; all behind the first, which are the fraction
+    `device_states`, with the residency that is configured. The first are used first, when the updates of the others are
+    still under way."""
+    fraction = 0.0 if options.device_states == "auto" else options.device_states  # auto adds what there is room for
+    here = fraction * sum(plan.size for plan in plans)
+    found, size = list[ChunkPlan](), 0
+    for plan in plans:
+        size += plan.size
+        first = plan.slots[0]
+        elsewhere = size > here * (1 + 1e-9)
+        where = options.residency if elsewhere else "device"
+        # The ranks of a tied embedding's two stages add up what they have at the end of a step: on the device.
+        sends = elsewhere and options.accumulate_on == "host" and "embedding" not in first.layout.replicated_axes
+        depths = placed(plan.depths, where, sends)
+        # Of some it is known what is left; of parameters that are not pruned yet, everything is.
+        pruned = plan.rule.trains and any(recipe.unpruned.get(slot.name) is not None for slot in plan.slots)
+        prunable = elsewhere and first.name in recipe.unpruned
+        kept = _buffers(depths, plan.rule, options, recipe, pruned, where, prunable, sends)
+        plan = replace(plan, buffers=kept, depths=depths)
+        found.append(_compressed(plan, recipe) if pruned else plan)
+    return found
 
 
 def _buffers(
@@ -304,25 +334,6 @@ def _compressed(plan: ChunkPlan, recipe: Recipe) -> ChunkPlan:
     return replace(plan, borders=borders, mask=MaskPlan(plan.size, unpruned, recipe.mask_form))
 
 
-def _with_residency(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recipe) -> list[ChunkPlan]:
-    """The plans; all behind the first, which are the fraction `device_states`, with the residency that is configured. The
-    first are used first, when the updates of the others are still under way."""
-    fraction = 0.0 if options.device_states == "auto" else options.device_states  # auto adds what there is room for
-    here = fraction * sum(plan.size for plan in plans)
-    found, size, where = list[ChunkPlan](), 0, options.residency
-    for plan in plans:
-        size += plan.size
-        if size > here * (1 + 1e-9):
-            # The ranks of a tied embedding's two stages add up what they have at the end of a step: on the device.
-            sends = options.accumulate_on == "host" and "embedding" not in plan.slots[0].layout.replicated_axes
-            depths = placed(plan.depths, where, sends)
-            prunable = plan.slots[0].name in recipe.unpruned
-            kept = _buffers(depths, plan.rule, options, recipe, plan.mask is not None, where, prunable, sends)
-            plan = replace(plan, buffers=kept, depths=depths)
-        found.append(plan)
-    return found
-
-
 def placed(depths: Depths, residency: str, sends: bool = False) -> Depths:
     """Of a chunk with such a residency: what the host keeps of the parameters is what this rank updates of them. Gradients
     that each microbatch `sends` to the host are whole until they go."""
@@ -337,7 +348,7 @@ def lifetime(options: StateConfig) -> Lifetime:
     return "use" if options.reshard_after_forward else "step"
 
 
-def plan_stages(
+def divide_stages(
     layouts: Mapping[str, Layout],
     mesh: Mesh,
     rank: int,
@@ -345,14 +356,14 @@ def plan_stages(
     stage_of: Callable[[str], int],
     recipe: Recipe,
 ) -> dict[int, list[ChunkPlan]]:
-    """The chunks of each stage of a pipeline on `rank`, by `stage_of` a parameter's name: no chunk is of two stages.
+    """The divided chunks of each stage of a pipeline on `rank`, by `stage_of` a parameter's name: no chunk is of two stages.
 
-    Raises `UserError` as `plan_chunks` does.
+    Raises `UserError` as `divide_chunks` does.
     """
     stages: dict[int, dict[str, Layout]] = {}
     for name, layout in layouts.items():
         stages.setdefault(stage_of(name), {})[name] = layout
-    return {stage: plan_chunks(those, mesh, rank, options, recipe) for stage, those in sorted(stages.items())}
+    return {stage: divide_chunks(those, mesh, rank, options, recipe) for stage, those in sorted(stages.items())}
 
 
 def lay_out(sizes: Sequence[int], limit: int, align: int = ALIGN) -> list[list[tuple[int, int, int]]]:

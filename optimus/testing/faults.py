@@ -1,7 +1,7 @@
 """Failures on purpose: a plan of what goes wrong on which rank in which step, to rehearse what a run does about it.
 
 Every fault of a plan happens once in the life of a run, also when the step is run again after a restart: the event log says
-which have happened. As a program this is a rank of a launch, with a plan: PLAN and what `optimus.train.launch` takes.
+which have happened. As a program this is a rank of a launch, with a plan: PLAN and what `optimus.training.launch` takes.
 """
 
 import errno
@@ -28,10 +28,10 @@ from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.resilience.events import EventLog
 from optimus.section import Section
-from optimus.train.hooks import Hook
-from optimus.train.launch import run_as_rank
-from optimus.train.run import Run
-from optimus.train.step import StepResult
+from optimus.training.hooks import Hook
+from optimus.training.launch import run_as_rank
+from optimus.training.run import Run
+from optimus.training.step import StepResult
 
 FaultKind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoint", "fill_disk", "cut"]
 

@@ -25,11 +25,11 @@ import psutil
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.resilience.events import EventLog
+from optimus.resolve.ranks import mesh_of
 from optimus.testing.faults import FaultPlan, rank_program
-from optimus.train.launch import check_run
-from optimus.train.nodes import NodeJob, exit_code, launch
-from optimus.train.pipeline import with_microbatches
-from optimus.train.start import read_run
+from optimus.training.launch import check_run
+from optimus.training.nodes import NodeJob, exit_code, launch
+from optimus.training.reading import read_run
 
 _NETWORK = "10.77.0"
 _PORT = 29400
@@ -103,9 +103,8 @@ def rehearse(
     `isolated` (whether the nodes were network namespaces). Raises `UserError` before anything is started when the run is
     impossible as configured.
     """
-    tree, data = read_run(job.config, job.overrides, resume=True)
-    tree = with_microbatches(tree, job.ranks)
-    check_run(tree, data, job.ranks, resume=True)
+    tree, data = read_run(job.config, job.overrides)
+    check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)
     program = [] if inject is None else rank_program(inject, job.ranks)
     isolated = not plain and namespaces_allowed()
     if inject is not None and any(fault.kind == "cut" for fault in FaultPlan.read(inject).faults) and not isolated:

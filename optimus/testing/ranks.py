@@ -182,7 +182,7 @@ class _Pool:
         # Modules of ours that the caller has imported will be needed by its functions too, and tests import pytest. A rank
         # that trains needs two more, when it first recomputes activations or saves, which takes each more than a second.
         ours = [name for name in sys.modules if name.split(".")[0] == "optimus"]
-        training = ["torch._dynamo", "torch.distributed.checkpoint"] if "optimus.train.step" in ours else []
+        training = ["torch._dynamo", "torch.distributed.checkpoint"] if "optimus.training.step" in ours else []
         self.context.set_forkserver_preload(["torch", "torch.distributed", "pytest", __name__, *training, *ours])
         self.folder = TemporaryDirectory(prefix="ranks-")
         self.calls = itertools.count()

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.model import Batch
-from optimus.train.pipeline import with_microbatches
-from optimus.train.run import build_model, mesh_of
-from optimus.train.step import StepResult, training_step
+from optimus.pipeline.staged import Staged
+from optimus.resolve.ranks import mesh_of
+from optimus.state.model_state import ModelState
+from optimus.training.resolving import resolve_here
+from optimus.training.run import build_model
+from optimus.training.step import StepResult, training_step
 
 _CPU = torch.device("cpu")
 
@@ -27,10 +30,11 @@ class Steps:
         self, config: Mapping[str, Any] | RunConfig, per_node: int | None = None, device: torch.device | str = _CPU
     ) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.config = with_microbatches(load_config(config), ranks)
-        self.device = torch.device(device)
-        self.groups = Groups(mesh_of(self.config, ranks, per_node), divisions=[])
-        self.model, self.state = build_model(self.config, self.device, self.groups)
+        self.device, given = torch.device(device), load_config(config)
+        self.groups = Groups(mesh_of(given, ranks, per_node), divisions=[])
+        self.resolved = resolve_here(given, self.device, self.groups)
+        self.config = self.resolved.config
+        self.model, self.state = build_model(self.resolved, self.groups, self.device)
         self.state.initialize(self.config.train.seed, self.config.model.init_std)
         self.done = 0
 
@@ -48,6 +52,11 @@ class Steps:
     def blocks(self) -> list[nn.Module]:
         """The blocks of the model that are on this rank."""
         return [block for blocks in self.model.stages.values() for block in blocks]
+
+
+def build(config: RunConfig, groups: Groups, device: torch.device = _CPU) -> tuple[Staged, ModelState]:
+    """The stages of `config` on this rank, and their state without values yet; all ranks of `groups` must call."""
+    return build_model(resolve_here(config, device, groups), groups, device)
 
 
 def random_batch(config: RunConfig, step: int) -> Tensor:

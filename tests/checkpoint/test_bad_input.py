@@ -16,10 +16,10 @@ from optimus.checkpoint.reader import verify
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.testing import run_ranks
-from optimus.train.checkpoints import build_run
-from optimus.train.launch import _hooks
-from optimus.train.loop import train_loop
-from optimus.train.run import Run
+from optimus.training.checkpoints import build_run
+from optimus.training.launch import _hooks
+from optimus.training.loop import train_loop
+from optimus.training.run import Run
 
 
 def folder_of(config: dict[str, Any]) -> Path:

@@ -37,8 +37,8 @@ from optimus.observe.metrics import read_metrics
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
 from optimus.testing import run_ranks
-from optimus.train.checkpoints import build_run
-from optimus.train.run import Run
+from optimus.training.checkpoints import build_run
+from optimus.training.run import Run
 
 MODEL = ModelConfig(family="olmo", hidden=8, layers=1, heads=2, intermediate=8, vocab=20)
 SMALL = ["checkpoint.json", "tokenizer.json", ".metadata", "manifest.json"]

@@ -29,10 +29,9 @@ from optimus.checkpoint.staging import Staging
 from optimus.config import load_config
 from optimus.observe.metrics import read_metrics
 from optimus.testing import RankError, run_ranks
-from optimus.train.checkpoints import build_run
-from optimus.train.launch import _claim_folder, _hooks
-from optimus.train.loop import train_loop
-from optimus.train.pipeline import with_microbatches
+from optimus.training.checkpoints import build_run
+from optimus.training.launch import _claim_folder, _hooks
+from optimus.training.loop import train_loop
 
 # ---- At chosen moments ----
 
@@ -137,7 +136,7 @@ def train_slowly_written(config: dict[str, Any], resume: bool, signs: Path) -> N
     slow_down(0.02 if config["checkpoint"]["asynchronous"] else 0.08)
     rank = dist.get_rank()
     (signs / f"pid-{rank}").write_text(str(os.getpid()))
-    run = build_run(with_microbatches(load_config(config), dist.get_world_size()), torch.device("cpu"), resume)
+    run = build_run(load_config(config), torch.device("cpu"), resume)
     if rank == 0:
         _claim_folder(run)
         (signs / "began").write_text(str(run.step))

@@ -33,12 +33,12 @@ from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.hub import export_checkpoint
 from optimus.pipeline.staged import Staged
+from optimus.resolve.microbatches import with_microbatches
+from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
 from optimus.testing import run_ranks
-from optimus.testing.steps import random_batch
-from optimus.train.pipeline import with_microbatches
-from optimus.train.run import build_model, mesh_of
-from optimus.train.step import StepResult, training_step
+from optimus.testing.steps import build, random_batch
+from optimus.training.step import StepResult, training_step
 
 CHAINS = range(16)
 SEED = 3074  # from where on the chains meet everything
@@ -187,7 +187,7 @@ def visit(config: dict[str, Any], how: How, run: Path, source: Path | None) -> V
 def _made(config: dict[str, Any]) -> tuple[RunConfig, Staged, ModelState]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     tree = with_microbatches(load_config(config), ranks)
-    model, state = build_model(tree, torch.device("cpu"), Groups(mesh_of(tree, ranks)))
+    model, state = build(tree, Groups(mesh_of(tree, ranks)))
     return tree, model, state
 
 

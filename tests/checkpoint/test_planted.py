@@ -21,8 +21,8 @@ from optimus.config import load_config
 from optimus.data.shards import Shards
 from optimus.data.tokenizer import file_sha256
 from optimus.errors import UserError
-from optimus.train.checkpoints import build_run
-from optimus.train.run import Run
+from optimus.training.checkpoints import build_run
+from optimus.training.run import Run
 
 
 def resumed(config: dict[str, Any]) -> Run:

@@ -19,10 +19,10 @@ from helpers.equality import Layout
 from helpers.sweep import in_turns
 from optimus.comm.watch import Watch
 from optimus.config import load_config
+from optimus.resolve.microbatches import with_microbatches
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
-from optimus.train.pipeline import with_microbatches
-from optimus.train.step import StepResult
+from optimus.training.step import StepResult
 
 # ---- By itself ----
 

@@ -15,7 +15,7 @@ from optimus.data.preparation import prepare
 from optimus.data.shards import Shards
 from optimus.data.training import DataPhase
 from optimus.errors import UserError
-from optimus.evaluate.text import read_rows
+from optimus.evaluation.text import read_rows
 
 CONTEXT = 256
 

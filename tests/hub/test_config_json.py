@@ -12,6 +12,8 @@ import pytest
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
+from optimus.hub.config_json import read_model, write_config
+from optimus.model.families import families
 
 OLMOE = {
     "architectures": ["OlmoeForCausalLM"],
@@ -104,7 +106,10 @@ def test_base_of_the_rotary_frequencies(tmp_path: Path, changed: dict, theta: fl
         ({"architectures": ["OlmoeModel"]}, r"architectures is \['OlmoeModel'\]: only OlmoeForCausalLM"),
         ({"clip_qkv": 8.0}, "clip_qkv is 8.0: only None"),
         ({"num_key_value_heads": 5}, "heads 16 is no multiple of kv_heads 5"),
-        ({"layer_types": ["sliding_attention"] * 16}, r"layer_types is \['sliding_.*: only \['full_attention'"),
+        (
+            {"layer_types": ["sliding_attention"] * 16},
+            r"layer_types is \['sliding_.*: only full_attention in every layer",
+        ),
         ({"head_dim": 64}, "head_dim is 64: only 128"),
         ({"attention_bias": True}, "attention_bias is True: only False"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1: only 0.0"),
@@ -425,7 +430,71 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from optimus.hub import read_model_folder
+from optimus.hub.config_json import read_model, write_config
+from optimus.model.families import families
 read_model_folder(Path({str(folder(tmp_path))!r}))
 print("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+SIZES = {"hidden": 64, "layers": 2, "heads": 4, "intermediate": 96, "vocab": 128}
+SPARSE = {"experts": 4, "experts_per_token": 2}
+LATENT = {"latent": {"keys": 16, "rotary": 8, "value": 16}, "head_size": 16}
+FOREIGN: list[Any] = [
+    *(
+        "x",
+        "",
+        -1,
+        0,
+        2**39,
+        2**70,
+        float("nan"),
+        float("inf"),
+        1e308,
+        -1.5,
+        True,
+        None,
+        [],
+        [[]],
+        [1, "x"],
+        {},
+        {"a": 1},
+    ),
+    *({"rope_type": []}, {"rope_type": "yarn", "factor": "x"}, {"full_attention": 3}),
+]
+ELSEWHERE = {  # fields that not every family has, read where they are there
+    *("rope_scaling", "rope_parameters", "layer_types", "sliding_window", "sliding_window_pattern", "head_dim"),
+    *("mlp_only_layers", "first_k_dense_replace", "num_nextn_predict_layers", "rope_local_base_freq", "architectures"),
+}
+
+
+def published(family: str, folder: Path) -> dict[str, Any]:
+    """The config.json of a small model of the family."""
+    for more in ({}, SPARSE, SPARSE | LATENT, {"learned_positions": 64}):
+        try:
+            model = model_config_from({"family": family, **SIZES, **more}, "here")
+            write_config(model, folder, context=64, dtype="float32")
+        except UserError:
+            continue
+        found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        return found
+    raise AssertionError(f"no small model of {family}")
+
+
+@pytest.mark.parametrize("family", [name for name, family in families().items() if family.architecture])
+def test_whatever_a_field_holds_ends_in_a_model_or_a_message(family: str, tmp_path: Path) -> None:
+    """Every field of a folder's config.json with every kind of value that does not belong there."""
+    raw = published(family, tmp_path)
+    for field in sorted({*raw, *ELSEWHERE}):
+        for value in FOREIGN:
+            (tmp_path / "config.json").write_text(json.dumps(raw | {field: value}))
+            try:
+                model = read_model(tmp_path)
+            except UserError as error:
+                said = str(error)
+            else:
+                said = (
+                    "config.json" if model.layers <= 2**16 and max(model.hidden, model.vocab) < 2**31 else "too large"
+                )
+            assert "config.json" in said, f"{field}: {value!r}"

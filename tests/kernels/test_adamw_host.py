@@ -7,7 +7,7 @@ from optimus.kernels import adamw
 from optimus.kernels.adamw import AdamWFactors, adamw_in_one_pass
 from optimus.optim.adamw import AdamW, adamw_reference
 from optimus.optim.rule import OptimizerStep, Tile
-from optimus.train.step import LARGEST_NORM
+from optimus.training.step import LARGEST_NORM
 
 RULE = AdamW(weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
 ELEMENTS = 5003  # no multiple of a vector

@@ -27,7 +27,7 @@ TWO = {
 COMMANDS = """
 import json, sys
 from helpers.launched import launched
-from optimus.train import launch
+from optimus.training import launch
 from typer.testing import CliRunner
 from optimus.cli import app
 launch._launch = launched

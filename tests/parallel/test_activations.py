@@ -22,11 +22,13 @@ from optimus.parallel.build import StageOptions
 from optimus.parallel.module_bytes import ModuleSetting
 from optimus.parallel.recompute import Recomputation
 from optimus.parallel.recompute_choice import choose_recomputation, recomputed_flops
+from optimus.resolve.ranks import mesh_of
+from optimus.resolve.shapes import activation_shapes
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated, tracking
-from optimus.train.recomputation import activation_shapes
-from optimus.train.run import build_model, mesh_of
-from optimus.train.step import terms
+from optimus.testing.steps import build
+from optimus.training.resolving import resolve_here
+from optimus.training.step import terms
 
 DENSE: dict[str, Any] = {"family": "olmo", "hidden": 64, "layers": 4, "heads": 4, "intermediate": 192, "vocab": 256}
 EXPERTS: dict[str, Any] = {**DENSE, "family": "olmoe", "intermediate": 48, "experts": 8, "experts_per_token": 2}
@@ -55,7 +57,7 @@ def measured(source: dict[str, Any], ranks: int) -> tuple[int, Activations, Acti
     """(bytes that a backward pass is shown, (bytes alive, most bytes ever), both as computed) on this rank."""
     config = load_config(source)
     groups = Groups(mesh_of(config, ranks))
-    model, state = build_model(config, torch.device("cpu"), groups)
+    model, state = build(config, groups)
     state.initialize(0, 0.02)
     tokens = torch.randint(config.model.vocab, (MICRO_BATCH, CONTEXT), generator=torch.Generator().manual_seed(0))
     own = {chunk.parameter.untyped_storage()._cdata for chunk in state.chunks}
@@ -82,7 +84,7 @@ def measured(source: dict[str, Any], ranks: int) -> tuple[int, Activations, Acti
         found.append((alive, allocations.peak))
     chosen = Recomputation(tuple(config.recompute), config.recompute_every)
     itemsize = 2 if config.train.precision == "bfloat16" else 4
-    computed = activation_bytes(config.model, chosen, **activation_shapes(config, groups.mesh, itemsize))
+    computed = activation_bytes(config.model, chosen, **activation_shapes(config, groups.mesh, (), itemsize))
     return hooked, Activations(*map(min, zip(*found))), computed
 
 
@@ -288,13 +290,13 @@ def test_the_default_budget_is_what_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     """Nine tenths of what the device has free, rounded down, after the state; and the user is told."""
     config = load_config(tree(EXPERTS, recompute="auto", tuning={"cache": None}))
     groups = Groups(mesh_of(config, 1))
-    state = sum(allocated(build_model(config, torch.device("cpu"), groups)[1].chunks).values())
+    state = sum(allocated(build(config, groups)[1].chunks).values())
     most = activation_bytes(config.model, Recomputation(), **SHAPES).peak
     free = state + most
-    monkeypatch.setattr("optimus.train.run.free_memory", lambda _: free)
-    notes: list[str] = []
-    build_model(config, torch.device("cpu"), groups, notes)
-    counted, note = notes
+    monkeypatch.setattr("optimus.resolve.facts.free_memory", lambda _: free)
+    run = resolve_here(config, torch.device("cpu"), groups)
+    (counted,) = run.facts.notes
+    (note,) = {str(decision) for decision in run.decisions if decision.key == "recompute"}
     assert counted == f"memory: {coarse(free) / 2**30:.2f} GiB are counted on, of {free / 2**30:.2f} GiB free"
-    assert note.startswith("recompute: auto takes recompute: [")
-    assert note.endswith(f"of {0.9 * (coarse(free) - state) / 2**20:,.1f} MiB")
+    assert note.startswith("recompute: [")
+    assert note.endswith(f"of {0.9 * (coarse(free) - state) / 2**20:,.1f} MiB)")

@@ -22,11 +22,11 @@ from optimus.config import load_config
 from optimus.kernels.linear import MatrixProduct
 from optimus.mesh import Mesh
 from optimus.parallel.tensor import SplitProduct
+from optimus.resolve.ranks import mesh_of
 from optimus.testing import run_ranks
-from optimus.testing.steps import random_batch
+from optimus.testing.steps import build, random_batch
 from optimus.testing.traffic import Traffic, counting
-from optimus.train.run import build_model, mesh_of
-from optimus.train.step import objective, terms, training_step
+from optimus.training.step import objective, terms, training_step
 
 FP32 = 4  # bytes
 GRIDS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]  # of which no two groups of more than one rank differ in size
@@ -138,7 +138,7 @@ def of_a_microbatch(source: dict[str, Any]) -> tuple[float, float]:
     """Bytes that this rank sends in the forward and in the backward pass of the whole model."""
     config = load_config(source)
     groups = Groups(mesh_of(config, torch.distributed.get_world_size()))
-    model, state = build_model(config, torch.device("cpu"), groups)
+    model, state = build(config, groups)
     state.initialize(0, 0.02)
     state.begin_step()
     with counting() as forward:
@@ -207,7 +207,7 @@ def of_a_step(source: dict[str, Any]) -> tuple[int, int, int]:
     """(bytes sent, bytes all-reduced, elements of this rank's parameters) of what a step does about weights."""
     config = load_config(source)
     groups = Groups(mesh_of(config, torch.distributed.get_world_size()))
-    model, state = build_model(config, torch.device("cpu"), groups)
+    model, state = build(config, groups)
     state.initialize(0, 0.02)
     tokens = random_batch(config, 1).chunk(groups.mesh.dp)[groups.along("dp").rank]
     training_step(model, state, tokens, config, 1)
@@ -243,7 +243,7 @@ def exchanged(source: dict[str, Any]) -> dict[str, Counter[str]]:
     """Bytes into and out of the all-to-all of a microbatch, by pass and by axis."""
     config = load_config(source)
     groups = Groups(mesh_of(config, torch.distributed.get_world_size()))
-    model, state = build_model(config, torch.device("cpu"), groups)
+    model, state = build(config, groups)
     state.initialize(0, 0.5)
     state.begin_step()
     tokens = random_batch(config, 1).chunk(groups.mesh.dp)[groups.along("dp").rank]

@@ -3,14 +3,15 @@
 from typing import Any
 
 import pytest
-import torch
 
 from optimus.comm import Groups
 from optimus.config import load_config
-from optimus.evaluate.score import Score, Window, score
+from optimus.evaluation.score import Score, Window, score
+from optimus.pipeline.staged import Staged
+from optimus.resolve.ranks import mesh_of
 from optimus.testing import run_ranks
+from optimus.testing.steps import build
 from optimus.testing.traffic import counting
-from optimus.train.run import build_model, mesh_of
 
 MODEL = {"hidden": 16, "layers": 4, "heads": 2, "vocab": 52, "intermediate": 24}
 EXPERTS = {"family": "olmoe", "experts": 4, "experts_per_token": 2}
@@ -29,12 +30,15 @@ def config_of(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
     return {"model": MODEL | model, "data": {"path": ""}, "train": train, **sections}
 
 
-def scores(config: dict[str, Any], ranks: int) -> list[Score]:
+def model_of(config: dict[str, Any], ranks: int) -> Staged:
     tree = load_config(config)
-    groups = Groups(mesh_of(tree, ranks))
-    model, state = build_model(tree, torch.device("cpu"), groups)
+    model, state = build(tree, Groups(mesh_of(tree, ranks)))
     state.initialize(0, 0.2)
-    return score(model, WINDOWS, tokens_per_batch=8)
+    return model
+
+
+def scores(config: dict[str, Any], ranks: int) -> list[Score]:
+    return score(model_of(config, ranks), WINDOWS, tokens_per_batch=8)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +62,9 @@ def test_scores_are_those_of_one_process(model: dict[str, Any], ranks: int, para
 
 
 def broadcast(config: dict[str, Any], ranks: int) -> int:
+    model = model_of(config, ranks)
     with counting() as traffic:
-        scores(config, ranks)
+        score(model, WINDOWS, tokens_per_batch=8)
     return traffic.bytes["broadcast"]
 
 

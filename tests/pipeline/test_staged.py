@@ -12,8 +12,9 @@ from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.pipeline.stages import Weights, divide
-from optimus.train.checks import check_ranks
-from optimus.train.pipeline import partition_of
+from optimus.resolve.microbatches import check_batches
+from optimus.resolve.ranks import mesh_of
+from optimus.resolve.stages import partition_of
 
 MODELS: dict[str, dict[str, Any]] = {
     "moe": {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 2},
@@ -78,10 +79,10 @@ def test_bad_configurations_are_refused(overrides: list[str], message: str) -> N
 def test_schedules_that_cannot_be_are_refused_before_launch() -> None:
     few = ["parallel.pipeline=4", "parallel.schedule=interleaved-1f1b", "train.global_batch=4"]
     with pytest.raises(UserError, match="interleaved-1f1b: 1 stage per rank"):
-        check_ranks(load_config(config_of("dense"), few), 4)
+        check_batches(config := load_config(config_of("dense"), few), mesh_of(config, 4))
     few += ["parallel.stages_per_rank=2"]
     with pytest.raises(UserError, match="2 microbatches cannot fill 4 ranks"):
-        check_ranks(load_config(config_of("dense", layers=8), few), 4)
+        check_batches(config := load_config(config_of("dense", layers=8), few), mesh_of(config, 4))
 
 
 def test_blocks_are_divided_so_that_the_most_expensive_stage_is_cheapest() -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +13,10 @@ from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.pipeline import Costs, check, make_schedule, simulate
 from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule
+from optimus.resolve.ranks import mesh_of
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
-from optimus.train.run import build_model, mesh_of
+from optimus.testing.steps import build
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zbv", 2)]
 MODEL: dict[str, Any] = {"family": "olmo", "hidden": 16, "layers": 4, "heads": 2, "vocab": 59, "intermediate": 24}
@@ -110,7 +110,7 @@ def test_numbers_are_those_of_one_process(model: dict[str, Any], ranks: int, ove
 
 def parameter_bytes(config: dict[str, Any], ranks: int) -> int:
     tree = load_config(config)
-    _, state = build_model(tree, torch.device("cpu"), Groups(mesh_of(tree, ranks)))
+    _, state = build(tree, Groups(mesh_of(tree, ranks)))
     return allocated(state.chunks)["parameters"]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.planned import resolved
 from helpers.sweep import in_turns
 from optimus.config import RunConfig, load_config
 from optimus.errors import UserError
@@ -18,7 +19,7 @@ from optimus.plan.job import Job
 from optimus.plan.memory import memory_of
 from optimus.plan.report import planned
 from optimus.plan.search import search
-from optimus.train import checks
+from optimus.training import checks
 
 MODELS: dict[str, list[int]] = {  # presets, and numbers of ranks on which they fit somewhere
     "mula-tiny": [1, 2, 4, 8, 16],
@@ -47,8 +48,7 @@ def check(monkeypatch: pytest.MonkeyPatch, config: RunConfig, job: Job) -> None:
     device = torch.device("cpu" if machine.host.shared else "meta")  # any that is no CPU
     free = {device.type: machine.memory * (node if machine.host.shared else 1)}
     monkeypatch.setattr(checks, "free_memory", lambda asked: int(free.get(asked.type, machine.host.memory)))
-    checks.check_ranks(config, ranks)
-    checks.check_memory(config, device, ranks, node)
+    checks.check_memory(resolved(config, ranks, node, device=device.type, device_bytes=int(machine.memory)), device)
 
 
 def drawn(seed: int) -> tuple[RunConfig, Job] | None:

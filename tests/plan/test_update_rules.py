@@ -12,7 +12,7 @@ from optimus.optim.muon import Muon
 from optimus.plan.asking import as_configured, asked, configured
 from optimus.plan.collectives import collective_seconds
 from optimus.plan.dry_run import dry_run
-from optimus.plan.job import Job
+from optimus.plan.job import Job, resolved
 from optimus.plan.machine import load_machine
 from optimus.plan.memory import Memory
 from optimus.plan.parameter_groups import parameter_groups
@@ -20,8 +20,7 @@ from optimus.plan.prediction import Plan, predict
 from optimus.plan.search import search
 from optimus.plan.step import blocks_of_stages, counts_of
 from optimus.state.plan import ChunkPlan
-from optimus.train.checks import held_by_shards
-from optimus.train.run import planned_chunks
+from optimus.training.checks import held_by_shards
 
 HIDDEN, LAYERS, VOCAB, RANKS = 256, 8, 4096, 8
 # Of each layer seven square matrices: the query, key and value projections and that of the output; gate, up and down.
@@ -94,7 +93,7 @@ def test_a_rank_with_more_matrices_than_others(preset: str, layout: list[str]) -
     """Whole ones of several sizes, 24 ranks: the plan is of the fullest rank of the stage."""
     job = asking("optimizer.name=muon", "state.shard=parameters", *layout, ranks=24, preset=preset)
     mesh, predicted = job.mesh, predict(job).memory
-    (plans,) = planned_chunks(job.config, mesh, [predicted.rank * mesh.block])
+    plans = resolved(job).chunk_plans(predicted.rank * mesh.block)
     counts = counts_of(job.model, blocks_of_stages(job))[predicted.rank]
     held = [each for each in parameter_groups(job, counts) if each.matrices]
     for depth in range(len(held[0].steps) + 1):

@@ -20,9 +20,8 @@ from optimus.resilience import hangs
 from optimus.resilience.hangs import Verdict, Watchdog, find_culprits
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
-from optimus.train.checkpoints import build_run
-from optimus.train.health import Hangs
-from optimus.train.pipeline import with_microbatches
+from optimus.training.checkpoints import build_run
+from optimus.training.health import Hangs
 
 # ---- By the states of all ranks ----
 
@@ -120,7 +119,7 @@ def test_who_finds_no_place_to_write_is_silent(tmp_path: Path, monkeypatch: pyte
 
 def hangs_of(config: dict[str, Any]) -> list[str]:
     """The places where the ranks of a run and of its restart, of the same processes, say where they are."""
-    run = build_run(with_microbatches(load_config(config), 2), torch.device("cpu"), False)
+    run = build_run(load_config(config), torch.device("cpu"), False)
     places = []
     for _ in range(2):
         hook = Hangs("node0")

@@ -38,7 +38,7 @@ from optimus.resilience.node import Launch, run_node
 from optimus.resilience.policy import Do
 from optimus.resilience.store import connect, own_address, parse, serve
 from optimus.resilience.waiting import Waiting
-from optimus.train.nodes import NodeJob, check_launch, launch, parse_keep_alive, write_batch_script
+from optimus.training.nodes import NodeJob, check_launch, launch, parse_keep_alive, write_batch_script
 
 # Does what its node's file says, a word at each start and the last one ever after: it ends with a code, or waits until it is
 # ended; `hold` makes it wait for a file before the next word.

@@ -9,7 +9,7 @@ import pytest
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
 from optimus.resilience.exits import Exit
-from optimus.resilience.policy import CRASHES, Decision, Do, decide
+from optimus.resilience.policy import CRASHES, Do, Response, decide
 
 LEAVE, RESTART, STOP = Do.LEAVE, Do.RESTART, Do.STOP
 TERM, KILL = -signal.SIGTERM, -signal.SIGKILL
@@ -66,7 +66,7 @@ def test_decisions(
 )
 def test_people_are_told_what_happened(code: int, detail: str) -> None:
     decision = decide({3: code}, 0, 0)
-    assert isinstance(decision, Decision)
+    assert isinstance(decision, Response)
     assert decision.detail == detail
 
 

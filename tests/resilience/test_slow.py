@@ -18,13 +18,12 @@ from optimus.resilience.events import EventLog
 from optimus.resilience.exits import Exit
 from optimus.testing import run_ranks
 from optimus.testing.faults import FaultPlan, Inject
-from optimus.train import health
-from optimus.train.checkpoints import build_run
-from optimus.train.health import SlowRanks, alone, find_slow
-from optimus.train.launch import code_of
-from optimus.train.loop import train_loop
-from optimus.train.pipeline import with_microbatches
-from optimus.train.step import StepResult
+from optimus.training import health
+from optimus.training.checkpoints import build_run
+from optimus.training.health import SlowRanks, alone, find_slow
+from optimus.training.launch import code_of
+from optimus.training.loop import train_loop
+from optimus.training.step import StepResult
 
 # ---- By numbers ----
 
@@ -108,7 +107,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def train_with_a_slow_rank(config: dict[str, Any], plan: FaultPlan) -> tuple[list[str], Exit]:
     """What a rank was told, and how it ended."""
     health.WINDOW, health.OFTEN = WINDOW, OFTEN
-    run = build_run(with_microbatches(load_config(config), dist.get_world_size()), torch.device("cpu"), False)
+    run = build_run(load_config(config), torch.device("cpu"), False)
     try:
         train_loop(run, [Inject(plan), SlowRanks(f"node{dist.get_rank()}")])
     except UserError as error:

@@ -19,14 +19,14 @@ from optimus.config import RunConfig, load_config
 from optimus.model import Transformer
 from optimus.model.count import count_parameters
 from optimus.parallel.layouts import parameter_layouts
+from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
 from optimus.state.plan import bytes_by_kind, plan_chunks
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated, tracking
-from optimus.testing.steps import random_batch
+from optimus.testing.steps import build, random_batch
 from optimus.testing.traffic import Traffic, counting
-from optimus.train.run import build_model, mesh_of
-from optimus.train.step import training_step
+from optimus.training.step import training_step
 
 BASE: dict[str, Any] = {
     "model": {
@@ -59,7 +59,7 @@ def config_of(ranks: int, micro_batches: int = 1, expert: int = 1, **state: Any)
 def built(config: dict[str, Any]) -> tuple[RunConfig, Any, ModelState]:
     tree = load_config(config)
     groups = Groups(mesh_of(tree, dist.get_world_size()))
-    model, state = build_model(tree, torch.device("cpu"), groups)
+    model, state = build(tree, groups)
     state.initialize(0, 0.02)
     return tree, model, state
 

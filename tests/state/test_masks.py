@@ -14,6 +14,7 @@ from helpers.equality import Trained
 from helpers.masked import random_masks
 from helpers.whole import whole_state
 from optimus.config import load_config
+from optimus.resolve.parameters import layouts_of, whole_model
 from optimus.state.masks import Mask, MaskForm, MaskPlan, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Slot
@@ -23,8 +24,7 @@ from optimus.testing import run_ranks
 from optimus.testing.memory import allocated, tracking
 from optimus.testing.steps import Steps, random_batch
 from optimus.testing.traffic import counting
-from optimus.train.run import layouts_of, whole_model
-from optimus.train.step import training_step
+from optimus.training.step import training_step
 
 IN_BF16 = ["train.precision=bfloat16"]
 PRUNED = ["pruning.sparsity=0.9", "pruning.at=0", "state.chunk=500"]

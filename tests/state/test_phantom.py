@@ -20,11 +20,11 @@ from helpers.whole import whole_state
 from optimus.checkpoint.folder import Description, step_folder, weights_folder
 from optimus.checkpoint.saving import Saver, Target
 from optimus.config import load_config
+from optimus.resolve.parameters import layouts_of, whole_model
 from optimus.state.pruning import LocalWeights, magnitudes, prune, weights_of
 from optimus.state.transfers import StreamTransfers
 from optimus.testing.steps import Steps, random_batch
-from optimus.train.run import layouts_of, whole_model
-from optimus.train.step import training_step
+from optimus.training.step import training_step
 
 RULES = {"adamw": [], "schedule-free": ["optimizer.name=schedule-free"]}
 

@@ -29,7 +29,7 @@ from optimus.state.trained import TrainedChunk
 from optimus.state.transfers import Transfers
 from optimus.testing import RankError, run_ranks
 from optimus.testing.steps import Steps, random_batch
-from optimus.train.step import StepResult, training_step
+from optimus.training.step import StepResult, training_step
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")

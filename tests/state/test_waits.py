@@ -20,13 +20,13 @@ from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
 from optimus.config import load_config
+from optimus.resolve.parameters import layouts_of, whole_model
 from optimus.state import model_state
 from optimus.state.chunk import Chunk
 from optimus.state.pruning import magnitudes, prune, weights_of
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps, random_batch
-from optimus.train.run import layouts_of, whole_model
-from optimus.train.step import training_step
+from optimus.training.step import training_step
 
 RESIDENCES = {
     "optimizer": ["state.residency=optimizer"],

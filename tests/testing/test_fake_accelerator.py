@@ -30,16 +30,17 @@ from optimus.mesh import Mesh
 from optimus.model.families import families
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
+from optimus.resolve.groups import communicators
+from optimus.resolve.parameters import layouts_of, whole_model
+from optimus.resolve.ranks import mesh_of
+from optimus.resolve.shapes import activation_shapes
 from optimus.state.chunk import Chunk
 from optimus.state.masks import packed_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import bytes_by_kind
 from optimus.testing import RankError, run_ranks
-from optimus.train import launch, step
-from optimus.train.checks import _saved_bytes
-from optimus.train.groups import communicators
-from optimus.train.recomputation import activation_shapes
-from optimus.train.run import layouts_of, whole_model
+from optimus.training import launch, step
+from optimus.training.checks import _saved_bytes
 
 POOL = range(300)  # draws that the covering sample is chosen from
 OFTEN = (
@@ -171,11 +172,11 @@ def check_waits(seen: Seen) -> None:
     """Twice in a step, for the norm and for the losses; once for each time that experts on several ranks are run. Transfers
     of state to and from the host have an order of their own, and so do pipelines that do what has arrived."""
     assert seen.waited("state/model_state.py") == 1, seen.waits
-    assert seen.waited("train/step.py") == 1, seen.waits
+    assert seen.waited("training/step.py") == 1, seen.waits
     assert seen.waited("parallel/dispatch") <= seen.kernel("_count"), seen.waits
     known = (
         "state/model_state.py",
-        "train/step.py",
+        "training/step.py",
         "parallel/dispatch",
         "state/transfers.py",
         "pipeline/message_driven.py",
@@ -299,8 +300,8 @@ def run(config: dict[str, Any], device: str) -> tuple[Counter[str], int, set[int
     """A run with its hooks, then what is done with its checkpoint on another device: (places of waits of the run, waits
     outside of this process' device, devices touched by the latter)."""
     from helpers.fake_accelerator import fake_accelerator
-    from optimus.evaluate.run import evaluate, generate_text
-    from optimus.train.start import read_run
+    from optimus.evaluation.run import evaluate, generate_text
+    from optimus.training.reading import read_run
 
     tree, data = read_run(config)
     with fake_accelerator(devices=2) as machine:
@@ -316,16 +317,16 @@ def test_a_whole_run(small_run: dict[str, Any], prepared: Path) -> None:
     """Hooks, validation and asynchronous checkpoints add no wait to a step's two; `device: auto` finds the accelerator."""
     small_run |= {"checkpoint": {"every": 3}, "validation": [{"name": "held", "path": str(prepared), "every": 3}]}
     waits, steps, touched = on_fake(run, small_run, "fakegpu:1")
-    assert waits.pop("train/step.py") == waits.pop("state/model_state.py") == steps == 6
+    assert waits.pop("training/step.py") == waits.pop("state/model_state.py") == steps == 6
     assert touched == {1}  # the device that evaluation is told is the one that kernels are launched on
     # What is left belongs to validation and to what is written at the end.
-    assert set(waits) <= {"evaluate/score.py", "checkpoint/format.py", "checkpoint/staging.py", "state/transfers.py"}
+    assert set(waits) <= {"evaluation/score.py", "checkpoint/format.py", "checkpoint/staging.py", "state/transfers.py"}
 
 
 def uploads(config: dict[str, Any]) -> Counter[tuple[str, bool]]:
     """Of a run: the files that give the device something of the host's, and whether beside what it does."""
     from helpers.fake_accelerator import fake_accelerator
-    from optimus.train.start import read_run
+    from optimus.training.reading import read_run
 
     tree, data = read_run(config)
     with fake_accelerator() as machine, mock.patch.object(launch.checks, "dry_run", return_value=""):
@@ -340,9 +341,9 @@ def test_batches_come_from_pinned_memory(small_run: dict[str, Any], prepared: Pa
     small_run["data"] = {"sources": sources, "documents": "mask"}
     small_run["observe"] |= {"log_every": 1}
     found = on_fake(uploads, small_run)
-    assert found["train/loop.py", True] == 6 * 2
+    assert found["training/loop.py", True] == 6 * 2
     assert found["model/batch.py", True] >= 6 * 2 * 2
-    assert not [place for place, beside in found if place.startswith(("train/loop", "model/")) and not beside], found
+    assert not [place for place, beside in found if place.startswith(("training/loop", "model/")) and not beside], found
 
 
 def staged() -> tuple[list[Any], list[int]]:
@@ -372,18 +373,18 @@ def test_checkpoints_are_staged_beside_the_training() -> None:
 def setup_of_rank(config: dict[str, Any]) -> list[set[int]]:
     """Devices that are touched by a launcher's checks, and by all that a rank does before its first step."""
     from helpers.fake_accelerator import fake_accelerator
-    from optimus.train.start import read_run
+    from optimus.training.reading import read_run
 
     tree, data = read_run(config)
     with fake_accelerator(devices=4) as machine:
-        launch.check_run(tree, data, 4, False)
+        launch.check_run(tree, data, mesh_of(tree, 4, 4), False)
         touched = [machine.touched]
         for key, value in {"WORLD_SIZE": 4, "RANK": 2, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 4}.items():
             os.environ[key] = str(value)
         machine.forget()
         # Autograd has a thread for the first of these devices alone.
         with mock.patch.object(launch.checks, "dry_run", return_value=""), mock.patch.object(launch, "train_loop"):
-            launch.check_run(tree, data, 4, False)
+            launch.check_run(tree, data, mesh_of(tree, 4, 4), False)
             launch._run_rank(dump_config(tree), False)
         return [*touched, machine.touched]
 
@@ -457,7 +458,7 @@ def test_a_wait_too_many_is_found() -> None:
 
 def test_waits_of_a_dense_step() -> None:
     seen = on_fake(train, full_size(DENSE))
-    assert [wait.place.split(":")[0] for wait in seen.waits] == ["state/model_state.py", "train/step.py"]
+    assert [wait.place.split(":")[0] for wait in seen.waits] == ["state/model_state.py", "training/step.py"]
 
 
 def train_pruned(form: str, shard: str, ranks: int) -> Seen:
@@ -484,7 +485,7 @@ def test_waits_of_pruned_chunks(form: str, shard: str, ranks: int) -> None:
     """Compression and expansion wait for nothing."""
     seen = on_fake(train_pruned, form, shard, ranks)
     assert seen.chunks > 0
-    assert [wait.place.split(":")[0] for wait in seen.waits] == ["state/model_state.py", "train/step.py"]
+    assert [wait.place.split(":")[0] for wait in seen.waits] == ["state/model_state.py", "training/step.py"]
     if form == "bits":
         assert seen.kernel("_compress") == seen.chunks
         assert seen.kernel("_expand") >= seen.chunks
@@ -607,7 +608,7 @@ def planned_activations(config: dict[str, Any], overrides: Sequence[str], ranks:
     mesh = Mesh.of(
         ranks, pipeline=1, context=1, tensor=parallel.grid, expert=parallel.expert, expert_tensor=parallel.expert_tensor
     )
-    shapes = activation_shapes(tree, mesh, 4 if tree.train.precision == "float32" else 2)
+    shapes = activation_shapes(tree, mesh, ())
     return activation_bytes(tree.model, Recomputation(tuple(tree.recompute), tree.recompute_every), **shapes)
 
 
@@ -629,8 +630,8 @@ def test_peak_while_the_state_is_made(shard: str) -> None:
 def groups_of_rank(ranks: int) -> tuple[list[int], list[int]]:
     """Sizes of the process groups that a rank of a large run makes, and of the communicators that it is to have."""
     from helpers.fake_accelerator import fake_accelerator
-    from optimus.train.groups import run_divisions
-    from optimus.train.run import mesh_of
+    from optimus.resolve.groups import run_divisions
+    from optimus.resolve.ranks import mesh_of
 
     sizes = {"pipeline": 8, "tensor": 2, "expert": 8, "schedule": "1f1b"}
     tree = load_config(full_size(SPARSE, ranks // 16, parallel=sizes))

@@ -11,7 +11,7 @@ from optimus.errors import UserError
 from optimus.resilience.events import EventLog
 from optimus.testing.faults import Fault, FaultKind, FaultPlan, is_due, rank_program
 from optimus.testing.lab import rehearse
-from optimus.train.nodes import NodeJob
+from optimus.training.nodes import NodeJob
 
 EVERY = (
     FaultPlan()

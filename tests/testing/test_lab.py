@@ -29,7 +29,7 @@ from optimus.resilience.exclusion import excluded
 from optimus.testing import lab as laboratory
 from optimus.testing.faults import FaultPlan
 from optimus.testing.lab import Lab, lab, namespaces_allowed, rehearse
-from optimus.train.nodes import NodeJob
+from optimus.training.nodes import NodeJob
 
 STEPS = 15
 KEEP_ALIVE = (1, 5)  # not less, as tests run beside others
@@ -54,7 +54,7 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     words = (
         "optimus.testing.lab",
         "optimus.testing.faults",
-        "optimus.train.launch",
+        "optimus.training.launch",
         "optimus.resilience.store",
         "sleep 1234",
     )

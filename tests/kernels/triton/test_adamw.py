@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from optimus.optim.adamw import AdamW, adamw_reference
-from optimus.train.step import LARGEST_NORM
+from optimus.training.step import LARGEST_NORM
 
 pytest.importorskip("triton")
 

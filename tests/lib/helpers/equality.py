@@ -10,13 +10,13 @@ from torch import Tensor
 from helpers.phantom import on_phantom
 from helpers.whole import whole_state
 from optimus.config import load_config
+from optimus.resolve.microbatches import with_microbatches
+from optimus.resolve.parameters import targets_of, whole_model
 from optimus.state.pruning import weights_of
 from optimus.testing.ranks import run_ranks
 from optimus.testing.steps import Steps
-from optimus.train.pipeline import with_microbatches
-from optimus.train.pruning import choose_masks
-from optimus.train.run import targets_of, whole_model
-from optimus.train.step import StepResult
+from optimus.training.pruning import choose_masks
+from optimus.training.step import StepResult
 
 # What says how the numbers are computed, but not which: one process needs none of it.
 _LAYOUT: dict[str, Any] = {

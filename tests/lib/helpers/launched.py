@@ -8,11 +8,11 @@ from unittest import mock
 import torch.distributed as dist
 
 from optimus.testing import run_ranks
-from optimus.train import launch
+from optimus.training import launch
 
 
 def launched(config: str, resume: bool, ranks: int, holder: str) -> int:
-    """In the place of `optimus.train.launch._launch`; raises `RankError` for what a launcher would explain."""
+    """In the place of `optimus.training.launch._launch`; raises `RankError` for what a launcher would explain."""
     return run_ranks(_rank, ranks, config, resume, holder)[0]
 
 

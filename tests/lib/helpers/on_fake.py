@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks import harness, moe_measure
 from helpers.fake_accelerator import fake_accelerator
 from optimus.plan.measure import ranks as fresh
-from optimus.train import launch
+from optimus.training import launch
 
 
 def main() -> None:

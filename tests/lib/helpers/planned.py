@@ -1,11 +1,35 @@
 """What a rank will hold, planned on meta tensors: no memory and no process group, for any number of ranks."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from optimus.config import RunConfig
-from optimus.state.plan import bytes_by_kind
-from optimus.train.run import mesh_of, planned_chunks
+from optimus.observe.machine import Bfloat16
+from optimus.resolve.facts import Facts
+from optimus.resolve.resolve import resolve
+from optimus.resolve.run import ResolvedRun, RunInputs
+from optimus.state.plan import ChunkPlan, bytes_by_kind
+
+
+def resolved(
+    config: RunConfig,
+    ranks: int = 1,
+    per_node: int | None = None,
+    *,
+    sequences: int | None = None,
+    unpruned: Mapping[str, float] | None = None,
+    **facts: Any,
+) -> ResolvedRun:
+    """The run on such a machine, by default of processors that compute in fp32 alone."""
+    known = {"device": "cpu", "bfloat16": Bfloat16(False, "made up")} | facts
+    return resolve(config, Facts(ranks, per_node or ranks, **known), RunInputs(sequences, unpruned=unpruned or {}))
+
+
+def planned_chunks(config: RunConfig, ranks: int, rank: int, **facts: Any) -> list[ChunkPlan]:
+    """The chunks of `rank` of `ranks`."""
+    return resolved(config, ranks, **facts).chunk_plans(rank)
 
 
 def state_bytes(config: RunConfig, ranks: int, rank: int) -> dict[str, int]:
     """Bytes that `rank` of `ranks` will hold at rest, by kind (parameters, gradients, master, moments)."""
-    (plans,) = planned_chunks(config, mesh_of(config, ranks), [rank])
-    return bytes_by_kind(plans)
+    return bytes_by_kind(planned_chunks(config, ranks, rank))

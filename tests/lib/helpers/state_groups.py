@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from optimus.comm import Groups
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
-from optimus.train.groups import state_divisions
+from optimus.resolve.groups import state_divisions
 
 
 def groups_for(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> Groups:

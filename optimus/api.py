@@ -1,0 +1,92 @@
+"""The functions of the package; the commands call the same. All load on first use."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from optimus.config import RunConfig, load_config
+from optimus.errors import UserError
+from optimus.hub import read_model_folder
+from optimus.lazy import lazy_exports
+from optimus.training.reading import holds_run, read_run
+
+if TYPE_CHECKING:
+    from optimus.checkpoint.merging import merge
+    from optimus.checkpoint.store import load_model
+    from optimus.config.models import models
+    from optimus.data.preparation import prepare
+    from optimus.evaluation.run import evaluate
+    from optimus.evaluation.run import generate_text as generate
+    from optimus.hub import FastSparseMoEBlock, import_folder, register_experts
+    from optimus.hub import export_checkpoint as export
+
+__all__ = [
+    "FastSparseMoEBlock",
+    "UserError",
+    "evaluate",
+    "export",
+    "generate",
+    "import_folder",
+    "load_model",
+    "merge",
+    "models",
+    "prepare",
+    "register_experts",
+    "train",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "FastSparseMoEBlock": "optimus.hub",
+        "evaluate": "optimus.evaluation.run",
+        "export": "optimus.hub:export_checkpoint",
+        "generate": "optimus.evaluation.run:generate_text",
+        "import_folder": "optimus.hub",
+        "load_model": "optimus.checkpoint.store",
+        "merge": "optimus.checkpoint.merging",
+        "models": "optimus.config.models",
+        "prepare": "optimus.data.preparation",
+        "register_experts": "optimus.hub",
+    },
+)
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | RunConfig,
+    overrides: Iterable[str] = (),
+    *,
+    ranks: int | None = None,
+    resume: bool | Literal["auto"] = False,
+    fresh_optimizer: bool = False,
+    check: bool = False,
+) -> dict[str, Any]:
+    """Train as `config` (a YAML file, a mapping or a `RunConfig`) says; returns a summary of the run.
+
+    `ranks` processes on this machine share every global batch (default: as many as `parallel` asks for); under a launcher
+    that sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint
+    in `train.output`, if there is something with "auto"; with `fresh_optimizer` from its weights alone, as after a
+    rollback to them. `check` validates
+    everything, every checksum of the data included, and runs nothing.
+
+    Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible; it is a
+    `LeaseError` when another run holds the folder. When another rank is lost under such a launcher, it is a
+    `CollectiveError`, after which this process cannot train again: it ignores SIGTERM, by which the launcher would cut the
+    message short, and exits with code 75 without waiting for anything.
+
+    Ranks are programs of their own: a script needs no `__main__` guard.
+
+    Example:
+        optimus.train("first.yaml", ["train.steps=500"], ranks=2)
+        optimus.train("first.yaml", ["train.steps=500"], ranks=2, resume=True)["loss"]
+    """
+    if ranks is not None and ranks < 1:
+        raise UserError(f"`ranks` is {ranks}: a run has at least 1 rank")
+    if resume == "auto":
+        resume = holds_run(Path(load_config(config, overrides, read_model_folder).train.output))
+    elif fresh_optimizer and not resume:
+        raise UserError("`fresh_optimizer=True` is about a run that goes on: give `resume=True`, too")
+    tree, data = read_run(config, overrides)
+    from optimus.training.launch import run_here
+
+    return run_here(tree, data, ranks, resume=resume, fresh_optimizer=fresh_optimizer, check=check)

@@ -1,0 +1,31 @@
+"""What a model is worth: tasks through lm-eval, bits per byte of any text, generated text.
+
+`evaluate` and `generate_text` take a checkpoint; `bits_per_byte` and `generate` take a model in hand, in the middle of
+training too. Names load on first use, so that importing the package costs nothing.
+"""
+
+from typing import TYPE_CHECKING
+
+from optimus.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from optimus.evaluation.generation import generate
+    from optimus.evaluation.run import evaluate, generate_text
+    from optimus.evaluation.text import bits_per_byte
+
+TASKS = (
+    "arc_easy", "arc_challenge", "hellaswag", "piqa", "boolq", "sciq", "winogrande", "openbookqa", "mmlu",
+    "mmlu_continuation",
+)  # fmt: skip
+
+__all__ = ["TASKS", "bits_per_byte", "evaluate", "generate", "generate_text"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "bits_per_byte": "optimus.evaluation.text",
+        "evaluate": "optimus.evaluation.run",
+        "generate": "optimus.evaluation.generation",
+        "generate_text": "optimus.evaluation.run",
+    },
+)

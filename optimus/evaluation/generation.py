@@ -1,0 +1,116 @@
+"""Generating text, one sequence at a time with a cache of keys and values. Greedy unless a temperature is given.
+
+Legend: V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimus.data.tokenizer import encoder
+from optimus.errors import UserError
+from optimus.evaluation.score import evaluating
+from optimus.model import KVCache, Transformer
+
+
+def generate(
+    model: Transformer,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eos_id: int | None = None,
+    context: int | None = None,
+) -> str:
+    """The text that continues `prompt`, without the prompt itself; it ends before end-of-text or after `max_tokens`.
+
+    `tokenizer` is a `tokenizers.Tokenizer`. An empty prompt starts a new document after end-of-text. Where `context` is
+    given, a prompt too long for it and `max_tokens` loses its beginning. Raises `UserError` for impossible options.
+    """
+    prompt_ids = encoder(tokenizer)(prompt)
+    if not prompt_ids:
+        if eos_id is None:
+            raise UserError("the prompt is empty and no end-of-text token is known to start from: give a prompt")
+        prompt_ids = [eos_id]
+    new_ids = generate_tokens(
+        model,
+        prompt_ids,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        eos_id=eos_id,
+        context=context,
+    )
+    return decode(tokenizer, prompt_ids, list(new_ids))
+
+
+def generate_tokens(
+    model: Transformer,
+    prompt_ids: Sequence[int],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eos_id: int | None = None,
+    context: int | None = None,
+) -> Iterator[int]:
+    """The tokens that continue `prompt_ids` (at least one), as they are found; end-of-text ends them and is left out.
+
+    Temperature 0 takes the most probable token. Otherwise one is drawn from the softmax of logits / temperature, cut to
+    the fewest tokens that hold `top_p` of the probability (nucleus sampling, Holtzman et al. 2020, section 3.1); the
+    same `seed` draws the same tokens. Raises `UserError` for impossible options.
+    """
+    if max_tokens < 1:
+        raise UserError(f"`max_tokens` is {max_tokens}: ask for at least one token")
+    if context is not None and max_tokens >= context:
+        raise UserError(f"`max_tokens` is {max_tokens}, but the model's context is {context}: ask for less than that")
+    if temperature < 0:
+        raise UserError(f"`temperature` is {temperature}: it must be 0 (the most probable token) or more")
+    if not 0 < top_p <= 1:
+        raise UserError(f"`top_p` is {top_p}: it must be above 0 and at most 1")
+    given = prompt_ids if context is None else prompt_ids[-(context - max_tokens) :]
+
+    def found() -> Iterator[int]:
+        random = torch.Generator().manual_seed(seed)
+        cache = KVCache(model.config.layers)
+        new = list(given)
+        for _ in range(max_tokens):
+            with evaluating(model):  # not around the loop: between two tokens the model is the caller's
+                hidden_BSH = model.hidden_states(torch.tensor([new], device=model.embedding.weight.device), cache)
+                logits_V = model.head(hidden_BSH[:, -1])[0].float().cpu()
+            token = _choose(logits_V, temperature, top_p, random)
+            if token == eos_id:
+                return
+            yield token
+            new = [token]
+
+    return found()
+
+
+def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
+    """The text that `new_ids` add after the prompt.
+
+    Decoded together with the last prompt token, because some decoders drop the space before the first word of a text.
+    """
+    last = [*prompt_ids[-1:]]
+    before = tokenizer.decode(last, skip_special_tokens=False)
+    whole = tokenizer.decode([*last, *new_ids], skip_special_tokens=False)
+    if whole.startswith(before):
+        return str(whole[len(before) :])
+    return str(tokenizer.decode(list(new_ids), skip_special_tokens=False))  # a character begun in the prompt ends here
+
+
+def _choose(logits_V: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    p_V, order_V = torch.softmax(logits_V.double() / temperature, -1).sort(descending=True, stable=True)
+    before_V = p_V.cumsum(0) - p_V  # probability of all tokens more probable than this one
+    p_V[before_V >= top_p] = 0
+    return int(order_V[torch.multinomial(p_V, 1, generator=random)])

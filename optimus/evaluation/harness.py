@@ -1,0 +1,139 @@
+"""The model as lm-eval sees it.
+
+Texts are encoded as lm-eval's own Hugging Face model does it (`TemplateLM._encode_pair`: trailing spaces of the context
+move to the continuation), so that results can be compared; no special tokens are added, as in training. Scores come
+from `optimus.evaluation.score`, generated text from `optimus.evaluation.generation`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from optimus.data.tokenizer import encoder
+from optimus.errors import UserError
+from optimus.evaluation.generation import decode, generate_tokens
+from optimus.evaluation.score import TOKENS_PER_BATCH, Score, Scored, Window, split_long
+from optimus.evaluation.score import score as score_windows
+from optimus.model import Transformer
+
+_SCORED_AT_ONCE = 512  # requests between two reports of progress
+
+
+class HarnessModel(TemplateLM):
+    """`model` with `tokenizer` (a `tokenizers.Tokenizer`), for inputs of at most `context` tokens.
+
+    `progress`, when given, is called with (requests done, requests in all). `score` takes windows and the tokens of a batch
+    in place of `optimus.evaluation.score`.
+    """
+
+    def __init__(
+        self,
+        model: Scored,
+        tokenizer: Any,
+        *,
+        eos_id: int,
+        context: int,
+        tokens_per_batch: int = TOKENS_PER_BATCH,
+        progress: Callable[[int, int], None] | None = None,
+        score: Callable[[Sequence[Window], int], list[Score]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self.tokenizer = model, tokenizer
+        self._score_windows = score or partial(score_windows, model)
+        self._eos, self._context = eos_id, context
+        self._tokens_per_batch = tokens_per_batch
+        self._report = progress or (lambda done, total: None)
+        self._encode = encoder(tokenizer)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._eos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return list(self._encode(string))
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """(log-likelihood of the continuation, whether it is the greedy one) of each (context, continuation)."""
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return scores
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each whole text after end-of-text, in lm-eval's windows."""
+        windows = []
+        for request in requests:
+            (text,) = request.args
+            rolling = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self._context, 1)
+            windows.append([Window(*make_disjoint_window(pair)) for pair in rolling])
+        return [log_likelihood for log_likelihood, _ in self._score(windows)]
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Text up to the first stop string, end-of-text or `max_gen_toks`; greedy unless the request samples."""
+        texts = []
+        for request in requests:
+            prompt, given = request.args
+            texts.append(self._generate_one(prompt, normalize_gen_kwargs(given)))
+            self._report(len(texts), len(requests))
+        return texts
+
+    def _generate_one(self, prompt: str, options: Any) -> str:
+        stops = [stop for stop in handle_stop_sequences(options["until"], eos=None) if stop]
+        prompt_ids = self.tok_encode(prompt) or [self._eos]
+        tokens: list[int] = []
+        text = ""
+        if not isinstance(self.model, Transformer):
+            raise UserError("tasks that generate text cannot be run with an ensemble: evaluate its members one by one")
+        for token in generate_tokens(
+            self.model,
+            prompt_ids,
+            max_tokens=options["max_gen_toks"],
+            temperature=options.get("temperature", 0.0) if options["do_sample"] else 0.0,
+            top_p=options.get("top_p", 1.0),
+            eos_id=self._eos,
+            context=self._context,
+        ):
+            tokens.append(token)
+            text = decode(self.tokenizer, prompt_ids, tokens)
+            found = [text.index(stop) for stop in stops if stop in text]
+            if found:
+                return text[: min(found)]
+        return text
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        windows = []
+        for (context, continuation), context_ids, continuation_ids in requests:
+            if not continuation_ids:
+                raise UserError(
+                    f"{continuation!r} after {context[-40:]!r} has no tokens of its own: the tokenizer does not "
+                    "keep the two apart, so this task cannot be run with it"
+                )
+            # A context of white space alone moves to the continuation; what is left has no tokens, as an empty one.
+            windows.append(split_long(context_ids or [self.prefix_token_id], continuation_ids, self._context))
+        return self._score(windows)
+
+    def _score(self, windows_per_request: list[list[Window]]) -> list[tuple[float, bool]]:
+        """The sum over the windows of each request, and whether all of them are greedy."""
+        # Sorted by length over all requests, so that the parts which are reported one by one hold little padding.
+        order = sorted(range(len(windows_per_request)), key=lambda i: -_inputs(windows_per_request[i]))
+        results: dict[int, tuple[float, bool]] = {}
+        for start in range(0, len(order), _SCORED_AT_ONCE):
+            part = order[start : start + _SCORED_AT_ONCE]
+            windows = [window for index in part for window in windows_per_request[index]]
+            scores = iter(self._score_windows(windows, self._tokens_per_batch))
+            for index in part:
+                found = [next(scores) for _ in windows_per_request[index]]
+                results[index] = sum(s.log_likelihood for s in found), all(s.greedy for s in found)
+            self._report(len(results), len(order))
+        if any(math.isnan(log_likelihood) for log_likelihood, _ in results.values()):
+            raise UserError("the model's output is not a number (NaN): it has diverged; evaluate an earlier checkpoint")
+        return [results[index] for index in range(len(windows_per_request))]
+
+
+def _inputs(windows: list[Window]) -> int:
+    return max((len(window.context) + len(window.continuation) for window in windows), default=0)

@@ -1,0 +1,214 @@
+"""Evaluation of a checkpoint, and text generated from one: what the commands `evaluate` and `generate` do."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from optimus.checkpoint.folder import Description, find_checkpoint, read_description
+from optimus.checkpoint.store import load_model
+from optimus.data.tokenizer import inspect, load
+from optimus.disk import user_path, write_json
+from optimus.errors import UserError
+from optimus.evaluation import TASKS
+from optimus.evaluation.generation import generate
+from optimus.evaluation.tasks import check_lm_eval, load_tasks, run_tasks
+from optimus.evaluation.text import bits_per_byte
+from optimus.model import Transformer
+from optimus.model.ensemble import Ensemble
+from optimus.observe.machine import use_device, versions
+from optimus.observe.progress import Progress
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    description: Description
+    model: Transformer | Ensemble
+    tokenizer: Any
+    eos_id: int
+
+
+def evaluate(
+    checkpoint: str | Path | Sequence[str | Path],
+    *,
+    tasks: Sequence[str] = (),
+    task_data: str | Path | None = None,
+    text: str | Path | None = None,
+    output: str | Path | None = None,
+    limit: int | None = None,
+    fewshot: int | None = None,
+    max_bytes: int | None = None,
+    parse_special: bool = False,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """Scores a checkpoint (or the newest of a run) on tasks, with `task_data` the folder of their data, and on `text`.
+
+    Returns, and writes to the JSON file `output`, which appears complete or not at all:
+    `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`, and beside it
+    what was measured and how. Of a task, `bits_per_byte` is that of the right answer, and `margin` by how much it is below
+    the best wrong one's. Several checkpoints of one tokenizer are an ensemble: the mean of their logits is scored.
+    `limit` is the number of documents per task (per subject for mmlu), `fewshot` that of examples in each prompt
+    (none by default), `max_bytes` that of bytes of text. Text that spells a special token is text, and with `parse_special`
+    that token. The computation is in fp32.
+    Raises `UserError` before the model is loaded for whatever can be known by then.
+
+    Example:
+        optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
+        optimus.evaluate(["runs/a", "runs/b"], text="held-out/")["bits_per_byte"]
+        optimus.evaluate("runs/first", tasks=["sciq"], task_data="tasks/")["tasks"]["sciq"]["acc"]
+    """
+    _check_request(tasks, task_data, text, limit, fewshot, max_bytes)
+    target = _check_output(output)
+    paths = [find_checkpoint(each) for each in ([checkpoint] if isinstance(checkpoint, str | Path) else checkpoint)]
+    if not paths:
+        raise UserError("no checkpoint to evaluate: name one, or several as an ensemble")
+    path = paths[0]
+    local_tasks = load_tasks(tasks, user_path(task_data), fewshot or 0) if tasks and task_data is not None else []
+    loaded = _load_together(paths, device, parse_special)
+    results: dict[str, Any] = {"tasks": {}, "bits_per_byte": None}
+    with Progress() as progress:
+        if local_tasks:
+            from optimus.evaluation.harness import HarnessModel
+
+            model = HarnessModel(
+                loaded.model,
+                loaded.tokenizer,
+                eos_id=loaded.eos_id,
+                context=loaded.description.context,
+                progress=lambda done, total: progress.update("tasks", done, total, "requests"),
+            )
+            results["tasks"] = run_tasks(local_tasks, model, fewshot=fewshot or 0, limit=limit)
+        if text is not None:
+            found = bits_per_byte(
+                loaded.model,
+                loaded.tokenizer,
+                text,
+                eos_id=loaded.eos_id,
+                context=loaded.description.context,
+                max_bytes=max_bytes,
+                progress=lambda done: progress.update("bits per byte", done, None, "bytes"),
+            )
+            bits = results["bits_per_byte"] = found["bits_per_byte"]
+            if not math.isfinite(bits):
+                raise UserError(f"{path} has diverged (bits per byte {bits}): use an earlier checkpoint")
+            results["text"] = {"path": str(text), "bytes": found["bytes"], "tokens": found["tokens"]}
+    results["splits"] = {task.name: task.split for task in local_tasks}
+    results["settings"] = {
+        "fewshot": fewshot or 0,
+        "limit": limit,
+        "max_bytes": max_bytes,
+        "parse_special": parse_special,
+    }
+    results["checkpoint"] = {"path": str(path), "step": loaded.description.step, "context": loaded.description.context}
+    if len(paths) > 1:
+        results["checkpoint"]["ensemble"] = [str(each) for each in paths]
+    results["model"] = loaded.description.model.model_dump()
+    results["versions"] = versions("tokenizers", *(["lm-eval", "datasets"] if local_tasks else []))
+    if target is not None:
+        write_json(target, results)
+    return results
+
+
+def generate_text(
+    checkpoint: str | Path,
+    prompt: str,
+    *,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    parse_special: bool = False,
+    device: str = "auto",
+) -> str:
+    """What a checkpoint (or the newest of a run) writes after `prompt`; greedy unless a temperature is given.
+
+    A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. A special token
+    that the prompt spells is text, and with `parse_special` that token. Raises `UserError` for what cannot be done.
+
+    Example:
+        optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)
+    """
+    loaded = _load(find_checkpoint(checkpoint), device, parse_special)
+    assert isinstance(loaded.model, Transformer)
+    return generate(
+        loaded.model,
+        loaded.tokenizer,
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        eos_id=loaded.eos_id,
+        context=loaded.description.context,
+    )
+
+
+def _check_request(
+    tasks: Sequence[str],
+    task_data: str | Path | None,
+    text: str | Path | None,
+    limit: int | None,
+    fewshot: int | None,
+    max_bytes: int | None,
+) -> None:
+    if not tasks and text is None:
+        raise UserError(
+            f"nothing to evaluate: name `tasks` ({', '.join(TASKS)}) and the folder of their data, `task_data`, or "
+            "`text`, a file or folder, for bits per byte"
+        )
+    if tasks:
+        if task_data is None:
+            raise UserError("tasks are run on local data: name its folder, `task_data`")
+        check_lm_eval()
+    for name, value, least in (("limit", limit, 1), ("fewshot", fewshot, 0), ("max_bytes", max_bytes, 1)):
+        if value is not None and value < least:
+            raise UserError(f"`{name}` is {value}: it must be at least {least}")
+
+
+def _check_output(output: str | Path | None) -> Path | None:
+    """Evaluation may take hours: a place that cannot be written is found before it."""
+    if output is None:
+        return None
+    path = user_path(output)
+    if path.is_dir():
+        raise UserError(f"`output` {path} is a folder: name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.with_name(f"{path.name}.probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"output {path} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def _load_together(paths: Sequence[Path], device: str, parse_special: bool) -> _Loaded:
+    """One checkpoint, or the ensemble of several."""
+    first, *others = [_load(path, device, parse_special) for path in paths]
+    for path, other in zip(paths[1:], others):
+        same = first.tokenizer.to_str() == other.tokenizer.to_str()
+        if not same or first.description.model.vocab != other.description.model.vocab:
+            raise UserError(
+                f"{path} has another {'vocabulary' if same else 'tokenizer'} than {paths[0]}: they are no ensemble"
+            )
+    if not others:
+        return first
+    context = min(each.description.context for each in (first, *others))
+    model = Ensemble([each.model for each in (first, *others) if isinstance(each.model, Transformer)])
+    return replace(first, description=replace(first.description, context=context), model=model)
+
+
+def _load(path: Path, device: str, parse_special: bool) -> _Loaded:
+    description = read_description(path)
+    if description.tokenizer is None:
+        raise UserError(f"checkpoint {path} has no tokenizer, so it cannot read text: put its tokenizer.json there")
+    tokenizer = load(description.tokenizer, parse_special=parse_special)
+    eos_id = description.eos_id if description.eos_id is not None else inspect(description.tokenizer).eos_id
+    if (largest := max(tokenizer.get_vocab().values())) >= description.model.vocab:
+        raise UserError(
+            f"{description.tokenizer} has token {largest}, but the model of {path} has a vocabulary of "
+            f"{description.model.vocab}: it is the tokenizer of another model"
+        )
+    model = load_model(path, device=use_device(device, "device"))
+    return _Loaded(description, model, tokenizer, eos_id)

@@ -1,0 +1,221 @@
+"""The paper's tasks (Optimus, table 2), run by lm-eval on local data: nothing is downloaded.
+
+Prompts, choices and metrics are those of lm-eval's own task definitions; only the source of the documents is replaced.
+Results compare with published ones as far as the documents do: a task is run on the split that lm-eval uses (test, else
+validation) where the folder holds it, otherwise on the other one. `acc_norm`, the accuracy by log-likelihood per
+character of the choice, is computed for every task, also where lm-eval's definition lists `acc` alone.
+
+Small models and early checkpoints guess, so accuracies say little of them. Beside them stand numbers that move from the
+first steps on: `bits_per_byte` of the right answer, given the question, and `margin`, by how much fewer bits per byte the
+right answer has than the best wrong one; means over the documents.
+
+mmlu_continuation is mmlu with the text of the answers in place of their letters, which small models cannot yet choose by.
+
+Few-shot examples come from the split that lm-eval names (train; dev for mmlu) where the folder holds it, else from the
+documents of the run's own split, never the one that is asked.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+from unittest import mock
+
+from optimus.errors import UserError, how_to_install, nearest
+from optimus.evaluation import TASKS, task_data
+from optimus.evaluation.task_data import Document
+
+# Where lm-eval defines a task, below its folder `tasks`, if not in one of the task's name; only these are indexed, all of
+# them would take seconds.
+_DEFINITIONS = {
+    "arc_easy": "arc",
+    "arc_challenge": "arc",
+    "boolq": "super_glue/boolq",
+    "mmlu": "mmlu/default",
+    "mmlu_continuation": "mmlu/continuation",
+}
+_OF_SUBJECTS = {"mmlu": "mmlu_{}", "mmlu_continuation": "mmlu_{}_continuation"}  # names of their parts; one data set
+_SPLITS = ("test", "validation")  # in lm-eval's order
+_VALIDATION_ONLY = ("hellaswag", "piqa", "boolq", "winogrande")  # their test labels are not published
+_METRICS = ("acc", "acc_norm")
+_FEWSHOT_SEED = 1234  # lm-eval's
+
+
+class LocalTask(NamedTuple):
+    """A task's documents. `shots` are the examples of a split of their own, None where there is none."""
+
+    name: str
+    split: str
+    documents: list[Document]
+    shots: list[Document] | None
+    overrides: dict[str, Any]  # of lm-eval's definition
+
+
+def check_lm_eval() -> None:
+    """Raise `UserError` when the harness is not installed."""
+    if any(importlib.util.find_spec(module) is None for module in ("lm_eval", "datasets")):
+        raise UserError(f"evaluation on tasks needs lm-eval, which is not installed: {how_to_install('evaluate')}")
+
+
+def load_tasks(names: Sequence[str], folder: Path, fewshot: int = 0) -> list[LocalTask]:
+    """The tasks with their documents.
+
+    Raises `UserError` for an unknown name, for data that is missing or damaged, and for too few examples for `fewshot`.
+    """
+    for name in names:
+        if name not in TASKS:
+            raise UserError(f"unknown task '{name}': {nearest(name, TASKS)}")
+    if not folder.is_dir():
+        raise UserError(f"task data folder {folder} does not exist")
+    tasks = [_load(name, folder, fewshot) for name in dict.fromkeys(names)]
+    for task in tasks:
+        _check_shots(task, fewshot, folder)
+    return tasks
+
+
+def run_tasks(
+    tasks: Sequence[LocalTask], model: Any, *, fewshot: int = 0, limit: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """`{name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}`, n documents each.
+
+    For mmlu and mmlu_continuation over all subjects, weighted by their size.
+
+    `model` is an `lm_eval` model. `limit` is the number of documents of each task, of each subject for mmlu.
+    """
+    from lm_eval.evaluator import evaluate
+
+    with _quiet_harness():
+        built = {task.name: _build(task, fewshot) for task in tasks}
+        every = {name: part for parts in built.values() for name, part in parts.items()}
+        found: Any = evaluate(model, {"tasks": every}, limit=limit, bootstrap_iters=0, log_samples=True)
+    results = {}
+    for name, parts in built.items():
+        counts = {part: found["n-samples"][part]["effective"] for part in parts}
+        n = sum(counts.values())
+        means = {m: sum(found["results"][part][f"{m},none"] * counts[part] for part in parts) / n for m in _METRICS}
+        answers = [_answer(task, sample) for part, task in parts.items() for sample in found["samples"][part]]
+        bits, margins = zip(*answers)
+        results[name] = {**means, "bits_per_byte": fmean(bits), "margin": fmean(margins), "n": n}
+    return results
+
+
+def _answer(task: Any, sample: dict[str, Any]) -> tuple[float, float]:
+    """Bits per byte of the right answer to a document, and its margin to the best wrong one."""
+    right = (task.doc_to_text if task.multiple_input else task.doc_to_target)(sample["doc"])  # as lm-eval finds it
+    right = task.doc_to_choice(sample["doc"]).index(right) if isinstance(right, str) else right
+    bits = [
+        -log_likelihood / math.log(2) / len(continuation.encode())
+        for (_, continuation), (log_likelihood, _) in zip(sample["arguments"], sample["filtered_resps"])
+    ]
+    return bits[right], min(each for number, each in enumerate(bits) if number != right) - bits[right]
+
+
+def _load(name: str, folder: Path, fewshot: int) -> LocalTask:
+    splits = _SPLITS[1:] if name in _VALIDATION_ONLY else _SPLITS
+    overrides: dict[str, Any] = {}
+    data = "mmlu" if name in _OF_SUBJECTS else name
+    for split in splits:
+        if path := task_data.find_dataset(folder, data, split):
+            documents = task_data.read_dataset(path, name)
+            break
+    else:
+        requests = task_data.find_hellaswag_requests(folder) if name == "hellaswag" else None
+        if requests is None:
+            raise task_data.missing(folder, data, splits)
+        split, documents = "validation", task_data.read_hellaswag_requests(requests)
+        overrides["process_docs"] = None  # has been done to these
+    shots_split = "dev" if name in _OF_SUBJECTS else "train"
+    # Ready-made HellaSwag documents have another form than raw training examples.
+    shots_path = task_data.find_dataset(folder, data, shots_split) if fewshot and not overrides else None
+    if shots_path is None and fewshot and name in _OF_SUBJECTS:
+        raise task_data.missing(folder, data, (shots_split,))
+    shots = task_data.read_dataset(shots_path, name) if shots_path else None
+    return LocalTask(name, split, documents, shots, overrides)
+
+
+def _check_shots(task: LocalTask, fewshot: int, folder: Path) -> None:
+    for part, documents, shots in _parts(task):
+        available = len(documents) - 1 if shots is None else len(shots)
+        if fewshot > available:
+            raise UserError(f"`fewshot` is {fewshot}, but {folder} holds {available} examples to show for {part}")
+
+
+def _parts(task: LocalTask) -> Iterator[tuple[str, list[Document], list[Document] | None]]:
+    """(lm-eval's name, documents, shots) of what lm-eval runs as one task each: mmlu is one task per subject."""
+    if task.name not in _OF_SUBJECTS:
+        yield task.name, task.documents, task.shots
+        return
+    for subject in dict.fromkeys(document["subject"] for document in task.documents):
+        shots = None if task.shots is None else [shot for shot in task.shots if shot["subject"] == subject]
+        yield (
+            _OF_SUBJECTS[task.name].format(subject),
+            [document for document in task.documents if document["subject"] == subject],
+            shots,
+        )
+
+
+def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
+    """lm-eval's task objects by name, over local documents."""
+    import lm_eval.tasks
+
+    home = Path(lm_eval.tasks.__file__).parent / _DEFINITIONS.get(task.name, task.name)
+    manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=str(home))
+    members = []
+    for name, documents, shots in _parts(task):
+        if name not in manager.all_subtasks:
+            raise UserError(f"{name} is no task of lm-eval: {nearest(name, manager.all_subtasks)}")
+        members.append(
+            {
+                "task": name,
+                **task.overrides,
+                "custom_dataset": _source(documents, shots),
+                "training_split": None,
+                "validation_split": None,
+                "test_split": "documents",
+                # lm-eval leaves the document that is asked out of the examples when both are of one split.
+                "fewshot_split": "documents" if shots is None else "shots",
+                "num_fewshot": fewshot,
+                "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in _METRICS],
+            }
+        )
+    # A group of our own is lm-eval's way to load its definitions with some of their fields replaced.
+    built: dict[str, Any] = manager.load({"group": f"local_{task.name}", "task": members})["tasks"]
+    for part in built.values():
+        part.set_fewshot_seed(_FEWSHOT_SEED)
+    return built
+
+
+def _source(documents: list[Document], shots: list[Document] | None) -> Callable[..., dict[str, Any]]:
+    """What lm-eval calls in place of downloading; it passes the definition's metadata, which is not needed."""
+
+    def load(**_: Any) -> dict[str, Any]:
+        from datasets import Dataset
+
+        splits = {"documents": documents} if shots is None else {"documents": documents, "shots": shots}
+        return {split: Dataset.from_list(rows) for split, rows in splits.items()}
+
+    return load
+
+
+@contextlib.contextmanager
+def _quiet_harness() -> Iterator[None]:
+    """lm-eval without its log and without the bars that show how prompts are built; errors still come out."""
+    import datasets
+    from lm_eval.api import task as task_module
+
+    logger = logging.getLogger("lm_eval")
+    level, bars = logger.level, datasets.utils.logging.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        # lm-eval has no switch for this bar, of which mmlu alone has 57.
+        with mock.patch.object(task_module, "tqdm", lambda rows, **_: rows, create=True):
+            yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,169 @@
+"""Bits per byte of text: a measure that says something about a small model too, and compares across tokenizers.
+
+The standard used here: documents are taken one by one. The first token of a document is predicted from end-of-text, as
+in training, where documents are joined by it. A document longer than the context is cut into disjoint windows; the
+first token of a window is predicted from the one before it, so each token is predicted exactly once. The end-of-text
+token itself is not predicted. Bytes are those of the UTF-8 text, whatever the tokenizer keeps of it.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optimus.comm import Group
+from optimus.data.documents import read_texts
+from optimus.data.files import resolve
+from optimus.data.packing import padding_BS
+from optimus.data.shards import NOT_PREDICTED, Shards
+from optimus.data.tokenizer import encoder
+from optimus.errors import UserError
+from optimus.evaluation.score import TOKENS_PER_BATCH, Scored, Window, score
+
+_TOKENS_AT_ONCE = 1 << 16  # windows held and sorted by length together; bounds the memory whatever the text's size
+
+
+class Part(NamedTuple):
+    """Some windows of a text, and how many bytes and tokens of the text they and those before them stand for."""
+
+    windows: list[Window]
+    bytes: int
+    tokens: int
+
+
+def bits_per_byte(
+    model: Scored,
+    tokenizer: Any,
+    text_path: str | Path,
+    *,
+    eos_id: int,
+    context: int,
+    max_bytes: int | None = None,
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+    text_field: str = "text",
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """`{"loss": float, "bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
+
+    `tokenizer` is a `tokenizers.Tokenizer`; `context` is the longest input in tokens. With `max_bytes`, the text that
+    comes first in reading order, up to so many bytes. The model may be in training: its mode is restored, and gradients
+    are not touched. `progress` is called with the bytes done so far. Raises `UserError` for what cannot be read, and
+    when there is no text.
+    """
+    parts = read_parts(tokenizer, text_path, eos_id=eos_id, context=context, max_bytes=max_bytes, text_field=text_field)
+    return measure(model, parts, tokens_per_batch=tokens_per_batch, progress=progress)
+
+
+def measure(
+    model: Scored,
+    parts: Iterator[Part],
+    *,
+    group: Group | None = None,
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """As `bits_per_byte`, of text that comes in `parts`.
+
+    Ranks that each have a part of the model call together and give their `group`: its first rank alone reads, tells the
+    others, and what it fails to read is raised on all of them.
+    """
+    nats, part = 0.0, Part([], 0, 0)
+    reader = parts if group is None else iter(lambda: group.on_first(lambda: next(parts, None)), None)
+    for part in reader:
+        nats -= sum(found.log_likelihood for found in score(model, part.windows, tokens_per_batch))
+        if progress is not None:
+            progress(part.bytes)
+    found = {"loss": nats / part.tokens, "bits_per_byte": nats / math.log(2) / part.bytes}
+    return found | {"bytes": part.bytes, "tokens": part.tokens}
+
+
+def read_parts(
+    tokenizer: Any,
+    text_path: str | Path,
+    *,
+    eos_id: int,
+    context: int,
+    max_bytes: int | None = None,
+    max_tokens: int | None = None,
+    text_field: str = "text",
+) -> Iterator[Part]:
+    """The windows of a text in parts of little memory; see `bits_per_byte`. `max_tokens` may cut the last document."""
+    encode = encoder(tokenizer)
+    cutter = _Cutter(eos_id, context)
+    seen_bytes, tokens, given = 0, 0, 0
+    held: list[Window] = []
+    for text, ends in _first_bytes(read_texts(resolve([text_path]), text_field, encode), max_bytes):
+        piece = encode(text)
+        if max_tokens is not None and tokens + len(piece) > max_tokens:
+            piece = piece[: max_tokens - tokens]
+            text = tokenizer.decode(piece, skip_special_tokens=False)
+        seen_bytes += len(text.encode())
+        tokens += len(piece)
+        held += cutter.cut(piece, ends)
+        if tokens == max_tokens:
+            break
+        if tokens - given >= _TOKENS_AT_ONCE:
+            yield Part(held, seen_bytes, tokens)
+            held, given = [], tokens
+    held += cutter.cut([], True)  # a document that `max_bytes` has cut short
+    if not tokens:
+        raise UserError(f"no text in {text_path}: bits per byte needs at least one document that is not empty")
+    yield Part(held, seen_bytes, tokens)
+
+
+def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
+    """The first rows of prepared data, up to `max_tokens` but at least one, each as one window, as in training.
+
+    All tokens are predicted but the first of a row, its padding and, in conversations, the prompts. Their bytes are those
+    of the mean token of the data.
+    """
+    bytes_per_token = shards.index["text_bytes"] / shards.stream_tokens
+    rows, predicted = min(shards.instances, max(1, max_tokens // shards.context)), 0
+    at_once = max(1, _TOKENS_AT_ONCE // shards.context)
+    for start in range(0, rows, at_once):
+        stored_BS = shards.stored_rows(start, min(rows, start + at_once)).astype(np.int64)
+        tokens_BS = stored_BS & (NOT_PREDICTED - 1)
+        predicted_BS = stored_BS < NOT_PREDICTED
+        if shards.padded:
+            predicted_BS &= ~padding_BS(tokens_BS, shards.eos_id)
+        predicted_BS[:, 0] = False
+        windows = []
+        for row, chosen_S in zip(tokens_BS.tolist(), predicted_BS):
+            borders = np.flatnonzero(np.diff(chosen_S, append=False)) + 1  # of each stretch that is predicted
+            windows += [Window(row[:first], row[first:end]) for first, end in borders.reshape(-1, 2).tolist()]
+        predicted += sum(len(window.continuation) for window in windows)
+        yield Part(windows, round(predicted * bytes_per_token), predicted)
+
+
+class _Cutter:
+    """Cuts the tokens of documents, which may come in pieces, into windows of `context` inputs."""
+
+    def __init__(self, eos_id: int, context: int) -> None:
+        self._eos, self._context = eos_id, context
+        self._before, self._pending = eos_id, list[int]()
+
+    def cut(self, tokens: list[int], ends: bool) -> Iterator[Window]:
+        """The windows that are complete with these tokens; `ends` says that the document ends with them."""
+        pending = self._pending + tokens
+        whole = len(pending) if ends else len(pending) // self._context * self._context
+        for start in range(0, whole, self._context):
+            part = pending[start : min(start + self._context, whole)]
+            yield Window([self._before], part)
+            self._before = part[-1]
+        self._pending = pending[whole:]
+        if ends:
+            self._before = self._eos
+
+
+def _first_bytes(pieces: Iterator[tuple[str, bool]], limit: int | None) -> Iterator[tuple[str, bool]]:
+    """The pieces up to `limit` bytes of UTF-8; the last one is cut between characters."""
+    left = math.inf if limit is None else limit
+    for text, ends in pieces:
+        data = text.encode()
+        if len(data) > left:
+            yield data[: int(left)].decode(errors="ignore"), True
+            return
+        left -= len(data)
+        yield text, ends

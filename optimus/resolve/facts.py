@@ -1,0 +1,154 @@
+"""What a machine says of itself: measured here, by all ranks together, or read from a machine file.
+
+Only what a configuration leaves open is measured. What is timed is kept per chip (`tuning.cache`), and free memory is
+counted in coarse steps, so that two starts find the same.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from optimus.comm import Group
+from optimus.comm.algorithms import Measured
+from optimus.config import RunConfig
+from optimus.config.tree import StateConfig
+from optimus.measurements import Measurements, Timing, Timings, in_turn
+from optimus.mesh import Mesh
+from optimus.observe.machine import Bfloat16, bfloat16_of, device_name, free_memory, measurements_of, whole_memory
+from optimus.optim.adamw import AdamW
+from optimus.optim.rule import OptimizerStep, Tile
+from optimus.resolve.precision import precision
+from optimus.resolve.ranks import sharers
+from optimus.state.buffers import RESIDENCES
+from optimus.state.transfers import Transfers, transfers
+
+_ELEMENTS = 1 << 22  # of an update and of a copy that are timed
+_SQUARE = 4096  # rows and columns of a product that is timed
+AMOUNTS = {  # that are done in the seconds of a timing: bytes, elements, floating point operations
+    "up": 4 * _ELEMENTS,
+    "down": 4 * _ELEMENTS,
+    "update on host": _ELEMENTS,
+    "update on device": _ELEMENTS,
+    "product": 2 * _SQUARE**3,
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A machine, as the ranks of a run find it together."""
+
+    ranks: int
+    ranks_per_node: int
+    device: str
+    """Type of the device."""
+    bfloat16: Bfloat16
+    """Whether it multiplies bf16 itself, and what that is known by."""
+    device_bytes: int = 0
+    """Of one rank, that choices count on; 0 where none does."""
+    timings: Timings | None = None
+    """Of the device's link and its updates, by the names of `AMOUNTS`: the slowest of all ranks, which are at work together.
+    None: there is no link, or nothing that is left open depends on it."""
+    collectives: Measured | None = None
+    """None: they are estimated."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about how they were found."""
+
+
+def facts_here(
+    config: RunConfig,
+    device: torch.device,
+    mesh: Mesh,
+    *,
+    previous: Mapping[str, Any],
+    world: Group | None = None,
+    touches: bool = True,
+    collectives: Measured | None = None,
+) -> Facts:
+    """Those of this machine; with `world` all of its ranks must call, and find the same. Without it nothing is timed; a
+    program that only starts ranks `touches` no accelerator either, of which all memory then counts."""
+    native = bfloat16_of(device) if world is None else world.on_first(lambda: bfloat16_of(device))
+    per_node = mesh.ranks_per_node or mesh.size
+    facts = Facts(mesh.size, per_node, device.type, Bfloat16(*native), collectives=collectives)
+    if not counts_memory(config):
+        return facts
+    known, timings = measurements_of(device, config.tuning.cache), None
+    counted, notes = _memory_to_count_on(device, mesh, world, known, touches)
+    if opens_offload(config.state) and device.type != "cpu" and world is not None:
+        dtype = precision(config, facts, previous).values.get("train.precision", config.train.precision)
+        timings = _timings(mesh, world, device, dtype, known)
+    return replace(facts, device_bytes=counted, timings=timings, notes=(*notes, *known.notes))
+
+
+def opens_cache(state: StateConfig) -> bool:
+    """Whether it is left open how many whole chunks of parameters the device holds."""
+    return state.cache == "auto" or (state.cache is None and RESIDENCES[state.residency][0] != "device")
+
+
+def opens_offload(state: StateConfig) -> bool:
+    """Whether something about state that is not on the device is left open."""
+    elsewhere = state.residency != "device" and "auto" in (state.update_on, state.device_states, state.accumulate_on)
+    return elsewhere or opens_cache(state)
+
+
+def counts_memory(config: RunConfig) -> bool:
+    """Whether a choice depends on how much memory there is."""
+    return (config.recompute == ["auto"] and config.recompute_budget is None) or opens_offload(config.state)
+
+
+def _memory_to_count_on(
+    device: torch.device, mesh: Mesh, world: Group | None, known: Measurements, touches: bool
+) -> tuple[int, list[str]]:
+    """(bytes of the device that a rank may fill, what the user should know about it): the least that is free on the device
+    of any rank, and no number of the moment, but in coarse steps, as it was counted before."""
+    if world is None:
+        free = (free_memory if touches or device.type == "cpu" else whole_memory)(device)
+        counted = known.free_memory(str(device), free)
+    else:
+        free = min(world.all_gather_object(free_memory(device)))
+        counted = world.on_first(lambda: known.free_memory(str(device), free))
+    said = f"memory: {counted / 2**30:.2f} GiB are counted on, of {free / 2**30:.2f} GiB free"
+    return counted // sharers(mesh, device), [said]
+
+
+def _timings(mesh: Mesh, world: Group, device: torch.device, dtype: str, known: Measurements) -> Timings:
+    """As they were measured before on such nodes, else measured now."""
+    ranks, host = min(mesh.size, mesh.ranks_per_node or mesh.size), device_name(torch.device("cpu"))
+    name = f"offload, {ranks} ranks of {torch.get_num_threads()} threads, {host}, {dtype}"
+    found: Timings | None = world.on_first(lambda: known.timings().get(name))
+    if found is None or found.keys() != AMOUNTS.keys():
+        measured: Sequence[Timings] = world.all_gather_object(_measured(transfers(device), getattr(torch, dtype)))
+        slowest = {what: Timing(*map(max, zip(*(each[what] for each in measured)))) for what in AMOUNTS}
+        found = world.on_first(lambda: known.add({name: slowest})[name])
+    return found
+
+
+def _measured(moves: Transfers, dtype: torch.dtype) -> dict[str, Timing]:
+    """Seconds of what `AMOUNTS` names, on an accelerator and its host."""
+    host, there = moves.on_host(_ELEMENTS, torch.float32), moves.on_device(_ELEMENTS, torch.float32)
+    square = moves.on_device(_SQUARE * _SQUARE, dtype).view(_SQUARE, _SQUARE)
+    rule = AdamW(weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+
+    def update(make: Callable[[int, torch.dtype], torch.Tensor]) -> Callable[[], object]:
+        weight, gradient, *moments = [make(_ELEMENTS, torch.float32) for _ in range(4)]
+        return lambda: rule.update(OptimizerStep(1, 1e-4), Tile(weight, gradient, moments))
+
+    works: Sequence[Callable[[], object]] = (
+        lambda: moves.up(there, host)(),
+        lambda: moves.down(host, there)(),
+        update(moves.on_host),
+        update(moves.on_device),
+        lambda: torch.mm(square, square),
+    )
+    return in_turn({what: partial(_seconds, moves, work) for what, work in zip(AMOUNTS, works)})
+
+
+def _seconds(moves: Transfers, work: Callable[[], object]) -> float:
+    moves.synchronize()
+    began = time.perf_counter()
+    work()
+    moves.synchronize()
+    return time.perf_counter() - began

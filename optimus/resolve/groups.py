@@ -1,0 +1,113 @@
+"""Which groups of ranks a run makes, and how many communicators a rank then has: arithmetic, without a process group."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from optimus.comm import RankPartition
+from optimus.comm.groups import level_divisions
+from optimus.config import RunConfig
+from optimus.config.tree import StateConfig
+from optimus.mesh import Layout, Mesh
+from optimus.resolve.rules import tilings
+from optimus.resolve.stages import placement_of
+from optimus.state.plan import divisions
+
+# What a run asks for, whatever its model is: all ranks, those of a stage, those with other tokens, and along single axes.
+_ALWAYS = (
+    ("pp", "dp", "cp", "tp"),
+    ("dp", "cp", "tp"),
+    ("dp", "cp"),
+    ("dp",),
+    ("pp",),
+    ("cp",),
+    ("tp_out",),
+    ("tp_in",),
+)
+
+
+class Communicators(NamedTuple):
+    """`number` communicators of `size` ranks each, on one rank."""
+
+    what: str
+    size: int
+    number: int
+
+
+def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[RankPartition]:
+    """Those whose groups have all uses: each once, and none that consists of groups of one.
+
+    `layouts` are those of the parameters of all stages, so that all ranks find the same, in the same order.
+    """
+    asked = [*_ALWAYS, *([("ep",), ("etp",)] if config.model.experts else [])]
+    asked += [("ep", "etp")] if config.model.experts and config.moe.dispatch == "allgather" else []
+    asked += [("pp", "tp_out")] if config.parallel.vocabulary else []
+    asked += [("embedding",)] if any("embedding" in layout.replicated_axes for layout in layouts.values()) else []
+    for tiling in tilings(config.optimizer):
+        asked += dict.fromkeys(tiling.split_axes(layout, mesh) for layout in layouts.values())
+    asked += dict.fromkeys(layout.partial_axes for layout in layouts.values())
+    named = {_named(mesh, axes): axes for axes in reversed(asked)}  # those of one name have the same groups
+    found = [
+        RankPartition(name, list(mesh.groups(named[name]))) for name in dict.fromkeys(_named(mesh, a) for a in asked)
+    ]
+    if config.model.experts and config.moe.dispatch == "alltoall":
+        found += level_divisions(mesh, "ep")
+    found += state_divisions(mesh, layouts, config.state)
+    unlike: dict[tuple[tuple[int, ...], ...], RankPartition] = {}
+    for division in found:
+        unlike.setdefault(tuple(map(tuple, division.parts)), division)
+    return [division for division in unlike.values() if max(map(len, division.parts)) > 1]
+
+
+def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[RankPartition]:
+    """Those among which parameters of these layouts and what belongs to them are sharded, and copies of shards summed."""
+    found = []
+    for axes in dict.fromkeys(layout.partial_axes for layout in layouts.values()):
+        *steps, copies = divisions(mesh, axes, options)
+        name = _named(mesh, axes)
+        found += [RankPartition(f"shards {number} of {name}", parts) for number, parts in enumerate(steps, start=1)]
+        found.append(RankPartition(f"copies of shards of {name}", copies))
+    return found
+
+
+def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[RankPartition]:
+    """All divisions of which a run makes groups. `tags`: the backend can tell messages in one group apart, as Gloo."""
+    found, pipeline = shared_divisions(config, mesh, layouts), list(mesh.groups(("pp",)))
+    if mesh.pp > 1 and not tags:
+        found.append(RankPartition("messages of pp", pipeline, 2 * config.parallel.stages, messages=True))
+    if config.parallel.vocabulary:
+        found.append(RankPartition("passes of pp", pipeline, 4))
+        found.append(
+            RankPartition(f"normalisers of {_named(mesh, ('pp', 'tp_out'))}", list(mesh.groups(("pp", "tp_out"))), 1)
+        )
+    return found
+
+
+def communicators(
+    config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], ranks: Sequence[int]
+) -> list[list[Communicators]]:
+    """Those that each of `ranks` has at most, where the backend makes one at a group's first collective: NCCL, RCCL, oneCCL.
+
+    For messages they make one of sender and receiver: of those groups a rank uses only those of its stages and of their
+    neighbours.
+    """
+    found: list[list[Communicators]] = [[] for _ in ranks]
+    for what, parts, apart, messages in run_divisions(config, mesh, layouts, tags=False):
+        for rank, theirs in zip(ranks, found):
+            size = len(next(part for part in parts if rank in part))
+            if messages:
+                theirs.append(Communicators(what, 2, 2 * _neighbours(config, mesh.coordinate(rank, "pp"))))
+            elif size > 1:
+                theirs.append(Communicators(what, size, apart or 1))
+    return found
+
+
+def _neighbours(config: RunConfig, pipeline_rank: int) -> int:
+    """Of the borders between two stages, those between one on this rank and one on another."""
+    place = placement_of(config)
+    ranks = [place.rank_of(stage) for stage in range(place.stages)]
+    return sum(pipeline_rank in border and len(set(border)) > 1 for border in pairwise(ranks))
+
+
+def _named(mesh: Mesh, axes: Sequence[str]) -> str:
+    return " x ".join(axis for axis in axes if mesh.axis_size(axis) > 1)

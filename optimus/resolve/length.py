@@ -1,0 +1,105 @@
+"""The length of a run in steps, its warm-up and its cooldown: what can be decided before torch is imported.
+
+Nothing here imports torch, nor may what is imported here.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from optimus.config import RunConfig
+from optimus.config.combinations import check_combinations
+from optimus.config.flat import flat
+from optimus.config.phases import phases_of
+from optimus.config.renamed import with_new_names
+from optimus.config.yaml_text import parse_yaml
+from optimus.errors import UserError
+from optimus.resolve.decision import Decided
+
+KEPT = "lr_schedule.warmup_steps", "train.precision", "train.micro_batch"  # which a resume takes from the run folder
+
+
+def length(config: RunConfig, sequences: int | None) -> Decided:
+    """The steps of a run whose length is in tokens, or in passes over so many sequences of data.
+
+    Raises `UserError` for a length of no step, and one that ends before `train.stop_at`.
+    """
+    train, why = config.train, ""
+    steps = train.steps
+    if train.epochs is not None:
+        steps, why = _steps_of_epochs(config, sequences), f"{train.epochs:g} passes over {sequences:,} sequences"
+        _check(config.decided({"train.steps": steps, "train.epochs": None}), steps)
+    elif steps is None:
+        steps, why = train.total_steps, f"{train.tokens:,} tokens"
+    if train.stop_at is not None and train.stop_at > steps:
+        raise UserError(f"train.stop_at {train.stop_at} is beyond the {steps} steps of the run: lower it")
+    return (
+        Decided({"train.steps": steps, "train.tokens": None, "train.epochs": None}, why, kept=True)
+        if why
+        else Decided()
+    )
+
+
+def _steps_of_epochs(config: RunConfig, sequences: int | None) -> int:
+    train = config.train
+    if config.data.sources:
+        raise UserError(
+            "train.epochs: with data.sources, each source has passes of its own: give train.steps or train.tokens"
+        )
+    if sequences is None:
+        raise UserError("train.epochs: how long that is depends on the data, and there is none here: give train.steps")
+    steps = int((train.epochs or 0) * sequences / train.global_batch + 1e-6)
+    if not steps:
+        raise UserError(
+            f"train.epochs {train.epochs:g} of the {sequences:,} sequences in {config.data.path} is less than one step of "
+            f"train.global_batch {train.global_batch}: raise the one or lower the other"
+        )
+    return steps
+
+
+def _check(config: RunConfig, steps: int) -> None:
+    """What is said of steps can only be checked now."""
+    try:
+        check_combinations(config)
+    except ValueError as error:
+        raise UserError(f"with {steps} steps in train.epochs: {error}") from None
+
+
+def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
+    """The steps of the warm-up of each schedule; a run that is resumed keeps the one it began with."""
+    values = {
+        f"{path}.warmup_steps": each.warmup_steps
+        for path, each in _schedules(config)
+        if each.lr_schedule.warmup_steps is None
+    }
+    if (key := "lr_schedule.warmup_steps") in values and key in previous:
+        return Decided(values | {key: previous[key]}, "as the run began", kept=True)
+    return Decided(values, "a twentieth of the run, at most 2,500", kept=True)
+
+
+def cooldown(config: RunConfig) -> Decided:
+    """The steps of the cooldown of each schedule that has one."""
+    values = {
+        f"{path}.cooldown_steps": each.cooldown_steps
+        for path, each in _schedules(config)
+        if each.lr_schedule.name == "wsd" and each.lr_schedule.cooldown_steps is None
+    }
+    return Decided(values, "a fifth of the run")
+
+
+def _schedules(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """The learning-rate schedules of a run: the path of each, and the configuration of what follows it."""
+    yield "lr_schedule", config
+    for number, phase in enumerate(phases_of(config) if config.phases else ()):
+        if config.phases[number].lr_schedule is not None:
+            yield f"phases.{number}.lr_schedule", phase.config
+
+
+def previous_decisions(run: Path) -> dict[str, Any]:
+    """What a run has written of what is kept of its decisions; nothing where there is no run yet."""
+    try:
+        raw = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
+        found = dict(flat(with_new_names(raw)))
+    except (OSError, UnicodeDecodeError, UserError, LookupError, TypeError, AttributeError):
+        return {}  # the checkpoint, if there is one, says what is wrong with the folder
+    return {key: found[key] for key in KEPT if found.get(key) is not None}

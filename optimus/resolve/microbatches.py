@@ -1,0 +1,94 @@
+"""The microbatches of a step that `parallel.microbatches` asks for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from optimus.config import RunConfig
+from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.pipeline.message_driven_simulation import simulate_message_driven
+from optimus.pipeline.simulation import simulate
+from optimus.resolve.decision import Decided
+from optimus.resolve.ranks import mesh_of
+from optimus.resolve.stages import schedule_of
+
+_IDLE = 0.1  # of a rank's computing time: what `microbatches: auto` allows
+
+
+def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> Decided:
+    """The train.micro_batch that `parallel.microbatches` stands for, in each phase; a run that is resumed keeps its own,
+    where it still can.
+
+    Raises `UserError` when the sequences of a step cannot be divided so.
+    """
+    number, train = config.parallel.microbatches, config.train
+    if number is None:
+        return Decided()
+    found = [max(1, batch // mesh.dp) for batch in batches(config).values()]  # sequences of a step on a rank
+    options = [size for size in range(1, min(train.micro_batch, *found) + 1) if not any(n % size for n in found)]
+    if number != "auto":
+        size, why = (
+            _asked(number, train.micro_batch, train.global_batch // mesh.dp),
+            f"{number} microbatches are asked for",
+        )
+    elif (before := previous.get("train.micro_batch")) in options:
+        size, why = before, "as the run has chosen before"
+    else:
+        idle = {size: max(_idle(config, each // size) for each in found) for size in options}
+        few = [size for size in options if idle[size] <= _IDLE]
+        size = max(few) if few else min(options, key=lambda size: (idle[size], -size))
+        why = f"the largest with which a rank of the pipeline is idle for {idle[size]:.0%} of its work"
+    return Decided({"train.micro_batch": size, "parallel.microbatches": None}, why, kept=True)
+
+
+def with_microbatches(config: RunConfig, ranks: int) -> RunConfig:
+    """`config` with what `micro_batch` chooses on so many ranks, for who asks nothing else of the run."""
+    if config.parallel.microbatches is None:
+        return config
+    return config.decided(micro_batch(config, mesh_of(config, ranks), {}).values)
+
+
+def batches(config: RunConfig) -> dict[str, int]:
+    """Sequences of a step of each phase, by the key that says so."""
+    given = {f"phases.{number}": phase.global_batch for number, phase in enumerate(config.phases)}
+    return {f"{where}.global_batch": batch or config.train.global_batch for where, batch in given.items()} or {
+        "train.global_batch": config.train.global_batch
+    }
+
+
+def check_batches(config: RunConfig, mesh: Mesh) -> None:
+    """Raise `UserError` where the ranks cannot share the work of a step, or no schedule is for so many microbatches."""
+    together = mesh.dp * config.train.micro_batch
+    for key, batch in batches(config).items():
+        if config.parallel.pipeline > 1:
+            schedule_of(config, max(1, batch // together))
+        if batch % together:
+            raise UserError(
+                f"{key} {batch} is not a multiple of {mesh.dp} data-parallel ranks times train.micro_batch "
+                f"{config.train.micro_batch}: change one of them"
+            )
+
+
+def _asked(number: int, most: int, sequences: int) -> int:
+    """Sequences of each of so many microbatches."""
+    fits = {sequences // size: size for size in range(1, min(most, sequences) + 1) if sequences % size == 0}
+    if number in fits:
+        return fits[number]
+    able = ", ".join(map(str, sorted(fits)))
+    raise UserError(
+        f"parallel.microbatches {number}: the {sequences} sequences of a step on each data-parallel rank can be divided "
+        f"into {able} microbatches of at most train.micro_batch {most}: choose one of them, or auto"
+    )
+
+
+def _idle(config: RunConfig, microbatches: int) -> float:
+    """Idle over computing time if all stages are alike."""
+    try:
+        if config.parallel.executor == "message-driven":
+            caps, per_rank = config.parallel.in_flight, config.parallel.stages_per_rank
+            return simulate_message_driven(
+                config.parallel.pipeline, microbatches, caps=caps, stages_per_rank=per_rank
+            ).bubble
+        return simulate(schedule_of(config, microbatches)).bubble
+    except UserError:  # too few for the schedule
+        return float("inf")

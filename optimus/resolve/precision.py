@@ -1,0 +1,25 @@
+"""The type of the computation, where a run leaves it to the machine (`train.precision: auto`)."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from optimus.config import RunConfig
+from optimus.resolve.decision import Decided
+
+if TYPE_CHECKING:
+    from optimus.resolve.facts import Facts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def precision(config: RunConfig, facts: "Facts", previous: Mapping[str, Any]) -> Decided:
+    """bfloat16 on devices that compute in it, processors among them; a run that is resumed keeps its own."""
+    if config.train.precision != "auto":
+        return Decided()
+    before = previous.get("train.precision")
+    if before in DTYPES:
+        return Decided({"train.precision": before}, "as the run has chosen before", kept=True)
+    native, why = facts.bfloat16
+    return Decided({"train.precision": "bfloat16" if native else "float32"}, why, kept=True)

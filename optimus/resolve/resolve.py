@@ -1,0 +1,62 @@
+"""A run is resolved once: every decision, in the order in which one needs the other."""
+
+from dataclasses import replace
+
+from optimus.config import RunConfig
+from optimus.config.combinations import check_combinations
+from optimus.config.phases import longest, phases_of
+from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.resolve import length, microbatches, offload, ranks, stages
+from optimus.resolve.decision import Decided, Decision
+from optimus.resolve.dispatcher import dispatch
+from optimus.resolve.facts import Facts
+from optimus.resolve.parameters import layouts_of, recipe_of, whole_model
+from optimus.resolve.precision import precision
+from optimus.resolve.recompute import recomputation
+from optimus.resolve.run import ResolvedRun, RunInputs
+from optimus.state.plan import check_shard_ranks
+
+
+def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
+    """The run of `config` on a machine: the same wherever it is asked for. Raises `UserError` where it cannot be, naming the
+    keys that mend it."""
+    config, record = config.model_copy(), config.model_copy()  # both are closed in the end; the caller's is not
+    decisions = list[Decision]()
+
+    def take(choice: Decided) -> RunConfig:
+        nonlocal record
+        decisions.extend(choice.decisions)
+        record = record.decided(choice.values) if choice.kept else record
+        return config.decided(choice.values)
+
+    config = take(length.length(config, inputs.sequences))
+    config = take(length.warmup(config, inputs.previous))
+    config = take(length.cooldown(config))
+    config = take(ranks.device(config, facts.device))
+    config = take(ranks.axes(config, ranks.mesh_of(config, facts.ranks, facts.ranks_per_node)))
+    mesh = ranks.mesh_of(config, facts.ranks, facts.ranks_per_node)
+    config = take(stages.division(config))
+    config = take(microbatches.micro_batch(config, mesh, inputs.previous))
+    config = take(precision(config, facts, inputs.previous))
+    config = take(dispatch(longest(phases_of(config)), mesh, facts.collectives))
+    check(config, mesh)
+    model = whole_model(config)
+    layouts, recipe = layouts_of(model, config), recipe_of(config, model, inputs)
+    check_shard_ranks(layouts, mesh, config.state)
+    run = ResolvedRun(config, mesh, facts, inputs, model, layouts, recipe, record)
+    for decide in (offload.places, offload.accumulation, offload.residency, recomputation):
+        config = take(decide(run))
+        run = replace(run, config=config)
+    take(run.chunks)
+    return replace(run, decisions=tuple(decisions), record=record).closed()
+
+
+def check(config: RunConfig, mesh: Mesh) -> None:
+    """Raise `UserError` where what was decided does not go with the rest, or the ranks cannot share the work of a step."""
+    microbatches.check_batches(config, mesh)
+    for phase in phases_of(config):
+        try:
+            check_combinations(phase.config)
+        except ValueError as error:
+            raise UserError(f"phases.{phase.number}: {error}" if config.phases else str(error)) from None

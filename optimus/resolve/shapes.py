@@ -1,0 +1,40 @@
+"""How the modules of a run are divided, and what their activations follow from."""
+
+from typing import Any
+
+from optimus.config import ModelConfig, RunConfig
+from optimus.mesh import Mesh
+from optimus.parallel.build import StageOptions
+from optimus.parallel.recompute import Recomputation
+from optimus.resolve.precision import DTYPES
+
+
+def stage_options(config: RunConfig, recomputation: Recomputation | None = None) -> StageOptions:
+    """How the model of a run whose dispatcher is decided is divided, and what is recomputed."""
+    assert config.moe.dispatch != "auto", "the dispatcher is decided first"
+    return StageOptions(
+        routing=config.moe.routing,
+        sequence=config.parallel.splits_sequence,
+        overlap=config.parallel.overlap,
+        vocabulary=config.parallel.vocabulary,
+        context_method=config.parallel.context_method,
+        duplicates=not config.moe.drop_duplicates,
+        dispatch=config.moe.dispatch,
+        recomputation=recomputation or Recomputation(),
+        keep_collectives=config.recompute_collectives == "keep",
+    )
+
+
+def activation_shapes(
+    config: RunConfig, mesh: Mesh, teachers: tuple[ModelConfig, ...], itemsize: int | None = None
+) -> dict[str, Any]:
+    """What `activation_bytes` is to know of the microbatches of `config`, besides the model and what is recomputed; numbers
+    are of `itemsize` bytes, by default those of the precision."""
+    return {
+        "micro_batch": config.train.micro_batch,
+        "context": config.train.sequence_length,
+        "itemsize": itemsize or DTYPES[config.train.precision].itemsize,
+        "mesh": mesh,
+        "options": stage_options(config),
+        "teachers": teachers,
+    }

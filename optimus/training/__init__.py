@@ -1,0 +1,1 @@
+"""The training run: checks before it, the step, the loop, the hooks around it."""

@@ -1,0 +1,69 @@
+"""Where a step's time and memory go, and how evenly its experts are loaded: every `observe.log_every` steps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from optimus.model.moe.router import Router
+from optimus.state.plan import bytes_by_kind
+from optimus.training.run import Run
+
+
+def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float]]:
+    """By layer of the whole model: how often each expert was chosen, to the mean; all ranks must call.
+
+    `choices` are those of this rank's routers.
+    """
+    model = run.config.model
+    layers = {layer: model.experts_of(layer) for layer in range(model.layers) if model.experts_of(layer)}
+    here = {
+        int(name.partition("blocks.")[2].partition(".")[0]): choices[module]
+        for name, module in run.model.named_modules()
+        if isinstance(module, Router) and module in choices
+    }
+    counts = torch.cat(
+        [
+            here[layer].float() if layer in here else torch.zeros(experts, device=run.device)
+            for layer, experts in layers.items()
+        ]
+    )
+    run.groups.world.all_reduce(counts)
+    whole = counts.split(list(layers.values()))
+    return {
+        layer: [round(load, 3) for load in (counts_E / counts_E.mean().clamp(min=1e-9)).tolist()]
+        for layer, counts_E in zip(layers, whole)
+    }
+
+
+def imbalance(load: Mapping[int, list[float]]) -> dict[str, float]:
+    """Load imbalance (max/mean): the mean over the layers, and that of the worst layer."""
+    of_layers = [max(loads) for loads in load.values()]
+    return {"experts/imbalance": sum(of_layers) / len(of_layers), "experts/worst_imbalance": max(of_layers)}
+
+
+def seconds_by_kind(run: Run) -> dict[str, float]:
+    """Of this rank's last step: seconds of computation, of exposed communication by kind of collective, waiting for other
+    ranks in it included, of waiting for data, and of waiting for checkpoints since the last record."""
+    exposed = {f"time/exposed_{kind.replace(' ', '_')}": seconds for kind, seconds in run.waited_by_kind.items()}
+    return {
+        "time/computation": max(0.0, run.step_seconds - run.data_seconds - run.waited_seconds),
+        **exposed,
+        "time/data": run.data_seconds,
+        "time/checkpoint": run.checkpoint_seconds,
+    }
+
+
+def memory_by_kind(run: Run) -> dict[str, int]:
+    """Bytes of this rank: of its state at rest, and the rest: of the peak since this was asked last on an accelerator, of
+    the process on a CPU."""
+    state = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
+    if run.device.type == "cpu":
+        taken = psutil.Process().memory_info().rss
+    else:
+        taken = torch.accelerator.max_memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+    found = {**state, "activations_and_other": max(0, taken - sum(state.values()))}
+    return {f"memory/{kind}": size for kind, size in found.items() if size}

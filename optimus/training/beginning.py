@@ -1,0 +1,92 @@
+"""What a new run begins with: initial weights, or those of `checkpoint.initial`; and going back to them."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from optimus.checkpoint.folder import DamagedError, find_checkpoint
+from optimus.checkpoint.loading import load_slices
+from optimus.checkpoint.masks import follow_masks
+from optimus.checkpoint.reader import Reader, WeightSource
+from optimus.checkpoint.rollback import resume_points
+from optimus.checkpoint.slices import TensorSlice
+from optimus.checkpoint.store import load_state
+from optimus.config import RunConfig
+from optimus.hub import FolderReader, context_of, read_published
+from optimus.model import Transformer
+from optimus.model.init import initialize_parameter
+from optimus.model.parameters import declarations
+from optimus.state.plan import Slot
+from optimus.training.run import Run, read_together
+
+
+def begins_with(config: RunConfig, resume: bool) -> WeightSource | None:
+    """The checkpoint or folder that a run begins with, if it does: of checkpoints the first whose description is whole."""
+    paths = [point.path for point in resume_points(Path(config.train.output))] if resume else []
+    initial = config.lr_schedule.branch_from or config.checkpoint.initial
+    if not paths and initial is not None:
+        if is_model_folder(initial):
+            return FolderReader(Path(initial), config.model)
+        paths = [find_checkpoint(initial)]
+    for path in paths:
+        with suppress(DamagedError):  # said when it is loaded
+            return Reader.open(path)
+    return None
+
+
+def begins_anew(config: RunConfig, resume: bool) -> bool:
+    """Whether the run begins with its first step, whatever it has its weights from."""
+    goes_on = resume and bool(resume_points(Path(config.train.output)))
+    return not goes_on and config.lr_schedule.branch_from is None
+
+
+def is_model_folder(path: str | Path) -> bool:
+    """Whether it is a Hugging Face folder, and no checkpoint."""
+    return (Path(path) / "config.json").is_file()
+
+
+def first_weights(config: RunConfig, source: WeightSource | None, model: Transformer) -> Callable[[Slot, Tensor], None]:
+    """What fills a part of a parameter of `model` with what a new run begins with: as it is initialised, or read."""
+    declared, seed, std = dict(declarations(model)), config.train.seed, config.model.init_std
+
+    def initialised(slot: Slot, weights: Tensor) -> None:
+        kind = declared[slot.name].initial
+        initialize_parameter(slot.name, weights.view(-1), kind, seed, std, positions=slot.global_positions)
+
+    def loaded(slot: Slot, weights: Tensor) -> None:
+        assert source is not None
+        here, offsets = weights.cpu(), tuple(part.start for part in slot.region)
+        source.fill([TensorSlice(f"model.{slot.name}", slot.layout.shape, offsets, here)])
+        weights.copy_(here)
+
+    return initialised if source is None else loaded
+
+
+def begin(run: Run, *, masks: bool) -> int:
+    """Fill the state of `run` with the weights that it began with, and fresh moments; returns how many ranks have read them.
+
+    The state is pruned as these are; without `masks` it stays as it is. All ranks must call. Raises `UserError` on all of
+    them where the weights cannot be read.
+    """
+    seed, std, world = run.config.train.seed, run.config.model.init_std, run.groups.world
+    began_with, send = run.began_with, run.config.checkpoint.broadcast
+    if began_with is None:
+        run.state.initialize(seed, std)
+        return 0
+    if is_model_folder(began_with):
+        source = read_together(lambda: FolderReader(Path(began_with), run.config.model), world)
+        pruned = masks and follow_masks(run.state, source)
+        readers, unpruned = load_slices(run.state, source.fill, full=False, send=send, pruned=pruned), source.unpruned
+        run.context, run.published = world.on_first(
+            lambda: (context_of(Path(began_with)), read_published(Path(began_with)))
+        )
+    else:
+        path = world.on_first(lambda: find_checkpoint(began_with))
+        run.began_with = str(path)  # of a run that goes on itself, its newest now
+        found, readers = load_state(run.state, path, model=run.config.model, full=False, send=send, masks=masks)
+        unpruned, run.context, run.published = found.unpruned, found.context, found.published
+    run.unpruned = unpruned if masks else run.unpruned
+    run.state.initialize(seed, std, only="factor")
+    return readers

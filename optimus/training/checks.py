@@ -1,0 +1,319 @@
+"""Everything that can be known to be wrong before the first step, found before the first step."""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from optimus.checkpoint.folder import (
+    MANIFEST,
+    DamagedError,
+    Description,
+    find_checkpoint,
+    list_checkpoints,
+    read_description,
+    step_of,
+    weights_folder,
+)
+from optimus.checkpoint.lease import LEASE
+from optimus.checkpoint.manifest import read_checked_description
+from optimus.checkpoint.rollback import resume_points
+from optimus.checkpoint.store import check_same_model, check_same_run
+from optimus.checkpoint.writers import bytes_copied
+from optimus.config import ModelConfig, RunConfig, load_config
+from optimus.data import files
+from optimus.data.shards import Shards
+from optimus.data.training import TrainingData, check_same_tokenizer
+from optimus.errors import UserError
+from optimus.hub import read_model_folder
+from optimus.mesh import Mesh
+from optimus.model.count import count_parameters
+from optimus.observe.machine import free_memory, whole_memory
+from optimus.observe.mlflow import check_mlflow
+from optimus.observe.wandb import check_wandb
+from optimus.resolve.ranks import sharers
+from optimus.resolve.run import ResolvedRun
+from optimus.state.buffers import Residency
+from optimus.state.plan import ChunkPlan, bytes_by_kind
+from optimus.training.beginning import is_model_folder
+from optimus.training.run import Run
+from optimus.training.step import accumulate_gradients
+
+
+def check_references(config: RunConfig, resume: bool) -> None:
+    """Raise `UserError` when something that the run will need later, or only sometimes, is not there."""
+    check_wandb(config)
+    check_mlflow(config)
+    if config.lr_schedule.branch_from is not None and not resume:
+        path = find_checkpoint(config.lr_schedule.branch_from)
+        trunk = read_description(path)
+        check_same_model(trunk.model, config.model, path)
+        if not trunk.full:
+            raise UserError(f"lr_schedule.branch_from: {path} holds weights only: name a full checkpoint, step-N")
+        if trunk.step >= config.train.total_steps:
+            raise UserError(
+                f"lr_schedule.branch_from: {path} is at step {trunk.step}, and the run ends at {config.train.total_steps}: "
+                "raise train.steps, which counts the trunk's too"
+            )
+        check_prunings(config, trunk, path)
+    initial = config.checkpoint.initial
+    if initial is not None and not resume:
+        if is_model_folder(initial):
+            model = ModelConfig.model_validate(read_model_folder(Path(initial))["model"])
+            check_same_model(model, config.model, Path(initial))
+        else:
+            path = find_checkpoint(initial)
+            check_same_model(read_description(path).model, config.model, path)
+
+
+def check_validation(config: RunConfig, data: TrainingData) -> None:
+    """Raise `UserError` when validation text or tasks are missing on this node, whose first rank reads them, or text is of
+    another tokenizer."""
+    for each in config.validation:
+        if each.text is not None:
+            files.resolve([each.text])
+        elif each.path is not None:
+            check_same_tokenizer(data.first_folder, Shards(each.path, config.train.data_cache))
+    if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
+        raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
+    if config.evaluate.tasks:
+        from optimus.evaluation.tasks import check_lm_eval, load_tasks
+
+        check_lm_eval()
+        load_tasks(config.evaluate.tasks, Path(str(config.evaluate.task_data)))
+
+
+def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
+    """Raise `UserError` when the run folder is not this run's to write."""
+    folder = Path(config.train.output)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"train.output: {folder} is a file; name a folder")
+    there = next(path for path in (folder / "checkpoints", folder, *folder.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"train.output: {there} is not yours to write: change its permissions or choose another folder")
+    found = list_checkpoints(folder)
+    if resume:
+        _check_resumable(config, folder, data)
+    elif found or (folder / "metrics.jsonl").exists():
+        step = f" (saved at step {step_of(found[-1])})" if found else ""
+        raise UserError(
+            f"train.output: {folder} already holds a run{step}: continue it with `resume=True` or choose "
+            "another train.output"
+        )
+    elif folder.is_dir() and any(path.name != LEASE for path in folder.iterdir()):
+        raise UserError(f"train.output: {folder} is not empty and holds no run: choose another train.output")
+
+
+def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> None:
+    """The newest checkpoint that can be read must be of this run; that it is whole will be seen when it is loaded."""
+    saved, points = folder / "config.yaml", resume_points(folder)
+    broken = []
+    for point in points:
+        try:
+            description, _ = read_checked_description(point.path)
+        except DamagedError as error:
+            broken.append(str(error))
+            continue
+        check_same_model(description.model, config.model, point.path)
+        check_same_run(description, data.fingerprint(description.step, config.train.seed), point.path)
+        check_prunings(config, description, point.path)
+        return
+    if broken:
+        raise DamagedError("; ".join(broken))
+    others = sorted(
+        path.name
+        for path in (folder / "checkpoints").glob("[!.]*")
+        if not path.name.startswith(("weights-", "frozen-"))
+    )
+    if others:  # else the run was ended before its first checkpoint
+        raise UserError(
+            f"{folder / 'checkpoints'} holds no checkpoint step-N to resume, but {', '.join(others)}: give one its name "
+            "back, or choose another train.output"
+        )
+    if saved.exists() and load_config(saved).model != config.model:
+        raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
+
+
+def check_prunings(config: RunConfig, description: Description, path: Path) -> None:
+    """Raise `UserError` when a run that goes on from the checkpoint `path` is too late for what it is to prune, or has not
+    the weights that it is to go back to."""
+    pruning, step = config.pruning, description.step
+    if pruning is None:
+        return
+    late = [at for at in pruning.at if at <= step and pruning.method != "early-bird"]
+    if late and not description.prunings:
+        raise UserError(
+            f"pruning.at {late[-1]}: {path}, from which the run goes on, is at step {step} and not pruned: give later steps"
+        )
+    ends = description.prunings > 0 if pruning.method == "early-bird" else pruning.at[-1] <= step
+    back, folder = pruning.rewind, Path(config.train.output)
+    if back and back <= step and not ends and not (weights_folder(folder, back) / MANIFEST).is_file():
+        raise UserError(
+            f"pruning.rewind {back}: {path}, from which the run goes on, is at step {step}, and {folder} has no weights of "
+            "the one before: give a later step whose weights are kept (checkpoint.weights_every), or 0"
+        )
+
+
+def check_memory(run: ResolvedRun, device: torch.device, *, whole: bool = False) -> None:
+    """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
+
+    On an accelerator what is there of the fullest stage, and what is on the host, with the copies for checkpoints, of all
+    ranks of the fullest node; on a CPU both together. Ranks with the last stage hold a teacher, if there is one, beside.
+    `whole`: all of the device's memory counts, as to ask what is free takes some.
+    """
+    config, mesh, stages = run.config, run.mesh, {rank: run.chunk_plans(rank) for rank in run.stage_ranks}
+    copied = Counter[int]()  # bytes that each rank copies, as each part has one writer
+    for rank, plans in stages.items() if config.checkpoint.asynchronous else ():
+        copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
+    on_host: Sequence[Residency] = ("device", "host") if device.type == "cpu" else ("host",)
+    means = [held_by_shards(plans, on_host)[1] for plans in stages.values()]
+    each, copies = max(_of_nodes(mesh, means, copied), key=sum)
+    together = min(mesh.size, mesh.ranks_per_node or mesh.size)
+    teacher = max(map(run.teacher_bytes, stages))
+    if device.type == "cpu":
+        beside = teacher * max(1, together // mesh.pp)
+        _check_room(config, each, copies, device, together, teacher=beside, whole=whole)
+        return
+    fullest = max(held_by_shards(plans)[0] for plans in stages.values())
+    _check_room(config, fullest, 0, device, 1, elsewhere=mesh.size > 1, teacher=teacher, whole=whole)
+    if each + copies > 0:
+        _check_room(config, each, copies, torch.device("cpu"), together)
+
+
+def _check_room(
+    config: RunConfig,
+    each: float,
+    copies: float,
+    device: torch.device,
+    together: int,
+    *,
+    elsewhere: bool = False,
+    teacher: int = 0,
+    whole: bool = False,
+) -> None:
+    total, needed = count_parameters(config.model).total, each + copies + teacher
+    free = whole_memory(device) if whole and device.type != "cpu" else free_memory(device)
+    if needed <= free:
+        return
+    beside = config.state.residency != "device" and device.type == "cpu"
+    where = f", {together} ranks" if together > 1 else ", on the fullest rank" if elsewhere else ""
+    and_copies = f", and {copies / total:.3g} to be copied for checkpoints" if copies else ""
+    and_copies += f", and {_gib(teacher)} of train.teacher" if teacher else ""
+    cures = ["set checkpoint.asynchronous=false"] if copies else []
+    cures += ["set state.residency=disk"] if beside and config.state.residency != "disk" else []
+    cures += (
+        ["set state.residency=all"]
+        if device.type != "cpu" and config.state.residency in ("device", "optimizer")
+        else []
+    )
+    cures += ["choose a smaller model"]
+    raise UserError(
+        f"the state of this model ({total / 1e9:.2f} B parameters, {each / together / total:.3g} bytes each"
+        f"{' on the host' if beside else ''}{where}{and_copies}) "
+        f"needs {_gib(needed)}, but {device} has {_gib(free)} free: {', '.join(cures)}, "
+        "state.gradient_dtype=bfloat16, a state.shard over more ranks, more stages (parallel.pipeline), or another machine"
+    )
+
+
+def held_by_shards(plans: Sequence[ChunkPlan], residencies: Sequence[Residency] = ("device",)) -> tuple[float, float]:
+    """Bytes at rest, in such places, of the rank that has most of such chunks, and in the mean of the ranks that share them
+    out: shards of a rule of matrices are of unlike length."""
+    found: dict[tuple[object, ...], torch.Tensor] = {}
+    for plan in plans:
+        of_shards = found.setdefault(
+            (plan.partial_axes, plan.shard_steps), torch.zeros(plan.shard_count, dtype=torch.float64)
+        )
+        borders = torch.tensor(plan.borders)
+        for buffer in plan.buffers:
+            if buffer.residency not in residencies or buffer.lifetime != "always":
+                continue
+            if plan.mask is not None and buffer.extent != "compressed":  # the same on all of them
+                of_shards += plan.elements(buffer) * buffer.dtype.itemsize
+            else:
+                shards = plan.shard_count // math.prod(
+                    share.ranks for share in plan.shard_steps[: buffer.depth]
+                )  # in its extent
+                of_shards += borders[::shards].diff().repeat_interleave(shards) * buffer.dtype.itemsize
+    return sum(float(each.max()) for each in found.values()), sum(float(each.mean()) for each in found.values())
+
+
+def _of_nodes(mesh: Mesh, held: Sequence[float], written: Mapping[int, int]) -> Iterator[tuple[float, int]]:
+    """Of each node: bytes of the state of its ranks, of which those of a stage hold the same, and of its copies."""
+    node = mesh.ranks_per_node or mesh.size
+    for first in range(0, mesh.size, node):
+        ranks = range(first, min(first + node, mesh.size))
+        copies = sum(written.get(rank, 0) for rank in ranks)
+        yield sum(held[mesh.coordinate(rank, "pp")] for rank in ranks), copies
+
+
+def dry_run(run: Run) -> str:
+    """Forward and backward of one microbatch on made-up tokens, to find out whether a step fits; returns the report.
+
+    On a CPU, where too much memory kills the process without a message, one sequence is measured first. The state stays as
+    it is. Raises `UserError` when a microbatch does not fit.
+    """
+    micro_batch, context = run.config.train.micro_batch, run.resolved.widest.train.sequence_length
+    tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
+    free = free_memory(run.device)
+    try:
+        if run.config.parallel.pipeline > 1:  # so many microbatches are under way in it at once
+            under_way = tokens[:1].expand(run.config.parallel.pipeline * micro_batch, -1)
+            one = _saved_bytes(run, under_way) // micro_batch
+        else:
+            mesh = run.groups.mesh
+            # Of so many the tokens can be divided over a tensor-parallel grid, as those of a microbatch can.
+            few = min(micro_batch, mesh.tp // math.gcd(mesh.tp, context // mesh.cp))
+            one = _saved_bytes(run, tokens[:few]) // few
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"a microbatch of one sequence does not fit into the {_gib(free)} that {run.device} has free: "
+            "shorten train.sequence_length, or recompute some activations (recompute: [norm, attention, ...])"
+        ) from None
+    needed = one * micro_batch
+    if run.device.type == "cpu" and needed * sharers(run.groups.mesh, run.device) > free:
+        raise UserError(_too_large(needed, free, one, run))
+    try:
+        if run.device.type != "cpu":
+            run.state.clear_gradients()
+            accumulate_gradients(run.model, run.state, tokens, run.config)
+    except torch.OutOfMemoryError:
+        raise UserError(_too_large(needed, free, one, run)) from None
+    run.state.clear_gradients()
+    run.state.skip()  # they may have left for the host, where they wait in the place of the parameters
+    at_rest = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
+    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in at_rest.items() if size)
+    return f"memory per rank: {kinds}, activations of a microbatch {_gib(needed)}; {_gib(free)} free"
+
+
+def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
+    """Bytes that the forward pass on `tokens_BS` keeps for the backward pass, the parameters themselves left out."""
+    kept: dict[int, int] = {}
+    state = {chunk.parameter.untyped_storage()._cdata for chunk in run.state.chunks}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in state:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    run.state.clear_gradients()
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        accumulate_gradients(run.model, run.state, tokens_BS, run.config)
+    return sum(kept.values())
+
+
+def _too_large(needed: int, free: int, one: int, run: Run) -> str:
+    fitting = free // max(1, one * sharers(run.groups.mesh, run.device))
+    fitting = min(fitting, run.config.train.micro_batch - 1)  # an accelerator runs out by what lives for a moment, too
+    cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.sequence_length"
+    return (
+        f"the activations of a microbatch of {run.config.train.micro_batch} sequences need {_gib(needed)}, but "
+        f"{run.device} has {_gib(free)} free: {cure}, or recompute some (recompute: [norm, attention, ...])"
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"

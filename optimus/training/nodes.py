@@ -1,0 +1,132 @@
+"""A run on several nodes with spares: what `optimus launch` does on each of them."""
+
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from optimus.config import RunConfig, dump_config, load_config
+from optimus.data.training import TrainingData
+from optimus.errors import UserError
+from optimus.hub import read_model_folder
+from optimus.observe.machine import find_device
+from optimus.observe.signals import ended_by_signals
+from optimus.resilience.exits import Exit
+from optimus.resilience.local import name_interface
+from optimus.resilience.node import Launch, NodeJob, check_not_excluded, run_node
+from optimus.resilience.policy import Do
+from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
+from optimus.resilience.store import own_address
+from optimus.resolve.microbatches import check_batches, micro_batch
+from optimus.resolve.ranks import mesh_of
+from optimus.resolve.run import ResolvedRun
+from optimus.training.conclusion import announce
+from optimus.training.launch import backend_of, check_run, rank_options, verify_data
+from optimus.training.reading import read_run
+
+
+def launch(
+    job: NodeJob, rendezvous: str, node: str | None = None, *, name: str = "optimus", program: Sequence[str] = ()
+) -> Do | Exit | None:
+    """This node's part of the run of `job`, from the newest checkpoint on where there is one.
+
+    To be called on `nodes` + `spares` nodes alike, which share the file system of `train.output`. `rendezvous` is the
+    HOST:PORT of a store that all of them reach; `node` is this one's name, by default that of the machine; `name` is that of
+    the launch, where several use one store. `program` is a module that a rank is, and its first arguments, in the place of
+    `optimus.training.launch`.
+
+    Returns None when the job is done, `Do.LEAVE` when this node has been excluded, `Do.STOP` when the run ended by a
+    failure that no restart mends, and an `Exit` when a signal has ended it. Raises `UserError` for what can be mended here.
+    """
+    node = node or platform.node()
+    tree, _, _ = _check(job, node)
+    name_interface(own_address(rendezvous))
+    aborts = backend_of(find_device(tree.train.device, "train.device"), tree.train.device, job.ranks_per_node) != "gloo"
+    launch = Launch(**vars(job), run=Path(tree.train.output), node=node, endpoint=rendezvous, name=name, aborts=aborts)
+    with (
+        ended_by_signals("leaving"),
+        tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder,
+        ThreadPoolExecutor(1) as beside,  # no node waits for a webhook before it restarts
+    ):
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump_config(tree), encoding="utf-8")
+        command = [sys.executable, "-m", *(program or ["optimus.training.launch"])]
+        command += [str(file), "--resume", "--node", node, *rank_options()]
+        return run_node(launch, command, lambda event, detail: beside.submit(announce, tree, event, detail))
+
+
+def exit_code(outcome: Do | Exit | None) -> int:
+    """What `optimus launch` ends with on a node."""
+    if isinstance(outcome, Exit):
+        return outcome
+    return {None: 0, Do.STOP: Exit.USER}.get(outcome, 1)  # a failure that no restart mends is like bad input
+
+
+def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict[str, Any]:
+    """Validate all that `launch` would on this node, and every checksum of the data; starts and asks nobody.
+
+    Returns what `train` does with `check`, `nodes` and `spares`. Raises `UserError` as `launch` does.
+    """
+    _, resolved, data = _check(job, node or platform.node())
+    own_address(rendezvous)
+    ready = verify_data(resolved, data)
+    return ready | {"nodes": job.nodes, "spares": job.spares}
+
+
+def _check(job: NodeJob, node: str) -> tuple[RunConfig, ResolvedRun, TrainingData]:
+    """The configuration of a launch, its run and its data. Raises `UserError` for whatever would keep this node from it."""
+    tree, data = read_run(job.config, job.overrides)
+    resolved = check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)
+    check_not_excluded(Path(tree.train.output), node)
+    return tree, resolved, data
+
+
+def write_batch_script(
+    job: NodeJob,
+    *,
+    scheduler: Scheduler,
+    path: Path,
+    time: str = "12:00:00",
+    directives: Sequence[str] = (),
+    inject: str | Path | None = None,
+) -> str:
+    """Write a batch script that runs `launch` on the nodes of a job, again and again until the run has finished.
+
+    `time` is the job's, as HOURS:MINUTES:SECONDS; `directives` are further lines for the batch system. Paths count from
+    where this is called, that of a plan of faults to `inject` as well. Returns the command that submits the script. Raises
+    `UserError` where ranks cannot share the work as configured, or the script cannot be written; what the nodes of the job
+    will have is not checked.
+    """
+    tree = load_config(job.config, job.overrides, read_model_folder)
+    mesh = mesh_of(tree, job.ranks, job.ranks_per_node)
+    check_batches(tree.decided(micro_batch(tree, mesh, {}).values), mesh)
+    command = [
+        *("optimus", "launch", str(job.config), *job.overrides),
+        *("--nodes", str(job.nodes), "--ranks-per-node", str(job.ranks_per_node)),
+        *("--keep-alive", "{}x{}".format(*job.keep_alive), "--wait", f"{job.wait:g}"),
+        *("--max-restarts", str(job.max_restarts)),
+        *([] if inject is None else ["--inject", str(inject)]),
+    ]
+    batch = BatchJob(
+        scheduler,
+        command,
+        run=Path(tree.train.output).absolute(),
+        folder=Path.cwd(),
+        programs=Path(sys.executable).parent,
+        nodes=job.nodes,
+        spares=job.spares,
+        time=time,
+        directives=directives,
+    )
+    return write_script(batch, path)
+
+
+def parse_keep_alive(text: str) -> tuple[int, int]:
+    """Seconds and number of SECONDSxNUMBER. Raises `UserError`."""
+    seconds, _, number = text.partition("x")
+    if not (seconds.isdecimal() and number.isdecimal() and int(seconds) and int(number)):
+        raise UserError(f"--keep-alive {text}: give SECONDSxNUMBER, such as 5x3")
+    return int(seconds), int(number)

@@ -1,0 +1,79 @@
+"""More threads than free cores: threads that compute together wait in every product for the one that is kept from its core,
+so that a step takes many times as long, and nothing fails."""
+
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from optimus.cores import usable_cores
+from optimus.resolve.ranks import sharers
+from optimus.training.hooks import Hook
+from optimus.training.run import Run
+from optimus.training.step import StepResult
+
+WINDOW = 10  # steps of which the median counts
+FACTOR = 3.0  # times as long as the run's fastest window: slow
+_CROWDED = 1.25  # threads that want to run, to the cores
+_STARVED = 0.5  # share of the time that threads which compute all the time get of their cores
+_AGAIN = 1.5  # times as long as the fastest: the run has recovered
+
+
+def threads_wanted() -> float:
+    """Of all processes, those that run or wait for a core: now, or where the system does not tell, in the last minute."""
+    try:
+        return float(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].split("/")[0])
+    except (OSError, ValueError, IndexError):
+        return os.getloadavg()[0]
+
+
+class Oversubscription(Hook):
+    """Says so when steps on a CPU are far slower than the run's fastest, or its threads get less than half of their cores,
+    while more threads want to run than there are cores; once, until the run has recovered. On rank 0."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        self._wanted: list[float] = []
+        self._fastest = float("inf")
+        self._said = False
+
+    def before_training(self, run: Run) -> None:
+        self._spent = time.process_time()  # by all threads
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        spent = time.process_time()
+        self._seconds.append(run.step_seconds)
+        self._wanted.append(threads_wanted())
+        if len(self._seconds) < WINDOW:
+            return
+        share = (spent - self._spent) / (sum(self._seconds) * torch.get_num_threads())
+        self._judge(run, statistics.median(self._seconds), statistics.fmean(self._wanted), share)
+        self._spent = spent
+        self._seconds.clear()
+        self._wanted.clear()
+
+    def _judge(self, run: Run, seconds: float, wanted: float, share: float) -> None:
+        slower = seconds / self._fastest
+        self._fastest = min(self._fastest, seconds)
+        ranks, cores, threads = sharers(run.groups.mesh, run.device), usable_cores(), torch.get_num_threads()
+        wanted = max(wanted, float(ranks * threads))
+        slow, starved = slower > FACTOR, share < _STARVED and threads > 1
+        if not (slow or starved) or wanted <= _CROWDED * cores:
+            self._said = self._said and slower > _AGAIN
+            return
+        if self._said:
+            return
+        self._said = True
+        how = f"{slower:.1f} times as long as the fastest before" if slow else f"{seconds:.3g} s"
+        others = max(0.0, wanted - ranks * threads)
+        enough = max(1, int((cores - others) / ranks))
+        if enough < threads:
+            cure = f"set OMP_NUM_THREADS={enough}, or end what else runs"
+        else:
+            cure = "end what else runs" if others >= 1 else f"take at most {cores} ranks on this machine"
+        run.notes.append(
+            f"step {run.step}: steps take {how}, and {wanted:.0f} threads want the {cores} cores of this machine "
+            f"({ranks} x {threads} of this run get {100 * min(1.0, share):.0f} % of theirs): {cure}"
+        )

@@ -1,0 +1,70 @@
+"""A run is resolved where it runs: by the facts of this machine, and by what its start reads from files."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from optimus.checkpoint.masks import shares_in
+from optimus.comm import Groups
+from optimus.config import RunConfig
+from optimus.data.training import open_folders
+from optimus.mesh import Mesh
+from optimus.observe.machine import find_device
+from optimus.resolve.facts import facts_here
+from optimus.resolve.length import previous_decisions
+from optimus.resolve.ranks import mesh_of
+from optimus.resolve.resolve import resolve
+from optimus.resolve.run import ResolvedRun, RunInputs
+from optimus.resolve.teachers import teacher_models
+from optimus.training.beginning import begins_anew, begins_with
+from optimus.training.collectives import measured_collectives
+
+T = TypeVar("T")
+
+
+def resolve_here(
+    config: RunConfig,
+    device: torch.device,
+    where: Groups | Mesh,
+    *,
+    sequences: int | None = None,
+    resume: bool = False,
+    touches: bool = True,
+) -> ResolvedRun:
+    """`config`, on so many sequences of data, resolved on this machine. Of `Groups` all ranks must call, and find the same;
+    with a `Mesh` nobody else is asked, and nothing is timed; a program that only starts ranks `touches` no accelerator.
+    Raises `UserError` as `resolve` does."""
+    world = where.world if isinstance(where, Groups) else None
+    mesh = where.mesh if isinstance(where, Groups) else where
+
+    def read() -> RunInputs:
+        begun = begins_with(config, resume)
+        return RunInputs(
+            sequences,
+            previous_decisions(Path(config.train.output)) if resume else {},
+            teacher_models(config),
+            {} if begun is None else shares_in(begun),
+            begins_anew(config, resume),
+        )
+
+    def on_first(call: Callable[[], T]) -> T:
+        return call() if world is None else world.on_first(call)
+
+    inputs = on_first(read)
+    collectives, notes = on_first(lambda: measured_collectives(config, mesh, resume))
+    facts = facts_here(
+        config, device, mesh, previous=inputs.previous, world=world, touches=touches, collectives=collectives
+    )
+    return resolve(config, replace(facts, notes=(*facts.notes, *notes)), inputs)
+
+
+def resolve_before_launch(config: RunConfig, ranks: int) -> ResolvedRun:
+    """`config` as a run of so many ranks on this machine would have it; its data is read where its length depends on it."""
+    sequences = None
+    if config.train.epochs is not None:
+        sequences = sum(shards.instances for shards in open_folders(config).values())
+    device = find_device(config.train.device, "train.device")
+    return resolve_here(config, device, mesh_of(config, ranks, ranks), sequences=sequences, touches=False)

@@ -1,0 +1,73 @@
+"""The stages of a run on this rank, and how they are run."""
+
+from functools import cache
+from typing import cast
+
+import torch
+
+from optimus.comm import Groups
+from optimus.config import RunConfig
+from optimus.model import Transformer
+from optimus.pipeline.executor import Executed, ForwardWork, ScheduledExecutor, StageLinks, StageWork, links_of
+from optimus.pipeline.message_driven import MessageDrivenExecutor
+from optimus.pipeline.replay import replay
+from optimus.pipeline.schedule import Action, Schedule
+from optimus.pipeline.schedules import forward_only
+from optimus.pipeline.staged import Staged, StagePartition
+from optimus.pipeline.timeline import Event, Timeline
+from optimus.pipeline.vocabulary import VocabularyLinks
+from optimus.resolve.stages import placement_of, schedule_of
+
+
+def stages_of(
+    model: Transformer,
+    partition: StagePartition,
+    config: RunConfig,
+    groups: Groups,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Staged:
+    """The stages of this rank, and how they are run. All ranks must call: their links are connected."""
+    parallel, mesh = config.parallel, groups.mesh
+    streams = groups.streams(2 * parallel.stages, "pp")
+    team = groups.along("dp", "cp", "tp")
+    place = placement_of(config)
+    exchange = VocabularyLinks.along(groups, place) if parallel.vocabulary else None
+    if not groups.tags:
+        for stream, ranks in links_of(place):
+            streams[stream].connect([ranks], device)
+        if exchange is not None:
+            exchange.connect(device)
+
+    @cache
+    def planned(microbatches: int, backward: bool) -> Schedule:
+        if backward:
+            return schedule_of(config, microbatches)
+        return forward_only(place, microbatches, vocabulary=parallel.vocabulary)
+
+    def execute(work: ForwardWork, microbatches: int, backward: bool) -> list[Executed]:
+        plan = planned(microbatches, backward)
+        links = StageLinks(plan, streams)
+        if not backward or parallel.executor == "scheduled":
+            return ScheduledExecutor(plan, links, work).run()
+        return MessageDrivenExecutor(
+            plan, links, cast(StageWork, work), caps=parallel.in_flight, team=team, device=work.room(0)[0].device
+        ).run()
+
+    share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in
+    last = place.rank_of(place.stages - 1)
+    return Staged(model, partition, share, dtype, execute, groups.along("pp"), last, mesh.tp, exchange)
+
+
+def simulated(measured: Timeline, config: RunConfig) -> Timeline:
+    """The computations of `measured` in their order and with their times, if messages took none."""
+    orders = [[Action(each.kind, each.stage, each.microbatch) for each in events] for events in measured.computations]
+    seconds = {
+        Action(each.kind, each.stage, each.microbatch): each.end - each.start
+        for events in measured.computations
+        for each in events
+    }
+    microbatches = 1 + max(action.microbatch for action in seconds)
+    times = replay(schedule_of(config, microbatches), orders, seconds.__getitem__)
+    events = (Event(rank, *action, *times[action]) for rank, actions in enumerate(orders) for action in actions)
+    return Timeline.of(events, measured.ranks)

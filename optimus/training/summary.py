@@ -1,0 +1,101 @@
+"""What a run is about to do, in a few lines and before it does it; and what in it looks like a mistake."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from optimus.config import RunConfig
+from optimus.config.phases import Phase, tokens_after
+from optimus.config.sizes import count_text
+from optimus.model.count import count_parameters
+from optimus.resolve.run import ResolvedRun
+
+_MOST_EPOCHS = 4  # beyond which repeated data is worth ever less (Muennighoff et al., 2023)
+
+
+def summarise(run: ResolvedRun, instances: int) -> dict[str, Any]:
+    """Numbers of a run with `instances` sequences of data.
+
+    `tokens` and `epochs` are what it reads up to `last_step`; `microbatches` are those of a step on each data-parallel rank.
+    """
+    config, mesh, phases = run.config, run.mesh, run.phases
+    train, counted = config.train, count_parameters(config.model)
+    last = train.stop_at or train.total_steps
+    return {
+        "family": config.model.family,
+        "parameters": counted.total,
+        "active_parameters": counted.active,
+        "steps": train.total_steps,
+        "last_step": last,
+        "tokens": tokens_after(phases, last),
+        "data_tokens": instances * train.sequence_length,
+        "epochs": tokens_after(phases, last) / (instances * train.sequence_length),
+        "warmup_steps": config.warmup_steps,
+        "global_batch": train.global_batch,
+        "microbatches": train.global_batch // (mesh.dp * train.micro_batch),
+        "micro_batch": train.micro_batch,
+        "context": train.sequence_length,
+        "ranks": mesh.size,
+        "data_ranks": mesh.dp,
+        "phases": [phase_line(phase) for phase in phases if phase.name],
+        "precision": train.precision,
+        "decisions": [str(decision) for decision in run.decisions if decision.said],
+        "warnings": warnings(config, instances),
+    }
+
+
+def summary_lines(about: Mapping[str, Any]) -> list[str]:
+    """What `summarise` has found, a line per subject, each with its label."""
+    parameters, active = about["parameters"], about["active_parameters"]
+    active_too = f", {count_text(active)} active" if active < parameters else ""
+    steps, last, warmup, ranks = about["steps"], about["last_step"], about["warmup_steps"], about["ranks"]
+    stops = f", stopping after step {last:,}" if last < steps else ""
+    return [
+        f"model: {about['family']}, {count_text(parameters)} parameters{active_too}",
+        f"length: {steps:,} steps{stops}, {count_text(about['tokens'])} tokens: {about['epochs']:.3g} epochs of the "
+        f"{count_text(about['data_tokens'])} in the data",
+        *(f"phase {line}" for line in about["phases"]),
+        f"warm-up: {warmup:,} steps, {100 * warmup / steps:.3g} % of the run",
+        f"batch: {about['global_batch']:,} sequences of {about['context']:,} tokens, on each data-parallel rank "
+        f"{about['microbatches']:,} x {about['micro_batch']:,}",
+        "layout: " + ("1 rank" if ranks == 1 else f"{ranks:,} ranks, {about['data_ranks']:,} of them data-parallel"),
+        f"precision: {about['precision']}",
+        *(f"decided: {text}" for text in about["decisions"]),
+        *(f"warning: {text}" for text in about["warnings"]),
+    ]
+
+
+def phase_line(phase: Phase) -> str:
+    """A phase in words."""
+    train = phase.config.train
+    return (
+        f"{phase.name}: steps {phase.first + 1:,} to {phase.last:,}, {train.global_batch:,} sequences of "
+        f"{train.sequence_length:,} tokens of {', '.join(source.label for source in phase.config.data.mixed)}"
+    )
+
+
+def warnings(config: RunConfig, instances: int) -> list[str]:
+    """What is possible and most likely not meant, each with the keys that mend it."""
+    train, peak = config.train, config.lr_schedule.peak
+    steps, warmup, found = train.total_steps, config.warmup_steps, []
+    mixed = config.phases or config.data.sources  # whose passes are asked for
+    epochs = 0.0 if mixed else (train.stop_at or steps) * train.global_batch / instances
+    if epochs > _MOST_EPOCHS:
+        found.append(
+            f"the run reads its data {epochs:.3g} times: after {_MOST_EPOCHS} times a model learns little from it and "
+            "begins to recite it. Prepare more text, or shorten the run (train.steps, train.tokens, train.epochs)"
+        )
+    if warmup > steps / 2:
+        reached = peak * min(1.0, steps / warmup)
+        found.append(
+            f"the warm-up takes {warmup:,} of {steps:,} steps (lr_schedule.warmup_steps), so that the learning rate ends at "
+            f"{reached:.2g} of lr_schedule.peak {peak:g}. Set it to {max(1, steps // 20)}, or lengthen the run"
+            if warmup >= steps
+            else f"the warm-up takes more than half of the run, {warmup:,} of {steps:,} steps. Set lr_schedule.warmup_steps "
+            f"to {max(1, steps // 20)}, or lengthen the run"
+        )
+    if train.global_batch > instances:
+        found.append(
+            f"a step reads {train.global_batch:,} sequences (train.global_batch), but the data has {instances:,}: one step "
+            "sees the same text more than once. Lower it, or prepare more text"
+        )
+    return found

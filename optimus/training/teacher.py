@@ -1,0 +1,49 @@
+"""Frozen teachers of a run (`train.teacher`): what they say of the tokens that the model is trained on."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from optimus.checkpoint.store import load_model
+from optimus.config import RunConfig
+from optimus.data.tokenizer import file_sha256
+from optimus.data.training import TrainingData
+from optimus.errors import UserError
+from optimus.kernels.linear_divergence import SoftTargets
+from optimus.model import Batch
+from optimus.model.ensemble import Ensemble
+from optimus.resolve.precision import DTYPES
+from optimus.resolve.run import ResolvedRun
+from optimus.resolve.teachers import described_teacher
+
+
+def load_teacher(config: RunConfig, device: torch.device) -> Callable[[Batch, Tensor], SoftTargets]:
+    """Whole frozen models, of several an ensemble; what it says of the tokens at some positions of each sequence."""
+    teacher = config.train.teacher
+    assert teacher is not None
+    members = [load_model(path, DTYPES[config.train.precision], device) for path in teacher.checkpoints]
+    return partial(Ensemble(members).soft_targets, temperature=teacher.temperature)
+
+
+def check_teacher(run: ResolvedRun, data: TrainingData) -> None:
+    """Raise `UserError` where a teacher is not there, or does not know the tokens of this model."""
+    config = run.config
+    if config.train.teacher is None:
+        return
+    length = run.widest.train.sequence_length
+    for path in config.train.teacher.checkpoints:
+        found = described_teacher(path)
+        if found.model.vocab != config.model.vocab:
+            raise UserError(
+                f"train.teacher: {path} has a vocabulary of {found.model.vocab}, and the model one of {config.model.vocab}: "
+                "logits of the two cannot be compared"
+            )
+        if (limit := found.model.learned_positions) is not None and limit < length:
+            raise UserError(f"train.teacher: {path} only learned {limit} positions, and sequences have {length}")
+        if (
+            found.tokenizer is not None
+            and file_sha256(found.tokenizer) != data.first_folder.index["tokenizer"]["sha256"]
+        ):
+            raise UserError(f"train.teacher: {path} has another tokenizer than {data.first_folder.folder}")

@@ -1,0 +1,92 @@
+"""The forms of the model's matrix products, timed in the first step and remembered per chip (AxoNN, section 5.1.3)."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from optimus.kernels.matmul import FORMS, Form, FormTimings, MatmulForms, MatmulShape
+from optimus.measurements import Timings, clear_choice
+from optimus.observe.machine import measurements_of
+from optimus.training.hooks import Hook
+from optimus.training.run import Run
+from optimus.training.step import StepResult
+
+_WORD = "matmul"  # before the shape, in the name of a measurement
+
+
+class TuneMatmuls(Hook):
+    """Has every product that is not known of this chip timed in the first step, in all forms; all ranks then use the same.
+
+    What the first rank knows counts, as nodes may have other files; and where ranks have measured the same product, that
+    of the lowest rank.
+    """
+
+    def __init__(self) -> None:
+        self._forms = MatmulForms()
+        self._stack = ExitStack()
+
+    def before_training(self, run: Run) -> None:
+        self._known = measurements_of(run.device, run.config.tuning.cache)
+        self._forms.choose(run.groups.world.on_first(lambda: matmuls(self._known.timings())))
+        self._before = {*self._forms.timings}
+        self._forms.measuring = True
+        self._stack.enter_context(run.groups.step.multiplying(self._forms))
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if not self._forms.measuring:
+            return
+        self._forms.measuring = False
+        together: dict[MatmulShape, FormTimings] = {}
+        made: set[MatmulShape] = set()
+        for timings, products in reversed(run.groups.world.all_gather_object((self._forms.timings, self._forms.made))):
+            together |= timings
+            made |= products
+        new: dict[str, Timings] = {
+            named(product): {str(form): timing for form, timing in each.items()}
+            for product, each in together.items()
+            if product not in self._before
+        }
+        together |= run.groups.world.on_first(lambda: matmuls(self._known.add(new)))
+        self._forms.choose(together)
+        if made and run.groups.rank == 0:
+            run.notes += describe({product: together[product] for product in sorted(made)}, len(made & self._before))
+            run.notes += self._known.notes
+
+    def after_training(self, run: Run) -> None:
+        self._stack.close()
+
+
+def named(product: MatmulShape) -> str:
+    """The name of a product's measurement."""
+    return " ".join(map(str, (_WORD, *product)))
+
+
+def matmuls(known: Mapping[str, Timings]) -> dict[MatmulShape, FormTimings]:
+    """Of all measurements those of products, in all their forms."""
+    found: dict[MatmulShape, FormTimings] = {}
+    for name, timings in known.items():
+        word, *fields = name.split()
+        if word == _WORD and len(fields) == 5 and fields[0] in FORMS and all(each.isdecimal() for each in fields[1:4]):
+            forms: FormTimings = {form: timings[form] for form in FORMS if form in timings}
+            form: Form = next(each for each in FORMS if each == fields[0])
+            if len(forms) == len(FORMS):
+                m, l, n = map(int, fields[1:4])
+                found[MatmulShape(form, m, l, n, fields[4])] = forms
+    return found
+
+
+def describe(timings: Mapping[MatmulShape, FormTimings], known: int = 0) -> list[str]:
+    """A line about all products, so many of which were `known`, and one about each that is made in another form than it
+    comes in; by how much that is usually faster than its own at its best."""
+    chosen = {product: clear_choice(product.form, each) for product, each in timings.items()}
+    other = [product for product, form in chosen.items() if form != product.form]
+    before = f", {known} as measured before" if known else ""
+    lines = [
+        f"matrix products: {len(chosen) - known} timed as NN, NT and TN{before}, {len(other)} faster in another form than "
+        "their own"
+    ]
+    for product in other:
+        each, form = timings[product], chosen[product]
+        size = f"[{product.m}, {product.l}] @ [{product.l}, {product.n}] {product.type}"
+        faster = each[product.form].best / each[form].usual
+        lines.append(f"  {size}: {form} instead of {product.form}, {faster:.2f}x as fast")
+    return lines

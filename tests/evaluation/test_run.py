@@ -1,0 +1,137 @@
+"""A checkpoint evaluated as the command does it."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import optimus.evaluation
+from optimus.checkpoint.store import save_model
+from optimus.data.tokenizer import train
+from optimus.errors import UserError
+from optimus.evaluation import TASKS, bits_per_byte, evaluate, generate, generate_text
+from optimus.model import Transformer
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("Question: who?\nAnswer: nobody.\n" * 9)
+    return path
+
+
+def test_bits_per_byte_of_a_checkpoint(
+    checkpoint: Path, model: Transformer, tokenizer: Any, eos_id: int, text: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "new" / "results.json"
+    results = optimus.evaluate(checkpoint, text=text, output=output, device="cpu")
+    assert results == json.loads(output.read_text())
+    assert results["tasks"] == {}
+    expected = bits_per_byte(model, tokenizer, text, eos_id=eos_id, context=48)
+    assert results["bits_per_byte"] == pytest.approx(expected["bits_per_byte"])
+    assert results["text"]["bytes"] == text.stat().st_size
+    assert results["checkpoint"]["path"] == str(checkpoint)
+    assert results["model"]["vocab"] == 328
+    assert results["versions"]["torch"] == torch.__version__
+    assert [path.name for path in output.parent.iterdir()] == ["results.json"]
+
+
+def test_all_tasks_on_shared_data(
+    make_model: Callable[..., Transformer], tokenizer_file: Path, eos_id: int, tmp_path: Path, shared_data: Path
+) -> None:
+    pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
+    save_model(make_model("olmo"), tmp_path / "c", context=128, tokenizer=tokenizer_file, eos_id=eos_id)
+    output = tmp_path / "results.json"
+    evaluate(tmp_path / "c", tasks=TASKS, task_data=shared_data / "eval", limit=1, output=output, device="cpu")
+    results = json.loads(output.read_text())
+    assert {name: scores["n"] for name, scores in results["tasks"].items()} == {
+        n: 57 if n.startswith("mmlu") else 1 for n in TASKS
+    }
+    assert all(0 <= scores[m] <= 1 for scores in results["tasks"].values() for m in ("acc", "acc_norm"))
+    assert results["bits_per_byte"] is None
+    assert set(results["splits"].values()) == {"validation"}
+    assert "lm-eval" in results["versions"]
+
+
+def test_generate_text(checkpoint: Path, model: Transformer, tokenizer: Any, eos_id: int) -> None:
+    found = generate_text(checkpoint, "Question:", max_tokens=9, device="cpu")
+    assert found == generate(model, tokenizer, "Question:", max_tokens=9, eos_id=eos_id, context=48)
+    drawn = generate_text(checkpoint, "Question:", max_tokens=9, temperature=2.0, top_p=0.9, seed=3, device="cpu")
+    assert drawn != found
+
+
+def test_prompts_that_spell_a_special_token(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, eos_id: int) -> None:
+    prompts: list[list[int]] = []
+
+    def record(model: Any, prompt_ids: list[int], **_: Any) -> list[int]:
+        prompts.append(prompt_ids)
+        return []
+
+    monkeypatch.setattr("optimus.evaluation.generation.generate_tokens", record)
+    for parse_special in (False, True):
+        generate_text(checkpoint, "Question<|endoftext|>", parse_special=parse_special, device="cpu")
+    assert [eos_id in prompt for prompt in prompts] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({}, "nothing to evaluate: name `tasks` .*hellaswag.* `text`"),
+        ({"tasks": ["piqa"]}, "`task_data`"),
+        ({"tasks": ["piqa"], "task_data": "absent"}, "task data folder absent does not exist"),
+        ({"text": "text.txt", "limit": 0}, "`limit` is 0"),
+        ({"text": "text.txt", "fewshot": -1}, "`fewshot` is -1"),
+        ({"text": "text.txt", "max_bytes": 0}, "`max_bytes` is 0"),
+        ({"text": "absent.txt"}, "absent.txt"),
+        ({"text": "text.txt", "output": "folder"}, "`output` folder is a folder"),
+        ({"text": "text.txt", "output": "text.txt/results.json"}, "cannot be written"),
+        ({"text": "text.txt", "device": "gpu"}, "device 'gpu' is not here"),
+        ({"text": "text.txt", "device": "mps" if torch.cuda.is_available() else "cuda"}, "is not here"),
+    ],
+)
+def test_bad_requests(
+    checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch, request_: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(text.parent)
+    Path("folder").mkdir()
+    with pytest.raises(UserError, match=message):
+        evaluate(checkpoint, **request_)
+
+
+def test_failure_keeps_earlier_results(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    output.write_text("earlier")
+    with pytest.raises(UserError):
+        evaluate(checkpoint, text=tmp_path / "absent.txt", output=output, device="cpu")
+    assert output.read_text() == "earlier"
+
+
+def test_bad_checkpoints(
+    make_model: Callable[..., Transformer], tokenizer_file: Path, text: Path, tmp_path: Path
+) -> None:
+    save_model(make_model(), tmp_path / "bare", context=48, tokenizer=None, eos_id=None)
+    with pytest.raises(UserError, match="has no tokenizer"):
+        evaluate(tmp_path / "bare", text=text)
+    train([Path(__file__).read_text()], 500, tmp_path / "large.json")
+    save_model(make_model(), tmp_path / "other", context=48, tokenizer=tmp_path / "large.json", eos_id=0)
+    with pytest.raises(UserError, match="tokenizer of another model"):
+        evaluate(tmp_path / "other", text=text)
+    diverged = make_model()
+    diverged.final_norm.weight.fill_(math.nan)
+    save_model(diverged, tmp_path / "nan", context=48, tokenizer=tokenizer_file, eos_id=None)
+    with pytest.raises(UserError, match="diverged"):
+        evaluate(tmp_path / "nan", text=text, device="cpu")
+
+
+def test_light_import() -> None:
+    """The command line names the tasks in its help without waiting for torch."""
+    heavy = "{'torch', 'lm_eval', 'tokenizers', 'numpy'}"
+    code = f"import sys, optimus.evaluation as e; e.TASKS; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,222 @@
+"""What `auto` makes of the keys about residency, with made-up free memory and rates."""
+
+import copy
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.planned import resolved
+from optimus.comm import Groups
+from optimus.config import RunConfig, load_config
+from optimus.measurements import Measurements, Timing, coarse
+from optimus.observe.machine import Bfloat16
+from optimus.resolve import facts
+from optimus.resolve.facts import AMOUNTS, Facts, facts_here
+from optimus.resolve.ranks import mesh_of
+from optimus.state.transfers import transfers
+from optimus.testing import run_ranks
+
+MIB = 2**20
+
+
+def config_of(**state: Any) -> dict[str, Any]:
+    model = {"family": "olmo", "hidden": 64, "layers": 8, "heads": 2, "intermediate": 128, "vocab": 128}
+    train = {"output": "run", "steps": 1, "global_batch": 8, "micro_batch": 2, "sequence_length": 32}
+    return {
+        "model": model,
+        "data": {"path": "data"},
+        "train": {**train, "precision": "bfloat16"},
+        "state": {"chunk": 50_000, "gradient_dtype": "bfloat16", **state},
+        "tuning": {"cache": None},
+    }
+
+
+def timings(rates: Sequence[float], spread: float = 0.0) -> dict[str, Timing]:
+    """Of a machine with such rates."""
+    seconds = {what: amount / rate for (what, amount), rate in zip(AMOUNTS.items(), rates, strict=True)}
+    return {what: Timing(each, each * (1 + spread)) for what, each in seconds.items()}
+
+
+def decided(
+    raw: dict[str, Any], free: int, rates: list[float] | None = None, spread: float = 0.0
+) -> tuple[RunConfig, str]:
+    """What is decided with so many bytes free; on an accelerator, if it is given rates. And why."""
+    run = resolved(
+        load_config(copy.deepcopy(raw)),
+        device="accelerator" if rates else "cpu",
+        device_bytes=free,
+        timings=timings(rates, spread) if rates else None,
+    )
+    return run.config, "; ".join(str(each) for each in run.decisions if each.key.startswith("state."))
+
+
+def test_memory_alone_decides_on_a_processor() -> None:
+    """First the least cache, then state of the first chunks, then more cache; never more than there is room for."""
+    before = -1.0, 0
+    for free in (0, 4, 6, 8, 12, 1000):
+        found, note = decided(config_of(residency="all", device_states="auto"), free * MIB)
+        assert isinstance(found.state.device_states, float)
+        assert isinstance(found.state.cache, int)
+        assert (found.state.device_states, found.state.cache) >= before
+        assert found.state.update_on == "host"
+        assert f"state.cache: {found.state.cache} (what there is room for)" in note
+        before = found.state.device_states, found.state.cache
+    assert before == (1.0, 8)  # all chunks
+    assert decided(config_of(residency="all", device_states="auto"), 0)[0].state.device_states == 0
+
+
+def test_rates_decide_on_an_accelerator() -> None:
+    """A fast link streams updates; a slow one leaves them to the host."""
+    raw, room = config_of(residency="all", device_states="auto"), 6 * MIB
+    fast, note = decided(raw, room, [4e11, 4e11, 1e9, 5e10, 1e12])
+    assert fast.state.update_on == "device"
+    assert "link 400 GB/s" in note
+    assert "times its computation" in note
+    slow, _ = decided(raw, room, [4e9, 4e9, 2e9, 5e10, 1e12])
+    assert slow.state.update_on == "host"
+    assert decided(config_of(residency="optimizer", update_on="device"), room)[0].state.update_on == "device"
+
+
+def test_where_gradients_are_added_up() -> None:
+    """On the device while it has room for those of all chunks beside the least; it is said where that is not so."""
+    rates = [2e10, 2e10, 1e9, 5e10, 1e12]
+
+    def chosen(raw: dict[str, Any], free: int, speeds: list[float] | None = rates) -> tuple[str, str]:
+        found, note = decided(raw, free * MIB, speeds)
+        return found.state.accumulate_on, note
+
+    raw, said = config_of(residency="all"), "no room for the gradients of several microbatches"
+    assert said in chosen(raw, 0)[1]
+    by_room = [chosen(raw, free)[0] for free in range(12)]
+    assert by_room == sorted(by_room, reverse=True)  # the host, then the device
+    assert {*by_room} == {"device", "host"}
+    least = by_room.index("device")
+    # An element of gradients of bf16, whole while they are added up.
+    deeper = raw | {"model": raw["model"] | {"layers": 24}}
+    assert chosen(deeper, least)[0] == "host"
+    assert said not in chosen(raw, least)[1]
+    one = raw | {"train": raw["train"] | {"micro_batch": 8}}
+    assert chosen(one, 0)[0] == "device"
+    assert chosen(raw, 0, None)[0] == "device"  # a processor, whose memory is the device's
+    assert chosen(config_of(residency="all", accumulate_on="host"), 100)[0] == "host"
+    assert chosen(config_of(residency="all", accumulate_on="device"), 0)[0] == "device"
+    given = config_of(residency="all", cache=3, update_on="host")
+    assert said in chosen(given, 0)[1]
+
+
+def test_what_is_given_stays() -> None:
+    found, _ = decided(config_of(residency="all", device_states=0.5, cache=5), 0, [1e10, 1e10, 1e9, 5e10, 1e12])
+    assert (found.state.device_states, found.state.cache) == (0.5, 5)
+    found, _ = decided(config_of(residency="disk"), 0)
+    assert found.state.disk == "run"
+    assert "state.device_states" not in decided(config_of(), 0)[1]
+
+
+def test_the_rank_that_has_least_decides() -> None:
+    """Of a pipeline whose stages have other numbers of blocks: as where all had what its fullest has."""
+    raw = config_of(residency="all", device_states="auto", shard="optimizer")
+
+    def share(blocks: list[int]) -> Any:
+        run = resolved(
+            load_config(raw | {"parallel": {"pipeline": 2, "blocks": blocks}}),
+            4,
+            device="accelerator",
+            device_bytes=5 * MIB,
+            timings=timings([2e10, 2e10, 1e9, 5e10, 1e12]),
+        )
+        return run.config.state.device_states
+
+    even, first, last = share([4, 4]), share([7, 1]), share([1, 7])
+    assert 0 <= first < even
+    assert 0 <= last < even
+
+
+def test_what_is_measured_are_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the link both ways, updates on host and device, and products; here of a device that is the host."""
+    monkeypatch.setattr(facts, "_SQUARE", 256)
+    monkeypatch.setattr(facts, "_ELEMENTS", 1 << 16)
+    found = facts._measured(transfers(torch.device("cpu")), torch.float32)
+    assert found.keys() == AMOUNTS.keys()
+    assert all(0 < timing.best <= timing.usual < float("inf") for timing in found.values())
+
+
+FAST, SLOW = [4e11, 4e11, 1e9, 5e10, 1e12], [4e9, 4e9, 2e9, 5e10, 1e12]
+
+
+def test_what_is_not_clear_is_left_as_it_is_by_default() -> None:
+    """The place of the update; and as much state as there is room for, which needs no link."""
+    raw, room = config_of(residency="all", device_states="auto"), 6 * MIB
+    assert decided(raw, room, SLOW)[0].state.update_on == "host"
+    found, note = decided(raw, room, SLOW, spread=20.0)
+    assert found.state.update_on == "device"
+    assert "within 2000%" in note
+
+
+def measured(raw: dict[str, Any], free: int, rates: list[float]) -> Facts:
+    """What a rank finds of its machine, an accelerator with so many bytes free and such rates."""
+    config = load_config(copy.deepcopy(raw))
+    groups = Groups(mesh_of(config, dist.get_world_size() if dist.is_initialized() else 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(facts, "transfers", lambda device: None)
+        patch.setattr(facts, "free_memory", lambda device: free)
+        patch.setattr(facts, "bfloat16_of", lambda device: Bfloat16(True, "made up"))
+        patch.setattr(facts, "measurements_of", lambda device, cache: Measurements(cache and Path(cache) / "chip"))
+        patch.setattr(facts, "_measured", lambda *given: timings(rates))
+        return facts_here(config, torch.device("meta"), groups.mesh, previous={}, world=groups.world)
+
+
+def test_all_runs_find_what_the_first_has_measured(tmp_path: Path) -> None:
+    """Which was as noisy as the others: each finds rates of another machine."""
+    raw, draw = config_of(residency="all", device_states="auto"), random.Random(0)
+
+    def rates() -> list[float]:
+        return [rate * draw.uniform(0.02, 1) for rate in FAST]
+
+    assert len({str(measured(raw, 6 * MIB, rates())) for _ in range(10)}) == 10
+    raw["tuning"] = {"cache": str(tmp_path)}
+    assert len({str(measured(raw, 6 * MIB, rates())) for _ in range(10)}) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_measurements_of_other_things_are_of_no_use(tmp_path: Path) -> None:
+    raw = config_of(residency="all", device_states="auto")
+    raw["tuning"] = {"cache": str(tmp_path)}
+    first = measured(raw, 6 * MIB, SLOW)
+    kept = json.loads((tmp_path / "chip").read_text())
+    (each,) = kept["seconds"].values()
+    del each["product"]
+    (tmp_path / "chip").write_text(json.dumps(kept))
+    assert measured(raw, 6 * MIB, SLOW) == first
+
+
+def test_only_what_is_open_is_measured() -> None:
+    closed = measured(config_of(), 6 * MIB, SLOW)
+    assert (closed.device_bytes, closed.timings, closed.notes) == (0, None, ())
+    given = config_of(residency="all", device_states=0.5, cache=5, update_on="host", accumulate_on="device")
+    assert measured(given, 6 * MIB, SLOW).timings is None
+    assert measured(given | {"recompute": ["auto"]}, 6 * MIB, SLOW).device_bytes == coarse(6 * MIB)
+
+
+def _by_rank(raw: dict[str, Any], free: list[int]) -> Facts:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return measured(raw, free[rank], [rate / (1 + rank) for rate in FAST])
+
+
+def test_ranks_find_the_same_and_so_does_the_next_run(tmp_path: Path) -> None:
+    """The memory of the fullest, as it was when it was a little fuller; the rates of the slowest."""
+    raw = config_of(residency="optimizer", device_states="auto")
+    raw["tuning"] = {"cache": str(tmp_path)}
+    first, *others = run_ranks(_by_rank, 3, raw, [2_000, 1_000, 3_000])
+    assert others == [first] * 2
+    assert first.device_bytes == coarse(1_000) // 3  # Gloo: they share one device
+    assert first.notes[0].startswith("memory: ")
+    assert first.timings is not None
+    assert first.timings["up"].best == pytest.approx(3 * timings(FAST)["up"].best)
+    assert coarse(1_000) < coarse(1_050)
+    assert run_ranks(_by_rank, 3, raw, [1_050, 1_100, 3_000])[2].device_bytes == first.device_bytes

@@ -1,0 +1,107 @@
+"""What follows a run's end: events that say why, the report, a notification, the summary."""
+
+import json
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import optimus
+from optimus.checkpoint.lease import Lease
+from optimus.config.load import dump_config, load_config
+from optimus.errors import UserError
+from optimus.report.folder import read_folder
+from optimus.report.listing import runs
+from optimus.resilience.events import EventLog
+from optimus.training import launch
+from optimus.training.conclusion import announce, conclude
+from optimus.training.hooks import Hook
+from optimus.training.launch import _hooks
+from optimus.training.run import Run
+from tests.report.conftest import embedded
+
+
+def telling(folder: Path) -> str:
+    program = "import pathlib, sys; pathlib.Path(sys.argv[1]).open('a').write(sys.stdin.read() + '\\n')"
+    return shlex.join([sys.executable, "-c", program, str(folder / "told")])
+
+
+def test_stopped_finished_and_failed(small_run: dict[str, Any], tmp_path: Path) -> None:
+    small_run["observe"] |= {"notify": telling(tmp_path)}
+    small_run["train"]["stop_at"] = 2
+    folder = Path(small_run["train"]["output"])
+    summary = optimus.train(small_run)
+    assert read_folder(folder).state == ("stopped", "at train.stop_at")
+    assert summary["report"] == str(folder / "report.html")
+    assert page_state(folder) == "stopped"
+    assert summary["seconds"] > 0
+    small_run["train"]["stop_at"] = None
+    damaged = small_run | {"optimizer": {"clip_during_warmup": True, "eps": 1e-30}, "resilience": {"max_skipped": 0}}
+    damaged["lr_schedule"] = {"peak": 1e30, "minimum": 0.0, "warmup_steps": 0}
+    with pytest.raises(UserError, match="not finite"):
+        optimus.train(damaged, resume=True)
+    state, why = read_folder(folder).state
+    assert state == "failed"
+    assert "not finite" in why
+    (found,) = embedded((folder / "report.html").read_text())["runs"]
+    assert found["state"] == "failed"
+    assert [event["kind"] for event in found["events"]] == ["stopped", "error"]
+    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    assert [(each["event"], each["run"]) for each in told] == [("stopped", str(folder)), ("failed", str(folder))]
+    assert told[0]["step"] == 2
+    assert "not finite" in told[1]["detail"]
+
+
+def page_state(folder: Path) -> str:
+    (found,) = embedded((folder / "report.html").read_text())["runs"]
+    return str(found["state"])
+
+
+class Interrupting(Hook):
+    """Ctrl-C in the second step."""
+
+    def before_step(self, run: Run) -> None:
+        if run.step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_report_of_an_interrupted_run_and_of_its_end(
+    small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(small_run["train"]["output"])
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr(launch, "_hooks", lambda *given: [*_hooks(*given), Interrupting()])
+        assert optimus.train(small_run)["stopped_by"] == "SIGINT"
+    assert page_state(folder) == "stopped"
+    optimus.train(small_run, resume=True)
+    assert page_state(folder) == "finished"
+
+
+def test_what_nodes_say_of_a_run_while_they_hold_it(small_run: dict[str, Any]) -> None:
+    """Its ranks may have ended, and some may have been lost with their last words."""
+    small_run["train"]["stop_at"] = 2
+    optimus.train(small_run)
+    small_run["train"]["stop_at"] = None
+    config = load_config(small_run)
+    folder = Path(config.train.output)
+    (folder / "config.yaml").write_text(dump_config(config))
+    with Lease(folder, "token", several=True):
+        announce(config, "restarted", "")
+        assert page_state(folder) == "running"
+        EventLog(folder).write("failure", detail="node b has been silent for 15 s")
+        announce(config, "failed", "")
+        assert page_state(folder) == "failed"
+        conclude(config, 0.0, {"step": 2, "steps": 6, "stopped_by": "SIGTERM"})
+        assert page_state(folder) == "stopped"
+
+
+def test_a_run_to_its_end(small_run: dict[str, Any]) -> None:
+    small_run["observe"] |= {"report": False, "notify": "/no/such/program"}
+    summary = optimus.train(small_run)
+    assert summary["report"] is None
+    (row,) = runs(summary["output"])
+    assert (row["state"], row["step"], row["loss"]) == ("finished", 6, summary["loss"])
+    assert row["parameters"] > 0

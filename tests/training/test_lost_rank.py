@@ -1,0 +1,282 @@
+"""A rank is killed or hangs in the middle of a run: the others end with a message, and nothing written is lost."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+import optimus
+from optimus.checkpoint.folder import list_checkpoints, read_description
+from optimus.comm.device_waits import DeviceWaits
+from optimus.comm.recorder import Recorder
+from optimus.observe.metrics import read_metrics
+from optimus.resilience.exits import EndedError, Exit
+from optimus.training import launch
+from optimus.training.launch import explain
+
+STOPPED = r"step \d+: [\w ]+ of [\d,]+ bytes over ranks 0, 1, 2 failed on rank [02]: .+\. Run again with --resume"
+SAVED = r" \(the run is saved up to step (\d+)\)"
+
+
+def start(config: dict[str, Any], folder: Path, *command: str) -> subprocess.Popen[str]:
+    """`optimus train` on three ranks, by way of `command`, a Python program; its run is at step 12 at least."""
+    config["train"]["steps"] = 100_000
+    config["checkpoint"] = {"every": 5, "keep": 2}
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            *command,
+            "train",
+            str(file),
+            *([] if "torch.distributed.run" in command else ["--ranks=3"]),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "stderr").open("w"),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+    )
+    metrics = Path(config["train"]["output"]) / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 12, 120, process)
+    return process
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "it has ended too early"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; the launcher may be late to read the exit code of one that has."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def signal_rank(launcher: subprocess.Popen[str], rank: int, number: signal.Signals) -> None:
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    (child,) = [child for child in children if child.environ().get("RANK") == str(rank)]
+    child.send_signal(number)
+
+
+def end_of(process: subprocess.Popen[str], folder: Path, seconds: float) -> Sequence[str]:
+    """The errors that it printed when it has ended, and nothing of it is left; kills it when that takes too long."""
+    launcher = psutil.Process(process.pid)
+    children = launcher.children(recursive=True)
+    try:
+        assert process.wait(seconds) != 0
+        assert not [child for child in children if runs(child)]
+    finally:
+        for child in [*children, launcher]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    text = (folder / "stderr").read_text()
+    if "torch.distributed.run" not in process.args:  # type: ignore[operator]  # torchrun adds reports of its own
+        assert process.returncode == 2
+        assert "Traceback" not in text
+    return re.findall("error: (.*)", text)
+
+
+def check_resumes(config: dict[str, Any], saved: int) -> None:
+    """Up to step `saved` nothing is lost, and another run, here of one rank, goes on from there."""
+    folder = Path(config["train"]["output"])
+    newest = list_checkpoints(folder)[-1]
+    assert read_description(newest).step == saved
+    assert optimus.load_model(newest)(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
+    before = [record["loss"] for record in read_metrics(folder)][:saved]
+    assert len(before) == saved
+    config["train"]["stop_at"] = saved + 2
+    optimus.train(config, resume=True)
+    records = read_metrics(folder)
+    assert [record["step"] for record in records] == list(range(1, saved + 3))
+    assert [record["loss"] for record in records][:saved] == before
+
+
+@pytest.fixture
+def three_ranks(small_run: dict[str, Any]) -> dict[str, Any]:
+    """The small run, with state in parts on three ranks."""
+    small_run["train"] |= {"global_batch": 12, "micro_batch": 2, "precision": "float32"}
+    small_run["state"] = {"shard": "gradients"}
+    return small_run
+
+
+def listening(process: subprocess.Popen[str]) -> set[str]:
+    """The addresses on which it and its ranks listen."""
+    launcher = psutil.Process(process.pid)
+    found = [each for one in (launcher, *launcher.children(recursive=True)) for each in one.net_connections()]
+    return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others(three_ranks: dict[str, Any], tmp_path: Path) -> None:
+    process = start(three_ranks, tmp_path, "optimus.cli")
+    assert listening(process) == {"127.0.0.1"}  # no other machine reaches what ranks here say to each other
+    signal_rank(process, 1, signal.SIGKILL)
+    (message,) = end_of(process, tmp_path, 60)
+    parts = re.fullmatch(rf"rank 1 was lost \(killed by SIGKILL\); the others stopped: {STOPPED}{SAVED}", message)
+    assert parts, message
+    check_resumes(three_ranks, int(parts[1]))
+
+
+@pytest.mark.in_turn(0, 1)
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_others_by_the_timeout(three_ranks: dict[str, Any], tmp_path: Path) -> None:
+    """They end then; the launcher kills the hanging one 30 s later."""
+    three_ranks["resilience"] = {"timeout": 10}
+    process = start(three_ranks, tmp_path, "optimus.cli")
+    began = time.monotonic()
+    signal_rank(process, 1, signal.SIGSTOP)
+    others = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if child.environ().get("RANK") in ("0", "2")
+    ]
+    wait_until(lambda: not any(map(runs, others)), 35, process)
+    assert time.monotonic() - began >= 8  # not before
+    (message,) = end_of(process, tmp_path, 60)
+    parts = re.fullmatch(rf"rank 1 did not answer and was ended; the others stopped: {STOPPED}{SAVED}", message)
+    assert parts, message
+    check_resumes(three_ranks, int(parts[1]))
+
+
+@pytest.mark.in_turn(0, 1)
+@pytest.mark.slow
+def test_under_torchrun_each_rank_says_why_it_ends(three_ranks: dict[str, Any], tmp_path: Path) -> None:
+    torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "optimus.cli"
+    process = start(three_ranks, tmp_path, *torchrun)
+    signal_rank(process, 1, signal.SIGKILL)
+    messages = end_of(process, tmp_path, 60)
+    assert len(messages) == 2
+    for message in messages:
+        assert re.fullmatch(STOPPED + SAVED, message), message
+
+
+def test_a_rank_that_never_comes(small_run: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(small_run | {"resilience": {"timeout": 2}}))
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "USE_LIBUV": "1"}
+    command = [sys.executable, "-m", "optimus.cli", "train", str(file)]
+    done = subprocess.run(command, env={**os.environ, **alone}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert re.search(r"^error: the ranks have not come together within 2 s \(resilience.timeout\): ", done.stderr, re.M)
+    assert "Traceback" not in done.stderr
+
+
+def failure(folder: Path, rank: int, code: int, when: int, text: str | None = None) -> ProcessFailure:
+    """What TorchElastic makes of a rank that ended with `code`, and had left `text`."""
+    file = folder / f"error{rank}.json"
+    if text is not None:
+        extra = {"py_callstack": "", "timestamp": str(when)}
+        file.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+    made = ProcessFailure(rank, 1, code, str(file))
+    made.timestamp = when
+    return made
+
+
+BROKEN = "CollectiveError: step 7: all_reduce failed on rank {}: closed"
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        (
+            [(-9, 100, None), (2, 100, BROKEN)],
+            "rank 0 was lost (killed by SIGKILL); the others stopped: step 7: .* rank 1: closed",
+        ),
+        ([(-9, 100, None), (2, 99, BROKEN)], "rank 0 was lost .*"),  # noticed when the second had turned
+        (
+            [(2, 100, BROKEN), (7, 100, None), (-15, 100, None)],
+            "rank 1 was lost (exit code 7); .* failed on rank 0: closed",
+        ),
+        ([(-9, 130, None), (2, 100, BROKEN)], "rank 0 did not answer and was ended; the others stopped: step 7: .*"),
+        ([(2, 100, BROKEN), (2, 101, "UserError: no room")], "rank 1 failed: no room"),
+        ([(-15, 100, None), (1, 100, "KeyError: 'x'")], "rank 1 failed: KeyError: 'x'"),
+        (
+            [(2, 101, BROKEN), (2, 100, BROKEN)],
+            "the ranks have lost each other: step 7: .* failed on rank 1: closed",
+        ),
+        ([(-15, 100, None), (-15, 100, None)], "rank 0 was lost (killed by SIGTERM)"),
+        ([(-6, 100, None), (-9, 100, None), (-6, 100, None)], "rank 1 was lost (killed by SIGKILL)"),  # by a watchdog
+    ],
+)
+def test_the_cause_is_told_from_its_consequences(
+    tmp_path: Path, ends: Sequence[tuple[int, int, str | None]], expected: str
+) -> None:
+    failures = {
+        rank: failure(tmp_path, rank, code, when, text and text.format(rank))
+        for rank, (code, when, text) in enumerate(ends)
+    }
+    pattern = re.escape(expected).replace(r"\.\*", ".*").replace(r"\ ", " ")
+    assert re.fullmatch(pattern, explain(failures)), explain(failures)
+
+
+class Stuck:
+    """Points of a stream that has come to the first and never comes to the second."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self) -> Any:
+        self.made += 1
+        return SimpleNamespace(query=lambda first=self.made == 1: first)
+
+
+def test_a_rank_whose_device_waits_too_long_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It says in which collective, keeps what torch has recorded of them, and ends before its backend aborts it."""
+    ended, codes = threading.Event(), []
+    monkeypatch.setattr(launch, "_leave", lambda code: (codes.append(code), ended.set()))
+    recorder = Recorder()
+    recorder.device = DeviceWaits(Stuck())
+    config = SimpleNamespace(resilience=SimpleNamespace(timeout=0.05))
+    groups = SimpleNamespace(recorder=recorder, rank=0)
+    run: Any = SimpleNamespace(groups=groups, config=config, step=6, folder=tmp_path)
+    with launch._deadline(run):
+        recorder.wait(("0, 1", "all_reduce", 3), [])
+        assert ended.wait(10)
+    assert codes == [Exit.LOST]
+    assert "version" in json.loads((tmp_path / "flight-record-0.json").read_text())
+    expected = "step 7: all_reduce over ranks 0, 1 failed on rank 0: the device has waited for 0.05 s"
+    assert f"error: {expected} (resilience.timeout)" in capfd.readouterr().err
+
+
+def test_lack_of_memory_is_nobodys_loss() -> None:
+    run: Any = SimpleNamespace(groups=SimpleNamespace(rank=2), device="xpu:0", step=6)
+    with (
+        pytest.raises(
+            EndedError, match=r"^step 7: rank 2 has no memory left on xpu:0 \(full\): choose a smaller"
+        ) as error,
+        launch._naming_lack_of_memory(run),
+    ):
+        raise torch.OutOfMemoryError("full. More of it")
+    assert launch.code_of(error.value) == Exit.USER
+
+
+@pytest.mark.parametrize(
+    ("named", "per_node", "backend"),
+    [("xpu", 4, "xccl"), ("xpu:0", 4, "gloo"), ("xpu:0", 1, "xccl"), ("auto", 4, "xccl")],
+)
+def test_ranks_that_share_a_device_use_gloo(named: str, per_node: int, backend: str) -> None:
+    assert launch.backend_of(torch.device("xpu:0"), named, per_node) == backend

@@ -1,0 +1,223 @@
+"""`train.lora_rank`: low-rank factors beside frozen weights, of which zeros stay zero; and what reads their checkpoints."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import optimus
+from helpers.drawing import config_of
+from helpers.equality import compare, train_steps
+from helpers.sweep import in_turns
+from optimus.checkpoint.inspect import convert
+from optimus.checkpoint.masks import whole_masks
+from optimus.checkpoint.reader import Reader
+from optimus.checkpoint.store import load_model
+from optimus.config import load_config
+from optimus.errors import UserError
+from optimus.kernels.gradient_buffer import TensorBuffer
+from optimus.model.linear import Linear
+from optimus.model.low_rank import merged
+from optimus.model.parameters import Size
+from optimus.model.parts import Parts
+from optimus.observe.metrics import read_metrics
+from optimus.plan.asking import as_configured, asked, configured
+from optimus.plan.dry_run import dry_run
+from optimus.plan.prediction import predict
+from optimus.resolve.microbatches import with_microbatches
+from optimus.state.masks import unpacked_bits
+from optimus.testing import run_ranks
+from optimus.testing.steps import Steps
+
+PERP = {"freeze": ["matrix", "expert", "embedding", "router"], "lora_rank": 2}
+SHARDED = ["state.shard=parameters", "state.chunk=500"]
+
+
+def test_gradients_are_those_of_the_definition() -> None:
+    gradients: dict[Any, Any] = {}
+    layer = Linear(Size("residual", 6), Size("stack", 2), Size("ffn", 5), parts=Parts(gradient_buffers=gradients))
+    layer.add_factors(3)
+    torch.manual_seed(0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    layer.weight.requires_grad_(False)[torch.rand(layer.weight.shape) < 0.7] = 0
+    gradients |= {each: TensorBuffer(torch.ones(each.shape)) for each in (layer.lora_b, layer.lora_a)}
+    x = torch.randn(4, 6, requires_grad=True)
+    y, y_grad = layer(x), torch.randn(4, 10)
+    y.backward(y_grad)
+    b, a = (each.detach().clone().requires_grad_() for each in (layer.lora_b, layer.lora_a))
+    x_again = x.detach().clone().requires_grad_()
+    expected = x_again @ (layer.weight + (layer.weight != 0) * (b @ a)).flatten(0, 1).T
+    expected.backward(y_grad)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(x.grad, x_again.grad)
+    for factor, right in ((layer.lora_b, b), (layer.lora_a, a)):
+        torch.testing.assert_close(gradients[factor].grad, 1 + right.grad)
+    assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("model", "freeze", "ranks", "overrides"),
+    in_turns(
+        [
+            ("dense", ["matrix"], 4, ["parallel.tensor=[2,2]"]),
+            ("tied dense", ["matrix", "embedding"], 4, ["parallel.tensor=2", "parallel.sequence=true", *SHARDED]),
+            ("moe", ["matrix", "expert"], 4, ["parallel.tensor=2", "parallel.expert=2", "state.shard=optimizer"]),
+            ("dense", ["blocks.0.*", "head"], 2, ["recompute=[block]", *SHARDED]),
+            (
+                "dense",
+                ["embedding", "blocks.*", "head"],
+                2,
+                ["parallel.pipeline=2", "parallel.schedule=zb-h1", *SHARDED],
+            ),
+            ("moe", ["blocks.1.*"], 2, ["parallel.pipeline=2", "parallel.schedule=1f1b", "state.shard=gradients"]),
+            (
+                "moe",
+                PERP["freeze"],
+                4,
+                [
+                    "parallel.pipeline=2",
+                    "parallel.schedule=zb-h1",
+                    "model.layers=4",
+                    "train.micro_batch=1",
+                    *SHARDED[:1],
+                    "state.chunk=2000",
+                ],
+            ),
+        ],
+        2,
+        always=2,
+    ),
+    ids=str,
+)
+def test_layouts_equal_one_process(model: str, freeze: list[str], ranks: int, overrides: list[str]) -> None:
+    config = config_of(model)
+    config["train"] |= {"freeze": freeze, "lora_rank": 2, "global_batch": 8}
+    tree = with_microbatches(load_config(config, overrides), ranks)
+    layout = tree.model_dump(exclude_unset=True)
+    alone = {name: section for name, section in layout.items() if name not in ("parallel", "state", "moe", "recompute")}
+    right = train_steps(alone, 3)
+    factors = [key for key in right.tensors if key.startswith("model.") and "lora_" in key]
+    assert factors
+    assert all(right.tensors[key].any() for key in factors)
+    for rank, trained in enumerate(run_ranks(train_steps, ranks, layout, 3)):
+        compare(trained, right, f"rank {rank}", 2e-5)
+
+
+@pytest.fixture
+def pruned(small_run: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The configuration of a run with factors that begins with a pruned model."""
+    config = copy.deepcopy(small_run)
+    config["train"] |= {"output": str(tmp_path / "pruned"), "precision": "float32"}
+    optimus.train(config | {"pruning": {"sparsity": 0.6, "at": 0}})
+    config["train"] |= PERP | {"output": str(tmp_path / "run"), "steps": 6}
+    return config | {"checkpoint": {"initial": str(tmp_path / "pruned"), "every": 3, "keep": None, "weights_every": 6}}
+
+
+def records(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(folder)]
+
+
+def test_a_run_and_what_reads_its_checkpoints(pruned: dict[str, Any], tmp_path: Path) -> None:
+    run, plain = tmp_path / "run", copy.deepcopy(pruned)
+    optimus.train(pruned)
+    plain["train"] |= {"output": str(tmp_path / "plain")}
+    optimus.train(plain, ["train.lora_rank=null"])
+    # With B = 0 the model is the pruned one; then it is better than without factors.
+    assert records(run)[0] == records(tmp_path / "plain")[0]
+    assert records(run)[-1] < records(tmp_path / "plain")[-1]
+    last, before = run / "checkpoints" / "step-00000006", load_model(tmp_path / "pruned")
+    raw = Reader.open(last)
+    model, masks = load_model(last), whole_masks(raw)
+    weights = dict(model.named_parameters())
+    convert(last, tmp_path / "all.pt", to="torch")
+    stored = torch.load(tmp_path / "all.pt")
+    factors = [key for key in stored if key.startswith("model.") and key.endswith("lora_b")]
+    names = [key.removeprefix("model.").removesuffix("lora_b") + "weight" for key in factors]
+    assert sorted(names) == [f"blocks.{i}.attention.{each}.weight" for i in range(2) for each in ("out", "qkv")]
+    for name in names:
+        w, b, a = (stored[f"model.{name.removesuffix('weight')}{leaf}"] for leaf in ("weight", "lora_b", "lora_a"))
+        assert torch.equal(w, before.get_parameter(name))
+        assert torch.equal(weights[name], merged(w, b, a))
+        mask = unpacked_bits(masks[f"mask.{name}"], w.shape[-1])
+        assert not weights[name][~mask].any()
+        assert (weights[name] != w)[mask].float().mean() > 0.9
+    optimus.export(run, tmp_path / "exported")
+    optimus.import_folder(tmp_path / "exported", tmp_path / "imported")
+    optimus.merge([str(last), str(tmp_path / "imported")], tmp_path / "averaged")
+    for path in (run / "checkpoints" / "weights-00000006", tmp_path / "imported", tmp_path / "averaged"):
+        assert all(torch.equal(each, weights[name]) for name, each in load_model(path).named_parameters())
+        assert whole_masks(Reader.open(path)).keys() == masks.keys()
+    # Merged it computes the same: a run that begins with it is where this one has ended.
+    config = copy.deepcopy(pruned)
+    config["checkpoint"]["initial"] = str(last)
+    config["train"] |= {"output": str(tmp_path / "again"), "steps": 1}
+    config["validation"] = [{"name": "all", "path": config["data"]["path"], "tokens": 512}]
+    optimus.train(config, ["lr_schedule.peak=1e-12", "lr_schedule.minimum=1e-12"])
+    unmerged = copy.deepcopy(pruned)
+    unmerged["validation"] = config["validation"]
+    optimus.train(unmerged, ["train.steps=7", "lr_schedule.peak=1e-12", "lr_schedule.minimum=1e-12"], resume=True)
+    ends = [list(read_metrics(folder))[-1]["loss/all"] for folder in (tmp_path / "again", run)]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-6)
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_resumed(pruned: dict[str, Any], tmp_path: Path) -> None:
+    """Bit for bit on the same layout, within rounding on another; without its factors it is refused."""
+    optimus.train(pruned)
+    parted = copy.deepcopy(pruned)
+    parted["train"]["output"] = str(tmp_path / "parted")
+    optimus.train(parted, ["train.stop_at=3"])
+    with pytest.raises(UserError, match=r"low-rank factors of 4 weights, and the run of 0: set train\.lora_rank"):
+        optimus.train(parted, ["train.lora_rank=null"], resume=True)
+    spread = copy.deepcopy(parted)
+    optimus.train(parted, resume=True)
+    assert records(tmp_path / "parted") == records(tmp_path / "run")
+    a, b = (dict(load_model(tmp_path / name).named_parameters()) for name in ("parted", "run"))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+    spread["train"]["output"] = str(tmp_path / "spread")
+    optimus.train(spread, ["train.stop_at=3", "parallel.tensor=2"], ranks=2)
+    optimus.train(spread, ["state.shard=parameters", "state.chunk=3000", "parallel.expert=2"], ranks=2, resume=True)
+    assert records(tmp_path / "spread") == pytest.approx(records(tmp_path / "run"), rel=1e-3)
+    c = dict(load_model(tmp_path / "spread").named_parameters())
+    for name in b:
+        assert torch.equal(c[name] == 0, b[name] == 0)
+
+
+@pytest.mark.parametrize(
+    ("train", "sections", "message"),
+    [
+        ({"lora_rank": 2}, {}, "train.freeze names none: add matrix there"),
+        ({"lora_rank": 2, "freeze": ["embedding"]}, {}, "train.freeze names none: add matrix there"),
+        ({"lora_rank": 0, "freeze": ["matrix"]}, {}, "train.lora_rank.*greater than 0"),
+        (
+            PERP,
+            {"pruning": {"sparsity": 0.5, "at": 2, "targets": ["head"]}},
+            "prune first, and begin a run with factors",
+        ),
+        (PERP, {"optimizer": {"groups": [{"match": "factor", "name": "muon"}]}}, "muon updates matrices"),
+    ],
+)
+def test_bad_input(small_run: dict[str, Any], train: dict[str, Any], sections: dict[str, Any], message: str) -> None:
+    small_run["train"] |= train
+    with pytest.raises(UserError, match=message):
+        optimus.train(small_run | sections)
+
+
+def test_everything_but_the_factors_may_be_frozen(small_run: dict[str, Any]) -> None:
+    small_run["train"] |= {"freeze": ["*"], "lora_rank": 2}
+    trained = [name for name, rule in Steps(small_run).state.rules.items() if rule.trains]
+    assert len(trained) == 8
+    assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("freeze", ["[matrix,embedding]", "[blocks.0.*,blocks.2.*]"])
+def test_the_planner_counts_them(freeze: str) -> None:
+    train = ["train.sequence_length=512", "train.global_batch=64", f"train.freeze={freeze}", "train.lora_rank=16"]
+    shape = ["model.layers=4", "train.precision=bfloat16", "state.shard=optimizer"]
+    job = as_configured(asked(configured("mula-tiny-moe", [*train, *shape], 8), "dgx-a100", 8, []))
+    found, predicted = dry_run(job, 0), predict(job).memory.parts
+    held = sum(found[kind] for kind in ("parameters", "gradients", "master", "moments"))
+    assert sum(predicted[kind] for kind in ("parameters", "gradients", "optimizer")) == pytest.approx(held, rel=1e-3)

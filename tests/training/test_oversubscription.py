@@ -1,0 +1,119 @@
+"""More threads than free cores are named with the cure; with made-up times and loads, without a clock."""
+
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import optimus
+from optimus.cores import usable_cores
+from optimus.mesh import Mesh
+from optimus.training import oversubscription
+from optimus.training.oversubscription import WINDOW, Oversubscription, threads_wanted
+from optimus.training.run import Run
+from optimus.training.step import StepResult
+
+Window = tuple[
+    float, float, float
+]  # seconds of a step, threads that want to run, share of its cores that the rank gets
+
+
+def machine(patch: pytest.MonkeyPatch, wanted: Callable[[], float], cores: int, threads: int) -> None:
+    patch.setattr(oversubscription, "threads_wanted", wanted)
+    patch.setattr(oversubscription, "usable_cores", lambda: cores)
+    patch.setattr(torch, "get_num_threads", lambda: threads)
+
+
+def said(
+    windows: Iterable[Window], cores: int = 4, threads: int = 2, ranks: int = 2, mesh: Mesh | None = None
+) -> list[str]:
+    """The notes of a run of so many windows of steps."""
+    run: Any = SimpleNamespace(notes=[], step=0, device=torch.device("cpu"))
+    run.groups = SimpleNamespace(mesh=mesh or Mesh(dp=ranks))
+    now, spent = 0.0, 5.0
+    hook = Oversubscription()
+    with pytest.MonkeyPatch.context() as patch:
+        machine(patch, lambda: now, cores, threads)
+        patch.setattr(time, "process_time", lambda: spent)
+        hook.before_training(cast(Run, run))
+        for seconds, wanted, share in windows:
+            for _ in range(WINDOW):
+                run.step, run.step_seconds = run.step + 1, seconds
+                now, spent = wanted, spent + share * threads * seconds
+                hook.after_step(cast(Run, run), cast(StepResult, None))
+    return cast("list[str]", run.notes)
+
+
+QUIET = (0.2, 4.0, 0.9)
+
+
+def test_steps_that_become_slow_on_a_crowded_machine() -> None:
+    assert said([QUIET, (2.4, 7.0, 0.3)]) == [
+        "step 20: steps take 12.0 times as long as the fastest before, and 7 threads want the 4 cores of this machine "
+        "(2 x 2 of this run get 30 % of theirs): set OMP_NUM_THREADS=1, or end what else runs"
+    ]
+
+
+def test_threads_that_are_too_many_from_the_start() -> None:
+    found = said([(2.4, 3.0, 0.2)] * 3, threads=8)
+    assert found == [
+        "step 10: steps take 2.4 s, and 16 threads want the 4 cores of this machine (2 x 8 of this run get 20 % of theirs): "
+        "set OMP_NUM_THREADS=2, or end what else runs"
+    ]
+    assert "end what else runs" in said([QUIET, (2.0, 9.0, 0.3)], threads=1)[0]
+    assert said([(2.0, 1.0, 0.4), (9.0, 1.0, 0.1)], threads=1, ranks=8)[0].endswith(
+        ": take at most 4 ranks on this machine"
+    )
+
+
+def test_it_is_said_again_only_after_the_run_has_recovered() -> None:
+    crowded = (2.4, 9.0, 0.3)
+    assert len(said([QUIET, crowded, crowded, crowded])) == 1
+    assert len(said([QUIET, crowded, QUIET, crowded])) == 2
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        [QUIET] * 4,
+        [QUIET, (2.4, 4.0, 0.9)],  # slow, but the machine is not crowded: longer checkpoints, a slow disk
+        [QUIET, (0.3, 9.0, 0.9)],  # crowded, but nothing is slow
+        [(2.4, 4.0, 0.9), QUIET],  # it gets faster
+    ],
+)
+def test_silence_where_it_is_something_else(windows: list[Window]) -> None:
+    assert said(windows) == []
+
+
+def test_the_ranks_of_a_node_count() -> None:
+    crowded = (2.4, 4.0, 0.3)
+    assert said([QUIET, crowded], mesh=Mesh(dp=8, ranks_per_node=2)) == []
+    assert "(8 x 2 of this run" in said([QUIET, crowded], mesh=Mesh(dp=8))[0]
+
+
+def test_what_the_machine_says_now() -> None:
+    assert threads_wanted() >= 0
+
+
+def test_a_run_on_processors_watches(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """As it is put together, with a reading that makes it speak; on rank 0, beside the steps."""
+    spent = iter(number * 1e-9 for number in range(10**6))
+    monkeypatch.setattr(time, "process_time", lambda: next(spent))
+    machine(monkeypatch, lambda: 99.0, 2, 4)
+    small_run["train"] |= {"steps": WINDOW, "sequence_length": 32}
+    optimus.train(small_run)
+    assert re.search(rf"step {WINDOW}: steps take .* s, and 99 threads want the 2 cores", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("text", "most"), [("max 100000\n", None), ("100000 100000\n", 1), ("50000 100000\n", 1), ("", None)]
+)
+def test_the_quota_of_a_container_counts(text: str, most: int | None, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    free = usable_cores(tmp_path / "none")
+    assert usable_cores(tmp_path / "cpu.max") == (free if most is None else most)

@@ -1,0 +1,228 @@
+"""What a run on several nodes does in a step whose gradients are not finite: how its ranks end, and what the log says."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.sweep import in_turns
+from optimus.checkpoint.folder import list_checkpoints
+from optimus.config import load_config
+from optimus.errors import UserError
+from optimus.observe.metrics import read_metrics
+from optimus.resilience.events import EventLog
+from optimus.resilience.exits import Exit
+from optimus.testing import run_ranks
+from optimus.testing.faults import FaultPlan, Inject
+from optimus.training import health
+from optimus.training.checkpoints import build_run
+from optimus.training.hooks import Hook
+from optimus.training.launch import _claim_folder, _hooks, code_of
+from optimus.training.loop import train_loop
+from optimus.training.run import Run
+
+RANKS, PER_NODE = 4, 2
+Ended = tuple[Exit, str]
+
+
+class Damage(Hook):
+    """Something of the state of one rank is not finite from a step on."""
+
+    def __init__(self, buffer: str, rank: int, step: int) -> None:
+        self._buffer, self._rank, self._step = buffer, rank, step
+
+    def before_step(self, run: Run) -> None:
+        if run.step + 1 == self._step and run.groups.rank == self._rank:
+            for chunk in run.state.chunks:
+                chunk.settle()
+                {"own": chunk.compute_shard, **chunk.resident}[self._buffer].fill_(torch.nan)
+
+
+class SlowDisk(Hook):
+    """A checkpoint that is written beside the training is complete when the training waits for it, and no sooner."""
+
+    def before_step(self, run: Run) -> None:
+        saver, waited_for = run.saver, threading.Event()
+        if saver is None or run.step:
+            return
+        write, finish, abandon = saver.write, saver.finish, saver.abandon
+
+        def after(event: threading.Event, call: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *given: (event.wait(), call(*given))[1]
+
+        def telling(event: threading.Event, call: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *given: (event.set() if saver._targets else None, call(*given))[1]
+
+        saver.write = after(waited_for, write)
+        saver.finish = telling(waited_for, finish)  # type: ignore[method-assign]
+        saver.abandon = telling(waited_for, abandon)  # type: ignore[method-assign]
+
+
+class SlowRank(Hook):
+    """Rank 2 is found to be slow in step 4."""
+
+    def before_training(self, run: Run) -> None:
+        self._patches = pytest.MonkeyPatch()
+        self._patches.setattr(health, "WINDOW", 1)
+        self._patches.setattr(health, "OFTEN", 1)
+        self._patches.setattr(health, "find_slow", lambda *given: {2: 3.0} if run.step == 4 else {})
+
+    def after_training(self, run: Run) -> None:
+        self._patches.undo()
+
+
+def train_rank(config: dict[str, Any], plan: FaultPlan, others: Sequence[Hook]) -> Ended:
+    """One rank of a run, begun or resumed, as the launcher of its node has it; how it ended."""
+    rank = dist.get_rank()
+    run = build_run(load_config(config), torch.device("cpu"), True)
+    if rank == 0:
+        _claim_folder(run)
+    try:
+        train_loop(run, [Inject(plan), *others, *_hooks(run, f"node{rank // PER_NODE}")])
+    except UserError as error:
+        return code_of(error), str(error)
+    finally:
+        run.state.finish()
+    return Exit.DONE, ""
+
+
+class Trial:
+    """A run of four ranks on two nodes, and how it ended."""
+
+    def __init__(self, config: dict[str, Any], **sections: dict[str, Any]) -> None:
+        merged = {"checkpoint": {"every": 1, "weights_every": 2}, **config, **sections}
+        self.config = merged | {"train": merged["train"] | {"micro_batch": 2}}
+        self.folder = Path(config["train"]["output"])
+        self.said: list[str] = []
+
+    def go(self, plan: FaultPlan | None = None, *others: Hook) -> list[Exit]:
+        ended = run_ranks(train_rank, RANKS, self.config, plan or FaultPlan(), others)
+        self.said = [text for _, text in ended]
+        return [code for code, _ in ended]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What has come of the faults."""
+        return [event for event in EventLog(self.folder).read() if event["kind"] != "injected"]
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.events]
+
+
+FIRST_AT_FAULT = [Exit.BAD_NODE, Exit.BAD_NODE, Exit.LOST, Exit.LOST]
+SECOND_AT_FAULT = FIRST_AT_FAULT[::-1]
+DIVERGED = [Exit.DIVERGED] * RANKS
+LAYOUTS: list[dict[str, Any]] = [
+    {"state": {"shard": "none"}},
+    {"state": {"shard": "parameters"}},
+    {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1}, "state": {"shard": "optimizer"}},
+    {"parallel": {"pipeline": 2, "executor": "message-driven"}, "train": {"micro_batch": 2}},
+]
+
+
+@pytest.mark.parametrize("layout", in_turns(LAYOUTS, 3, always=2), ids=str)
+def test_the_node_of_one_rank_is_at_fault(small_run: dict[str, Any], layout: dict[str, Any]) -> None:
+    layout = layout | {"train": small_run["train"] | layout.get("train", {})}
+    trial = Trial(small_run, **layout)
+    assert trial.go(FaultPlan().nan(rank=2, step=4)) == SECOND_AT_FAULT
+    assert {text.split(": ")[0] for text in trial.said} == {"step 4"}
+    (event,) = trial.events
+    assert {key: event[key] for key in ("kind", "node", "rank", "step")} == {
+        "kind": "failure",
+        "node": "node1",
+        "rank": 2,
+        "step": 4,
+    }
+    assert event["detail"].startswith("rank 2 gave numbers that are not finite, first in ")
+    assert event["detail"] in trial.said[0]
+    assert trial.go(FaultPlan().nan(rank=2, step=4)) == [Exit.DONE] * RANKS  # from where it was, with a sound node
+    assert trial.kinds() == ["failure", "recovered"]
+    assert [record["step"] for record in read_metrics(trial.folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_two_ranks_of_a_node_are_one_node(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run)
+    assert trial.go(FaultPlan().nan(0, 3).nan(1, 3)) == FIRST_AT_FAULT
+    assert [(event["node"], event["rank"]) for event in trial.events] == [("node0", 0)]
+
+
+def test_several_nodes_at_once_have_diverged(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run)
+    plan = FaultPlan().nan(1, 5).nan(2, 5)
+    assert trial.go(plan) == DIVERGED
+    failure, rollback = trial.events
+    assert (failure["kind"], failure["node"], failure["rank"], failure["step"]) == ("failure", None, None, 5)
+    assert "on ranks 1, 2: the training has diverged" in failure["detail"]
+    assert (rollback["kind"], rollback["step"]) == ("rollback", 4)
+    assert trial.go(plan) == [Exit.DONE] * RANKS
+    assert trial.kinds() == ["failure", "rollback", "recovered"]
+    assert trial.events[-1]["step"] == 5
+
+
+def test_the_same_step_on_another_node_has_diverged(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run)
+    assert trial.go(FaultPlan().nan(3, 4)) == SECOND_AT_FAULT
+    assert trial.go(FaultPlan().nan(3, 4).nan(0, 4)) == DIVERGED
+    assert trial.kinds() == ["failure", "failure", "rollback"]
+    assert trial.events[-1]["step"] == 2
+
+
+def test_it_goes_back_further_each_time_and_then_ends(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run, resilience={"max_rollbacks": 2})
+    plan = FaultPlan()
+    for step in (5, 5, 3):
+        plan = plan.nan(0, step).nan(3, step)
+        ended = trial.go(plan)
+    assert ended == [Exit.USER] * RANKS
+    assert all("it has gone back 2 times already (resilience.max_rollbacks)" in text for text in trial.said)
+    assert [event["step"] for event in trial.events if event["kind"] == "rollback"] == [4, 2]
+    assert trial.events[-1]["kind"] == "failure"
+
+
+def test_without_weights_there_is_nothing_to_go_back_to(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run, checkpoint={"every": 1})
+    assert trial.go(FaultPlan().nan(0, 3).nan(2, 3)) == [Exit.USER] * RANKS
+    assert all("checkpoint.weights_every" in text for text in trial.said)
+    assert trial.kinds() == ["failure"]
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
+def test_parameters_that_are_damaged_on_one_rank(small_run: dict[str, Any], shard: str) -> None:
+    """Others may have gathered them before anything was computed from them; moments damage them in the next update."""
+    for buffer, step, found in (("own", 3, 3), ("adamw.m", 2, 3)):
+        config = small_run | {"train": small_run["train"] | {"output": f"{small_run['train']['output']}-{buffer}"}}
+        trial = Trial(config, state={"shard": shard})
+        assert trial.go(FaultPlan(), Damage(buffer, 1, step)) == FIRST_AT_FAULT, buffer
+        (event,) = trial.events
+        assert (event["node"], event["rank"], event["step"]) == ("node0", 1, found)
+        assert "parameters of its own" in event["detail"]
+
+
+@pytest.mark.parametrize("cause", ["not finite", "slow"])
+def test_a_checkpoint_that_is_being_written_is_completed(small_run: dict[str, Any], cause: str) -> None:
+    """By ranks that end together, all alive: else the steps since the one before it would be lost, too. It was begun after
+    step 2, and its disk is slow; a run of fast steps ends in step 4."""
+    trial = Trial(small_run, checkpoint={"every": 2, "asynchronous": True}, resilience={"exclude_slow": True})
+    fault = (FaultPlan(), SlowRank()) if cause == "slow" else (FaultPlan().nan(2, 4),)
+    assert trial.go(*fault, SlowDisk()) == SECOND_AT_FAULT
+    assert [path.name for path in list_checkpoints(trial.folder)] == ["step-00000002"]
+    assert trial.go() == [Exit.DONE] * RANKS
+    (recovered,) = (event for event in trial.events if event["kind"] == "recovered")
+    assert recovered["step"] == 3
+
+
+def test_a_disk_that_refuses_does_not_hide_whose_fault_it_is(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run, checkpoint={"every": 2, "asynchronous": True})
+    plan = FaultPlan().fill_disk(0, 1).nan(2, 4)
+    assert trial.go(plan, SlowDisk()) == SECOND_AT_FAULT
+    assert list_checkpoints(trial.folder) == []
+
+
+def test_a_healthy_run_says_nothing(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run)
+    assert trial.go() == [Exit.DONE] * RANKS
+    assert trial.events == []

@@ -1,0 +1,254 @@
+"""What a run can do beside its steps, drawn together: pruning, rewinding, state off the device, checkpoints beside the
+training, beginnings, phases, teachers, low-rank factors, frozen parameters, and kills.
+
+A run that has all this is killed, and goes on; it has the losses and the state, bit for bit, of one that kept its state on
+the device, stopped for its checkpoints and was never killed. Of many draws a covering array is tested, which has every pair
+of values that any draw has; others have turns.
+"""
+
+import copy
+import itertools
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import optimus
+from helpers.covering import covering
+from helpers.sweep import in_turns
+from optimus.checkpoint.folder import step_folder
+from optimus.checkpoint.reader import Reader
+from optimus.checkpoint.slices import whole_slices
+from optimus.observe.metrics import read_metrics
+from optimus.training import loop
+from optimus.training.hooks import Hook
+from optimus.training.run import Run
+
+POOL = range(1500)  # draws that the covering array is chosen from
+STEPS = 6
+SIZES = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 32, "vocab": 320}
+MODELS: dict[str, dict[str, Any]] = {
+    "sparse": SIZES  # with biases of the router, which a rule of their own moves
+    | {
+        "family": "deepseek_v3",
+        "latent": {"keys": 16, "rotary": 8, "value": 16},
+        "head_size": 16,
+        "experts": 4,
+        "experts_per_token": 2,
+        "expert_intermediate": 16,
+    },
+    "tied": SIZES | {"family": "olmo", "tie_embeddings": True},
+}
+PRUNING: dict[str, dict[str, Any]] = {
+    "never": {},
+    "first": {"at": 0},
+    "twice": {"at": [2, 4], "indices": "bits"},
+    "early-bird": {"at": 0, "method": "early-bird", "every": 1, "distance": 0.9},  # five distances are found at step 5
+    "back to 0": {"at": 3, "method": "random", "rewind": 0},
+    "back to 1": {"at": [2, 3], "scope": "layer", "rewind": 1},
+}
+
+
+class Draw(NamedTuple):
+    """What a run does; `kills` are the steps in which it is killed."""
+
+    model: str
+    pruning: str
+    start: str
+    freeze: tuple[str, ...]
+    lora: bool
+    rule: str
+    phases: bool
+    teacher: bool
+    precision: str
+    shard: str
+    residency: str
+    update_on: str
+    beside: bool  # checkpoints are written beside the training
+    every: int
+    kills: tuple[int, ...]
+
+    def plain(self) -> "Draw":
+        """The same numbers, unkilled and without what must not change them."""
+        return self._replace(residency="device", beside=False, kills=())
+
+
+def drawn(number: int) -> Draw:
+    """The number decides everything."""
+    of = random.Random(number).choice
+    lora = of((False, False, True))
+    # Branches begin with a trunk of the same run; a head is beside the embedding that a checkpoint of another freezes.
+    draw = Draw(
+        model=of([*MODELS]),
+        pruning="never" if lora else of([*PRUNING]),
+        start=of(("new", "pruned", "folder", "branch")),
+        freeze=("matrix", "embedding") if lora else of(((), (), ("embedding",), ("blocks.0.*",))),
+        lora=lora,
+        rule=of(("adamw", "schedule-free", "lion", "muon")),
+        phases=of((False, True)),
+        teacher=of((False, True)),
+        precision=of(("float32", "bfloat16")),
+        shard=of(("none", "optimizer", "parameters")),
+        residency=of(("device", "optimizer", "all", "disk")),
+        update_on=of(("device", "host")),
+        beside=of((False, True)),
+        every=of((1, 2)),
+        kills=of(((), (2,), (3,), (4, 5), (6,))),
+    )
+    if draw.residency == "device":
+        draw = draw._replace(update_on="device")
+    if draw.rule == "muon" and draw.start in ("pruned", "folder"):  # which needs whole matrices
+        draw = draw._replace(rule="adamw")
+    if draw.pruning == "back to 1" and draw.start == "branch":  # at step 2, which has no weights of step 1
+        draw = draw._replace(start="new")
+    return draw
+
+
+def values(draw: Draw) -> list[tuple[str, object]]:
+    """What is met in pairs."""
+    killed = ("never", "once", "twice")[len(draw.kills)]
+    return [*draw._replace(kills=killed)._asdict().items()]  # type: ignore[arg-type]
+
+
+@cache
+def cases() -> list[int]:
+    """The draws of the covering array."""
+    asked = [[*itertools.combinations(values(drawn(number)), 2)] for number in POOL]
+    return [POOL[index] for index in covering(asked, [2.0 + (drawn(number).start == "branch") for number in POOL])]
+
+
+class Killed(BaseException):
+    """A run is, in the middle of a step."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Path:
+    """Where checkpoints and an exported folder are that runs begin with, by model, and a teacher."""
+    folder = tmp_path_factory.mktemp("beginnings")
+    for model in MODELS:
+        pruning = {"sparsity": 0.4, "at": 0, "targets": ["matrix"]}
+        optimus.train(of_model(model, prepared, folder / model, steps=1) | {"pruning": pruning})
+        optimus.export(folder / model, folder / f"{model} folder")
+    optimus.train(of_model("tied", prepared, folder / "teacher", steps=1, seed=5))
+    return folder
+
+
+def of_model(model: str, data: Path, output: Path, **train: Any) -> dict[str, Any]:
+    sizes = {"global_batch": 8, "micro_batch": 4, "sequence_length": 32, "precision": "float32", "steps": STEPS}
+    return {
+        "model": MODELS[model],
+        "data": {"path": str(data)},
+        "train": {"output": str(output), **sizes, **train},
+        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "observe": {"tensorboard": False, "report": False},
+    }
+
+
+def config_of(draw: Draw, data: Path, place: Path, output: Path) -> dict[str, Any]:
+    config = of_model(draw.model, data, output, precision=draw.precision, freeze=[*draw.freeze])
+    config["optimizer"] = {"name": draw.rule}
+    config["checkpoint"] = {"every": draw.every, "keep": None, "weights_every": 1, "asynchronous": draw.beside}
+    config["state"] = {"shard": draw.shard, "residency": draw.residency, "chunk": 3000, "tile": 500}
+    if draw.residency != "device":
+        config["state"] |= {"device_states": 0.0, "update_on": draw.update_on}
+    if draw.residency == "disk":
+        config["state"]["disk"] = str(output.with_name(f"{output.name} disk"))
+    if draw.lora:
+        config["train"]["lora_rank"] = 2
+    if draw.teacher:
+        config["train"]["teacher"] = {"checkpoints": [str(place / "teacher")], "weight": 0.5}
+    if draw.phases:
+        del config["train"]["steps"]
+        own = {"steps": 3, "global_batch": 12, "lr_schedule": {"peak": 1e-3}}
+        config["phases"] = [{"steps": 3, "sequence_length": 16}, own]
+    if PRUNING[draw.pruning]:
+        config["pruning"] = {"sparsity": 0.6, "targets": targets(draw), **PRUNING[draw.pruning]}
+    if draw.start in ("pruned", "folder"):
+        config["checkpoint"]["initial"] = str(place / f"{draw.model}{' folder' * (draw.start == 'folder')}")
+    return config
+
+
+def targets(draw: Draw) -> list[str]:
+    """Parameters that are trained, by rules that can go on with what is left of them."""
+    if draw.rule == "muon":
+        return ["vector"] if draw.freeze == ("embedding",) else ["embedding"]
+    return ["blocks.1.attention.*.weight"] if draw.freeze == ("blocks.0.*",) else ["matrix"]
+
+
+def train(config: dict[str, Any], kills: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train to the end; killed in these steps, when it has done nothing of them or all but what follows a step."""
+    whole, left = loop._step, [*kills]
+
+    def step(run: Run, loader: Any, hooks: Sequence[Hook]) -> None:
+        if [run.step + 1] == left[:1]:
+            del left[0]
+            if run.step % 2 == 0:
+                whole(run, loader, ())
+            raise Killed
+        whole(run, loader, hooks)
+
+    monkeypatch.setattr(loop, "_step", step)
+    while True:
+        try:
+            optimus.train(config, resume="auto")
+            break
+        except Killed:
+            pass
+    monkeypatch.setattr(loop, "_step", whole)
+    assert not left
+
+
+def last(output: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The whole state at the end, masks included, and the counters beside it."""
+    reader = Reader.open(step_folder(output, STEPS))
+    found = {
+        key: torch.zeros(shape, dtype=torch.uint8 if key.startswith(("mask.", "drawn.")) else torch.float32)
+        for key, shape in reader.shapes.items()
+    }
+    reader.fill(whole_slices(found.items(), prefix=""), apart=True)
+    return found, reader.description.progress
+
+
+def check(draw: Draw, data: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = [tmp_path / "plain", tmp_path / "run"]
+    for each, output in zip((draw.plain(), draw), outputs):
+        config = config_of(each, data, place, output)
+        if draw.start == "branch":
+            trunk = copy.deepcopy(config)
+            trunk["train"] |= {"output": f"{output} trunk", "stop_at": 2}
+            optimus.train(trunk)
+            config["lr_schedule"]["branch_from"] = f"{output} trunk"
+        train(config, each.kills, monkeypatch)
+    plain, run = ([(each["step"], each["loss"]) for each in read_metrics(output)] for output in outputs)
+    assert run == plain
+    (there, counters), (here, own) = map(last, outputs)
+    assert own == counters
+    assert here.keys() == there.keys()
+    assert [key for key in there if not torch.equal(here[key], there[key])] == []
+    assert any(key.startswith("mask.") for key in there) == (
+        draw.pruning != "never" or draw.start in ("pruned", "folder")
+    )
+
+
+@pytest.mark.parametrize("number", cases())
+def test_pairs(number: int, prepared: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(drawn(number), prepared, place, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("number", in_turns(range(POOL.stop, POOL.stop + 200), 50))
+def test_more(number: int, prepared: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(drawn(number), prepared, place, tmp_path, monkeypatch)
+
+
+def test_the_cases_meet_everything() -> None:
+    met = {pair for number in cases() for pair in itertools.combinations(values(drawn(number)), 2)}
+    others = {
+        pair for number in range(POOL.stop, 2 * POOL.stop) for pair in itertools.combinations(values(drawn(number)), 2)
+    }
+    assert others <= met
+    assert len(cases()) <= 50
