@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from optimus.model.families import family_named
 from optimus.section import Section
@@ -74,7 +74,7 @@ class ModelConfig(Section):
     family: str
     """Family of published models. It sets the defaults below and the format of the export."""
     hidden: int = Field(gt=0, description="Width of the residual stream.")
-    layers: int = Field(gt=0, description="Number of transformer blocks.")
+    layers: int = Field(gt=0, le=100_000, description="Number of transformer blocks.")
     heads: int = Field(gt=0, description="Attention heads.")
     kv_heads: int = Field(default_factory=lambda given: given["heads"], gt=0)
     """Heads of keys and values, a divisor of heads. Default: heads."""
@@ -147,6 +147,13 @@ class ModelConfig(Section):
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon inside the norms.")
     init_std: float = Field(0.02, gt=0)
     """Standard deviation of the initial weights (a normal distribution truncated at 3 deviations)."""
+
+    @field_validator("*")
+    @classmethod
+    def _fits(cls, value: Any) -> Any:
+        if type(value) is int and value >= 1 << 31:
+            raise ValueError(f"{value} is larger than any model's: it must be less than {1 << 31}")
+        return value
 
     @model_validator(mode="before")
     @classmethod
