@@ -120,7 +120,7 @@ def _read_including(
     named = raw.pop("include", None) or []
     chain = [*outer, path.resolve()]
     below: dict[str, Any] = {}
-    for name in [named] if isinstance(named, str) else named:
+    for name in named if isinstance(named, list) else [named]:
         if not isinstance(name, str):
             raise UserError(f"{path}: 'include' is {named!r}: it must be the name of a YAML file, or a list of names")
         other = path.parent / user_path(name)

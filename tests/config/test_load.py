@@ -270,3 +270,14 @@ def test_a_key_of_several_types_is_one_problem(override: str, expected: str) -> 
     with pytest.raises(UserError) as caught:
         load_config(base(), [override])
     assert str(caught.value) == f"config: '{override[:-2]}' is 'x': it must be {expected}"
+
+
+@pytest.mark.parametrize(
+    "key", ["train.output", "train.data_cache", "data.path", "checkpoint.initial", "tuning.cache", "model"]
+)
+@pytest.mark.parametrize("name", ["a\0b", 300 * "a", 3000 * "a/"])
+def test_what_no_file_can_be_called_is_one_message(key: str, name: str) -> None:
+    section, _, field = key.partition(".")
+    config = base()
+    config[section] = config.get(section, {}) | {field: name} if field else name
+    assert "no file can be called so" in message(config)
