@@ -74,7 +74,7 @@ class ModelConfig(Section):
     family: str
     """Family of published models. It sets the defaults below and the format of the export."""
     hidden: int = Field(gt=0, description="Width of the residual stream.")
-    layers: int = Field(gt=0, le=100_000, description="Number of transformer blocks.")
+    layers: int = Field(gt=0, le=10_000, description="Number of transformer blocks.")
     heads: int = Field(gt=0, description="Attention heads.")
     kv_heads: int = Field(default_factory=lambda given: given["heads"], gt=0)
     """Heads of keys and values, a divisor of heads. Default: heads."""
@@ -172,6 +172,12 @@ class ModelConfig(Section):
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}: change one of them")
+        widest = max(3 * self.heads * self.head_size, 2 * self.intermediate, self.vocab)
+        widest = max(widest, 2 * (self.experts or 0) * self.expert_intermediate)
+        if self.hidden * widest >= 1 << 56:
+            raise ValueError(
+                f"hidden {self.hidden} gives a matrix of {self.hidden * widest} numbers: no machine has so many"
+            )
         family = family_named(self.family)
         if self.activation == "clamped_silu" and not self.gated:
             raise ValueError("clamped_silu is the activation of a gate: set gated")
