@@ -1,5 +1,6 @@
 """The commands. Each is a thin call of a function below; heavy imports wait until a command runs."""
 
+import io
 import json
 import os
 import re
@@ -740,6 +741,10 @@ def _show(result: Any, as_json: bool, text: str) -> None:
 
 def main() -> None:
     """Entry point: a `UserError` is one line and exit code 2, never a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a folder's name need not be Unicode; stderr does so by itself
     try:
         app()
     except UserError as error:

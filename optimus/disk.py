@@ -10,6 +10,7 @@ from typing import Any
 
 from optimus.errors import UserError
 
+_LONGEST, _LONGEST_PATH = 255, 4095  # bytes that Linux takes
 _LONGEST_NAME = 200  # bytes, of the 255 that file systems take: what is not complete has a longer one
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
 
@@ -19,7 +20,7 @@ def user_path(given: str | Path) -> Path:
 
     Every path that comes from a user goes through here, since a shell leaves `--output=~/run` and what stands in a file
     as it is. A name that exists with a `$` in it is taken as it stands. Raises `UserError` for a variable that is not set,
-    and a user who is not there.
+    a user who is not there, and what no file can be called.
     """
     text = os.path.expandvars(os.path.expanduser(given))
     variable = _VARIABLE.search(text)
@@ -28,7 +29,19 @@ def user_path(given: str | Path) -> Path:
         raise UserError(f"{given}: the environment variable {name} is not set: set it, or write the path out")
     if text.startswith("~") and not os.path.lexists(text):
         raise UserError(f"{given}: {Path(text).parts[0]} is no user's home: write the path out (./~ for such a name)")
+    if not _can_be_a_path(text):
+        raise UserError(
+            f"{text[:100]!r}: no file can be called so: write Unicode without null characters, names of at most {_LONGEST} "
+            f"bytes, and {_LONGEST_PATH} in all"
+        )
     return Path(text)
+
+
+def _can_be_a_path(text: str) -> bool:
+    with suppress(UnicodeEncodeError):
+        path = os.fsencode(text)
+        return b"\0" not in path and len(path) <= _LONGEST_PATH and all(len(n) <= _LONGEST for n in path.split(b"/"))
+    return False
 
 
 def plain_name(name: object) -> str:

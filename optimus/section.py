@@ -27,9 +27,9 @@ PathText = Annotated[str, AfterValidator(_expanded)]  # ~ and $NAME are expanded
 
 
 class Section(BaseModel):
-    """A node of the tree: unknown keys and wrong types are errors."""
+    """A node of the tree: unknown keys and wrong types are errors, and so are NaN and infinity."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def given(self, *keys: str) -> list[str]:
         """Those of these keys that have other values than their defaults."""

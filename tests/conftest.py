@@ -4,6 +4,7 @@ import fcntl
 import os
 import re
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,22 @@ _RANKS = re.compile("run_ranks|on_phantom|run_fresh|assert_same_as_one_process")
 if not torch.accelerator.is_available():
     # Triton then runs kernels in its interpreter. It asks once, when it is first imported, by whatever part of torch.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A home for these tests alone, before Optimus is imported: the user's measurements and data (`~/.cache/optimus`) are
+    neither read nor written, by programs that a test starts neither. What others keep in the user's stays in use: it says
+    who commits, and saves building again. Processes that share the tests have one home."""
+    if hasattr(config, "workerinput"):
+        return
+    home, patch, own = Path.home(), pytest.MonkeyPatch(), tempfile.TemporaryDirectory(prefix="optimus-home-")
+    kept = {"XDG_CACHE_HOME": home / ".cache", "XDG_CONFIG_HOME": home / ".config"}
+    kept |= {"GIT_CONFIG_GLOBAL": home / ".gitconfig", "TRITON_HOME": home}
+    for name, path in kept.items():
+        patch.setenv(name, os.environ.get(name, str(path)))
+    patch.setenv("HOME", own.name)
+    config.add_cleanup(own.cleanup)
+    config.add_cleanup(patch.undo)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -418,3 +418,19 @@ except SystemExit as error:
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert done.stdout == "2 False\n"
     assert "unknown key 'train.lr': here it is lr_schedule.peak" in done.stderr
+
+
+def test_a_name_that_is_no_unicode_is_printed(tmp_path: Path) -> None:
+    """Also where the terminal takes nothing else."""
+    folder = tmp_path / os.fsdecode(b"run\xff")
+    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    code = "from optimus.cli import main; main()"
+    told = subprocess.run(
+        [sys.executable, "-c", code, "checkpoint", "list", str(folder)],
+        env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    assert r"run\udcff" in told.stdout

@@ -16,6 +16,7 @@ def test_homes_and_variables_are_expanded(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert user_path("$HOME/run") == tmp_path / "run"
     assert user_path("${RUNS}/a$RUNS") == Path("/scratch/runs/a/scratch/runs")
     assert user_path("a~/b") == Path("a~/b")
+    assert user_path(f"/{255 * 'a'}/\udcff") == Path(f"/{255 * 'a'}/\udcff")
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,10 @@ def test_homes_and_variables_are_expanded(monkeypatch: pytest.MonkeyPatch, tmp_p
         ("$NOT_SET_HERE/run", r"the environment variable NOT_SET_HERE is not set"),
         ("runs/${NOT_SET_HERE}", r"the environment variable NOT_SET_HERE is not set"),
         ("~nobody-of-this-name/run", r"~nobody-of-this-name is no user's home"),
+        ("a\0b", "no file can be called so"),
+        ("\ud800", "no file can be called so"),
+        (f"runs/{256 * 'a'}", "no file can be called so"),
+        (2048 * "a/", "no file can be called so"),
     ],
 )
 def test_what_stands_for_nothing_is_refused(given: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:

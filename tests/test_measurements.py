@@ -1,7 +1,11 @@
 """Choices by what was measured are the same at every start, however noisy the machine is."""
 
 import json
+import os
+import pwd
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from optimus.config.tree import TuningConfig
 from optimus.measurements import GAIN, Measurements, Timing, clear_choice, coarse, in_turn
 from optimus.testing import run_ranks
 
@@ -205,3 +210,11 @@ def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
     ended.set()
     thread.join()
     assert reading.notes == []
+
+
+def test_tests_keep_theirs_in_a_home_of_their_own() -> None:
+    """So do programs that they start."""
+    code = "from optimus.config.tree import TuningConfig as T; print(T().cache)"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert child == TuningConfig().cache == str(Path.home() / ".cache" / "optimus")
+    assert Path.home() != Path(pwd.getpwuid(os.getuid()).pw_dir)

@@ -31,7 +31,7 @@ _KINDS = {
     "full": (bool,),
     "precision": (str,),
     "eos_id": (int, type(None)),
-    **dict.fromkeys(("run", "progress", "config", "random", "written"), (dict,)),
+    **dict.fromkeys(("run", "progress", "config", "random", "written", "published"), (dict,)),
 }
 _NAME = re.compile(r"^(step|weights)-(\d+)$")
 

@@ -52,13 +52,18 @@ def load_config(
 
 
 def validated(
-    kind: type[SomeSection], raw: Mapping[str, Any], where: str, root: type[BaseModel] = RunConfig
+    kind: type[SomeSection],
+    raw: Mapping[str, Any],
+    where: str,
+    root: type[BaseModel] = RunConfig,
+    names: Mapping[str, str] = {},
 ) -> SomeSection:
-    """A section of what was read at `where`. Raises `UserError` naming each wrong key, as one of `root`."""
+    """A section of what was read at `where`. Raises `UserError` naming each wrong key, as one of `root`; by what it is
+    called there, where `names` says so."""
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(_explain(error, root))) from None
+        raise UserError(f"{where}: " + "; ".join(_explain(error, root, names))) from None
 
 
 def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None) -> dict[str, Any]:
@@ -115,7 +120,7 @@ def _read_including(
     named = raw.pop("include", None) or []
     chain = [*outer, path.resolve()]
     below: dict[str, Any] = {}
-    for name in [named] if isinstance(named, str) else named:
+    for name in named if isinstance(named, list) else [named]:
         if not isinstance(name, str):
             raise UserError(f"{path}: 'include' is {named!r}: it must be the name of a YAML file, or a list of names")
         other = path.parent / user_path(name)
@@ -183,12 +188,12 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
-def _explain(error: ValidationError, root: type[BaseModel]) -> list[str]:
+def _explain(error: ValidationError, root: type[BaseModel], names: Mapping[str, str]) -> list[str]:
     """One clause per problem: the key's path, what is wrong, the nearest valid key where that helps."""
     clauses: dict[str, str] = {}  # by what it is about: of a key that may be of several types, each has its problem
     for problem in error.errors():
         where = [str(part) for part in problem["loc"] if not _TYPE.search(str(part))]
-        path = ".".join(where)
+        path = names.get(".".join(where), ".".join(where))
         if problem["type"] == "default_factory_not_called":
             continue  # it follows from keys that have problems themselves
         if problem["type"] == "extra_forbidden":
@@ -257,6 +262,7 @@ def _fields_of(annotation: Any) -> Iterable[str]:
     return annotation.model_fields if known and issubclass(annotation, BaseModel) else ()
 
 
-def model_config_from(mapping: Mapping[str, Any], where: str) -> ModelConfig:
-    """A validated `ModelConfig` from a mapping read at `where`, with errors in this module's form."""
-    return validated(ModelConfig, mapping, where)
+def model_config_from(mapping: Mapping[str, Any], where: str, names: Mapping[str, str] = {}) -> ModelConfig:
+    """A validated `ModelConfig` from a mapping read at `where`, where fields have these `names`; errors are in this
+    module's form."""
+    return validated(ModelConfig, mapping, where, names=names)

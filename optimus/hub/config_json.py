@@ -5,7 +5,8 @@ outcome. `transformers` itself is not needed for any of this.
 """
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_args
@@ -60,7 +61,9 @@ def read_model(path: Path) -> ModelConfig:
                 model[ours] = found
     _further_count(family, raw, file)
     _refuse_unknown(family, raw, file)
-    return model_config_from(model, str(file))
+    names = {ours: _name(theirs) for ours, theirs in {**family.fields, **family.optional}.items()}
+    names |= {f"latent.{ours}": theirs for ours, theirs in _LATENT.items()}
+    return model_config_from(model, str(file), names | {"rope_scaling.original_context": f"rope_scaling.{_ORIGINAL}"})
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -79,10 +82,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def whole_number(raw: dict[str, Any], field: str, file: Path) -> int:
-    """`raw[field]`. Raises `UserError` unless it is there and a whole number."""
+    """`raw[field]`. Raises `UserError` unless it is there and a whole number that a size or count may be."""
     value = raw.get(field)
     if type(value) is not int:
         raise UserError(f"{file}: {field} is {'missing' if value is None else repr(value)}: it must be a whole number")
+    if not 0 <= value < 1 << 31:
+        raise UserError(f"{file}: {field} is {value}: it must be from 0 to {(1 << 31) - 1}")
     return value
 
 
@@ -157,13 +162,19 @@ def _refuse_unsupported(family: Family, raw: dict[str, Any], model: dict[str, An
     known = {*family.fields, *family.optional}
     if "head_size" not in known:
         only["head_dim"] = [model["hidden"] // max(1, model["heads"]), None]
-    kinds = None if "window_except" in known else raw.get("layer_types")
-    whole = isinstance(kinds, list) and len(kinds) == model["layers"] and {*map(str, kinds)} == {"full_attention"}
-    if kinds is not None and not whole:
-        raise UserError(f"{file}: layer_types is {kinds!r}: only full_attention in every layer is supported here")
+    if "window_except" not in known and not _all_full(raw.get("layer_types"), model["layers"]):
+        raise UserError(
+            f"{file}: layer_types is {raw['layer_types']!r}: only ['full_attention', ...] for each of num_hidden_layers "
+            f"{model['layers']} is supported here"
+        )
     for field, values in only.items():
         if field in raw and raw[field] not in values:
             raise UserError(f"{file}: {field} is {raw[field]!r}: only {values[0]!r} is supported here")
+
+
+def _all_full(kinds: Any, layers: int) -> bool:
+    full = isinstance(kinds, list) and len(kinds) == layers and all(kind == "full_attention" for kind in kinds)
+    return kinds is None or full
 
 
 def _further_count(family: Family, raw: dict[str, Any], file: Path) -> int:
@@ -185,15 +196,19 @@ def _known(family: Family) -> set[str]:
     known = {"head_dim", "layer_types", *_ONLY, *family.constants, *family.dropout, *family.aliases}
     known |= {family.further.field} if family.further else set()
     for ours, theirs in {**family.fields, **family.optional}.items():
-        known |= _SPECIAL[ours].names if ours in _SPECIAL else {theirs if isinstance(theirs, str) else theirs.name}
+        known |= _SPECIAL[ours].names if ours in _SPECIAL else {_name(theirs)}
     return known - {*family.without_effect}
+
+
+def _name(theirs: Field) -> str:
+    return theirs if isinstance(theirs, str) else theirs.name
 
 
 def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optional: bool = False) -> Any:
     """What config.json says of our field `ours`, in its type; None where it is `optional` and not there."""
     if ours in _SPECIAL:
         return _SPECIAL[ours].read(raw, file)
-    name = theirs if isinstance(theirs, str) else theirs.name
+    name = _name(theirs)
     field, value = ModelConfig.model_fields[ours], raw.get(name)
     if isinstance(theirs, Multiple) and value is None:
         return theirs.times * whole_number(raw, theirs.of, file)
@@ -202,11 +217,13 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
     if optional and (unsaid or _is_null(ours, raw, theirs)):
         return None
     if isinstance(theirs, Choice):
-        if not isinstance(value, Hashable) or value not in theirs.values:
+        if value not in [*theirs.values]:  # which asks for no hash of a list
             known = " and ".join(map(repr, theirs.values))
             raise UserError(f"{file}: {name} is {value!r}: only {known} are supported here")
         return theirs.values[value]
     if bool in types:
+        if value not in (True, False, None):
+            raise UserError(f"{file}: {name} is {value!r}: it must be true or false")
         return bool(value)
     return _number(raw, name, file) if float in types else whole_number(raw, name, file)
 
@@ -215,14 +232,14 @@ def _is_null(ours: str, raw: dict[str, Any], theirs: Field) -> bool:
     """Whether config.json says that our field `ours`, which may be None, is."""
     if ours == "rope_scaling":  # null leaves it to the family
         return bool(raw.get("rope_parameters") or raw.get("rope_scaling"))
-    name = theirs if isinstance(theirs, str) else theirs.name
+    name = _name(theirs)
     types = get_args(ModelConfig.model_fields[ours].annotation)
     return ours not in _SPECIAL and NoneType in types and name in raw and raw[name] is None
 
 
 def _published(ours: str, theirs: Field, model: ModelConfig) -> dict[str, Any]:
     """The fields of config.json that say our field `ours`."""
-    value, name = getattr(model, ours), theirs if isinstance(theirs, str) else theirs.name
+    value, name = getattr(model, ours), _name(theirs)
     if isinstance(theirs, Choice):
         return {name: {ours: theirs for theirs, ours in theirs.values.items()}[value]}
     return _SPECIAL[ours].write(name, model) if ours in _SPECIAL else {name: value}
@@ -258,22 +275,33 @@ _YARN = (_ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "msc
 _RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("factor", *_YARN, "truncate")}
 
 
-def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention") -> dict[str, Any]:
+def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention", base: str = "rope_theta") -> dict[str, Any]:
     """The rotary positions of the `layers` of a kind: `rope_theta`, if it is said, and the scaling's fields beside it.
+    `base` is what version 4 calls the former.
 
     `transformers` 5 keeps them in rope_parameters, of one kind of layers or of each; version 4 beside the other fields,
     where the scaling is not for layers with a window.
     """
-    whole = raw.get("rope_parameters")
-    if whole is None:
-        scaling = (raw.get("rope_scaling") or {}) if layers == "full_attention" else {}
-        if not isinstance(scaling, dict):
-            raise UserError(f"{file}: rope_scaling is {scaling!r}: it must be an object")
-        whole = {"rope_theta": raw["rope_theta"]} | scaling if "rope_theta" in raw else scaling
-    of = whole.get(layers, whole) if isinstance(whole, dict) else None
-    if not isinstance(of, dict):
-        raise UserError(f"{file}: rope_parameters is {whole!r}: it must be an object")
-    return of
+    whole, scaling = (_object(raw, name, file) for name in ("rope_parameters", "rope_scaling"))
+    of = _object(whole, layers, file) if layers in whole else whole
+    if layers != "full_attention":
+        scaling = {}
+    before = {name: raw[name] for name in ("rope_theta",) if name in raw} | scaling
+    if of and scaling and (other := [name for name, value in before.items() if name not in of or of[name] != value]):
+        raise UserError(
+            f"{file}: rope_parameters has {other[0]} {of.get(other[0])!r}, but beside it {before[other[0]]!r} is said with "
+            "rope_scaling: remove one of the two"
+        )
+    rope = scaling | of
+    return rope if "rope_theta" in rope or base not in raw else rope | {"rope_theta": _number(raw, base, file)}
+
+
+def _object(raw: dict[str, Any], field: str, file: Path) -> dict[str, Any]:
+    """`raw[field]`, which is empty where it is null or not there. Raises `UserError` for what is no JSON object."""
+    value = raw.get(field)
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{file}: {field} is {value!r}: it must be an object")
+    return value or {}
 
 
 def _rope_theta(raw: dict[str, Any], file: Path) -> float | None:
@@ -287,7 +315,7 @@ def _rope_scaling(raw: dict[str, Any], file: Path) -> dict[str, Any] | None:
     rope.pop("type", None)
     if kind == "default" and not rope:
         return None
-    if not isinstance(kind, str) or kind not in _RULES or not rope.keys() <= set(_RULES[kind]):
+    if kind not in [*_RULES] or not rope.keys() <= set(_RULES[kind]):
         known = " and ".join(f"{name} (with {', '.join(fields)})" for name, fields in _RULES.items())
         said = {"rope_type": kind} | rope
         raise UserError(
@@ -300,9 +328,8 @@ def _rope_scaling(raw: dict[str, Any], file: Path) -> dict[str, Any] | None:
 
 
 def _window_rope_theta(raw: dict[str, Any], file: Path) -> float | None:
-    if raw.get("rope_parameters") is None and "rope_local_base_freq" in raw:
-        return _number(raw, "rope_local_base_freq", file)
-    rope = _rope(raw, file, "sliding_attention")
+    family = families()[raw["model_type"]]
+    rope = _rope(raw, file, "sliding_attention", _name(family.optional["window_rope_theta"]))
     if rope.get("rope_type", "default") != "default":
         raise UserError(
             f"{file}: rope_type of sliding_attention is {rope['rope_type']!r}: only 'default' is supported here"
@@ -319,6 +346,8 @@ def _window(raw: dict[str, Any], file: Path) -> int | None:
 def _window_except(raw: dict[str, Any], file: Path) -> int | None:
     kinds, named = raw.get("layer_types"), "sliding_window_pattern"
     every = whole_number(raw, named, file) if raw.get(named) is not None else None
+    if every is not None and every < 1:
+        raise UserError(f"{file}: {named} is {every}: it must be at least 1")
     if kinds is None:
         return every
     if not isinstance(kinds, list):
@@ -407,6 +436,8 @@ def _number(raw: dict[str, Any], field: str, file: Path) -> float:
     value = raw.get(field)
     if type(value) is not int and type(value) is not float:
         raise UserError(f"{file}: {field} is {value!r}: it must be a number")
+    if not abs(value) <= sys.float_info.max:  # nor is NaN
+        raise UserError(f"{file}: {field} is {value}: it must be a finite number")
     return float(value)
 
 

@@ -64,8 +64,9 @@ def published_again(
     files = {name: said[name] for name in _OF_TOKENS if name in said} if same else {}
     if TOKENIZER in files:
         own = {name: value for name, value in files[TOKENIZER].items() if name not in _OF_A_FOLDER}
-        longest = {"model_max_length": max(own["model_max_length"], context)} if "model_max_length" in own else {}
-        files[TOKENIZER] = own | longest
+        longest = own.get("model_max_length")
+        shorter = isinstance(longest, int | float) and longest < context
+        files[TOKENIZER] = own | ({"model_max_length": context} if shorter else {})
     return Remarks(config, generation, files)
 
 

@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from optimus.model.families import family_named
 from optimus.section import Section
-
-_LARGEST, _MOST_LAYERS = 2**31 - 1, 2**16
 
 
 class RopeScaling(Section):
@@ -76,7 +74,7 @@ class ModelConfig(Section):
     family: str
     """Family of published models. It sets the defaults below and the format of the export."""
     hidden: int = Field(gt=0, description="Width of the residual stream.")
-    layers: int = Field(gt=0, description="Number of transformer blocks.")
+    layers: int = Field(gt=0, le=10_000, description="Number of transformer blocks.")
     heads: int = Field(gt=0, description="Attention heads.")
     kv_heads: int = Field(default_factory=lambda given: given["heads"], gt=0)
     """Heads of keys and values, a divisor of heads. Default: heads."""
@@ -150,6 +148,13 @@ class ModelConfig(Section):
     init_std: float = Field(0.02, gt=0)
     """Standard deviation of the initial weights (a normal distribution truncated at 3 deviations)."""
 
+    @field_validator("*")
+    @classmethod
+    def _fits(cls, value: Any) -> Any:
+        if type(value) is int and value >= 1 << 31:
+            raise ValueError(f"{value} is larger than any model's: it must be less than {1 << 31}")
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _values_of_the_family(cls, given: Any) -> Any:
@@ -159,9 +164,6 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "ModelConfig":
-        for name, value in self:
-            if isinstance(value, int) and value > (most := _MOST_LAYERS if name == "layers" else _LARGEST):
-                raise ValueError(f"{name} {value} is more than {most:,}, the most that there can be")
         if self.latent is not None:
             self._check_latent()
         elif self.head_size % 2 or (self.head_size == self.hidden // self.heads and self.hidden % self.heads):
@@ -170,6 +172,12 @@ class ModelConfig(Section):
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}: change one of them")
+        widest = max(3 * self.heads * self.head_size, 2 * self.intermediate, self.vocab)
+        widest = max(widest, 2 * (self.experts or 0) * self.expert_intermediate)
+        if self.hidden * widest >= 1 << 56:
+            raise ValueError(
+                f"hidden {self.hidden} gives a matrix of {self.hidden * widest} numbers: no machine has so many"
+            )
         family = family_named(self.family)
         if self.activation == "clamped_silu" and not self.gated:
             raise ValueError("clamped_silu is the activation of a gate: set gated")

@@ -3,7 +3,9 @@
 import fcntl
 import json
 import os
+import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -55,7 +57,7 @@ class EventLog:
     def read(self) -> list[dict[str, Any]]:
         """All events so far; a line that is not complete yet is left out, and so is what is no event."""
         records = read_json_lines(self.path) if self.path.exists() else []
-        return [each for each in records if isinstance(each.get("kind"), str) and isinstance(each.get("detail"), str)]
+        return [each for each in records if _is_event(each)]
 
     def unrecovered(self) -> list[dict[str, Any]]:
         """Failures and rollbacks since the run last went on."""
@@ -66,3 +68,11 @@ class EventLog:
             elif event["kind"] in ("failure", "rollback"):
                 found.append(event)
         return found
+
+
+def _is_event(record: Mapping[str, Any]) -> bool:
+    """Whether it has what whoever reads events asks for."""
+    seconds = record.get("seconds", "unsaid")
+    numbers = [record.get("time"), 0.0 if seconds is None else seconds]
+    usable = all(isinstance(each, int | float) and abs(each) <= sys.float_info.max for each in numbers)
+    return usable and "step" in record and all(isinstance(record.get(name), str) for name in ("kind", "detail"))

@@ -37,6 +37,8 @@ def test_bad_includes(tmp_path: Path) -> None:
         load_config(write(tmp_path, own="include: none.yaml\n"))
     with pytest.raises(UserError, match="must be the name of a YAML file"):
         load_config(write(tmp_path, own="include: [3]\n"))
+    with pytest.raises(UserError, match="must be the name of a YAML file"):
+        load_config(write(tmp_path, own="include: 3\n"))
     write(tmp_path, a="include: own.yaml\n")
     with pytest.raises(UserError, match="in turn"):
         load_config(write(tmp_path, own="include: a.yaml\n"))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from optimus.config import RunConfig, dump_config, load_config, preset_names, resolve_model
 from optimus.config.load import keys_of_section, other_names, read_section
@@ -270,3 +271,31 @@ def test_a_key_of_several_types_is_one_problem(override: str, expected: str) -> 
     with pytest.raises(UserError) as caught:
         load_config(base(), [override])
     assert str(caught.value) == f"config: '{override[:-2]}' is 'x': it must be {expected}"
+
+
+@pytest.mark.parametrize(
+    "key", ["train.output", "train.data_cache", "data.path", "checkpoint.initial", "tuning.cache", "model"]
+)
+@pytest.mark.parametrize("name", ["a\0b", 300 * "a", 3000 * "a/"])
+def test_what_no_file_can_be_called_is_one_message(key: str, name: str) -> None:
+    section, _, field = key.partition(".")
+    config = base()
+    config[section] = config.get(section, {}) | {field: name} if field else name
+    assert "no file can be called so" in message(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("model.layers", 1 << 39, "'model.layers' is 549755813888: it must be less than or equal to 10000"),
+        ("model.vocab", 10**30, "model.vocab: 1000000000000000000000000000000 is larger than any model's"),
+        ("model.hidden", 1 << 30, "model: hidden 1073741824 gives a matrix of"),
+        ("model.experts", 1 << 30, "model: hidden 1048576 gives a matrix of"),
+        ("model.rope_theta", float("inf"), "'model.rope_theta' is inf: it must be a finite number"),
+        ("lr_schedule.peak", float("nan"), "'lr_schedule.peak' is nan: it must be"),
+    ],
+)
+def test_what_no_machine_could_hold_is_refused_at_once(key: str, value: float, expected: str) -> None:
+    """Before anything counts layer by layer, or multiplies sizes in 64 bits."""
+    sizes = ["model.hidden=1048576", "model.intermediate=1048576"]
+    assert expected in message(base(model="mula-tiny-moe"), *sizes, f"{key}={yaml.safe_dump(value).split()[0]}")

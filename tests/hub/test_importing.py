@@ -234,7 +234,7 @@ def test_an_index_names_files_of_its_folder_only(dense: Transformer, tmp_path: P
         load_weights(dense, hf)
 
 
-@pytest.mark.parametrize("size", [1 << 31, 1 << 62])
+@pytest.mark.parametrize("size", [1 << 26, (1 << 31) - 1])
 @pytest.mark.parametrize("key", ["vocab_size", "intermediate_size"])
 def test_a_model_of_many_times_the_weights_is_not_made(dense: Transformer, tmp_path: Path, key: str, size: int) -> None:
     hf = exported(dense, tmp_path / "hf")

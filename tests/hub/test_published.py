@@ -1,6 +1,7 @@
 """What a folder says beside architecture and weights comes through import, training, merging and export."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,15 @@ def test_what_a_server_reads_is_the_same(
     encoder = transformers.AutoTokenizer.from_pretrained(ours)
     assert encoder.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
     assert transformers.AutoModelForCausalLM.from_pretrained(ours).generation_config.eos_token_id == [256, 7, 9]
+
+
+@pytest.mark.parametrize("longest", ["long", None, [16], math.nan])
+def test_a_longest_text_that_is_no_number_is_said_again(folder: Path, tmp_path: Path, longest: object) -> None:
+    """The folder says it to others; only a number can be compared with what the model was trained on."""
+    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER | {"model_max_length": longest}))
+    import_folder(folder, tmp_path / "imported")
+    export_checkpoint(tmp_path / "imported", tmp_path / "ours")
+    assert str(read(tmp_path / "ours" / "tokenizer_config.json")["model_max_length"]) == str(longest)
 
 
 def context(run: Path) -> int:

@@ -1,5 +1,7 @@
 """What a node does when its ranks end, and what it writes down: decisions, the event log and exclusion."""
 
+import json
+import math
 import signal
 import threading
 from pathlib import Path
@@ -105,6 +107,18 @@ def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path: Path) -> None:
     assert [event["detail"] for event in log.read()] == ["before"]
     log.write("restart", detail="after")
     assert [event["detail"] for event in log.read()] == ["before", "after"]
+
+
+def test_what_is_no_event_is_left_out(tmp_path: Path) -> None:
+    """A resumed run reckons with their times and steps."""
+    log = EventLog(tmp_path)
+    log.write("failure", node="n1", detail="whole")
+    (whole,) = log.read()
+    broken = [{"time": "noon"}, {"time": None}, {"time": math.nan}, {"seconds": "long"}, {"kind": 3}, {"detail": None}]
+    lacking = [{name: value for name, value in whole.items() if name != lost} for lost in ("time", "seconds", "step")]
+    with log.path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in [*(whole | each for each in broken), *lacking, [1]])
+    assert log.read() == [whole]
 
 
 def test_what_has_not_been_recovered_from(tmp_path: Path) -> None:
