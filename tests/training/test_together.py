@@ -104,6 +104,8 @@ def drawn(number: int) -> Draw:
         draw = draw._replace(update_on="device")
     if draw.rule == "muon" and draw.start in ("pruned", "folder"):  # which needs whole matrices
         draw = draw._replace(rule="adamw")
+    if draw.rule == "muon" and draw.model == "tied" and draw.freeze == ("embedding",):  # nothing else could be pruned
+        draw = draw._replace(freeze=())
     if draw.pruning == "back to 1" and draw.start == "branch":  # at step 2, which has no weights of step 1
         draw = draw._replace(start="new")
     return draw
