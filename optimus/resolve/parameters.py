@@ -1,9 +1,11 @@
 """The parameters of a run: their layouts, and what is kept of each."""
 
+from collections.abc import Mapping
+
 import torch
 
 from optimus.config import RunConfig
-from optimus.mesh import Layout
+from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.parallel.layouts import parameter_layouts
 from optimus.resolve.precision import DTYPES
@@ -11,6 +13,7 @@ from optimus.resolve.rules import check_prunable, pruned_by, rules_of, with_fact
 from optimus.resolve.run import RunInputs
 from optimus.resolve.stages import tied_embeddings
 from optimus.state.plan import Recipe
+from optimus.state.pruning import check_blocks
 
 
 def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
@@ -41,6 +44,13 @@ def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> Recip
         dict.fromkeys(targets) | dict(inputs.unpruned) | (dict.fromkeys(targets, first) if first is not None else {})
     )
     return Recipe(DTYPES[config.train.precision], rules, unpruned, pruning.indices if pruning is not None else "int32")
+
+
+def check_blocks_of(config: RunConfig, model: Transformer, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    """Raise `UserError` where the run prunes by blocks and its targets have none whole. What it begins with may be pruned
+    otherwise."""
+    if config.pruning is not None and config.pruning.scope.startswith("block"):
+        check_blocks({name: layouts[name] for name in targets_of(config, model)}, mesh)
 
 
 def targets_of(config: RunConfig, model: Transformer) -> dict[str, int]:

@@ -11,7 +11,7 @@ from optimus.resolve import length, microbatches, offload, ranks, stages
 from optimus.resolve.decision import Decided, Decision
 from optimus.resolve.dispatcher import dispatch
 from optimus.resolve.facts import Facts
-from optimus.resolve.parameters import layouts_of, recipe_of, whole_model
+from optimus.resolve.parameters import check_blocks_of, layouts_of, recipe_of, whole_model
 from optimus.resolve.precision import precision
 from optimus.resolve.recompute import recomputation
 from optimus.resolve.run import ResolvedRun, RunInputs
@@ -44,6 +44,7 @@ def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
     model = whole_model(config)
     layouts, recipe = layouts_of(model, config), recipe_of(config, model, inputs)
     check_shard_ranks(layouts, mesh, config.state)
+    check_blocks_of(config, model, layouts, mesh)
     run = ResolvedRun(config, mesh, facts, inputs, model, layouts, recipe, record)
     for decide in (offload.places, offload.accumulation, offload.residency, recomputation):
         config = take(decide(run))

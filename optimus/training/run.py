@@ -30,7 +30,6 @@ from optimus.resolve.run import ResolvedRun
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
 from optimus.state.plan import unpruned_shares
-from optimus.state.pruning import check_blocks
 from optimus.training.stages import stages_of
 from optimus.training.summary import summarise, summary_lines
 from optimus.training.teacher import load_teacher
@@ -147,8 +146,6 @@ def build_model(
     masks = masks_of(groups, here, resolved.model)
     unpruned = dict.fromkeys(resolved.recipe.unpruned) | unpruned_shares(masks, here, groups.mesh, groups.rank)
     recipe = resolved.recipe._replace(unpruned=unpruned)
-    if config.pruning is not None and config.pruning.scope.startswith("block"):
-        check_blocks({name: layouts[name] for name in unpruned}, groups.mesh)
     groups.make(resolved.divisions(tags=groups.tags))  # those of all stages
     gathering = Gathering()
     with torch.device("meta"):

@@ -566,6 +566,37 @@ def test_bad_input(
         optimus.train(changed(small_run, tmp_path / "run", pruning=pruning, **sections))
 
 
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("at", [0, 4])
+@pytest.mark.parametrize(
+    ("target", "tensor", "message"), [("vector", 1, "is no matrix: leave it out"), ("expert", 2, "blocks lie on two")]
+)
+def test_blocks_that_are_not_there_are_named_before_anything_is_pruned(
+    small_run: dict[str, Any], tmp_path: Path, target: str, tensor: int, message: str, at: int, check: bool
+) -> None:
+    """Also where masks are found before the state is made, and by `--check`."""
+    pruning = {"sparsity": 0.5, "at": at, "scope": "block 16x16", "targets": [target]}
+    run = changed(small_run, tmp_path / "run", pruning=pruning, parallel={"tensor": tensor, "expert_tensor": tensor})
+    run["model"] |= {"intermediate": 24}  # 12 of them on each of two ranks
+    with pytest.raises(UserError, match=message):
+        optimus.train(run, check=check)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_blocks_of_matrices_beside_vectors_that_are_pruned_already(
+    small_run: dict[str, Any], tmp_path: Path, at: int
+) -> None:
+    """Only targets need have blocks."""
+    pruned = {"sparsity": 0.5, "at": 0, "targets": ["vector"], "method": "random"}
+    optimus.train(changed(small_run, tmp_path / "first", pruning=pruned), ["train.steps=1"])
+    blocks = {"sparsity": 0.5, "at": at, "scope": "block 16x16", "targets": ["blocks.*.attention.out.weight"]}
+    run = changed(small_run, tmp_path / "run", pruning=blocks, checkpoint={"initial": str(tmp_path / "first")})
+    optimus.train(run, ["train.steps=2"])
+    _, masks = tensors(tmp_path / "run" / "checkpoints" / "step-00000002")
+    assert {name.rpartition(".attention.")[2] for name in masks} >= {"out.weight", "q_norm.weight"}
+
+
 def test_the_steps_of_pruning_are_those_of_the_run(small_run: dict[str, Any], tmp_path: Path) -> None:
     """Not those of a phase that has learning rates of its own."""
     run = changed(small_run, tmp_path / "run", pruning={"sparsity": 0.5, "at": 6}, phases=PHASES)
