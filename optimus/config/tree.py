@@ -86,7 +86,7 @@ class StateConfig(Section):
     accumulate_on: Literal["auto", "device", "host"] = "auto"
     """With residency all or disk: where the gradients of several microbatches are added up. device: they stay there during
     the step; host: those of each microbatch are reduced and sent, so that the device has those of three chunks; auto: on
-    the device, where it has room for them."""
+    the device, where it has room for them. Among several ranks the two agree up to rounding, as sums are in another order."""
     disk: PathText | None = None
     """With residency disk: folder of the file that holds the state. Default: train.output."""
 
