@@ -330,10 +330,8 @@ def _rope_scaling(raw: dict[str, Any], file: Path) -> dict[str, Any] | None:
 def _window_rope_theta(raw: dict[str, Any], file: Path) -> float | None:
     family = families()[raw["model_type"]]
     rope = _rope(raw, file, "sliding_attention", _name(family.optional["window_rope_theta"]))
-    if rope.get("rope_type", "default") != "default":
-        raise UserError(
-            f"{file}: rope_type of sliding_attention is {rope['rope_type']!r}: only 'default' is supported here"
-        )
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise UserError(f"{file}: rope_type of sliding_attention is {kind!r}: only 'default' is supported here")
     return _number(rope, "rope_theta", file) if "rope_theta" in rope else None
 
 

@@ -466,6 +466,10 @@ def test_rotary_positions_are_those_of_transformers(tmp_path: Path) -> None:
     assert read(tmp_path, unsaid | {"rope_theta": 777.0})["window_rope_theta"] == 10000.0
     nested = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
     assert read(tmp_path, GEMMA3 | {"rope_parameters": nested, "rope_local_base_freq": 5.0})["window_rope_theta"] == 5.0
+    for name in ("rope_type", "type"):
+        other = nested | {"sliding_attention": {name: "linear", "factor": 8.0}}
+        with pytest.raises(UserError, match="rope_type of sliding_attention is 'linear'"):
+            read(tmp_path, GEMMA3 | {"rope_parameters": other})
 
 
 def test_folder_must_have_a_readable_config(tmp_path: Path) -> None:
