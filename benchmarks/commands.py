@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from optimus.cli.bench import Report, bench
 from optimus.disk import user_path
-from optimus.plan.measure.commands import Report, bench
 
 BENCHMARKS = {
     "train": "Training speed against the Hugging Face Trainer on the same model and data.",

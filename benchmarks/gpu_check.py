@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
     "pydantic": "pydantic", "pydantic_core": "pydantic-core", "annotated_types": "annotated-types",
     "typing_inspection": "typing-inspection", "typer": "typer", "yaml": "pyyaml", "rich": "rich", "psutil": "psutil",
-    "numpy": "numpy", "tokenizers": "tokenizers", "safetensors": "safetensors",
+    "numpy": "numpy", "tokenizers": "tokenizers", "safetensors": "safetensors", "cloudpickle": "cloudpickle",
 }  # fmt: skip
 FAKE = "fakegpu"  # the device of tests/lib/helpers/fake_device.py
 

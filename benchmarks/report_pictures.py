@@ -17,10 +17,10 @@ import yaml
 
 import optimus
 from benchmarks.browser import browser, photograph
+from optimus.launch.nodes import NodeJob
 from optimus.report.page import write_report
 from optimus.testing.faults import FaultPlan
 from optimus.testing.lab import rehearse
-from optimus.training.nodes import NodeJob
 
 RATES = {"demo": 2e-3, "lr-5e-4": 5e-4, "lr-1e-4": 1e-4}
 PLAN = "mula-7b-a1b --machine dgx-h100 --ranks 32 --best 4 --scale 32,64,128,256"

@@ -18,11 +18,11 @@ from benchmarks.harness import Result, Row
 from benchmarks.training import Precision, configuration, decided, tree
 from optimus.comm import Groups
 from optimus.data.preparation import prepare
+from optimus.launch.nodes import NodeJob
 from optimus.plan.measure.ranks import run_fresh
 from optimus.testing.faults import FaultPlan
 from optimus.testing.lab import rehearse
 from optimus.testing.steps import Steps
-from optimus.training.nodes import NodeJob
 
 _FAULT_STEP, _STEPS, _HANG = 4, 8, 8.0
 _FAULTS: dict[str, FaultPlan] = {

@@ -2,8 +2,9 @@
 
 The commands of the shell are functions here: `prepare`, `train`, `evaluate`, `generate`, `export`, `import_folder`,
 `merge`, `models`; and `load_model` gives a checkpoint's model. `register_experts` and `FastSparseMoEBlock` put the expert
-kernels into models of `transformers`. What the user can mend is a `UserError`. `help(optimus.train)` and so on say more.
-All load on first use, so that importing the package costs nothing.
+kernels into models of `transformers`. `Hook` is the base of your own code around the steps of a run (docs/hooks.md). What
+the user can mend is a `UserError`. `help(optimus.train)` and so on say more. All load on first use, so that importing the
+package costs nothing.
 
 Example:
     import optimus
@@ -23,10 +24,15 @@ Example:
 from typing import TYPE_CHECKING
 
 from optimus.lazy import lazy_exports
+from optimus.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from optimus.api import (
         FastSparseMoEBlock,
+        Hook,
+        Order,
+        StepRecord,
+        Trainer,
         UserError,
         evaluate,
         export,
@@ -40,9 +46,12 @@ if TYPE_CHECKING:
         train,
     )
 
-__version__ = "0.1.0"
 __all__ = [
     "FastSparseMoEBlock",
+    "Hook",
+    "Order",
+    "StepRecord",
+    "Trainer",
     "UserError",
     "evaluate",
     "export",

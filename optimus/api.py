@@ -1,6 +1,6 @@
 """The functions of the package; the commands call the same. All load on first use."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,9 +19,15 @@ if TYPE_CHECKING:
     from optimus.evaluation.run import generate_text as generate
     from optimus.hub import FastSparseMoEBlock, import_folder, register_experts
     from optimus.hub import export_checkpoint as export
+    from optimus.training.record import StepRecord
+    from optimus.training.trainer import Hook, Order, Trainer
 
 __all__ = [
     "FastSparseMoEBlock",
+    "Hook",
+    "Order",
+    "StepRecord",
+    "Trainer",
     "UserError",
     "evaluate",
     "export",
@@ -39,6 +45,10 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "FastSparseMoEBlock": "optimus.hub",
+        "Hook": "optimus.training.trainer",
+        "Order": "optimus.training.trainer",
+        "StepRecord": "optimus.training.record",
+        "Trainer": "optimus.training.trainer",
         "evaluate": "optimus.evaluation.run",
         "export": "optimus.hub:export_checkpoint",
         "generate": "optimus.evaluation.run:generate_text",
@@ -60,14 +70,16 @@ def train(
     resume: bool | Literal["auto"] = False,
     fresh_optimizer: bool = False,
     check: bool = False,
+    hooks: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """Train as `config` (a YAML file, a mapping or a `RunConfig`) says; returns a summary of the run.
 
     `ranks` processes on this machine share every global batch (default: as many as `parallel` asks for); under a launcher
     that sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint
     in `train.output`, if there is something with "auto"; with `fresh_optimizer` from its weights alone, as after a
-    rollback to them. `check` validates
-    everything, every checksum of the data included, and runs nothing.
+    rollback to them. `check` validates everything, every checksum of the data included, and runs nothing. `hooks` are your
+    own, subclasses of `optimus.Hook` or objects of such, beside those that `train.hooks` names; what they hold is sent to
+    the ranks.
 
     Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible; it is a
     `LeaseError` when another run holds the folder. When another rank is lost under such a launcher, it is a
@@ -87,6 +99,6 @@ def train(
     elif fresh_optimizer and not resume:
         raise UserError("`fresh_optimizer=True` is about a run that goes on: give `resume=True`, too")
     tree, data = read_run(config, overrides)
-    from optimus.training.launch import run_here
+    from optimus.launch.here import run_here
 
-    return run_here(tree, data, ranks, resume=resume, fresh_optimizer=fresh_optimizer, check=check)
+    return run_here(tree, data, ranks, resume=resume, fresh_optimizer=fresh_optimizer, check=check, hooks=hooks)

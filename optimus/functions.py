@@ -1,98 +1,60 @@
-"""Sending a function to another process, also when its module has no name to import it by.
+"""Sends functions and objects to other processes of this machine, also where their module has no name to import it by.
 
-Pickle sends a function as the names of its module and of itself. pytest's importlib mode gives a test module a name
-under which another process finds nothing, or another project's module. So the files of the modules named in the pickle
-go along, and the receiver loads a module from its file where the name alone does not lead to it.
+`cloudpickle` sends by value what lies in `__main__`, and what is no module's. So is here what is in a module that another
+process would not find by its name, or where it would find another project's: pytest's importlib mode gives such names.
 """
 
 import io
-import pickle
 import sys
-from collections.abc import Mapping
-from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import FunctionType, ModuleType
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
+import cloudpickle
 
-class _Pickler(pickle.Pickler):
-    """A pickler that remembers the modules of the functions and classes that it has met."""
+from optimus.errors import UserError
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Finds out, of each function and class, whether its module is found by its name."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
-        self.modules: set[str] = set()
+        self._looked_for = {"__main__"}
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, FunctionType | type):
-            self.modules.add(value.__module__)
-        return NotImplemented  # pickle it as usual
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        if module is not None and module.__name__ not in self._looked_for:
+            self._looked_for.add(module.__name__)
+            if not _found_by_name(module):
+                cloudpickle.register_pickle_by_value(module)
+        return super().reducer_override(value)
 
 
-def dumps(value: Any) -> bytes:
-    """`value` and the files of the modules that it needs. Raises what pickle raises for what it cannot send."""
+def dumps(value: Any, what: str = "it") -> bytes:
+    """`value` as bytes. Raises `UserError`, which names `what` is sent, for what cannot be."""
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
-    pickler.dump(value)
-    modules = pickler.modules - {"__main__"}  # multiprocessing has seen to that one
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules}
-    return pickle.dumps(({name: file for name, file in files.items() if file}, buffer.getvalue()))
+    try:
+        _Pickler(buffer).dump(value)
+    except Exception as error:  # its own, and whatever an object raises when it is asked for its state
+        raise UserError(
+            f"{what} cannot be sent to another process ({type(error).__name__}: {error}): let it hold no open file, lock or "
+            "thread, or make it there"
+        ) from error
+    return buffer.getvalue()
 
 
 def loads(data: bytes) -> Any:
-    """What `dumps` was given, its modules loaded."""
-    files, value = pickle.loads(data)
-    return _Unpickler(io.BytesIO(value), files).load()
+    """What `dumps` was given."""
+    return cloudpickle.loads(data)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, buffer: io.BytesIO, files: Mapping[str, str]) -> None:
-        super().__init__(buffer)
-        self.files = files
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module not in self.files:
-            return super().find_class(module, name)
-        _load(module, self.files[module])
-        value: Any = sys.modules[module]
-        for part in name.split("."):
-            value = getattr(value, part)
-        return value
-
-
-def _load(name: str, file: str) -> None:
-    """Put the module in `file` into `sys.modules` under `name`."""
-    if getattr(sys.modules.get(name), "__file__", None) == file:
-        return
-    if name not in sys.modules and _found_by_name(name, file):
-        import_module(name)
-        return
-    spec = spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    _make_packages(name, file)
-    sys.modules[name] = module  # before it runs: its classes look themselves up there
+def _found_by_name(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if file is None:  # built in, or not from a file
+        return True
     try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-
-
-def _found_by_name(name: str, file: str) -> bool:
-    try:
-        spec = find_spec(name)
-    except ModuleNotFoundError:  # of a package above it
+        spec = find_spec(module.__name__)
+    except (ImportError, ValueError):  # of a package above it; a module without a spec
         return False
     return spec is not None and spec.origin == file
-
-
-def _make_packages(name: str, file: str) -> None:
-    """Fill in the packages above a module: pickle imports a class's module through them."""
-    packages = name.split(".")[:-1]
-    for depth, folder in zip(range(len(packages), 0, -1), Path(file).parents):
-        package = ".".join(packages[:depth])
-        if package not in sys.modules:
-            sys.modules[package] = ModuleType(package)
-            sys.modules[package].__path__ = [str(folder)]

@@ -94,7 +94,7 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs on several ranks have kept processes in the place of programs that a launcher starts."""
     from helpers.launched import launched
 
-    monkeypatch.setattr("optimus.training.launch._launch", launched)
+    monkeypatch.setattr("optimus.launch.here.start_ranks", launched)
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.commands import BENCHMARKS
+from optimus.cli.bench import bench_app
 from optimus.config.models import models
-from optimus.plan.measure.commands import bench_app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {

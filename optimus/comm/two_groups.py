@@ -7,15 +7,42 @@ Legend: N nodes, M ranks on each, S elements of a part.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from optimus.comm.group import Group
+
+class Level(Protocol):
+    """What is asked of the group of a level: `comm.group.Group`."""
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """As `Group.all_reduce`."""
+
+    def all_gather(self, tensor: Tensor, part: Tensor) -> None:
+        """As `Group.all_gather`."""
+
+    def all_gather_async(self, tensor: Tensor, part: Tensor) -> Callable[[], None]:
+        """As `Group.all_gather_async`."""
+
+    def reduce_scatter(self, tensor: Tensor, out: Tensor) -> None:
+        """As `Group.reduce_scatter`."""
+
+    def reduce_scatter_async(self, tensor: Tensor, out: Tensor) -> Callable[[], None]:
+        """As `Group.reduce_scatter_async`."""
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """As `Group.all_to_all`."""
 
 
-def all_gather_in_two_groups(tensor: Tensor, part: Tensor, across: "Group", within: "Group") -> Callable[[], None]:
+def all_gather_in_two_groups(tensor: Tensor, part: Tensor, across: Level, within: Level) -> Callable[[], None]:
     """Begin to fill `tensor` with the `part` of every rank: between nodes, on the node, then in the order of the ranks."""
     part_S = part.reshape(-1)
     of_place_NS = part_S.new_empty(across.size, len(part_S))
@@ -30,7 +57,7 @@ def all_gather_in_two_groups(tensor: Tensor, part: Tensor, across: "Group", with
     return finish
 
 
-def reduce_scatter_in_two_groups(tensor: Tensor, out: Tensor, across: "Group", within: "Group") -> Callable[[], None]:
+def reduce_scatter_in_two_groups(tensor: Tensor, out: Tensor, across: Level, within: Level) -> Callable[[], None]:
     """Begin to fill `out` with this rank's part of the sum of `tensor`: on the node, then between nodes."""
     all_MNS = tensor.view(across.size, within.size, -1).transpose(0, 1).contiguous()
     of_place_NS = all_MNS.new_empty(all_MNS.shape[1:])
@@ -43,7 +70,7 @@ def reduce_scatter_in_two_groups(tensor: Tensor, out: Tensor, across: "Group", w
     return finish
 
 
-def all_reduce_in_two_groups(tensor: Tensor, across: "Group", within: "Group") -> Callable[[], None]:
+def all_reduce_in_two_groups(tensor: Tensor, across: Level, within: Level) -> Callable[[], None]:
     """Begin to replace `tensor` by its sum: parts of it on the node, each of which is summed between nodes."""
     flat = tensor.view(-1)
     part = flat.chunk(within.size)[within.rank]
@@ -57,7 +84,7 @@ def all_reduce_in_two_groups(tensor: Tensor, across: "Group", within: "Group") -
     return finish
 
 
-def all_to_all_in_two_groups(rows: Tensor, out: Tensor, across: "Group", within: "Group") -> None:
+def all_to_all_in_two_groups(rows: Tensor, out: Tensor, across: Level, within: Level) -> None:
     """Send an equal part of `rows` to every rank: to the rank of the receiver's place on the node, then between nodes."""
     to_NMS = rows.view(across.size, within.size, -1)
     here_MNS = within.all_to_all(to_NMS.transpose(0, 1))  # of each rank of the node, what goes to this one's place

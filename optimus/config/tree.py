@@ -86,7 +86,7 @@ class StateConfig(Section):
     accumulate_on: Literal["auto", "device", "host"] = "auto"
     """With residency all or disk: where the gradients of several microbatches are added up. device: they stay there during
     the step; host: those of each microbatch are reduced and sent, so that the device has those of three chunks; auto: on
-    the device, where it has room for them. Among several ranks the two agree up to rounding, as sums are in another order."""
+    the device, where it has room for them. Among several ranks the two agree up to rounding: sums are in another order."""
     disk: PathText | None = None
     """With residency disk: folder of the file that holds the state. Default: train.output."""
 
@@ -297,6 +297,9 @@ class TrainConfig(Section):
     teacher: TeacherConfig | None = None
     """Checkpoint, or several as an ensemble, whose probabilities the model learns, too (distillation). Ranks with the last
     stage hold it whole, in the type of the computation."""
+    hooks: list[str] = Field([])
+    """Your own hooks, as package.module.Class: what is to happen around the steps besides. Found in the current folder, on
+    PYTHONPATH or installed."""
     data_cache: PathText = Field("~/.cache/optimus/data", validate_default=True)
     """Folder into which prepared data at URLs is copied, file by file, when it is used."""
     stop_at: int | None = Field(

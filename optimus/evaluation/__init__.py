@@ -6,17 +6,13 @@ training too. Names load on first use, so that importing the package costs nothi
 
 from typing import TYPE_CHECKING
 
+from optimus.evaluation.names import TASKS
 from optimus.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from optimus.evaluation.generation import generate
     from optimus.evaluation.run import evaluate, generate_text
     from optimus.evaluation.text import bits_per_byte
-
-TASKS = (
-    "arc_easy", "arc_challenge", "hellaswag", "piqa", "boolq", "sciq", "winogrande", "openbookqa", "mmlu",
-    "mmlu_continuation",
-)  # fmt: skip
 
 __all__ = ["TASKS", "bits_per_byte", "evaluate", "generate", "generate_text"]
 

@@ -11,14 +11,14 @@ from optimus.checkpoint.store import load_model
 from optimus.data.tokenizer import inspect, load
 from optimus.disk import user_path, write_json
 from optimus.errors import UserError
-from optimus.evaluation import TASKS
 from optimus.evaluation.generation import generate
+from optimus.evaluation.names import TASKS
 from optimus.evaluation.tasks import check_lm_eval, load_tasks, run_tasks
 from optimus.evaluation.text import bits_per_byte
 from optimus.model import Transformer
 from optimus.model.ensemble import Ensemble
 from optimus.observe.machine import use_device, versions
-from optimus.observe.progress import Progress
+from optimus.observe.progress import ProgressBar
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def evaluate(
     local_tasks = load_tasks(tasks, user_path(task_data), fewshot or 0) if tasks and task_data is not None else []
     loaded = _load_together(paths, device, parse_special)
     results: dict[str, Any] = {"tasks": {}, "bits_per_byte": None}
-    with Progress() as progress:
+    with ProgressBar() as progress:
         if local_tasks:
             from optimus.evaluation.harness import HarnessModel
 

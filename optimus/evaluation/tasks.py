@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from optimus.errors import UserError, how_to_install, nearest
-from optimus.evaluation import TASKS, task_data
+from optimus.evaluation import task_data
+from optimus.evaluation.names import TASKS
 from optimus.evaluation.task_data import Document
 
 # Where lm-eval defines a task, below its folder `tasks`, if not in one of the task's name; only these are indexed, all of

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 from optimus.kernels import backend
+from optimus.kernels.limits import LIMIT, SLOPE
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
 
@@ -25,7 +26,6 @@ class _Kind(NamedTuple):
     limit: float | None = None  # gates are at most this, what they are multiplied by is clamped to it, and one added
 
 
-SLOPE, LIMIT = 1.702, 7.0  # of gpt-oss (its model card, section 2.3)
 _aten = torch.ops.aten
 _KINDS: dict[Activation, _Kind] = {
     "silu": _Kind(F.silu, _aten.silu_backward.grad_input),

@@ -20,7 +20,8 @@ from optimus.model.batch import Batch, moved
 from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
 from optimus.model.latent import LatentAttention
 from optimus.model.moe.layer import MoeLayer
-from optimus.model.moe.router import Choosing, RouterStats, Routing
+from optimus.model.moe.router import Choosing, Routing
+from optimus.model.moe.statistics import RouterStats
 from optimus.model.parameters import Size, declare
 from optimus.model.parts import LOCAL, Parts
 from optimus.model.positions import LearnedPositions, tables

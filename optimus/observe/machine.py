@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from optimus import __version__
 from optimus.cores import usable_cores
 from optimus.errors import UserError
 from optimus.measurements import Measurements
+from optimus.version import __version__
 
 # Dense bf16 TFLOP/s from the makers' data sheets; a device's name is searched for these words in order.
 _PEAK_TFLOPS = {

@@ -21,7 +21,7 @@ def time_left(seconds: float, now: float) -> str:
     return f"about {seconds_text(max(1.0, seconds))} left, until {time.strftime(form, time.localtime(now + seconds))}"
 
 
-class Progress:
+class ProgressBar:
     """Progress of one or more stages, shown with rich on a terminal and as a line every few seconds elsewhere.
 
     `every` asks for a plain line each time that many more units are done, instead of every few seconds.
@@ -88,7 +88,7 @@ class Progress:
             with letting_go():
                 self._bar.stop()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,7 +25,7 @@ from optimus.mesh import Mesh
 from optimus.model import Batch, Transformer
 from optimus.model.attention import AttentionPositions
 from optimus.model.ensemble import Ensemble
-from optimus.model.moe.router import RouterStats
+from optimus.model.moe.statistics import RouterStats
 from optimus.model.parts import Runner
 from optimus.parallel.build import StageOptions, parts_of
 from optimus.parallel.layouts import parameter_layouts

@@ -20,7 +20,7 @@ from optimus.comm.functional import (
     rows_to_columns,
     split_rows,
 )
-from optimus.model.moe.router import RouterStats
+from optimus.model.moe.statistics import RouterStats
 
 
 class SplitTokens:

@@ -8,10 +8,7 @@ their own; stages that are neighbours on one rank hand over directly.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from optimus.pipeline.timeline import Event
+from typing import Literal, NamedTuple, Protocol
 
 Placement = Literal["loop", "v"]
 
@@ -212,7 +209,19 @@ def partner(action: Action) -> Action:
     return Action(kind, action.stage + distance, action.microbatch)
 
 
-def live_changes(steps: Iterable["Action | Event"]) -> Iterator[tuple[int, int]]:
+class Computed(Protocol):
+    """An action, or when it was: `timeline.Event`."""
+
+    @property
+    def kind(self) -> Kind:
+        """What it does."""
+
+    @property
+    def stage(self) -> int:
+        """Of the pipeline."""
+
+
+def live_changes(steps: Iterable[Computed]) -> Iterator[tuple[int, int]]:
     """(stage, change of its live activations) of each step of one rank, in their order.
 
     The unit is what one stage keeps of one microbatch, from the beginning of the forward pass to the end of the backward

@@ -21,7 +21,7 @@ from optimus.kernels.linear_divergence import SoftTargets
 from optimus.model import Batch, Losses, Transformer
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import AttentionPositions
-from optimus.model.moe.router import RouterStats
+from optimus.model.moe.statistics import RouterStats
 from optimus.model.transformer import Blocks
 from optimus.pipeline.executor import Executed, ForwardWork, Message
 from optimus.pipeline.schedule import Kind

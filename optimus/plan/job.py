@@ -225,7 +225,7 @@ def job_of(
 ) -> Job:
     """`config`, of phases the longest one, on a machine. Raises `UserError` where the ranks of `mesh` do not fill its nodes,
     or no teacher is there."""
-    run = config.decided(precision(config, facts_of(machine, mesh.size), {}).values)
+    run = config.decided(precision(config, facts_of(machine, mesh.size).bfloat16, {}).values)
     config = longest(phases_of(run)) if run.phases else run
     model, rank = whole_model(config), config.train.lora_rank
     names = [name for name, _ in declarations(model) if name.endswith(_FACTOR)] if rank else []

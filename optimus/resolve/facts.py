@@ -78,7 +78,7 @@ def facts_here(
     known, timings = measurements_of(device, config.tuning.cache), None
     counted, notes = _memory_to_count_on(device, mesh, world, known, touches)
     if opens_offload(config.state) and device.type != "cpu" and world is not None:
-        dtype = precision(config, facts, previous).values.get("train.precision", config.train.precision)
+        dtype = precision(config, facts.bfloat16, previous).values.get("train.precision", config.train.precision)
         timings = _timings(mesh, world, device, dtype, known)
     return replace(facts, device_bytes=counted, timings=timings, notes=(*notes, *known.notes))
 

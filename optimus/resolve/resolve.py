@@ -38,7 +38,7 @@ def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
     mesh = ranks.mesh_of(config, facts.ranks, facts.ranks_per_node)
     config = take(stages.division(config))
     config = take(microbatches.micro_batch(config, mesh, inputs.previous))
-    config = take(precision(config, facts, inputs.previous))
+    config = take(precision(config, facts.bfloat16, inputs.previous))
     config = take(dispatch(longest(phases_of(config)), mesh, facts.collectives))
     check(config, mesh)
     model = whole_model(config)

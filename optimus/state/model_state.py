@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
@@ -26,6 +27,18 @@ from optimus.state.trained import TrainedChunk, square_dtype
 from optimus.state.transfers import Transfers, transfers
 
 _REDUCING = 2  # chunks whose long gradient buffers may be on their way to the other ranks at once, or to the host
+
+
+@dataclass
+class PruningProgress:
+    """How far the pruning of a model is."""
+
+    events: int = 0
+    """How often it has been pruned."""
+    unpruned: float = 1.0
+    """The share of the pruned parameters that is left."""
+    distances: list[float] = field(default_factory=list)
+    """Between the last masks that were drawn, each to the one before, for an early-bird ticket."""
 
 
 class ModelState:
@@ -60,6 +73,7 @@ class ModelState:
         self._module, self.tile, self._layouts = module, options.tile, layouts
         self.steps = 0  # optimizer steps applied
         self.drawn: Mapping[str, Tensor] | None = None  # masks by which it may be pruned next
+        self.pruned = PruningProgress()
         self._unlike = set(recipe.rules.values())  # of all stages
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
         self._reducing = dict[TrainedChunk, None]()  # in the order in which their last reductions began

@@ -4,7 +4,7 @@ Each update rule names its way (`optim.rule.Rule.tiling`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,21 @@ from optimus.optim.rule import MatrixFunction, TilingName, local_matrices
 from optimus.state.buffers import aligned
 from optimus.state.matrices import Matrices, OverBlocks, borders, split_axes
 
-if TYPE_CHECKING:
-    from optimus.state.plan import ChunkPlan
+
+class Divided(Protocol):
+    """What is asked of a chunk: `plan.ChunkPlan`."""
+
+    @property
+    def align(self) -> int:
+        """Elements of which parts are multiples."""
+
+    @property
+    def shard(self) -> slice:
+        """This rank's part."""
+
+    @property
+    def slots(self) -> Sequence[Any]:
+        """The parameters, end to end: `plan.Slot`."""
 
 
 class Tiling:
@@ -36,7 +49,7 @@ class Tiling:
         return tuple(length * number for number in range(len(loads) + 1))
 
     def tiles(
-        self, plan: "ChunkPlan", blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int
+        self, plan: Divided, blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int
     ) -> Iterator[tuple[MatrixFunction, Sequence[Tensor]]]:
         """Parts of `buffers`, which hold this rank's part of a chunk, about `size` elements each, and how a function of
         matrices is applied to them. All but the second may be changed until the next is asked for.
@@ -64,7 +77,7 @@ class OfMatrices(Tiling):
         return borders(contents, size, loads)
 
     def tiles(
-        self, plan: "ChunkPlan", blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int
+        self, plan: Divided, blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int
     ) -> Iterator[tuple[MatrixFunction, Sequence[Tensor]]]:
         """As `Tiling`: matrices of one shape. Those of which ranks have `blocks`, by parameter, come together, whatever
         parameters they are of: copies, as they lie apart."""

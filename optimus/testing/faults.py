@@ -1,7 +1,7 @@
 """Failures on purpose: a plan of what goes wrong on which rank in which step, to rehearse what a run does about it.
 
 Every fault of a plan happens once in the life of a run, also when the step is run again after a restart: the event log says
-which have happened. As a program this is a rank of a launch, with a plan: PLAN and what `optimus.training.launch` takes.
+which have happened. As a program this is a rank of a launch, with a plan: PLAN and what `optimus.launch.rank` takes.
 """
 
 import errno
@@ -26,12 +26,11 @@ from optimus.config.load import validated
 from optimus.config.yaml_text import parse_yaml
 from optimus.disk import user_path
 from optimus.errors import UserError
+from optimus.launch.rank import run_as_rank
 from optimus.resilience.events import EventLog
 from optimus.section import Section
-from optimus.training.hooks import Hook
-from optimus.training.launch import run_as_rank
-from optimus.training.run import Run
-from optimus.training.step import StepResult
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
 
 FaultKind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoint", "fill_disk", "cut"]
 
@@ -148,6 +147,8 @@ def _fault(entry: Any, where: str) -> Fault:
 class Inject(Hook):
     """Carries out a `FaultPlan`."""
 
+    order = Order.FIRST
+
     def __init__(self, plan: FaultPlan) -> None:
         self._plan = plan
         self._factor = 1.0
@@ -155,54 +156,58 @@ class Inject(Hook):
         self._began = self._waited = 0.0
         self._poison: RemovableHandle | None = None
 
-    def before_training(self, run: Run) -> None:
-        self._own = self._plan.of(run.groups.rank)
+    def before_training(self, trainer: Trainer) -> None:
+        self._own = self._plan.of(trainer.groups.rank)
 
-    def before_step(self, run: Run) -> None:
-        self._began, self._waited = time.perf_counter(), run.groups.recorder.seconds
+    def before_step(self, trainer: Trainer) -> None:
+        self._began, self._waited = time.perf_counter(), trainer.groups.recorder.seconds
         for number, fault in self._own:
             if fault.kind == "slow":
-                self._factor = max(self._factor, fault.factor if run.step + 1 >= fault.step else 1.0)
-            elif fault.kind != "tear_checkpoint" and run.step + 1 == fault.step and self._is_due(run, number):
-                getattr(self, f"_{fault.kind}")(run)
+                self._factor = max(self._factor, fault.factor if trainer.progress.step + 1 >= fault.step else 1.0)
+            elif (
+                fault.kind != "tear_checkpoint"
+                and trainer.progress.step + 1 == fault.step
+                and self._is_due(trainer, number)
+            ):
+                getattr(self, f"_{fault.kind}")(trainer)
 
         time.sleep((self._factor - 1) * self._usual)
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         if self._poison is not None:
             self._poison.remove()
-        waited = run.groups.recorder.seconds - self._waited
+        waited = trainer.groups.recorder.seconds - self._waited
         self._usual = max(0.0, time.perf_counter() - self._began - waited) / self._factor
         for number, fault in self._own:
             if fault.kind == "tear_checkpoint":
-                file = step_folder(run.folder, fault.step) / file_of(fault.rank)
-                if file.exists() and self._is_due(run, number):
+                file = step_folder(trainer.folder, fault.step) / file_of(fault.rank)
+                if file.exists() and self._is_due(trainer, number):
                     os.truncate(file, file.stat().st_size // 2)
 
-    def _is_due(self, run: Run, number: int) -> bool:
-        return is_due(run.folder, self._plan, number)
+    def _is_due(self, trainer: Trainer, number: int) -> bool:
+        return is_due(trainer.folder, self._plan, number)
 
-    def _kill(self, run: Run) -> None:
+    def _kill(self, trainer: Trainer) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _kill_agent(self, run: Run) -> None:
+    def _kill_agent(self, trainer: Trainer) -> None:
         agent = psutil.Process(os.getppid())
         for process in [agent, *(child for child in agent.children() if child.pid != os.getpid())]:
             process.kill()
-        self._kill(run)
+        self._kill(trainer)
 
-    def _cut(self, run: Run) -> None:
+    def _cut(self, trainer: Trainer) -> None:
         if not any(os.path.samefile("/proc/self/ns/net", each) for each in Path("/run/netns").glob("*")):
             raise UserError("links can be cut in the lab only: this is the network of the machine itself")
         device = os.environ["GLOO_SOCKET_IFNAME"]  # the launcher has set it
         subprocess.run(["ip", "link", "set", device, "down"], check=True)
 
-    def _hang(self, run: Run) -> None:
+    def _hang(self, trainer: Trainer) -> None:
         while True:
             time.sleep(3600)
 
-    def _nan(self, run: Run) -> None:
-        blocks = next(iter(run.model.stages.values()))
+    def _nan(self, trainer: Trainer) -> None:
+        blocks = next(iter(trainer.model.stages.values()))
 
         def poison(_module: Any, _inputs: Any, output: Any) -> Any:
             x, *others = output if isinstance(output, tuple) else (output,)
@@ -213,10 +218,8 @@ class Inject(Hook):
         # Until the end of the step: where activations are recomputed, they must come out alike.
         self._poison = next(iter(blocks)).register_forward_hook(poison)
 
-    def _fill_disk(self, run: Run) -> None:
-        saver = run.saver
-        if saver is None:
-            raise UserError("fault plan: fill_disk needs a run that writes checkpoints")
+    def _fill_disk(self, trainer: Trainer) -> None:
+        saver = trainer.checkpointer.saver
         right = saver.write
 
         def refuse(*_: Any) -> Any:

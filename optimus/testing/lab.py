@@ -24,11 +24,11 @@ import psutil
 
 from optimus.disk import user_path
 from optimus.errors import UserError
+from optimus.launch.here import check_run
+from optimus.launch.nodes import NodeJob, exit_code, launch
 from optimus.resilience.events import EventLog
 from optimus.resolve.ranks import mesh_of
 from optimus.testing.faults import FaultPlan, rank_program
-from optimus.training.launch import check_run
-from optimus.training.nodes import NodeJob, exit_code, launch
 from optimus.training.reading import read_run
 
 _NETWORK = "10.77.0"
@@ -175,7 +175,7 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
             if isolated:
                 _join_all(names, switch, bandwidth)
             address, _, port = made.endpoint.rpartition(":")
-            made.start(names[0], [sys.executable, "-m", "optimus.resilience.store", address, port], Path(os.devnull))
+            made.start(names[0], [sys.executable, "-m", "optimus.launch.store", address, port], Path(os.devnull))
             yield made
         finally:
             ignore_signals()

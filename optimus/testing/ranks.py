@@ -69,14 +69,14 @@ def run_ranks(
     """
     if n < 1:
         raise ValueError(f"run_ranks needs at least one rank, not {n}")
-    work = functions.dumps((fn, args))
+    work = functions.dumps((fn, args), f"what {getattr(fn, '__name__', fn)} is and is given")
     with turn(), _pool(pool).lend(n, kept) as (workers, store):
         deadline = time.monotonic() + timeout
         calls = [_Call(rank, n, store, timeout, os.getcwd(), sys.path, dict(os.environ), work) for rank in range(n)]
         results = _exchange(workers, calls, deadline, timeout)
         # Only when all are done: a rank that closes its connections early could break its peers' last collective.
         _exchange(workers, [None] * n, deadline, timeout)
-    return [pickle.loads(result) for result in results]
+    return [functions.loads(result) for result in results]
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def _answer(call: _Call | None) -> _Answer:
         else:
             _join(call)
             fn, args = functions.loads(call.work)
-            result = pickle.dumps(fn(*args))
+            result = functions.dumps(fn(*args), f"what {getattr(fn, '__name__', fn)} returns")
     except BaseException:  # SystemExit too: the caller is waiting
         return _Answer(b"", f"failed:\n{traceback.format_exc()}", time.monotonic())
     return _Answer(result, None, time.monotonic())

@@ -13,8 +13,8 @@ from optimus.model import Batch
 from optimus.pipeline.staged import Staged
 from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
+from optimus.training.build import build_model
 from optimus.training.resolving import resolve_here
-from optimus.training.run import build_model
 from optimus.training.step import StepResult, training_step
 
 _CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from optimus.model.moe.router import Router
 from optimus.state.plan import bytes_by_kind
+from optimus.training.record import StepTimes
 from optimus.training.run import Run
 
 
@@ -44,15 +45,15 @@ def imbalance(load: Mapping[int, list[float]]) -> dict[str, float]:
     return {"experts/imbalance": sum(of_layers) / len(of_layers), "experts/worst_imbalance": max(of_layers)}
 
 
-def seconds_by_kind(run: Run) -> dict[str, float]:
+def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
     """Of this rank's last step: seconds of computation, of exposed communication by kind of collective, waiting for other
-    ranks in it included, of waiting for data, and of waiting for checkpoints since the last record."""
-    exposed = {f"time/exposed_{kind.replace(' ', '_')}": seconds for kind, seconds in run.waited_by_kind.items()}
+    ranks in it included, of waiting for data, and, `saving`, of waiting for checkpoints since the last record."""
+    exposed = {f"time/exposed_{kind.replace(' ', '_')}": seconds for kind, seconds in times.by_kind.items()}
     return {
-        "time/computation": max(0.0, run.step_seconds - run.data_seconds - run.waited_seconds),
+        "time/computation": max(0.0, times.whole - times.data - times.waited),
         **exposed,
-        "time/data": run.data_seconds,
-        "time/checkpoint": run.checkpoint_seconds,
+        "time/data": times.data,
+        "time/checkpoint": saving,
     }
 
 

@@ -19,6 +19,7 @@ from optimus.model import Transformer
 from optimus.model.init import initialize_parameter
 from optimus.model.parameters import declarations
 from optimus.state.plan import Slot
+from optimus.training.checkpointing import Origin
 from optimus.training.run import Run, read_together
 
 
@@ -64,29 +65,30 @@ def first_weights(config: RunConfig, source: WeightSource | None, model: Transfo
     return initialised if source is None else loaded
 
 
-def begin(run: Run, *, masks: bool) -> int:
-    """Fill the state of `run` with the weights that it began with, and fresh moments; returns how many ranks have read them.
+def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int]:
+    """Fill the state of `run` with initial weights, or with those that it `began_with`, and fresh moments. Returns where
+    they are from, a checkpoint being found, and how many ranks have read them.
 
     The state is pruned as these are; without `masks` it stays as it is. All ranks must call. Raises `UserError` on all of
     them where the weights cannot be read.
     """
     seed, std, world = run.config.train.seed, run.config.model.init_std, run.groups.world
-    began_with, send = run.began_with, run.config.checkpoint.broadcast
+    send, origin = run.config.checkpoint.broadcast, Origin()
     if began_with is None:
         run.state.initialize(seed, std)
-        return 0
+        return origin, 0
     if is_model_folder(began_with):
         source = read_together(lambda: FolderReader(Path(began_with), run.config.model), world)
         pruned = masks and follow_masks(run.state, source)
         readers, unpruned = load_slices(run.state, source.fill, full=False, send=send, pruned=pruned), source.unpruned
-        run.context, run.published = world.on_first(
-            lambda: (context_of(Path(began_with)), read_published(Path(began_with)))
-        )
+        context, published = world.on_first(lambda: (context_of(Path(began_with)), read_published(Path(began_with))))
+        origin = Origin(began_with, context, published)
     else:
         path = world.on_first(lambda: find_checkpoint(began_with))
-        run.began_with = str(path)  # of a run that goes on itself, its newest now
         found, readers = load_state(run.state, path, model=run.config.model, full=False, send=send, masks=masks)
-        unpruned, run.context, run.published = found.unpruned, found.context, found.published
-    run.unpruned = unpruned if masks else run.unpruned
+        # Of a run that goes on itself the checkpoint: its newest will be another.
+        origin, unpruned = Origin(str(path), found.context, found.published), found.unpruned
+    if masks:
+        run.state.pruned.unpruned = unpruned
     run.state.initialize(seed, std, only="factor")
-    return readers
+    return origin, readers

@@ -1,14 +1,16 @@
 """What follows the end of a run, whatever ended it, or a restart: a line in the event log, the report, a notification."""
 
+import signal
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint.folder import DamagedError
+from optimus.checkpoint.folder import DamagedError, list_checkpoints
 from optimus.config import RunConfig
 from optimus.errors import UserError
+from optimus.observe.metrics import read_metrics
 from optimus.observe.notify import notify
 from optimus.report.folder import is_run
 from optimus.report.page import report_data, write_page
@@ -30,7 +32,8 @@ def conclude(
         if failure is not None:
             EventLog(folder).write("error", detail=str(failure))
         elif stopped and summary is not None:
-            EventLog(folder).write("stopped", step=summary["step"], detail=summary["stopped_by"] or "at train.stop_at")
+            why = "at train.stop_at" if summary["step"] == config.train.stop_at else "by a hook"
+            EventLog(folder).write("stopped", step=summary["step"], detail=summary["stopped_by"] or why)
         found["report"] = _report(config, ended=True)
     kind = "failed" if failure is not None else "finished" if found["step"] >= found["steps"] else "stopped"
     _tell(config, kind, str(failure or ""), found)
@@ -60,3 +63,22 @@ def _tell(config: RunConfig, event: str, detail: str, more: Mapping[str, Any]) -
         message = {"run": str(Path(config.train.output)), "event": event, "detail": detail, **more}
         if wrong := notify(config.observe.notify, message):
             print(wrong, file=sys.stderr)
+
+
+def summary_of(config: RunConfig, stopped_by: int) -> dict[str, Any]:
+    """What a run returns that has ended, before its end if `stopped_by` is a signal."""
+    folder = Path(config.train.output)
+    # A run that was told to end before its first step has none.
+    records = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+    last = {"step": 0, "tokens": 0, "loss": None, **(records[-1] if records else {})}
+    found = list_checkpoints(folder)
+    return {
+        "output": str(folder),
+        "step": last["step"],
+        "steps": config.train.steps,
+        "tokens": last["tokens"],
+        "loss": last["loss"],
+        "bits_per_byte": next((each["bits_per_byte"] for each in reversed(records) if "bits_per_byte" in each), None),
+        "checkpoint": str(found[-1]) if found else None,
+        "stopped_by": signal.Signals(stopped_by).name if stopped_by else None,
+    }

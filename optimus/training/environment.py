@@ -1,4 +1,5 @@
-"""What a run ran on and what of: a line of `environment.jsonl` in its folder for every start and resume.
+"""What a run folder says of every start and resume: the configuration, what was decided, and what runs where (a line of
+`environment.jsonl`).
 
 Nothing of the environment's variables is recorded: they may hold secrets.
 """
@@ -13,21 +14,39 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
+from optimus.config import dump_config
 from optimus.errors import naming_disk_errors
 from optimus.model.count import count_parameters
 from optimus.observe.machine import describe_machine, device_name, versions
+from optimus.training.collectives import keep
 from optimus.training.run import Run
 
 _GIT_SECONDS = 10.0
 
 
-def record_environment(run: Run) -> None:
-    """Append the record of this start. On rank 0, whose host and devices it has. Raises `UserError` on a full disk."""
+def record_start(run: Run, step: int) -> None:
+    """Make the run folder; save the configuration, keeping an earlier, different one, what was decided, and what runs where.
+    On rank 0, before the first step behind `step`. Raises `UserError` on a full disk."""
+    path, text = run.folder / "config.yaml", dump_config(run.resolved.record)
+    with naming_disk_errors(path, "Make room or choose another train.output"):
+        run.folder.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            path.rename(path.with_name(f"config.until-step-{step}.yaml"))
+        path.write_text(text, encoding="utf-8")
+        decisions = [decision.written for decision in run.resolved.decisions]
+        (run.folder / "decisions.yaml").write_text(yaml.safe_dump(decisions, sort_keys=False), encoding="utf-8")
+        keep(run.groups.measured, run.folder)
+    _record_environment(run, step)
+
+
+def _record_environment(run: Run, step: int) -> None:
+    """Append the record of this start, with the host and the devices of this rank."""
     path, mesh, counted = run.folder / "environment.jsonl", run.groups.mesh, count_parameters(run.config.model)
     record = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "step": run.step,
+        "step": step,
         "command": command_line(),
         "folder": str(Path.cwd()),
         "versions": versions("numpy", "tokenizers", "safetensors", "triton"),

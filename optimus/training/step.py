@@ -10,7 +10,8 @@ from torch import Tensor
 from optimus.comm import Group
 from optimus.config import RunConfig
 from optimus.model import Batch, Losses
-from optimus.model.moe.router import Router, RouterStats, move_biases
+from optimus.model.moe.router import Router, move_biases
+from optimus.model.moe.statistics import RouterStats
 from optimus.optim.schedule import LrSchedule, learning_rate
 from optimus.pipeline.staged import Staged
 from optimus.state.model_state import ModelState

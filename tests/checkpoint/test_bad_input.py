@@ -8,26 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import optimus
+from helpers.trained import trainer_of
 from optimus.checkpoint.folder import list_checkpoints, step_folder
 from optimus.checkpoint.reader import verify
-from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.testing import run_ranks
-from optimus.training.checkpoints import build_run
-from optimus.training.launch import _hooks
-from optimus.training.loop import train_loop
-from optimus.training.run import Run
+from optimus.training.trainer import Trainer
 
 
 def folder_of(config: dict[str, Any]) -> Path:
     return Path(config["train"]["output"])
 
 
-def resumed(config: dict[str, Any]) -> Run:
-    return build_run(load_config(config), torch.device("cpu"), True)
+def resumed(config: dict[str, Any]) -> Trainer:
+    return trainer_of(config, resume=True)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -39,8 +35,8 @@ def test_missing_checkpoints(run: dict[str, Any]) -> None:
     newest, older = step_folder(folder_of(run), 4), step_folder(folder_of(run), 2)
     newest.rename(newest.with_name("my-best"))
     found = resumed(run)
-    assert found.step == 2
-    assert not any("damaged" in note for note in found.notes)
+    assert found.progress.step == 2
+    assert not any("damaged" in note for note in found._unsaid)
     older.rename(older.with_name("step-2.backup"))
     before = contents(folder_of(run))
     with pytest.raises(
@@ -128,9 +124,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def train_here(config: dict[str, Any]) -> str:
     """One rank of a run; what it ends with."""
-    run = resumed(config)
+    trainer = resumed(config)
     try:
-        train_loop(run, _hooks(run))
+        trainer.fit()
     except UserError as error:
         return str(error)
     return "the end"

@@ -21,6 +21,7 @@ import torch
 
 import optimus
 from helpers.rules import recipe
+from helpers.trained import trainer_of
 from optimus.checkpoint.folder import DamagedError, Description, step_folder
 from optimus.checkpoint.format import pack_metadata, unpack_metadata
 from optimus.checkpoint.inspect import convert, show
@@ -28,7 +29,7 @@ from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
 from optimus.comm import Groups
-from optimus.config import ModelConfig, load_config
+from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -37,8 +38,7 @@ from optimus.observe.metrics import read_metrics
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
 from optimus.testing import run_ranks
-from optimus.training.checkpoints import build_run
-from optimus.training.run import Run
+from optimus.training.trainer import Trainer
 
 MODEL = ModelConfig(family="olmo", hidden=8, layers=1, heads=2, intermediate=8, vocab=20)
 SMALL = ["checkpoint.json", "tokenizer.json", ".metadata", "manifest.json"]
@@ -289,8 +289,8 @@ def folder_of(config: dict[str, Any]) -> Path:
     return Path(config["train"]["output"])
 
 
-def resumed(config: dict[str, Any]) -> Run:
-    return build_run(load_config(config), torch.device("cpu"), True)
+def resumed(config: dict[str, Any]) -> Trainer:
+    return trainer_of(config, resume=True)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -332,11 +332,11 @@ def test_the_other_one_is_resumed(run: dict[str, Any], harm: str) -> None:
     damaged, whole = contents(newest), contents(older)
     assert verify(newest)
     found = resumed(run)
-    assert found.step == 2
-    assert any(f"checkpoint {newest} is damaged: " in note for note in found.notes), found.notes
-    assert any(f"resumed from {older} (step 2)" in note for note in found.notes)
+    assert found.progress.step == 2
+    assert any(f"checkpoint {newest} is damaged: " in note for note in found._unsaid), found._unsaid
+    assert any(f"resumed from {older} (step 2)" in note for note in found._unsaid)
     aside = newest.with_name("step-00000004.aside")
-    assert f"set aside as {aside}" in found.notes
+    assert f"set aside as {aside}" in found._unsaid
     assert contents(aside) == damaged
     assert contents(older) == whole
     assert {path.name for path in newest.parent.iterdir()} == {older.name, aside.name}
@@ -361,7 +361,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_as_if_nothing_had_been(
 
 def resume_on_ranks(config: dict[str, Any]) -> tuple[int, list[str]]:
     found = resumed(config)
-    return found.step, found.notes
+    return found.progress.step, found._unsaid
 
 
 def test_ranks_agree_on_the_other_one(run: dict[str, Any]) -> None:

@@ -22,16 +22,14 @@ import torch.distributed as dist
 
 import optimus
 from helpers.sweep import part_of
+from helpers.trained import trainer_of
 from optimus.checkpoint import saving, slots
 from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.staging import Staging
-from optimus.config import load_config
 from optimus.observe.metrics import read_metrics
 from optimus.testing import RankError, run_ranks
-from optimus.training.checkpoints import build_run
-from optimus.training.launch import _claim_folder, _hooks
-from optimus.training.loop import train_loop
+from optimus.training.environment import record_start
 
 # ---- At chosen moments ----
 
@@ -136,12 +134,12 @@ def train_slowly_written(config: dict[str, Any], resume: bool, signs: Path) -> N
     slow_down(0.02 if config["checkpoint"]["asynchronous"] else 0.08)
     rank = dist.get_rank()
     (signs / f"pid-{rank}").write_text(str(os.getpid()))
-    run = build_run(load_config(config), torch.device("cpu"), resume)
+    trainer = trainer_of(config, resume)
     if rank == 0:
-        _claim_folder(run)
-        (signs / "began").write_text(str(run.step))
-    train_loop(run, _hooks(run))
-    run.state.finish()
+        record_start(trainer.run, trainer.progress.step)
+        (signs / "began").write_text(str(trainer.progress.step))
+    trainer.fit()
+    trainer.state.finish()
 
 
 def slow_down(writing: float) -> None:

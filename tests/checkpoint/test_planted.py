@@ -13,20 +13,19 @@ import pytest
 import torch
 
 import optimus
+from helpers.trained import trainer_of
 from optimus.checkpoint.folder import DamagedError, step_folder
 from optimus.checkpoint.format import StoredSlice, pack_metadata
 from optimus.checkpoint.manifest import write_manifest
 from optimus.checkpoint.reader import Reader, verify
-from optimus.config import load_config
 from optimus.data.shards import Shards
 from optimus.data.tokenizer import file_sha256
 from optimus.errors import UserError
-from optimus.training.checkpoints import build_run
-from optimus.training.run import Run
+from optimus.training.trainer import Trainer
 
 
-def resumed(config: dict[str, Any]) -> Run:
-    return build_run(load_config(config), torch.device("cpu"), True)
+def resumed(config: dict[str, Any]) -> Trainer:
+    return trainer_of(config, resume=True)
 
 
 class Payload:
@@ -126,7 +125,7 @@ def test_text_in_the_description_stays_text(run: dict[str, Any], planted: Path, 
     raw |= {"precision": text, "config": {text: text}, "written": {text: text}}
     (planted / "checkpoint.json").write_text(json.dumps(raw))
     with_right_sums(planted)
-    assert resumed(run).step == 4
+    assert resumed(run).progress.step == 4
     optimus.load_model(planted)
     raw["model"]["family"] = text
     (planted / "checkpoint.json").write_text(json.dumps(raw))

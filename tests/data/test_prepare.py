@@ -338,14 +338,14 @@ STOPPABLE = """
 import sys, time
 from optimus import cli
 from optimus.data import documents, cutting
-from optimus.observe.progress import Progress
+from optimus.observe.progress import ProgressBar
 documents.BLOCK = documents.PIECE = cutting.PIECE = 20_000
 stop = sys.argv.pop(1)
 def update(self, stage, done, total, note=""):
     if stage == stop and done:
         print(stage, flush=True)
         time.sleep(300)
-Progress.update = update
+ProgressBar.update = update
 cli.main()
 """
 

@@ -27,10 +27,10 @@ TWO = {
 COMMANDS = """
 import json, sys
 from helpers.launched import launched
-from optimus.training import launch
+from optimus.launch import here
 from typer.testing import CliRunner
 from optimus.cli import app
-launch._launch = launched
+here.start_ranks = launched
 for line in sys.stdin:
     result = CliRunner().invoke(app, [*json.loads(line), "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output

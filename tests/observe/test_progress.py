@@ -3,11 +3,11 @@
 import pytest
 
 from optimus.observe import progress as module
-from optimus.observe.progress import Progress
+from optimus.observe.progress import ProgressBar
 
 
 def test_a_line_every_so_many_units_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(every=2) as progress:
+    with ProgressBar(every=2) as progress:
         for done in range(1, 6):
             progress.update("training", done, 5, f"loss {done}")
         progress.print("a note")
@@ -21,7 +21,7 @@ def test_a_line_every_so_many_units_and_at_the_end(capsys: pytest.CaptureFixture
 def test_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    progress = Progress()
+    progress = ProgressBar()
     for second in range(1, 31):
         now = float(second)
         progress.update("tokenise", 1000 * second, None)
@@ -31,7 +31,7 @@ def test_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_how_long_it_will_take(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    progress = Progress(every=10)
+    progress = ProgressBar(every=10)
     for done in range(41, 101):  # of a resumed run: 40 were done before
         progress.update("training", done, 100)
         now += 60
@@ -44,7 +44,7 @@ def test_how_long_it_will_take(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True)
-    with Progress() as progress:
+    with ProgressBar() as progress:
         progress.update("shuffle", 1, 2, "halfway")
         progress.print("a note")
         progress.update("shuffle", 2, 2, "done")

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from helpers.drawing import config_of
 from helpers.sweep import in_turns
+from helpers.trained import trainer_of
 from optimus.comm.recorder import Recorder
-from optimus.config import load_config
 from optimus.resilience import hangs
 from optimus.resilience.hangs import Verdict, Watchdog, find_culprits
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
-from optimus.training.checkpoints import build_run
-from optimus.training.health import Hangs
+from optimus.training.hooks.hangs import Hangs
 
 # ---- By the states of all ranks ----
 
@@ -119,12 +117,12 @@ def test_who_finds_no_place_to_write_is_silent(tmp_path: Path, monkeypatch: pyte
 
 def hangs_of(config: dict[str, Any]) -> list[str]:
     """The places where the ranks of a run and of its restart, of the same processes, say where they are."""
-    run = build_run(load_config(config), torch.device("cpu"), False)
+    trainer = trainer_of(config)
     places = []
     for _ in range(2):
         hook = Hangs("node0")
-        hook.before_training(run)
-        hook.after_training(run)
+        hook.before_training(trainer)
+        hook.after_training(trainer)
         places.append(str(hook._folder))
     return places
 

@@ -27,18 +27,18 @@ from typer.testing import CliRunner
 from optimus import cli
 from optimus.checkpoint.lease import LEASE, Lease, LeaseError, living_holder
 from optimus.errors import UserError
+from optimus.launch import node as module
+from optimus.launch.local import register
+from optimus.launch.node import Launch, run_node
+from optimus.launch.nodes import NodeJob, check_launch, launch, parse_keep_alive, write_batch_script
+from optimus.launch.store import connect, own_address, parse, serve
+from optimus.launch.waiting import Waiting
 from optimus.mesh import Mesh
 from optimus.mesh.placement import describe
-from optimus.resilience import node as module
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
 from optimus.resilience.exits import Exit
-from optimus.resilience.local import register
-from optimus.resilience.node import Launch, run_node
 from optimus.resilience.policy import Do
-from optimus.resilience.store import connect, own_address, parse, serve
-from optimus.resilience.waiting import Waiting
-from optimus.training.nodes import NodeJob, check_launch, launch, parse_keep_alive, write_batch_script
 
 # Does what its node's file says, a word at each start and the last one ever after: it ends with a code, or waits until it is
 # ended; `hold` makes it wait for a file before the next word.
@@ -60,7 +60,7 @@ sys.exit(int(first))
 
 SERVE = """
 import sys
-from optimus.resilience.store import serve
+from optimus.launch.store import serve
 store = serve(0)
 print(store.port, flush=True)
 sys.stdin.read()

@@ -7,23 +7,21 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from helpers.sweep import in_turns
-from optimus.config import load_config
+from helpers.trained import trainer_of
 from optimus.errors import UserError
+from optimus.launch.rank import code_of
 from optimus.mesh import Mesh
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import Exit
 from optimus.testing import run_ranks
 from optimus.testing.faults import FaultPlan, Inject
-from optimus.training import health
-from optimus.training.checkpoints import build_run
-from optimus.training.health import SlowRanks, alone, find_slow
-from optimus.training.launch import code_of
-from optimus.training.loop import train_loop
-from optimus.training.step import StepResult
+from optimus.training.hooks import slow_ranks
+from optimus.training.hooks.slow_ranks import SlowRanks, alone, find_slow
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Trainer
 
 # ---- By numbers ----
 
@@ -62,15 +60,17 @@ def test_a_rank_without_peers_is_compared_with_itself() -> None:
 
 def named(mesh: Mesh, *windows: Sequence[float]) -> list[tuple[int, int]]:
     """(window, rank) of the ranks that a hook names which is told these seconds of each rank's own in each window."""
-    run: Any = SimpleNamespace(notes=[], waited_seconds=0.0, step_seconds=1.0)
-    run.config = SimpleNamespace(resilience=SimpleNamespace(slow=50.0))
+    notes: list[str] = []
+    trainer: Any = SimpleNamespace(say=notes.append, config=SimpleNamespace(resilience=SimpleNamespace(slow=50.0)))
+    record: Any = SimpleNamespace(times=SimpleNamespace(waited=0.0, whole=1.0))
     hook, found = SlowRanks(), []
     for number, seconds in enumerate(windows):
         world = SimpleNamespace(all_gather_object=lambda _, seconds=seconds: [(own, None) for own in seconds])
-        run.groups, run.step = SimpleNamespace(world=world, mesh=mesh), (number + 1) * health.WINDOW
-        hook.after_step(run, cast(StepResult, None))
-        found += [(number, int(note.split("rank ")[1].split()[0])) for note in run.notes]
-        run.notes.clear()
+        trainer.groups = SimpleNamespace(world=world, mesh=mesh)
+        trainer.progress = SimpleNamespace(step=(number + 1) * slow_ranks.WINDOW)
+        hook.after_step(cast(Trainer, trainer), cast(StepRecord, record))
+        found += [(number, int(note.split("rank ")[1].split()[0])) for note in notes]
+        notes.clear()
     return found
 
 
@@ -106,16 +106,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def train_with_a_slow_rank(config: dict[str, Any], plan: FaultPlan) -> tuple[list[str], Exit]:
     """What a rank was told, and how it ended."""
-    health.WINDOW, health.OFTEN = WINDOW, OFTEN
-    run = build_run(load_config(config), torch.device("cpu"), False)
+    slow_ranks.WINDOW, slow_ranks.OFTEN = WINDOW, OFTEN
+    trainer, notes = trainer_of(config), list[str]()
+    trainer.hooks, trainer.say = [Inject(plan), SlowRanks(f"node{dist.get_rank()}")], notes.append  # type: ignore[method-assign]
     try:
-        train_loop(run, [Inject(plan), SlowRanks(f"node{dist.get_rank()}")])
+        trainer.fit()
     except UserError as error:
-        return run.notes, code_of(error)
+        return notes, code_of(error)
     finally:
-        run.state.finish()
-        health.WINDOW, health.OFTEN = 10, 3  # this process is used again
-    return run.notes, Exit.DONE
+        trainer.state.finish()
+        slow_ranks.WINDOW, slow_ranks.OFTEN = 10, 3  # this process is used again
+    return notes, Exit.DONE
 
 
 def config_of_a_run(small_run: dict[str, Any], layout: str, steps: int = 25) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from optimus.resilience import torch_elastic
+from optimus.launch import torch_elastic
+from optimus.launch.store import LOOPBACK
+from optimus.launch.torch_elastic import Agent, Rendezvous
 from optimus.resilience.exits import Exit
 from optimus.resilience.policy import Do
-from optimus.resilience.store import LOOPBACK
-from optimus.resilience.torch_elastic import Agent, Rendezvous
 
 CHANGED = f"torch {torch.__version__} has changed what optimus/resilience/torch_elastic.py uses: "
 

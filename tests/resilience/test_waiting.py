@@ -8,11 +8,11 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from optimus.errors import UserError
-from optimus.resilience import node as module
-from optimus.resilience.node import Launch, run_node
-from optimus.resilience.store import LOOPBACK
-from optimus.resilience.torch_elastic import Rendezvous
-from optimus.resilience.waiting import Waiting
+from optimus.launch import node as module
+from optimus.launch.node import Launch, run_node
+from optimus.launch.store import LOOPBACK
+from optimus.launch.torch_elastic import Rendezvous
+from optimus.launch.waiting import Waiting
 
 
 class Clock:

@@ -26,6 +26,8 @@ from optimus.comm import Group, Groups, recorder
 from optimus.config import dump_config, load_config
 from optimus.kernels import backend
 from optimus.kernels.devices import CHIPS, chip_of
+from optimus.launch import here
+from optimus.launch import rank as program
 from optimus.mesh import Mesh
 from optimus.model.families import families
 from optimus.parallel.activations import activation_bytes
@@ -39,8 +41,9 @@ from optimus.state.masks import packed_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import bytes_by_kind
 from optimus.testing import RankError, run_ranks
-from optimus.training import launch, step
+from optimus.training import step
 from optimus.training.checks import _saved_bytes
+from optimus.training.trainer import Ending, Trainer
 
 POOL = range(300)  # draws that the covering sample is chosen from
 OFTEN = (
@@ -305,7 +308,7 @@ def run(config: dict[str, Any], device: str) -> tuple[Counter[str], int, set[int
 
     tree, data = read_run(config)
     with fake_accelerator(devices=2) as machine:
-        summary = launch.run_here(tree, data, None, resume=False, fresh_optimizer=False, check=False)
+        summary = here.run_here(tree, data, None, resume=False, fresh_optimizer=False, check=False)
         waits = Counter(wait.place.split(":")[0] for wait in machine.waits)
         machine.forget()
         generate_text(config["train"]["output"], "hello", max_tokens=3, device=device)
@@ -329,8 +332,8 @@ def uploads(config: dict[str, Any]) -> Counter[tuple[str, bool]]:
     from optimus.training.reading import read_run
 
     tree, data = read_run(config)
-    with fake_accelerator() as machine, mock.patch.object(launch.checks, "dry_run", return_value=""):
-        launch.run_here(tree, data, None, resume=False, fresh_optimizer=False, check=False)
+    with fake_accelerator() as machine, mock.patch.object(program, "dry_run", return_value=""):
+        here.run_here(tree, data, None, resume=False, fresh_optimizer=False, check=False)
         return Counter((each.place.split(":")[0], each.beside) for each in machine.uploads)
 
 
@@ -341,9 +344,11 @@ def test_batches_come_from_pinned_memory(small_run: dict[str, Any], prepared: Pa
     small_run["data"] = {"sources": sources, "documents": "mask"}
     small_run["observe"] |= {"log_every": 1}
     found = on_fake(uploads, small_run)
-    assert found["training/loop.py", True] == 6 * 2
+    assert found["training/trainer.py", True] == 6 * 2
     assert found["model/batch.py", True] >= 6 * 2 * 2
-    assert not [place for place, beside in found if place.startswith(("training/loop", "model/")) and not beside], found
+    assert not [place for place, beside in found if place.startswith(("training/trainer", "model/")) and not beside], (
+        found
+    )
 
 
 def staged() -> tuple[list[Any], list[int]]:
@@ -377,15 +382,18 @@ def setup_of_rank(config: dict[str, Any]) -> list[set[int]]:
 
     tree, data = read_run(config)
     with fake_accelerator(devices=4) as machine:
-        launch.check_run(tree, data, mesh_of(tree, 4, 4), False)
+        here.check_run(tree, data, mesh_of(tree, 4, 4), False)
         touched = [machine.touched]
         for key, value in {"WORLD_SIZE": 4, "RANK": 2, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 4}.items():
             os.environ[key] = str(value)
         machine.forget()
         # Autograd has a thread for the first of these devices alone.
-        with mock.patch.object(launch.checks, "dry_run", return_value=""), mock.patch.object(launch, "train_loop"):
-            launch.check_run(tree, data, mesh_of(tree, 4, 4), False)
-            launch._run_rank(dump_config(tree), False)
+        with (
+            mock.patch.object(program, "dry_run", return_value=""),
+            mock.patch.object(Trainer, "fit", return_value=Ending()),
+        ):
+            here.check_run(tree, data, mesh_of(tree, 4, 4), False)
+            program.run_rank(dump_config(tree), False)
         return [*touched, machine.touched]
 
 

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from optimus.errors import UserError
+from optimus.launch.nodes import NodeJob
 from optimus.resilience.events import EventLog
 from optimus.testing.faults import Fault, FaultKind, FaultPlan, is_due, rank_program
 from optimus.testing.lab import rehearse
-from optimus.training.nodes import NodeJob
 
 EVERY = (
     FaultPlan()

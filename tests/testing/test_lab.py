@@ -23,13 +23,13 @@ from helpers.silent_backend import PYTHONPATH
 from optimus.checkpoint.folder import list_checkpoints
 from optimus.cli import app
 from optimus.errors import UserError
+from optimus.launch.nodes import NodeJob
 from optimus.observe.metrics import read_metrics
 from optimus.resilience.events import EventKind, EventLog
 from optimus.resilience.exclusion import excluded
 from optimus.testing import lab as laboratory
 from optimus.testing.faults import FaultPlan
 from optimus.testing.lab import Lab, lab, namespaces_allowed, rehearse
-from optimus.training.nodes import NodeJob
 
 STEPS = 15
 KEEP_ALIVE = (1, 5)  # not less, as tests run beside others
@@ -54,8 +54,8 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     words = (
         "optimus.testing.lab",
         "optimus.testing.faults",
-        "optimus.training.launch",
-        "optimus.resilience.store",
+        "optimus.launch.rank",
+        "optimus.launch.store",
         "sleep 1234",
     )
     left = [process for process in psutil.process_iter(["pid", "cmdline"]) if process.pid not in before]

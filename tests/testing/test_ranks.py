@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,8 +88,17 @@ def kill_2() -> None:
     dist.barrier()
 
 
-def unpicklable() -> Callable[[], None]:
-    return lambda: None
+def unpicklable() -> threading.Event:
+    return threading.Event()
+
+
+def of_no_module() -> Callable[[int], int]:
+    rank = dist.get_rank()
+    return lambda number: number + rank
+
+
+def test_functions_of_no_module_are_sent_both_ways() -> None:
+    assert [function(3) for function in run_ranks(of_no_module, 2)] == [3, 4]
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
@@ -139,7 +149,7 @@ def test_many_calls_in_a_row() -> None:
         (kill_2, 3, 60, [2], r"rank 2 died \(killed by SIGKILL\)"),
         (sleep_on_2, 3, 2, [0, 1, 2], r"ranks 0, 1, 2 of 3 had not finished after 2 s\n(.|\n)*in sleep_on_2"),
         (sleep_alone, 2, 1, [0], r"rank 0 of 2 had not finished after 1 s\nrank 0 was at:\n(.|\n)*in sleep_alone"),
-        (unpicklable, 2, 60, None, r"rank [01] failed:\n(.|\n)*pickle"),
+        (unpicklable, 2, 60, None, r"rank [01] failed:\n(.|\n)*what unpicklable returns cannot be sent .*lock"),
     ],
 )
 def test_failures_name_the_rank_and_end_all(

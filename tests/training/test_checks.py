@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from optimus.resolve.run import ResolvedRun
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
 from optimus.training import checks
-from optimus.training.checkpoints import build_run
+from optimus.training.build import build_run
 
 GIB = 2**30
 
@@ -375,7 +376,7 @@ def test_an_accelerator_that_runs_out_of_memory(small_run: dict[str, Any], monke
     one, arange = direct_count(small_run), torch.arange
     monkeypatch.setattr(checks, "accumulate_gradients", no_more_than_fits)
     monkeypatch.setattr(torch, "arange", lambda *bounds, device, **rest: arange(*bounds, **rest))
-    run.device = Pretended()  # type: ignore[assignment]
+    run = replace(run, device=Pretended())  # type: ignore[arg-type]
     for free, most in ((2 * one, 2), (100 * one, 3)):
         with_free_memory(monkeypatch, lambda free=free: free)
         with pytest.raises(

@@ -16,11 +16,8 @@ from optimus.errors import UserError
 from optimus.report.folder import read_folder
 from optimus.report.listing import runs
 from optimus.resilience.events import EventLog
-from optimus.training import launch
 from optimus.training.conclusion import announce, conclude
-from optimus.training.hooks import Hook
-from optimus.training.launch import _hooks
-from optimus.training.run import Run
+from optimus.training.trainer import Hook, Trainer
 from tests.report.conftest import embedded
 
 
@@ -63,8 +60,8 @@ def page_state(folder: Path) -> str:
 class Interrupting(Hook):
     """Ctrl-C in the second step."""
 
-    def before_step(self, run: Run) -> None:
-        if run.step == 1:
+    def before_step(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 1:
             signal.raise_signal(signal.SIGINT)
 
 
@@ -72,9 +69,7 @@ def test_the_report_of_an_interrupted_run_and_of_its_end(
     small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path(small_run["train"]["output"])
-    with monkeypatch.context() as interrupting:
-        interrupting.setattr(launch, "_hooks", lambda *given: [*_hooks(*given), Interrupting()])
-        assert optimus.train(small_run)["stopped_by"] == "SIGINT"
+    assert optimus.train(small_run, hooks=[Interrupting])["stopped_by"] == "SIGINT"
     assert page_state(folder) == "stopped"
     optimus.train(small_run, resume=True)
     assert page_state(folder) == "finished"

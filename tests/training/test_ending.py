@@ -23,11 +23,11 @@ from optimus.checkpoint.lease import LEASE, LeaseError
 from optimus.checkpoint.rollback import rollback
 from optimus.config import dump_config, load_config
 from optimus.errors import UserError
+from optimus.launch.rank import run_rank
+from optimus.launch.store import serve
 from optimus.observe.metrics import read_metrics
 from optimus.resilience.events import EventLog
-from optimus.resilience.store import serve
-from optimus.training.hooks import Metrics
-from optimus.training.launch import _run_rank
+from optimus.training.hooks.metrics import Metrics
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 
@@ -201,14 +201,14 @@ def test_a_run_whose_folder_was_taken_writes_no_more(
     folder = Path(small_run["train"]["output"])
     right = Metrics.after_step
 
-    def after_step(self: Metrics, run: Any, result: Any) -> None:
-        right(self, run, result)
-        if run.step == 2:
+    def after_step(self: Metrics, trainer: Any, record: Any) -> None:
+        right(self, trainer, record)
+        if record.step == 2:
             lease = folder / LEASE
             lease.write_text(lease.read_text().replace('"token": "', '"token": "another '))
 
     monkeypatch.setattr(Metrics, "after_step", after_step)
-    monkeypatch.setattr("optimus.training.hooks.BEAT", -1.0)
+    monkeypatch.setattr("optimus.training.hooks.lease.BEAT", -1.0)
     small_run["checkpoint"] = {"every": 1}
     with pytest.raises(LeaseError, match=r"it was taken over by another run, .* ends without saving"):
         optimus.train(small_run)
@@ -222,7 +222,7 @@ def test_a_run_that_is_beyond_its_end_has_finished(
     """One that is resumed with fewer steps: a batch script would start it again and again."""
     optimus.train(small_run)
     small_run["train"]["steps"] = 4
-    _run_rank(dump_config(load_config(small_run)), True, node="n0")
+    run_rank(dump_config(load_config(small_run)), True, node="n0")
     (event,) = EventLog(small_run["train"]["output"]).read()
     assert (event["kind"], event["step"]) == ("finished", 6)
     assert "the run is at step 6 already, and ends at 4: nothing is left to do" in capfd.readouterr().err
@@ -239,9 +239,9 @@ def test_an_error_of_a_hook_leaves_no_checkpoint_half_written(
         assert failed.wait(60)
         return write(*arguments)
 
-    def after_step(self: Metrics, run: Any, result: Any) -> None:
-        right(self, run, result)
-        if run.step == 3:
+    def after_step(self: Metrics, trainer: Any, record: Any) -> None:
+        right(self, trainer, record)
+        if record.step == 3:
             failed.set()
             raise UserError("it is too hot")
 

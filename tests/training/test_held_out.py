@@ -9,17 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.trained import train_here
 from optimus import load_model, train
 from optimus.config import load_config
 from optimus.data.shards import Shards
 from optimus.data.training import TrainingData
 from optimus.errors import UserError
+from optimus.launch.here import check_run
 from optimus.observe.metrics import read_metrics
 from optimus.resolve.ranks import mesh_of
 from optimus.testing import run_ranks
-from optimus.training.checkpoints import build_run
-from optimus.training.launch import _claim_folder, _hooks, check_run
-from optimus.training.loop import train_loop
 
 TEXT = Path(__file__)
 
@@ -29,11 +28,7 @@ def train_rank(config: dict[str, Any], texts: list[str], data: list[str]) -> str
     rank = dist.get_rank()
     config["evaluate"]["text"], config["data"]["path"] = texts[rank], data[rank]
     try:
-        run = build_run(load_config(config), torch.device("cpu"), False)
-        if rank == 0:
-            _claim_folder(run)
-        train_loop(run, _hooks(run))
-        run.state.finish()
+        train_here(config)
     except UserError as error:
         return str(error)
     return "done"
@@ -102,11 +97,7 @@ def test_data_damaged_on_one_node_is_named_by_all(config: dict[str, Any], tmp_pa
 
 def validate_rank(config: dict[str, Any]) -> None:
     """One rank of a run."""
-    run = build_run(load_config(config), torch.device("cpu"), False)
-    if run.groups.rank == 0:
-        _claim_folder(run)
-    train_loop(run, _hooks(run))
-    run.state.finish()
+    train_here(config)
 
 
 @pytest.fixture

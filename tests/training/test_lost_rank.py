@@ -24,10 +24,10 @@ import optimus
 from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.comm.device_waits import DeviceWaits
 from optimus.comm.recorder import Recorder
+from optimus.launch import rank as program
+from optimus.launch.messages import explain
 from optimus.observe.metrics import read_metrics
 from optimus.resilience.exits import EndedError, Exit
-from optimus.training import launch
-from optimus.training.launch import explain
 
 STOPPED = r"step \d+: [\w ]+ of [\d,]+ bytes over ranks 0, 1, 2 failed on rank [02]: .+\. Run again with --resume"
 SAVED = r" \(the run is saved up to step (\d+)\)"
@@ -247,13 +247,14 @@ def test_a_rank_whose_device_waits_too_long_is_lost(
 ) -> None:
     """It says in which collective, keeps what torch has recorded of them, and ends before its backend aborts it."""
     ended, codes = threading.Event(), []
-    monkeypatch.setattr(launch, "_leave", lambda code: (codes.append(code), ended.set()))
+    monkeypatch.setattr(program, "_leave", lambda code: (codes.append(code), ended.set()))
     recorder = Recorder()
     recorder.device = DeviceWaits(Stuck())
     config = SimpleNamespace(resilience=SimpleNamespace(timeout=0.05))
     groups = SimpleNamespace(recorder=recorder, rank=0)
-    run: Any = SimpleNamespace(groups=groups, config=config, step=6, folder=tmp_path)
-    with launch._deadline(run):
+    progress = SimpleNamespace(step=6)
+    trainer: Any = SimpleNamespace(groups=groups, config=config, progress=progress, folder=tmp_path)
+    with program._deadline(trainer):
         recorder.wait(("0, 1", "all_reduce", 3), [])
         assert ended.wait(10)
     assert codes == [Exit.LOST]
@@ -263,15 +264,17 @@ def test_a_rank_whose_device_waits_too_long_is_lost(
 
 
 def test_lack_of_memory_is_nobodys_loss() -> None:
-    run: Any = SimpleNamespace(groups=SimpleNamespace(rank=2), device="xpu:0", step=6)
+    trainer: Any = SimpleNamespace(
+        groups=SimpleNamespace(rank=2), run=SimpleNamespace(device="xpu:0"), progress=SimpleNamespace(step=6)
+    )
     with (
         pytest.raises(
             EndedError, match=r"^step 7: rank 2 has no memory left on xpu:0 \(full\): choose a smaller"
         ) as error,
-        launch._naming_lack_of_memory(run),
+        program._naming_lack_of_memory(trainer),
     ):
         raise torch.OutOfMemoryError("full. More of it")
-    assert launch.code_of(error.value) == Exit.USER
+    assert program.code_of(error.value) == Exit.USER
 
 
 @pytest.mark.parametrize(
@@ -279,4 +282,4 @@ def test_lack_of_memory_is_nobodys_loss() -> None:
     [("xpu", 4, "xccl"), ("xpu:0", 4, "gloo"), ("xpu:0", 1, "xccl"), ("auto", 4, "xccl")],
 )
 def test_ranks_that_share_a_device_use_gloo(named: str, per_node: int, backend: str) -> None:
-    assert launch.backend_of(torch.device("xpu:0"), named, per_node) == backend
+    assert program.backend_of(torch.device("xpu:0"), named, per_node) == backend

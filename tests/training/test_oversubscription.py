@@ -13,10 +13,10 @@ import torch
 import optimus
 from optimus.cores import usable_cores
 from optimus.mesh import Mesh
-from optimus.training import oversubscription
-from optimus.training.oversubscription import WINDOW, Oversubscription, threads_wanted
-from optimus.training.run import Run
-from optimus.training.step import StepResult
+from optimus.training.hooks import oversubscription
+from optimus.training.hooks.oversubscription import WINDOW, Oversubscription, threads_wanted
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Trainer
 
 Window = tuple[
     float, float, float
@@ -33,20 +33,22 @@ def said(
     windows: Iterable[Window], cores: int = 4, threads: int = 2, ranks: int = 2, mesh: Mesh | None = None
 ) -> list[str]:
     """The notes of a run of so many windows of steps."""
-    run: Any = SimpleNamespace(notes=[], step=0, device=torch.device("cpu"))
-    run.groups = SimpleNamespace(mesh=mesh or Mesh(dp=ranks))
+    notes: list[str] = []
+    trainer: Any = SimpleNamespace(say=notes.append, run=SimpleNamespace(device=torch.device("cpu")))
+    trainer.groups, trainer.progress = SimpleNamespace(mesh=mesh or Mesh(dp=ranks)), SimpleNamespace(step=0)
     now, spent = 0.0, 5.0
     hook = Oversubscription()
     with pytest.MonkeyPatch.context() as patch:
         machine(patch, lambda: now, cores, threads)
         patch.setattr(time, "process_time", lambda: spent)
-        hook.before_training(cast(Run, run))
+        hook.before_training(cast(Trainer, trainer))
         for seconds, wanted, share in windows:
             for _ in range(WINDOW):
-                run.step, run.step_seconds = run.step + 1, seconds
+                trainer.progress.step += 1
+                record: Any = SimpleNamespace(times=SimpleNamespace(whole=seconds))
                 now, spent = wanted, spent + share * threads * seconds
-                hook.after_step(cast(Run, run), cast(StepResult, None))
-    return cast("list[str]", run.notes)
+                hook.after_step(cast(Trainer, trainer), cast(StepRecord, record))
+    return notes
 
 
 QUIET = (0.2, 4.0, 0.9)

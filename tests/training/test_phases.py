@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import optimus
+from helpers.trained import train_here
 from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
 from optimus.data.loader import TokenLoader
@@ -22,9 +23,6 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
-from optimus.training.checkpoints import build_run
-from optimus.training.launch import _claim_folder, _hooks
-from optimus.training.loop import train_loop
 from optimus.training.reading import read_run
 
 NAMES = ["model", "data", "comm", "training", "kernels"]
@@ -143,11 +141,7 @@ def part(config: dict[str, Any], resume: bool) -> None:
     """One rank's run."""
     import torch.distributed as dist
 
-    run = build_run(read_run(config)[0], torch.device("cpu"), resume)
-    if run.groups.rank == 0:
-        _claim_folder(run)
-    train_loop(run, _hooks(run))
-    run.state.finish()
+    train_here(read_run(config)[0], resume)
     dist.barrier()
 
 

@@ -10,20 +10,17 @@ import torch
 import torch.distributed as dist
 
 from helpers.sweep import in_turns
+from helpers.trained import train_here
 from optimus.checkpoint.folder import list_checkpoints
-from optimus.config import load_config
 from optimus.errors import UserError
+from optimus.launch.rank import code_of
 from optimus.observe.metrics import read_metrics
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import Exit
 from optimus.testing import run_ranks
 from optimus.testing.faults import FaultPlan, Inject
-from optimus.training import health
-from optimus.training.checkpoints import build_run
-from optimus.training.hooks import Hook
-from optimus.training.launch import _claim_folder, _hooks, code_of
-from optimus.training.loop import train_loop
-from optimus.training.run import Run
+from optimus.training.hooks import slow_ranks
+from optimus.training.trainer import Hook, Order, Trainer
 
 RANKS, PER_NODE = 4, 2
 Ended = tuple[Exit, str]
@@ -32,12 +29,14 @@ Ended = tuple[Exit, str]
 class Damage(Hook):
     """Something of the state of one rank is not finite from a step on."""
 
+    order = Order.FIRST
+
     def __init__(self, buffer: str, rank: int, step: int) -> None:
         self._buffer, self._rank, self._step = buffer, rank, step
 
-    def before_step(self, run: Run) -> None:
-        if run.step + 1 == self._step and run.groups.rank == self._rank:
-            for chunk in run.state.chunks:
+    def before_step(self, trainer: Trainer) -> None:
+        if trainer.progress.step + 1 == self._step and trainer.groups.rank == self._rank:
+            for chunk in trainer.state.chunks:
                 chunk.settle()
                 {"own": chunk.compute_shard, **chunk.resident}[self._buffer].fill_(torch.nan)
 
@@ -45,9 +44,11 @@ class Damage(Hook):
 class SlowDisk(Hook):
     """A checkpoint that is written beside the training is complete when the training waits for it, and no sooner."""
 
-    def before_step(self, run: Run) -> None:
-        saver, waited_for = run.saver, threading.Event()
-        if saver is None or run.step:
+    order = Order.FIRST
+
+    def before_step(self, trainer: Trainer) -> None:
+        saver, waited_for = trainer.checkpointer.saver, threading.Event()
+        if trainer.progress.step:
             return
         write, finish, abandon = saver.write, saver.finish, saver.abandon
 
@@ -65,28 +66,25 @@ class SlowDisk(Hook):
 class SlowRank(Hook):
     """Rank 2 is found to be slow in step 4."""
 
-    def before_training(self, run: Run) -> None:
-        self._patches = pytest.MonkeyPatch()
-        self._patches.setattr(health, "WINDOW", 1)
-        self._patches.setattr(health, "OFTEN", 1)
-        self._patches.setattr(health, "find_slow", lambda *given: {2: 3.0} if run.step == 4 else {})
+    order = Order.FIRST
 
-    def after_training(self, run: Run) -> None:
+    def before_training(self, trainer: Trainer) -> None:
+        self._patches = pytest.MonkeyPatch()
+        self._patches.setattr(slow_ranks, "WINDOW", 1)
+        self._patches.setattr(slow_ranks, "OFTEN", 1)
+        self._patches.setattr(slow_ranks, "find_slow", lambda *given: {2: 3.0} if trainer.progress.step == 4 else {})
+
+    def after_training(self, trainer: Trainer) -> None:
         self._patches.undo()
 
 
 def train_rank(config: dict[str, Any], plan: FaultPlan, others: Sequence[Hook]) -> Ended:
     """One rank of a run, begun or resumed, as the launcher of its node has it; how it ended."""
     rank = dist.get_rank()
-    run = build_run(load_config(config), torch.device("cpu"), True)
-    if rank == 0:
-        _claim_folder(run)
     try:
-        train_loop(run, [Inject(plan), *others, *_hooks(run, f"node{rank // PER_NODE}")])
+        train_here(config, resume=True, node=f"node{rank // PER_NODE}", more=[Inject(plan), *others])
     except UserError as error:
         return code_of(error), str(error)
-    finally:
-        run.state.finish()
     return Exit.DONE, ""
 
 

@@ -12,12 +12,12 @@ from optimus.checkpoint.folder import list_checkpoints
 from optimus.checkpoint.reader import Reader
 from optimus.observe.metrics import read_metrics
 from optimus.resilience.events import EventLog
-from optimus.training import launch, step
+from optimus.training import checks, step
 
 
 def spiking(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Let the loss of these calls of a training step be ten times what it is."""
-    assert launch.checks  # imported before it is replaced: its dry run is no step
+    assert checks  # imported before it is replaced: its dry run is no step
     right, calls = step.accumulate_gradients, iter(range(1000))
 
     def accumulate(*inputs: Any) -> torch.Tensor:

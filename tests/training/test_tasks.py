@@ -5,18 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
 
+from helpers.trained import train_here
 from optimus import evaluate, train
-from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
-from optimus.training.checkpoints import build_run
-from optimus.training.launch import _claim_folder, _hooks
-from optimus.training.loop import train_loop
 
 METRICS = ["acc", "acc_norm", "bits_per_byte", "margin"]
 
@@ -35,11 +31,7 @@ def config(small_run: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
 
 
 def train_rank(config: dict[str, Any]) -> None:
-    run = build_run(load_config(config), torch.device("cpu"), False)
-    if run.groups.rank == 0:
-        _claim_folder(run)
-    train_loop(run, _hooks(run))
-    run.state.finish()
+    train_here(config)
 
 
 def found(config: dict[str, Any]) -> list[dict[str, float]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import optimus
+from helpers.trained import train_here
 from optimus.checkpoint.store import load_model
 from optimus.config import load_config
 from optimus.data.loader import TokenLoader
@@ -17,9 +18,6 @@ from optimus.model import Batch, Transformer
 from optimus.model.init import initialize
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
-from optimus.training.checkpoints import build_run
-from optimus.training.launch import _claim_folder, _hooks
-from optimus.training.loop import train_loop
 from optimus.training.reading import read_run
 
 
@@ -65,11 +63,7 @@ def part(config: dict[str, Any]) -> None:
     """One rank's run."""
     import torch.distributed as dist
 
-    run = build_run(read_run(config)[0], torch.device("cpu"), False)
-    if run.groups.rank == 0:
-        _claim_folder(run)
-    train_loop(run, _hooks(run))
-    run.state.finish()
+    train_here(read_run(config)[0])
     dist.barrier()
 
 

@@ -25,9 +25,7 @@ from optimus.checkpoint.folder import step_folder
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.slices import whole_slices
 from optimus.observe.metrics import read_metrics
-from optimus.training import loop
-from optimus.training.hooks import Hook
-from optimus.training.run import Run
+from optimus.training.trainer import Trainer
 
 POOL = range(1500)  # draws that the covering array is chosen from
 STEPS = 6
@@ -184,24 +182,25 @@ def targets(draw: Draw) -> list[str]:
 
 def train(config: dict[str, Any], kills: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Train to the end; killed in these steps, when it has done nothing of them or all but what follows a step."""
-    whole, left = loop._step, [*kills]
+    whole, left = Trainer._step, [*kills]
 
-    def step(run: Run, loader: Any, hooks: Sequence[Hook]) -> None:
-        if [run.step + 1] == left[:1]:
+    def step(trainer: Trainer, loader: Any) -> None:
+        if [trainer.progress.step + 1] == left[:1]:
             del left[0]
-            if run.step % 2 == 0:
-                whole(run, loader, ())
+            if trainer.progress.step % 2 == 0:
+                trainer.hooks = []
+                whole(trainer, loader)
             raise Killed
-        whole(run, loader, hooks)
+        whole(trainer, loader)
 
-    monkeypatch.setattr(loop, "_step", step)
+    monkeypatch.setattr(Trainer, "_step", step)
     while True:
         try:
             optimus.train(config, resume="auto")
             break
         except Killed:
             pass
-    monkeypatch.setattr(loop, "_step", whole)
+    monkeypatch.setattr(Trainer, "_step", whole)
     assert not left
 
 

@@ -16,7 +16,7 @@ from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
 from optimus.model import vocabulary
 from optimus.observe.metrics import read_metrics
-from optimus.training import checks, step
+from optimus.training import step
 from optimus.training.step import clip_scale, step_learning_rate
 
 
@@ -219,7 +219,7 @@ def test_huge_gradients_are_noted_and_too_large_ones_end_the_run(
 ) -> None:
     """Of the steps 2, 4, 5 and 6, where only the first can be applied."""
     right, factors = step.objective, iter([1.0] * 2 + [1e17] * 2 + [1.0] * 2 + [1e22] * 6)  # two microbatches a step
-    monkeypatch.setattr(checks, "dry_run", lambda run: "no dry run")
+    monkeypatch.setattr("optimus.launch.rank.dry_run", lambda run: "no dry run")
     monkeypatch.setattr(step, "objective", lambda *given: right(*given) * next(factors))
     small_run["resilience"], small_run["lr_schedule"]["warmup_steps"] = {"max_skipped": 2}, 6
     small_run["train"]["precision"] = "float32"

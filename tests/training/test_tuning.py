@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import optimus
+from helpers.trained import trainer_of
 from optimus.comm import Groups
 from optimus.config import load_config
 from optimus.kernels import matmul
@@ -18,9 +19,7 @@ from optimus.mesh import Mesh
 from optimus.observe.machine import measurements_of
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
-from optimus.training.checkpoints import build_run
-from optimus.training.loop import train_loop
-from optimus.training.tuning import TuneMatmuls, describe, matmuls, named
+from optimus.training.hooks.tuning import TuneMatmuls, describe, matmuls, named
 
 ONE = MatmulShape("TN", 64, 32, 16, "float32")
 
@@ -155,15 +154,16 @@ def test_all_runs_choose_the_same_however_noisy_the_first_was(
 
 def choices_of(config: dict[str, Any]) -> list[Any]:
     """What a rank uses after the first step, when ranks measure different times."""
-    run = build_run(load_config(config), torch.device("cpu"), resume=False)
+    trainer = trainer_of(config)
     hook = TuneMatmuls()
+    trainer.hooks = [hook]
 
     def measure(form: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> float:
-        return 1.0 + (run.groups.rank + len(a) + FORMS.index(form)) % 3
+        return 1.0 + (trainer.groups.rank + len(a) + FORMS.index(form)) % 3
 
     with mock.patch.object(matmul, "_LEAST_WORK", 0), mock.patch.object(matmul, "_seconds", measure):
-        train_loop(run, [hook])
-    run.state.finish()
+        trainer.fit()
+    trainer.state.finish()
     return sorted(hook._forms.timings.items())
 
 
@@ -174,7 +174,8 @@ def forms_of(config: dict[str, Any]) -> list[tuple[str, ...]]:
     known = MatmulShape("NT", 2 * 32, 32, 3 * 32, "bfloat16")  # q, k and v of a microbatch of 2
     mine = [times(NN=1.0, NT=2.0, TN=3.0), times(NN=3.0, NT=2.0, TN=1.0)][group.rank]
     kept(Path(str(tree.tuning.cache))).add({named(known): mine})
-    run = build_run(tree, torch.device("cpu"), resume=False)
+    trainer = trainer_of(tree)
+    trainer.hooks = [TuneMatmuls()]
     used: list[tuple[str, ...]] = []
     ask = matmul.MatmulForms.form
 
@@ -190,8 +191,8 @@ def forms_of(config: dict[str, Any]) -> list[tuple[str, ...]]:
         mock.patch.object(matmul, "_seconds", measure),
         mock.patch.object(matmul.MatmulForms, "form", noting),
     ):
-        train_loop(run, [TuneMatmuls()])
-    run.state.finish()
+        trainer.fit()
+    trainer.state.finish()
     assert (str(known), "NN") in used  # as the first rank's cache says
     return used
 

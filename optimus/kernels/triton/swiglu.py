@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimus.kernels.activation import LIMIT, SLOPE
+from optimus.kernels.limits import LIMIT, SLOPE
 
 _BLOCK = 1024  # columns of a program
 _SLOPE, _LIMIT = tl.constexpr(SLOPE), tl.constexpr(LIMIT)

@@ -10,7 +10,8 @@ from optimus.kernels.activation import Activation
 from optimus.kernels.expert_mlp import expert_mlp
 from optimus.model.dense import DenseMlp
 from optimus.model.moe.dispatch import NOTHING, Overlapped
-from optimus.model.moe.router import SOFTMAX, Choosing, Router, RouterStats, Routing
+from optimus.model.moe.router import SOFTMAX, Choosing, Router, Routing
+from optimus.model.moe.statistics import RouterStats
 from optimus.model.parameters import Size, declare
 from optimus.model.parts import LOCAL, Parts
 

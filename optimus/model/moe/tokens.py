@@ -3,12 +3,11 @@
 Legend: T tokens, H hidden, U tokens that are worked on here.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from optimus.model.moe.router import RouterStats
+from optimus.model.moe.statistics import RouterStats
 
 
 class TokenSplit(Protocol):
@@ -23,7 +22,7 @@ class TokenSplit(Protocol):
     def put_back(self, y_UH: Tensor) -> Tensor:
         """[T, H], as `take` was given."""
 
-    def sum(self, stats: "RouterStats") -> "RouterStats":
+    def sum(self, stats: RouterStats) -> RouterStats:
         """The statistics of the tokens of all devices that share a microbatch."""
 
 
@@ -39,5 +38,5 @@ class LocalTokens:
     def put_back(self, y_UH: Tensor) -> Tensor:
         return y_UH
 
-    def sum(self, stats: "RouterStats") -> "RouterStats":
+    def sum(self, stats: RouterStats) -> RouterStats:
         return stats

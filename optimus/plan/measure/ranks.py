@@ -5,7 +5,6 @@
 
 import gc
 import os
-import pickle
 import sys
 import warnings
 from collections.abc import Callable
@@ -75,12 +74,12 @@ def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str =
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised, or lost a peer that did; its traceback is the message.
     """
-    work = functions.dumps((function, args))
+    work = functions.dumps((function, args), f"what {function.__name__} is given")
     # A fork server that has imported what the function needs gives a fresh process in a tenth of a second.
     multiprocessing.set_forkserver_preload([getattr(function, "__module__", "torch")])
     with TemporaryDirectory() as folder:
         multiprocessing.start_processes(_rank, (ranks, folder, work, backend), nprocs=ranks, start_method="forkserver")
-        return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(ranks)]
+        return [functions.loads(_result(folder, rank).read_bytes()) for rank in range(ranks)]
 
 
 def _rank(rank: int, ranks: int, folder: str, work: bytes, backend: str) -> None:
@@ -91,7 +90,7 @@ def _rank(rank: int, ranks: int, folder: str, work: bytes, backend: str) -> None
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
     function, args = functions.loads(work)
-    _result(folder, rank).write_bytes(pickle.dumps(function(*args)))
+    _result(folder, rank).write_bytes(functions.dumps(function(*args)))
     gc.collect()  # what Gloo has under way must not outlive its process group
     dist.barrier()  # a rank that leaves early breaks its peers' last collective
     dist.destroy_process_group()

@@ -2,23 +2,25 @@
 which each started as a program takes seconds of imports."""
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
+from optimus.launch import rank as program
 from optimus.testing import run_ranks
-from optimus.training import launch
 
 
-def launched(config: str, resume: bool, ranks: int, holder: str) -> int:
-    """In the place of `optimus.training.launch._launch`; raises `RankError` for what a launcher would explain."""
-    return run_ranks(_rank, ranks, config, resume, holder)[0]
+def launched(config: str, resume: bool, ranks: int, holder: str, hooks: Sequence[Any] = ()) -> int:
+    """In the place of `optimus.launch.local.start_ranks`; raises `RankError` for what a launcher would explain."""
+    return run_ranks(_rank, ranks, config, resume, holder, hooks)[0]
 
 
-def _rank(config: str, resume: bool, holder: str) -> int:
+def _rank(config: str, resume: bool, holder: str, hooks: Sequence[Any]) -> int:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     environment = mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()})
-    with environment, mock.patch.object(launch, "_ranks_together", return_value=nullcontext()):  # they are
-        return launch._run_rank(config, resume, holder=holder)
+    with environment, mock.patch.object(program, "_ranks_together", return_value=nullcontext()):  # they are
+        return program.run_rank(config, resume, holder=holder, users=hooks)

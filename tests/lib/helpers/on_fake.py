@@ -6,7 +6,7 @@ Where it starts ranks, this process is the first of them. As the device has no n
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from benchmarks import harness, moe_measure
 from helpers.fake_accelerator import fake_accelerator
+from optimus.launch import here, rank
 from optimus.plan.measure import ranks as fresh
-from optimus.training import launch
 
 
 def main() -> None:
     del sys.argv[0]
     with (
         fake_accelerator(agrees=sys.argv[0] == "pytest"),
-        mock.patch.object(launch, "_launch", _launch),
+        mock.patch.object(here, "start_ranks", _start_ranks),
         mock.patch.object(fresh, "run_fresh", _run_fresh),
         mock.patch.object(harness, "apart", return_value=0.0),
         mock.patch.object(harness, "relative_error", return_value=0.0),
@@ -39,9 +39,9 @@ def _first_of(ranks: int) -> Iterator[None]:
         yield
 
 
-def _launch(config: str, resume: bool, ranks: int, holder: str) -> int:
+def _start_ranks(config: str, resume: bool, ranks: int, holder: str, hooks: Sequence[Any] = ()) -> int:
     with _first_of(ranks):
-        return launch._run_rank(config, resume, holder=holder)
+        return rank.run_rank(config, resume, holder=holder, users=hooks)
 
 
 def _run_fresh(function: Callable[..., Any], ranks: int, *args: Any, backend: str = "") -> list[Any]:

@@ -7,9 +7,8 @@ import torch
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
 from optimus.training.going_back import ended_by, go_back
-from optimus.training.hooks import Hook
-from optimus.training.run import Run
-from optimus.training.step import StepResult
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
 
 _SIGN = "not finite"  # in the details of events of this kind
 
@@ -23,15 +22,17 @@ class SoftFailures(Hook):
     `resilience.max_rollbacks` of that, the run is over.
     """
 
+    order = Order.WATCH
+
     def __init__(self, node: str) -> None:
         self._node = node
 
-    def after_step(self, run: Run, result: StepResult) -> None:
-        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        if math.isfinite(record.result.loss) and math.isfinite(record.result.grad_norm):
             return
-        events = EventLog(run.folder)
-        told = run.groups.world.all_gather_object((*_origin(run), self._node))
-        earlier = run.groups.world.on_first(lambda: [event for event in events.read() if _SIGN in event["detail"]])
+        events = EventLog(trainer.folder)
+        told = trainer.groups.world.all_gather_object((*_origin(trainer), self._node))
+        earlier = trainer.groups.world.on_first(lambda: [event for event in events.read() if _SIGN in event["detail"]])
         # Damaged parameters that others gather are where theirs come from.
         damaged = any(of_parameters for _, of_parameters, _ in told)
         origins = {
@@ -39,23 +40,23 @@ class SoftFailures(Hook):
             for rank, (what, of_parameters, node) in enumerate(told)
             if what is not None and of_parameters == damaged
         }
-        repeated = any(event["step"] == run.step and event["kind"] == "failure" for event in earlier)
+        repeated = any(event["step"] == trainer.progress.step and event["kind"] == "failure" for event in earlier)
         if len({node for _, node in origins.values()}) == 1 and not repeated:
             rank, (what, node) = min(origins.items())
             detail = f"rank {rank} gave numbers that are {_SIGN}, first in {what}"
-            if run.groups.rank == rank:
-                events.write("failure", node=node, rank=rank, step=run.step, detail=detail)
-            raise ended_by(run, node == self._node, detail)
+            if trainer.groups.rank == rank:
+                events.write("failure", node=node, rank=rank, step=trainer.progress.step, detail=detail)
+            raise ended_by(trainer, node == self._node, detail)
         where = f"on ranks {', '.join(map(str, sorted(origins)))}" if origins else "on no rank by itself"
-        detail = f"step {run.step}: gradients are {_SIGN}, {where}: the training has diverged"
-        go_back(run, detail)
+        detail = f"step {trainer.progress.step}: gradients are {_SIGN}, {where}: the training has diverged"
+        go_back(trainer, detail)
         raise EndedError(Exit.DIVERGED, detail)
 
 
-def _origin(run: Run) -> tuple[str | None, bool]:
+def _origin(trainer: Trainer) -> tuple[str | None, bool]:
     """Where what is not finite left this rank, if it began here; and whether that is its own part of the parameters."""
-    origin = run.groups.origin()
-    for chunk in run.state.chunks:
+    origin = trainer.groups.origin()
+    for chunk in trainer.state.chunks:
         with chunk.states() as states:
             for part in (states["model"], chunk.compute_shard):
                 if not torch.isfinite(part.sum(dtype=torch.float32)):

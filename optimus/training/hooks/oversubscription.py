@@ -10,9 +10,8 @@ import torch
 
 from optimus.cores import usable_cores
 from optimus.resolve.ranks import sharers
-from optimus.training.hooks import Hook
-from optimus.training.run import Run
-from optimus.training.step import StepResult
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
 
 WINDOW = 10  # steps of which the median counts
 FACTOR = 3.0  # times as long as the run's fastest window: slow
@@ -33,31 +32,38 @@ class Oversubscription(Hook):
     """Says so when steps on a CPU are far slower than the run's fastest, or its threads get less than half of their cores,
     while more threads want to run than there are cores; once, until the run has recovered. On rank 0."""
 
+    order = Order.MEASURE
+    ranks = "first"
+
     def __init__(self) -> None:
         self._seconds: list[float] = []
         self._wanted: list[float] = []
         self._fastest = float("inf")
         self._said = False
 
-    def before_training(self, run: Run) -> None:
+    def before_training(self, trainer: Trainer) -> None:
         self._spent = time.process_time()  # by all threads
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         spent = time.process_time()
-        self._seconds.append(run.step_seconds)
+        self._seconds.append(record.times.whole)
         self._wanted.append(threads_wanted())
         if len(self._seconds) < WINDOW:
             return
         share = (spent - self._spent) / (sum(self._seconds) * torch.get_num_threads())
-        self._judge(run, statistics.median(self._seconds), statistics.fmean(self._wanted), share)
+        self._judge(trainer, statistics.median(self._seconds), statistics.fmean(self._wanted), share)
         self._spent = spent
         self._seconds.clear()
         self._wanted.clear()
 
-    def _judge(self, run: Run, seconds: float, wanted: float, share: float) -> None:
+    def _judge(self, trainer: Trainer, seconds: float, wanted: float, share: float) -> None:
         slower = seconds / self._fastest
         self._fastest = min(self._fastest, seconds)
-        ranks, cores, threads = sharers(run.groups.mesh, run.device), usable_cores(), torch.get_num_threads()
+        ranks, cores, threads = (
+            sharers(trainer.groups.mesh, trainer.run.device),
+            usable_cores(),
+            torch.get_num_threads(),
+        )
         wanted = max(wanted, float(ranks * threads))
         slow, starved = slower > FACTOR, share < _STARVED and threads > 1
         if not (slow or starved) or wanted <= _CROWDED * cores:
@@ -73,7 +79,7 @@ class Oversubscription(Hook):
             cure = f"set OMP_NUM_THREADS={enough}, or end what else runs"
         else:
             cure = "end what else runs" if others >= 1 else f"take at most {cores} ranks on this machine"
-        run.notes.append(
-            f"step {run.step}: steps take {how}, and {wanted:.0f} threads want the {cores} cores of this machine "
-            f"({ranks} x {threads} of this run get {100 * min(1.0, share):.0f} % of theirs): {cure}"
+        trainer.say(
+            f"step {trainer.progress.step}: steps take {how}, and {wanted:.0f} threads want the {cores} cores of this "
+            f"machine ({ranks} x {threads} of this run get {100 * min(1.0, share):.0f} % of theirs): {cure}"
         )

@@ -6,9 +6,8 @@ from contextlib import ExitStack
 from optimus.kernels.matmul import FORMS, Form, FormTimings, MatmulForms, MatmulShape
 from optimus.measurements import Timings, clear_choice
 from optimus.observe.machine import measurements_of
-from optimus.training.hooks import Hook
-from optimus.training.run import Run
-from optimus.training.step import StepResult
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
 
 _WORD = "matmul"  # before the shape, in the name of a measurement
 
@@ -20,24 +19,28 @@ class TuneMatmuls(Hook):
     of the lowest rank.
     """
 
+    order = Order.CHANGE
+
     def __init__(self) -> None:
         self._forms = MatmulForms()
         self._stack = ExitStack()
 
-    def before_training(self, run: Run) -> None:
-        self._known = measurements_of(run.device, run.config.tuning.cache)
-        self._forms.choose(run.groups.world.on_first(lambda: matmuls(self._known.timings())))
+    def before_training(self, trainer: Trainer) -> None:
+        self._known = measurements_of(trainer.run.device, trainer.config.tuning.cache)
+        self._forms.choose(trainer.groups.world.on_first(lambda: matmuls(self._known.timings())))
         self._before = {*self._forms.timings}
         self._forms.measuring = True
-        self._stack.enter_context(run.groups.step.multiplying(self._forms))
+        self._stack.enter_context(trainer.groups.step.multiplying(self._forms))
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         if not self._forms.measuring:
             return
         self._forms.measuring = False
         together: dict[MatmulShape, FormTimings] = {}
         made: set[MatmulShape] = set()
-        for timings, products in reversed(run.groups.world.all_gather_object((self._forms.timings, self._forms.made))):
+        for timings, products in reversed(
+            trainer.groups.world.all_gather_object((self._forms.timings, self._forms.made))
+        ):
             together |= timings
             made |= products
         new: dict[str, Timings] = {
@@ -45,13 +48,15 @@ class TuneMatmuls(Hook):
             for product, each in together.items()
             if product not in self._before
         }
-        together |= run.groups.world.on_first(lambda: matmuls(self._known.add(new)))
+        together |= trainer.groups.world.on_first(lambda: matmuls(self._known.add(new)))
         self._forms.choose(together)
-        if made and run.groups.rank == 0:
-            run.notes += describe({product: together[product] for product in sorted(made)}, len(made & self._before))
-            run.notes += self._known.notes
+        if made and trainer.groups.rank == 0:
+            for line in describe({each: together[each] for each in sorted(made)}, len(made & self._before)):
+                trainer.say(line)
+            for line in self._known.notes:
+                trainer.say(line)
 
-    def after_training(self, run: Run) -> None:
+    def after_training(self, trainer: Trainer) -> None:
         self._stack.close()
 
 

@@ -1,78 +1,65 @@
-"""The command `optimus plan`: what is asked, put together from a model or a configuration and the options."""
+"""The commands that predict: a plan, and a pipeline's schedule."""
 
 import gc
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from optimus.config.completion import complete_key, complete_preset
+from optimus.cli.common import Json, Overrides, Settings, app, but, show
+from optimus.config.completion import complete_preset
 from optimus.disk import check_plot
 from optimus.errors import UserError
 
 _WIDTH = 100  # characters of the table
 
 
+@app.command()
 def plan(
     model: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="MODEL",
             help="Preset, Hugging Face folder, or YAML file of a run.",
             autocompletion=complete_preset,
         ),
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", autocompletion=complete_key)
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY.PATH=VALUE", help="The same as KEY.PATH=VALUE; repeated.", autocompletion=complete_key
-        ),
-    ] = None,
-    machine: Annotated[
-        str, typer.Option(help="A machine's name, or a file as `optimus bench machine` writes it.")
-    ] = "",
-    ranks: Annotated[int, typer.Option(help="Ranks of the job.")] = 0,
-    best: Annotated[int, typer.Option(min=1, help="Divisions of the ranks to list.")] = 10,
-    as_is: Annotated[bool, typer.Option("--as-is", help="Do not search: predict the layout as configured.")] = False,
-    imbalance: Annotated[
-        float, typer.Option(min=1, help="Tokens of the most loaded rank's experts, to the mean.")
-    ] = 1.0,
+    overrides: Overrides = None,
+    settings: Settings = None,
+    machine: Annotated[str, Option(help="A machine's name, or a file as `optimus bench machine` writes it.")] = "",
+    ranks: Annotated[int, Option(help="Ranks of the job.")] = 0,
+    best: Annotated[int, Option(min=1, help="Divisions of the ranks to list.")] = 10,
+    as_is: Annotated[bool, Option("--as-is", help="Do not search: predict the layout as configured.")] = False,
+    imbalance: Annotated[float, Option(min=1, help="Tokens of the most loaded rank's experts, to the mean.")] = 1.0,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Change a figure of the machine's file, or of this library: network.bandwidth=x2, profile.speed=0.8"
         ),
     ] = None,
     links: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Where nodes are not equally near: a CSV file with a line for each node, and in it that node's bandwidth "
             "to each node, bytes/s, with commas between; no header; 0 to itself."
         ),
     ] = None,
-    explain: Annotated[int | None, typer.Option(min=1, help="Break down the plan in this row.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the first plan's configuration to this YAML file.")] = None,
-    scale: Annotated[
-        str | None, typer.Option(help="Numbers of ranks: 384,768,... for a study of weak scaling.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="With --scale: draw it to this PNG file.")] = None,
+    explain: Annotated[int | None, Option(min=1, help="Break down the plan in this row.")] = None,
+    output: Annotated[Path | None, Option(help="Write the first plan's configuration to this YAML file.")] = None,
+    scale: Annotated[str | None, Option(help="Numbers of ranks: 384,768,... for a study of weak scaling.")] = None,
+    plot: Annotated[Path | None, Option(help="With --scale: draw it to this PNG file.")] = None,
     page: Annotated[
         Path | None,
-        typer.Option(
-            "--report", help="Draw the plans, their time and memory, and the ranks on nodes into this HTML file."
-        ),
+        Option("--report", help="Draw the plans, their time and memory, and the ranks on nodes into this HTML file."),
     ] = None,
-    wide: Annotated[bool, typer.Option("--wide", help="A table with all columns, wider than 100 characters.")] = False,
-    dry_run: Annotated[int | None, typer.Option(help="Build this rank's part without memory, and count it.")] = None,
+    wide: Annotated[bool, Option("--wide", help="A table with all columns, wider than 100 characters.")] = False,
+    dry_run: Annotated[int | None, Option(help="Build this rank's part without memory, and count it.")] = None,
     largest: Annotated[
         bool,
-        typer.Option("--largest", help="The deepest model of such layers that fits, with its state here and there."),
+        Option("--largest", help="The deepest model of such layers that fits, with its state here and there."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Choose how to divide a model over a machine, and predict its speed and memory."""
     overrides = [*(overrides or []), *(settings or [])]
@@ -161,3 +148,41 @@ def _dry_run(job: Any, rank: int, as_json: bool) -> None:
     for name, value in found.items():
         print(f"  {name:<14}{value / 1e9:>10.2f} GB")
     print(said)
+
+
+@app.command()
+def schedule(
+    name: Annotated[
+        str, Argument(metavar="NAME", help="Schedule, as in parallel.schedule; an unknown name lists all.")
+    ],
+    stages: Annotated[int, Option(help="Ranks of the pipeline, each with --stages-per-rank stages.")] = 4,
+    microbatches: Annotated[int, Option(help="Microbatches of a step.")] = 8,
+    stages_per_rank: Annotated[int | None, Option(help="Default: the fewest that the schedule takes.")] = None,
+    warm_up: Annotated[float, Option(help="Factor of the usual live activations, if the schedule takes one.")] = 1.0,
+    vocabulary: Annotated[
+        bool, Option("--vocabulary", help="Vocabulary parallelism over all stages (passes S and T).")
+    ] = False,
+    output_layer: Annotated[
+        float,
+        Option(help="Time of the output layer's forward pass, on the last stage or, with --vocabulary, over all."),
+    ] = 0.0,
+    jitter: Annotated[float, Option(help="Lognormal standard deviation of computation times.")] = 0.0,
+    link: Annotated[float, Option(help="Time of a message between ranks; a stage's forward pass takes 1.")] = 0.0,
+    blocking: Annotated[bool, Option("--blocking", help="Sends and receives block computation.")] = False,
+    seed: Annotated[int, Option(help="Seed of the jitter.")] = 0,
+    measured: Annotated[Path | None, Option(help="Timeline of a real run to compare with the simulation.")] = None,
+    plot: Annotated[Path | None, Option(help="Draw the timeline into this PNG file.")] = None,
+    output: Annotated[Path | None, Option(help="Write bubble, memory and all actions to this JSON file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check, simulate and draw a pipeline schedule."""
+    given = but(locals(), "stages", "jitter", "link", "blocking", "seed", "as_json")
+    from optimus.disk import check_plot
+    from optimus.pipeline import Costs
+    from optimus.pipeline.report import run
+
+    if plot is not None:
+        check_plot(plot)
+    costs = Costs(jitter=jitter, link=link, blocking=blocking, seed=seed)
+    summary, text = run(**given, ranks=stages, costs=costs)
+    show(summary, as_json, text)

@@ -32,9 +32,9 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousInfo, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from optimus.launch.store import serve
 from optimus.resilience.exits import SAVING, Exit, told_torch_elastic
 from optimus.resilience.policy import Do
-from optimus.resilience.store import serve
 
 _LEAVING = 60  # seconds for the others to learn that a node gives up its place; a busy machine stops for some
 _LAST_WORDS = 2  # seconds that ranks have to end by themselves

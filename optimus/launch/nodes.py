@@ -12,19 +12,21 @@ from optimus.config import RunConfig, dump_config, load_config
 from optimus.data.training import TrainingData
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
+from optimus.launch.here import check_run, verify_data
+from optimus.launch.local import RANK, name_interface, rank_options
+from optimus.launch.node import Launch, NodeJob, check_not_excluded, run_node
+from optimus.launch.rank import backend_of
+from optimus.launch.store import own_address
 from optimus.observe.machine import find_device
 from optimus.observe.signals import ended_by_signals
 from optimus.resilience.exits import Exit
-from optimus.resilience.local import name_interface
-from optimus.resilience.node import Launch, NodeJob, check_not_excluded, run_node
 from optimus.resilience.policy import Do
 from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
-from optimus.resilience.store import own_address
 from optimus.resolve.microbatches import check_batches, micro_batch
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.run import ResolvedRun
 from optimus.training.conclusion import announce
-from optimus.training.launch import backend_of, check_run, rank_options, verify_data
+from optimus.training.hooks.users import users_hooks
 from optimus.training.reading import read_run
 
 
@@ -36,7 +38,7 @@ def launch(
     To be called on `nodes` + `spares` nodes alike, which share the file system of `train.output`. `rendezvous` is the
     HOST:PORT of a store that all of them reach; `node` is this one's name, by default that of the machine; `name` is that of
     the launch, where several use one store. `program` is a module that a rank is, and its first arguments, in the place of
-    `optimus.training.launch`.
+    `optimus.launch.rank`.
 
     Returns None when the job is done, `Do.LEAVE` when this node has been excluded, `Do.STOP` when the run ended by a
     failure that no restart mends, and an `Exit` when a signal has ended it. Raises `UserError` for what can be mended here.
@@ -53,7 +55,7 @@ def launch(
     ):
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(tree), encoding="utf-8")
-        command = [sys.executable, "-m", *(program or ["optimus.training.launch"])]
+        command = [sys.executable, "-m", *(program or [RANK])]
         command += [str(file), "--resume", "--node", node, *rank_options()]
         return run_node(launch, command, lambda event, detail: beside.submit(announce, tree, event, detail))
 
@@ -79,6 +81,7 @@ def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict
 def _check(job: NodeJob, node: str) -> tuple[RunConfig, ResolvedRun, TrainingData]:
     """The configuration of a launch, its run and its data. Raises `UserError` for whatever would keep this node from it."""
     tree, data = read_run(job.config, job.overrides)
+    users_hooks(tree.train.hooks)
     resolved = check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)
     check_not_excluded(Path(tree.train.output), node)
     return tree, resolved, data

@@ -11,15 +11,18 @@ from contextlib import nullcontext, redirect_stdout
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from optimus.cli.common import app
 from optimus.disk import user_path
 from optimus.errors import UserError
 
-_CHECKOUT = Path(__file__).parents[3]
+_CHECKOUT = Path(__file__).parents[2]
+_FILE = _CHECKOUT / "benchmarks" / "commands.py"  # where the package is used from its source
 
 
 class _Later(TyperCommand):
@@ -53,12 +56,13 @@ class _Bench(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        for name, summary in benchmarks().items():
-            self.add_command(_Later(name, summary, import_module("benchmarks.commands").run_of))
+        if (commands := _commands()) is not None:
+            for name, summary in commands.BENCHMARKS.items():
+                self.add_command(_Later(name, summary, commands.run_of))
 
     def get_command(self, context: Any, name: str) -> Any:
         command = super().get_command(context, name)
-        if command is None and not in_checkout():
+        if command is None and _commands() is None:
             raise UserError(
                 f"optimus bench {name}: benchmarks lie beside the package in its source: take a checkout, install it with "
                 "`make install-dev` and run the command there"
@@ -99,8 +103,18 @@ def bench(name: str) -> Callable[[Callable[..., Report]], None]:
 
 def benchmarks() -> dict[str, str]:
     """The summaries of the benchmarks of a checkout, by name; none elsewhere."""
-    found: dict[str, str] = import_module("benchmarks.commands").BENCHMARKS if in_checkout() else {}
+    commands = _commands()
+    found: dict[str, str] = commands.BENCHMARKS if commands is not None else {}
     return found
+
+
+def _commands() -> ModuleType | None:
+    """The benchmarks of the checkout, found by their path, if there is one."""
+    if not _FILE.is_file():
+        return None
+    if str(_CHECKOUT) not in sys.path:
+        sys.path.insert(0, str(_CHECKOUT))
+    return import_module(".".join(_FILE.relative_to(_CHECKOUT).with_suffix("").parts))
 
 
 def _command(function: Callable[..., Report]) -> Callable[..., None]:
@@ -147,14 +161,5 @@ def bench_machine(
     return run(ranks, user_path(output), name=name)
 
 
-def in_checkout() -> bool:
-    """Whether the package is used from its source, with the benchmarks beside it."""
-    return (_CHECKOUT / "benchmarks" / "commands.py").is_file()
-
-
-def add_benchmarks() -> None:
-    """Add the commands of the checkout, if there is one."""
-    if in_checkout():
-        if str(_CHECKOUT) not in sys.path:
-            sys.path.insert(0, str(_CHECKOUT))
-        import_module("benchmarks.commands")
+app.add_typer(bench_app, name="bench")
+_commands()  # they add commands of their own

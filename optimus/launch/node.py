@@ -21,14 +21,14 @@ from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.checkpoint.lease import Lease
 from optimus.disk import file_system_time
 from optimus.errors import UserError, naming_disk_errors
+from optimus.launch.store import connect, own_address
+from optimus.launch.torch_elastic import Agent, ProcessFailure, Rendezvous
+from optimus.launch.waiting import Waiting
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
 from optimus.resilience.exits import STOPPED, Exit, error_in
 from optimus.resilience.hangs import clear
 from optimus.resilience.policy import Do, decide
-from optimus.resilience.store import connect, own_address
-from optimus.resilience.torch_elastic import Agent, ProcessFailure, Rendezvous
-from optimus.resilience.waiting import Waiting
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,5 @@
+"""`python -m optimus.cli` is `optimus`."""
+
+from optimus.cli.program import main
+
+main()

@@ -1,0 +1,157 @@
+"""The commands for checkpoints and weights."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer import Argument, Option
+
+from optimus.cli.common import Json, app, show
+from optimus.errors import UserError
+
+checkpoint_app = typer.Typer(
+    help="List, verify, show and convert checkpoints.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(checkpoint_app, name="checkpoint")
+
+
+@checkpoint_app.command(name="list")
+def checkpoint_list(
+    run: Annotated[Path, Argument(metavar="RUN", help="Run folder.")],
+    as_json: Json = False,
+) -> None:
+    """List a run's checkpoints, and the one that --resume loads."""
+    from optimus.checkpoint.inspect import list_run
+    from optimus.config.sizes import size_text
+
+    rows = list_run(run)
+    lines = [
+        f"step {row['step']:>8}  {row['kind']:7}  {size_text(row['bytes']):>10}  {row['path']}"
+        f"{'  <- --resume' if row['resumes'] else ''}{'  ' + row['problem'] if row['problem'] else ''}"
+        for row in rows
+    ]
+    show(rows, as_json, "\n".join(lines) or f"{run} has no checkpoints")
+
+
+@checkpoint_app.command(name="verify")
+def checkpoint_verify(
+    path: Annotated[Path, Argument(metavar="PATH", help="Checkpoint, or run folder for all of its checkpoints.")],
+    as_json: Json = False,
+) -> None:
+    """Compare all files with the manifest; exit code 1 if anything is damaged."""
+    from optimus.checkpoint.inspect import verify_all
+
+    found = verify_all(path)
+    lines = [line for each, problems in found.items() for line in problems or [f"{each} is whole"]]
+    show(found, as_json, "\n".join(lines))
+    if any(found.values()):
+        raise typer.Exit(1)
+
+
+@checkpoint_app.command(name="show")
+def checkpointshow(
+    path: Annotated[Path, Argument(metavar="PATH", help="Checkpoint, or run folder for its newest one.")],
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint holds, and how many ranks of which nodes wrote it."""
+    from optimus.checkpoint.inspect import show as look
+    from optimus.config.sizes import size_text
+
+    about = look(path)
+    nodes = ", ".join(f"node {node} {size_text(size)}" for node, size in about["bytes_by_node"].items())
+    show(
+        about,
+        as_json,
+        f"{about['path']}: step {about['step']}, {about['kind']}, {size_text(about['bytes'])}\n"
+        f"{about['parameters']:,} parameters ({about['model']['family']}, {about['precision']}), {about['tensors']} tensors "
+        f"in {about['slices']} slices\n"
+        f"written by {about['writers']} of {about['written'].get('ranks', 1)} ranks: {nodes}",
+    )
+
+
+@checkpoint_app.command(name="convert")
+def checkpoint_convert(
+    path: Annotated[Path, Argument(metavar="PATH", help="Checkpoint, or run folder for its newest one.")],
+    output: Annotated[Path, Option(help="Folder or file to make.")],
+    to: Annotated[
+        Literal["weights", "torch", "safetensors"],
+        Option(help="weights: a weights-only checkpoint; torch or safetensors: one file of all tensors."),
+    ] = "weights",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        Option(help="Type of the weights. Default: the type of the run, or of the file."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Convert a checkpoint to a weights-only one, or to one file for other tools (Hugging Face: optimus export)."""
+    from optimus.checkpoint.inspect import convert
+    from optimus.config.sizes import size_text
+
+    result = convert(path, output, to, dtype)
+    show(result, as_json, f"{output}: {result['tensors']} tensors, {size_text(result['bytes'])}")
+
+
+@app.command()
+def rollback(
+    run: Annotated[Path, Argument(metavar="RUN", help="Run folder.")],
+    step: Annotated[int, Option(help="Step of the checkpoint to go back to.")],
+    as_json: Json = False,
+) -> None:
+    """Roll a run back to the weights of an earlier checkpoint, with a fresh optimizer."""
+    from optimus.checkpoint.rollback import rollback as run_it
+
+    result = run_it(run, step)
+    moved = f"moved to {result['to']}: {', '.join(result['moved'])}\n" if result["moved"] else ""
+    again = shlex.join(["optimus", "train", str(run / "config.yaml"), "--resume"])
+    show(result, as_json, f"{moved}{run} goes on from the weights of step {step}: {again}")
+
+
+@app.command()
+def merge(
+    checkpoints: Annotated[
+        list[str], Argument(metavar="CHECKPOINT[=WEIGHT]...", help="Checkpoints or run folders, each with its weight.")
+    ],
+    output: Annotated[Path, Option(help="Checkpoint folder to make.")],
+    last: Annotated[int | None, Option(help="Average this many of the last checkpoints of the one run.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Average the weights of checkpoints."""
+    from optimus.checkpoint.merging import merge as run
+
+    weighed = [text.rpartition("=") if "=" in text else (text, "=", "1") for text in checkpoints]
+    try:
+        given = {path: float(weight) for path, _, weight in weighed}
+    except ValueError:
+        raise UserError(f"{' '.join(checkpoints)}: give each as CHECKPOINT=WEIGHT, such as runs/web=0.3") from None
+    if len(given) < len(weighed):
+        raise UserError(f"{' '.join(checkpoints)}: name each checkpoint once, with its whole weight")
+    made = run(given, output, last=last)
+    show(made, as_json, f"{output}: the average of {len(made['weights'])} checkpoints")
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
+    output: Annotated[Path, Option(help="Folder to make.")],
+    dtype: Annotated[str, Option(help="float32 or bfloat16.")] = "float32",
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint in Hugging Face format."""
+    from optimus.hub import export_checkpoint
+
+    show(export_checkpoint(checkpoint, output, dtype=dtype), as_json, f"{output}: load it with AutoModelForCausalLM")
+
+
+@app.command(name="import")
+def import_(
+    folder: Annotated[Path, Argument(metavar="HF_DIR", help="Hugging Face folder of a model of a known family.")],
+    output: Annotated[Path, Option(help="Checkpoint folder to make.")],
+    as_json: Json = False,
+) -> None:
+    """Turn a Hugging Face folder into a checkpoint."""
+    from optimus.hub import import_folder
+
+    made = import_folder(folder, output)
+    note = f"\n{made['left_out']}" if made["left_out"] else ""
+    show(made, as_json, f"{output}: a checkpoint of weights (checkpoint.initial={output}){note}")

@@ -1,0 +1,69 @@
+"""What the commands share. Each is a thin call of a function below; heavy imports wait until a command runs."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from optimus.config.completion import complete_key
+from optimus.version import __version__
+
+app = typer.Typer(
+    name="optimus",
+    help="Pretrain dense and Mixture-of-Experts language models, from raw text to an evaluated checkpoint.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
+Overrides = Annotated[
+    list[str] | None,
+    Argument(metavar="[KEY.PATH=VALUE]...", autocompletion=complete_key),
+]
+Settings = Annotated[
+    list[str] | None,
+    Option(
+        "--set", metavar="KEY.PATH=VALUE", help="The same as KEY.PATH=VALUE; repeated.", autocompletion=complete_key
+    ),
+]
+ParseSpecial = Annotated[
+    bool,
+    Option("--parse-special", help="Parse special tokens in the text; by default they are plain text."),
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"optimus {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
+) -> None:
+    """Options of `optimus` itself."""
+
+
+def show_ready(config: Path, ready: dict[str, Any], as_json: bool) -> None:
+    """What `--check` says of a run that could begin."""
+    where = f"\n{ready['placement']}" if ready["ranks"] > 1 else ""
+    nodes = f" of {ready['nodes']} node(s), with {ready['spares']} spare(s)" if "nodes" in ready else ""
+    text = f"{config} is ready to run: {ready['steps']} steps on {ready['ranks']} rank(s){nodes}"
+    held = f"\n{ready['held']}" if ready["held"] else ""
+    about = "\n".join(ready.pop("summary"))
+    show(ready, as_json, f"{text}\n{about}{where}{held}")
+
+
+def but(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The arguments of a command that the function below takes under the same names: all but these."""
+    return {name: value for name, value in given.items() if name not in names}
+
+
+def show(result: Any, as_json: bool, text: str) -> None:
+    """Print a result as JSON, or `text`, if there is any."""
+    if as_json or text:
+        print(json.dumps(result, indent=2, default=str) if as_json else text)

@@ -1,0 +1,89 @@
+"""The commands for configurations."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from optimus.cli.common import Json, Overrides, Settings, app, show
+from optimus.errors import UserError
+
+config_app = typer.Typer(help="Show and compare configurations.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+
+@config_app.command(name="show")
+def configshow(
+    config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
+    overrides: Overrides = None,
+    settings: Settings = None,
+    resolved: Annotated[
+        bool, Option("--resolved", help="Decide what is left open, as a run on this machine would, and say why.")
+    ] = False,
+    ranks: Annotated[int | None, Option(help="With --resolved: ranks of the run.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a configuration with its includes, preset, overrides and defaults: every key, as a run saves it."""
+    from optimus.config import dump_config, load_config
+    from optimus.hub import read_model_folder
+
+    tree = load_config(config, [*(overrides or []), *(settings or [])], read_model_folder)
+    if not resolved:
+        show(tree.model_dump(), as_json, dump_config(tree).rstrip())
+        return
+    from optimus.training.resolving import resolve_before_launch
+
+    run = resolve_before_launch(tree, ranks or tree.parallel.least_ranks)
+    lines = [f"# {decision}" for decision in run.decisions]
+    told = {"config": run.config.model_dump(), "decisions": [decision.written for decision in run.decisions]}
+    show(told, as_json, "\n".join([*lines, dump_config(run.config).rstrip()]))
+
+
+@config_app.command(name="diff")
+def config_diff(
+    configs: Annotated[list[Path], Argument(metavar="CONFIG...", help="YAML files or run folders, two or more.")],
+    as_json: Json = False,
+) -> None:
+    """Show the keys whose values are not the same in all of these configurations, defaults included."""
+    from optimus.config.flat import differing, value_text
+    from optimus.config.load import load_config
+    from optimus.hub import read_model_folder
+    from optimus.observe.table import print_table
+
+    if len(configs) < 2:
+        raise UserError(f"config diff: there is only {configs[0]}: name two configurations or more")
+    files = [path / "config.yaml" if path.is_dir() else path for path in configs]
+    found = differing([load_config(file, (), read_model_folder).model_dump() for file in files], None)
+    if as_json or not found:
+        show(found, as_json, "no key differs")
+        return
+    text = [
+        {"key": key, **{str(path): value_text(value) for path, value in zip(configs, row)}}
+        for key, row in found.items()
+    ]
+    print_table(text, f"{len(found)} keys differ")
+
+
+@app.command()
+def models(
+    families: Annotated[bool, Option("--families", help="List the model families and their presets.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the presets with their total and active parameters."""
+    from optimus.config.models import families_known
+    from optimus.config.models import models as run
+    from optimus.config.sizes import count_text
+
+    if families:
+        known = families_known()
+        show(known, as_json, "\n".join(f"{row['name']:16} {', '.join(row['presets'])}".rstrip() for row in known))
+        return
+    rows = run()
+    lines = []
+    for row in rows:
+        total, active = (count_text(row[f"{kind}_parameters"]) for kind in ("total", "active"))
+        lines.append(
+            f"{row['name']:16} {total:>8} total  {active:>8} active   {row['layers']} layers, hidden {row['hidden']}"
+        )
+    show(rows, as_json, "\n".join(lines))

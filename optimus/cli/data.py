@@ -1,0 +1,74 @@
+"""The command for data."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Argument, Option
+
+from optimus.cli.common import Json, ParseSpecial, app, but, show
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[list[str], Argument(metavar="INPUT...", help="Files, folders or globs of text, or their URLs.")],
+    output: Annotated[Path, Option(help="Folder to make.")],
+    tokenizer: Annotated[Path | None, Option(help="tokenizer.json, or a folder that holds one.")] = None,
+    train_tokenizer: Annotated[int | None, Option(help="Train a tokenizer of this many entries.")] = None,
+    context: Annotated[int, Option(help="Tokens per training sequence.")] = 2048,
+    seed: Annotated[int, Option(help="Seed of the shuffle.")] = 0,
+    workers: Annotated[int | None, Option(help="Processes. Default: one per core.")] = None,
+    shard_size: Annotated[str, Option(help="Largest shard.")] = "512MB",
+    text_field: Annotated[
+        str,
+        Option(
+            help="Field or column that holds the text: text, meta.body, a template such as '{question} {answer}', or "
+            "chat:messages for conversations of which the answers are predicted."
+        ),
+    ] = "text",
+    parse_special: ParseSpecial = False,
+    pack: Annotated[
+        Literal["concatenate", "best-fit"], Option(help="best-fit: no document shorter than the context is cut.")
+    ] = "concatenate",
+    min_characters: Annotated[int, Option(help="Leave out shorter documents.")] = 0,
+    max_characters: Annotated[int | None, Option(help="Leave out longer documents.")] = None,
+    min_tokens: Annotated[int, Option(help="Leave out documents of fewer tokens, with the end of text.")] = 0,
+    max_tokens: Annotated[int | None, Option(help="Leave out documents of more tokens, with the end of text.")] = None,
+    dedup: Annotated[
+        Literal["none", "exact", "minhash"],
+        Option(help="Keep the first of documents that are the same (exact) or nearly so (minhash)."),
+    ] = "none",
+    as_json: Json = False,
+) -> None:
+    """Tokenise, shuffle and shard text into training data."""
+    given = but(locals(), "shard_size", "as_json")
+    from optimus.config.sizes import parse_size
+    from optimus.data.preparation import prepare as run
+    from optimus.observe.progress import ProgressBar
+    from optimus.observe.signals import ended_by_signals
+
+    say = "stopping; progress is saved, and the same command continues"
+    with ended_by_signals(say), ProgressBar() as progress:
+        index = run(**given, shard_size=parse_size(shard_size), progress=progress.update)
+    rest = f"the last {index['dropped_tokens']} tokens do not fill a sequence and are dropped"
+    if pack == "best-fit":
+        padding = index["padding_tokens"]
+        rest = f"{padding:,} of them padding ({100 * padding / index['tokens']:.2g} %)"
+        rest += f"; {index['cut_documents']:,} documents are longer than a sequence and cut"
+    show(
+        index,
+        as_json,
+        f"{output}: {index['tokens']:,} tokens of {index['documents']:,} documents in {index['instances']:,} sequences "
+        f"of {context}, {len(index['shards'])} shard(s); {rest}{_left_alone(index)}",
+    )
+
+
+def _left_alone(index: dict[str, Any]) -> str:
+    """Lines about documents that were left out, and about files that were skipped because of their endings."""
+    reasons = ("too_short", "too_long", "duplicates")
+    left_out = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
+    said = f"\nleft out: documents {left_out}" if left_out else ""
+    by_ending = index.get("skipped_by_ending", {})
+    if not by_ending:
+        return said
+    counts = ", ".join(f"{count:,} {ending}" for ending, count in sorted(by_ending.items(), key=lambda one: -one[1]))
+    return f"{said}\nskipped: {index['skipped_files']:,} file(s) of other kinds ({counts})"

@@ -1,0 +1,87 @@
+"""The commands that use a trained model."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from optimus.cli.common import Json, ParseSpecial, app, but, show
+from optimus.errors import UserError
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[list[Path], Argument(metavar="CHECKPOINT...", help="Checkpoint or run folder.")],
+    tasks: Annotated[list[str] | None, Option(help="Tasks, repeated or separated by commas.")] = None,
+    task_data: Annotated[Path | None, Option(help="Folder of local task data.")] = None,
+    text: Annotated[Path | None, Option(help="File or folder of text for bits per byte.")] = None,
+    limit: Annotated[int | None, Option(help="Most documents per task.")] = None,
+    fewshot: Annotated[int | None, Option(help="Examples in each prompt.")] = None,
+    parse_special: ParseSpecial = False,
+    ensemble: Annotated[bool, Option("--ensemble", help="Score the mean logits of several checkpoints.")] = False,
+    signal: Annotated[
+        bool, Option("--signal", help="How surely the tasks that runs measured while they trained tell them apart.")
+    ] = False,
+    plot: Annotated[Path | None, Option(help="Draw the tasks of --signal into this PNG file.")] = None,
+    device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
+    output: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Score a checkpoint on tasks (lm-eval) and on bits per byte of text."""
+    given = but(locals(), "tasks", "ensemble", "signal", "plot", "as_json")
+    from optimus.api import evaluate as run
+
+    if signal:
+        if tasks or text or ensemble or output or limit or fewshot:
+            raise UserError("--signal reads runs and evaluates nothing: give it with --plot and --json alone")
+        _signals(checkpoint, plot, as_json)
+        return
+    if plot is not None:
+        raise UserError("--plot draws what --signal reads of runs: give --signal too")
+    if ensemble != (len(checkpoint) > 1):
+        cure = "name several checkpoints" if ensemble else "evaluate them one by one, or together with --ensemble"
+        raise UserError(f"{len(checkpoint)} checkpoint(s){' with --ensemble' if ensemble else ''}: {cure}")
+    names = [name for group in tasks or [] for name in group.split(",") if name]
+    results = run(**given, tasks=names)
+    rows = [{"task": name, **scores} for name, scores in results["tasks"].items()]
+    if rows and not as_json:
+        from optimus.observe.table import print_table
+
+        print_table(rows, ", ".join(map(str, checkpoint)))
+    bits = results["bits_per_byte"]
+    show(results, as_json, f"bits per byte: {bits:.4f}" if bits is not None else "")
+
+
+def _signals(runs: list[Path], plot: Path | None, as_json: bool) -> None:
+    from optimus.disk import check_plot
+    from optimus.evaluation.signals import draw, read_curves, signals
+    from optimus.observe.table import print_table
+
+    target = check_plot(plot) if plot is not None else None
+    curves = read_curves(runs)
+    rows = signals(curves)
+    if target is not None:
+        draw(curves, runs, target)
+    if not as_json:
+        print_table(rows, ", ".join(map(str, runs)))
+    show({"signals": rows}, as_json, "")
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
+    prompt: Annotated[str, Option(help="Text to continue.")],
+    max_tokens: Annotated[int, Option(help="Tokens to add at most.")] = 128,
+    temperature: Annotated[float, Option(help="Sampling temperature; 0: greedy.")] = 0.0,
+    top_p: Annotated[float, Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
+    seed: Annotated[int, Option(help="Sampling seed.")] = 0,
+    parse_special: ParseSpecial = False,
+    device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Continue a text."""
+    given = but(locals(), "as_json")
+    from optimus.evaluation import generate_text
+
+    text = generate_text(**given)
+    show({"prompt": prompt, "text": text}, as_json, text)

@@ -1,0 +1,133 @@
+"""The commands for several nodes."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer import Argument, Option
+
+from optimus.cli.common import Json, Overrides, Settings, app, show, show_ready
+from optimus.errors import UserError
+
+
+@app.command()
+def launch(
+    context: typer.Context,
+    config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
+    overrides: Overrides = None,
+    settings: Settings = None,
+    nodes: Annotated[int, Option(help="Nodes that train.")] = 1,
+    spares: Annotated[int, Option(help="Spare nodes, which replace failed ones.")] = 0,
+    ranks_per_node: Annotated[int, Option(help="Ranks on each node.")] = 1,
+    rendezvous: Annotated[str, Option(help="HOST:PORT of `optimus rendezvous`.")] = "127.0.0.1:29400",
+    node: Annotated[str | None, Option(help="Name of this node. Default: that of the machine.")] = None,
+    name: Annotated[str, Option(help="Name of the launch, where several use one store.")] = "optimus",
+    keep_alive: Annotated[str, Option(help="Seconds between heartbeats x number that may be missing.")] = "5x3",
+    wait: Annotated[float, Option(help="Seconds to wait until enough nodes have joined.")] = 600.0,
+    max_restarts: Annotated[int, Option(help="Restarts in a row without a new checkpoint.")] = 5,
+    inject: Annotated[Path | None, Option(help="YAML list of faults to rehearse.")] = None,
+    scheduler: Annotated[
+        Literal["slurm", "pbs"] | None, Option(help="Start nothing; write a batch script for this system.")
+    ] = None,
+    output: Annotated[Path | None, Option(help="With --scheduler: batch script to write.")] = None,
+    time: Annotated[str, Option(help="Time limit in the batch script, HOURS:MINUTES:SECONDS.")] = "12:00:00",
+    directive: Annotated[
+        list[str] | None, Option(help="Line for the batch system, such as '--account=physics'; repeated.")
+    ] = None,
+    check: Annotated[bool, Option("--check", help="Validate without starting or contacting anything.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run one node of a training with spares; start it on every node and every spare."""
+    from optimus.training.reading import read_run
+
+    overrides = [*(overrides or []), *(settings or [])]
+
+    read_run(config, overrides)  # before torch is imported: a mistake costs no waiting
+    from optimus.launch import nodes as run
+
+    other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
+    sources = {name: context.get_parameter_source(name) for name in other}
+    if given := [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]:
+        why = "leave it out with --scheduler: the batch script chooses it" if scheduler else "it needs --scheduler"
+        raise UserError(f"--{given[0]}: {why}")
+    alive = run.parse_keep_alive(keep_alive)
+    job = run.NodeJob(config, overrides, nodes, spares, ranks_per_node, alive, wait, max_restarts)
+    program = []
+    if inject is not None:
+        from optimus.testing.faults import rank_program
+
+        program = rank_program(inject, job.ranks)
+    if check:
+        if scheduler is not None:
+            raise UserError("--check: leave it out with --scheduler, which starts nothing either")
+        show_ready(config, run.check_launch(job, rendezvous, node), as_json)
+        return
+    if scheduler is not None:
+        if output is None:
+            raise UserError("--scheduler needs --output PATH, where the batch script goes")
+        submit = run.write_batch_script(
+            job, scheduler=scheduler, path=output, time=time, directives=directive or [], inject=inject
+        )
+        result = {"output": str(output), "submit": submit, "nodes": nodes, "spares": spares}
+        show(result, as_json, f"{output}: {nodes} nodes and {spares} spares; submit it with: {submit}")
+        return
+    outcome = run.launch(job, rendezvous, node, name=name, program=program)
+    show({"outcome": "finished" if outcome is None else outcome.value}, as_json, "")
+    if outcome is not None:
+        raise typer.Exit(run.exit_code(outcome))
+
+
+@app.command()
+def rendezvous(
+    port: Annotated[int, Option(help="Port to listen on.")] = 29400,
+    address: Annotated[
+        str, Option(help="Address of this machine to listen on, which the nodes connect to.")
+    ] = "127.0.0.1",
+    as_json: Json = False,
+) -> None:
+    """Serve the rendezvous store of a launch, on a machine that is none of its nodes."""
+    from optimus.launch.store import serve_until_ended
+
+    serve_until_ended(port, address, as_json)
+
+
+@app.command()
+def lab(
+    config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
+    overrides: Overrides = None,
+    settings: Settings = None,
+    nodes: Annotated[int, Option(help="Nodes that train.")] = 3,
+    spares: Annotated[int, Option(help="Spare nodes, which replace failed ones.")] = 2,
+    ranks_per_node: Annotated[int, Option(help="Ranks on each node.")] = 1,
+    bandwidth: Annotated[str | None, Option(help="Bandwidth of each node, such as 1Gbit.")] = None,
+    inject: Annotated[Path | None, Option(help="YAML list of faults to rehearse.")] = None,
+    keep_alive: Annotated[str, Option(help="Seconds between heartbeats x number that may be missing.")] = "1x3",
+    wait: Annotated[float, Option(help="Seconds to wait until enough nodes have joined.")] = 30.0,
+    limit: Annotated[float, Option(help="Seconds after which everything is taken down.")] = 600.0,
+    plain: Annotated[
+        bool, Option("--plain", help="Processes on one network instead of network namespaces (no root).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Rehearse node failures on this machine, with network namespaces as nodes."""
+    from optimus.launch.nodes import NodeJob, parse_keep_alive
+    from optimus.testing.lab import rehearse
+
+    alive = parse_keep_alive(keep_alive)
+    job = NodeJob(
+        str(config), [*(overrides or []), *(settings or [])], nodes, spares, ranks_per_node, keep_alive=alive, wait=wait
+    )
+
+    def say(
+        event: dict[str, Any],
+    ) -> None:  # when it happens, whoever reads; standard output is for the result, if JSON
+        line = f"{event['kind']:10} {event['node'] or '-':8} {event['detail']}"
+        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    result = rehearse(job, bandwidth=bandwidth, inject=inject, limit=limit, plain=plain, say=say)
+    codes = ", ".join(f"{host} {'no answer' if code is None else code}" for host, code in result["exit_codes"].items())
+    ended = "finished" if result["finished"] else "did not finish"
+    show(result, as_json, f"exit codes: {codes}\nthe run {ended} in {result['output']}")
+    if not result["finished"]:
+        raise typer.Exit(1)

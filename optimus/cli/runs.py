@@ -1,0 +1,81 @@
+"""The commands that look at runs, and at this machine."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer import Argument, Option
+
+from optimus.cli.common import Json, app, show
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folder, or several to compare.")],
+    output: Annotated[Path, Option(help="HTML file to write.")] = Path("report.html"),
+    serve: Annotated[
+        str | None,
+        Option(
+            metavar="[ADDRESS:]PORT", help="Serve the report, refreshed while the run goes on, on this machine alone."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a run as a page: curves, time and memory, experts, events; or compare several."""
+    from optimus.observe.signals import ended_by_signals
+    from optimus.report import page
+    from optimus.report.serve import parse_address, report_server
+
+    if serve is None:
+        result = page.write_report(runs, output)
+        said = "".join(f"warning: {text}\n" for text in result["warnings"])
+        show(result, as_json, f"{said}{output}: open it in a browser; it needs no network")
+        return
+    server = report_server(runs, *parse_address(serve))
+    host, port = server.server_address[:2]
+    result = {"url": f"http://{host!s}:{port}/"}
+    show(result, as_json, f"{result['url']}: the report, read anew while it is open; Ctrl-C ends")
+    sys.stdout.flush()
+    with server, ended_by_signals("ending"):
+        server.serve_forever()
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder in which, or below which, run folders are.")],
+    state: Annotated[
+        Literal["running", "finished", "stopped", "failed"] | None, Option(help="List only runs in this state.")
+    ] = None,
+    match: Annotated[str | None, Option(help="List only runs whose path or model has this text in it.")] = None,
+    sort: Annotated[str, Option(help="Column to sort by, such as loss or bits_per_byte.")] = "name",
+    reverse: Annotated[bool, Option("--reverse", help="Sort from the largest to the smallest.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List runs: how far each is, its loss and speed, whether it runs, and why not."""
+    from optimus.observe.table import print_table
+    from optimus.report import listing
+
+    rows = listing.runs(folder, state=state, match=match, sort=sort, reverse=reverse)
+    if as_json or not rows:
+        show(rows, as_json, f"{folder}: no such runs")
+        return
+    print_table(listing.table_rows(rows), f"runs in {folder}")
+
+
+@app.command()
+def doctor(
+    folder: Annotated[Path, Argument(metavar="[FOLDER]", help="Where runs would be written.")] = Path("."),
+    as_json: Json = False,
+) -> None:
+    """Look at this machine and say what to mend: devices, memory, network, disk, clock; exit code 1 for a problem."""
+    from optimus.observe.doctor import examine
+
+    found = examine(folder)
+    lines = [
+        f"{each.status:8} {each.what:22} {each.found}" + (f"\n{'':9}-> {each.mend}" if each.mend else "")
+        for each in found
+    ]
+    show([each._asdict() for each in found], as_json, "\n".join(lines))
+    if any(each.status == "problem" for each in found):
+        raise typer.Exit(1)

@@ -1,0 +1,73 @@
+"""The command `optimus train`."""
+
+import os
+import shlex
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from optimus.cli.common import Json, Overrides, Settings, app, show, show_ready
+
+
+@app.command()
+def train(
+    config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
+    overrides: Overrides = None,
+    settings: Settings = None,
+    ranks: Annotated[int | None, Option(help="Ranks to start on this machine.")] = None,
+    resume: Annotated[
+        bool,
+        Option(
+            "--resume", help="Continue from the newest checkpoint of the run. `--resume auto`: if there is something."
+        ),
+    ] = False,
+    fresh_optimizer: Annotated[
+        bool, Option("--fresh-optimizer", help="With --resume: from the weights alone, as for a new update rule.")
+    ] = False,
+    check: Annotated[bool, Option("--check", help="Validate the configuration without running it.")] = False,
+    auto_plan: Annotated[
+        str | None,
+        Option(metavar="MACHINE", help="Choose the layout that `optimus plan` finds best on this machine."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a model."""
+    from optimus.api import train as run
+    from optimus.observe.progress import seconds_text
+
+    overrides, automatic = [*(overrides or []), *(settings or [])], resume and "auto" in (overrides or [])
+    overrides = [text for text in overrides if text != "auto"] if automatic else overrides
+    how: dict[str, Any] = {
+        "ranks": ranks,
+        "resume": "auto" if automatic else resume,
+        "fresh_optimizer": fresh_optimizer,
+        "check": check,
+    }
+    if auto_plan is not None:
+        from optimus.plan.asking import best_layout
+
+        summary = run(best_layout(config, overrides, auto_plan, ranks), **how)
+    else:
+        summary = run(config, overrides, **how)
+    signalled = None if check else summary["stopped_by"]
+    ended = typer.Exit(0 if signalled is None else 128 + signal.Signals[signalled])
+    if os.environ.get("RANK", "0") != "0":
+        raise ended  # under torchrun, rank 0 speaks for all
+    if check:
+        show_ready(config, summary, as_json)
+        return
+    bits = "" if summary["bits_per_byte"] is None else f"{summary['bits_per_byte']:.4f} bits per byte, "
+    loss = "" if summary["loss"] is None else f"loss {summary['loss']:.4f}, {bits}"
+    text = f"step {summary['step']}: {loss}checkpoint {summary['checkpoint'] or 'none yet'}"
+    text += f"\n{summary['tokens']:,} tokens in all, {seconds_text(summary['seconds'])} this time"
+    text += f"; report: {summary['report']}" if summary["report"] else ""
+    if summary["step"] < summary["steps"]:
+        again = [text for text in overrides if not text.startswith("train.stop_at=")]
+        words = shlex.join(["optimus", "train", str(config), *again, *(["--ranks", str(ranks)] if ranks else [])])
+        why = "" if signalled is None else f" by {signalled}"
+        text += f"\nstopped{why} before step {summary['steps']}; continue with: {words} --resume"
+    show(summary, as_json, text)
+    raise ended

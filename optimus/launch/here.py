@@ -1,0 +1,106 @@
+"""From a configuration to a finished run: checks, then one process here or several ranks."""
+
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from optimus.checkpoint.folder import DamagedError, list_checkpoints, step_of
+from optimus.checkpoint.lease import Lease, LeaseError, living_holder
+from optimus.checkpoint.rollback import resume_points, rollback
+from optimus.config import RunConfig, dump_config
+from optimus.data.training import TrainingData
+from optimus.errors import UserError
+from optimus.launch.local import start_ranks
+from optimus.launch.rank import run_rank
+from optimus.mesh import Mesh
+from optimus.mesh.placement import describe
+from optimus.observe.machine import find_device, use_device
+from optimus.resolve.ranks import mesh_of, ranks_per_node
+from optimus.resolve.run import ResolvedRun
+from optimus.training import checks
+from optimus.training.conclusion import conclude, summary_of
+from optimus.training.hooks.users import users_hooks
+from optimus.training.resolving import resolve_here
+from optimus.training.summary import summarise, summary_lines
+from optimus.training.teacher import check_teacher
+
+
+def run_here(
+    tree: RunConfig,
+    data: TrainingData,
+    ranks: int | None,
+    *,
+    resume: bool,
+    fresh_optimizer: bool,
+    check: bool,
+    hooks: Sequence[Any] = (),
+) -> dict[str, Any]:
+    """What `train` does with a configuration and data that make sense."""
+    users_hooks(tree.train.hooks, hooks)
+    launched = "WORLD_SIZE" in os.environ
+    ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks
+    lease = Lease(Path(tree.train.output), uuid.uuid4().hex)
+    writes = not launched or os.environ.get("RANK", "0") == "0"
+    if resume and writes and not check:
+        lease.wait()
+    resolved = check_run(tree, data, mesh_of(tree, ranks, ranks_per_node(ranks)), resume)
+    if check:
+        return verify_data(resolved, data)
+    began = time.time()
+    try:
+        with lease if writes else nullcontext():
+            if fresh_optimizer and writes:
+                _begin_optimizer(Path(tree.train.output))
+            if ranks == 1 or launched:
+                stopped_by = run_rank(dump_config(tree), resume, holder=lease.token, users=hooks)
+            else:
+                stopped_by = start_ranks(dump_config(tree), resume, ranks, lease.token, hooks)
+            summary = summary_of(resolved.config, stopped_by)
+            return conclude(tree, began, summary) if writes else summary
+    except UserError as error:
+        if writes and not isinstance(error, LeaseError):
+            conclude(tree, began, None, error)
+        found = [] if isinstance(error, DamagedError | LeaseError) else list_checkpoints(Path(tree.train.output))
+        saved = f" (the run is saved up to step {step_of(found[-1])})" if found else ""
+        raise type(error)(f"{error}{saved}") from error
+
+
+def _begin_optimizer(run: Path) -> None:
+    """Let `run` go on from the weights of its newest checkpoint alone. Raises `UserError` as `rollback`."""
+    if points := resume_points(run):
+        rollback(run, step_of(points[0].path), held=True)
+
+
+def verify_data(run: ResolvedRun, data: TrainingData) -> dict[str, Any]:
+    """Check every checksum of the data, the last that `--check` does; returns what it says of a run that is ready."""
+    data.verify()
+    folder = Path(run.config.train.output)
+    holder, about = living_holder(folder), summarise(run, data.instances)
+    return {
+        "ok": True,
+        "output": run.config.train.output,
+        **about,
+        "summary": summary_lines(about),
+        "placement": describe(run.mesh),
+        "held": None if holder is None else f"{folder} is held by {holder}: until it ends, this run would not start",
+    }
+
+
+def check_run(config: RunConfig, data: TrainingData, mesh: Mesh, resume: bool) -> ResolvedRun:
+    """The run, as far as it is known before its ranks have come together. Raises `UserError` for whatever would keep the
+    ranks of `mesh` from running."""
+    rank_here = mesh.size == 1 or "WORLD_SIZE" in os.environ  # else a launcher, which must take no memory of a device
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = (use_device if rank_here else find_device)(config.train.device, "train.device", local_rank)
+    run = resolve_here(config, device, mesh, sequences=data.instances, resume=resume, touches=rank_here)
+    checks.check_references(run.config, resume)
+    if int(os.environ.get("RANK", "0")) == 0:
+        checks.check_validation(run.config, data)
+        check_teacher(run, data)
+        checks.check_output(run.config, resume, data)
+    checks.check_memory(run, device, whole=not rank_here)
+    return run

@@ -1,0 +1,36 @@
+"""One message about ranks that failed."""
+
+import re
+import signal
+from collections.abc import Mapping
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from optimus.resilience.exits import error_in, how_ended
+
+
+def explain(failures: Mapping[int, ProcessFailure]) -> str:
+    """One message about the failed ranks: what was the cause, and where the others stopped when a rank was lost."""
+    said = {rank: text for rank, failure in failures.items() if (text := error_in(failure.message)) is not None}
+    stopped = {rank: text for rank, text in said.items() if text.startswith("CollectiveError: ")}
+    first = min(failure.timestamp for failure in failures.values())  # whole seconds
+    silent = [rank for rank in failures if rank not in said]
+    # The launcher ends the others with SIGTERM, and with SIGKILL, 30 s later, those that do not obey.
+    lost = [r for r in silent if failures[r].exitcode != -signal.SIGTERM and failures[r].timestamp <= first + 1]
+    causes = sorted(said.keys() - stopped.keys(), key=lambda rank: (failures[rank].timestamp, rank))
+    if lost or not said:
+        # NCCL's watchdog aborts those that have lost another.
+        aborted = {rank: failures[rank].exitcode == -signal.SIGABRT for rank in silent}
+        rank = min(lost or silent, key=lambda rank: (aborted[rank], failures[rank].timestamp))
+        head = f"rank {rank} was lost ({how_ended(failures[rank].exitcode)})"
+    elif causes:
+        return f"rank {causes[0]} failed: {re.sub(r'^(User|Damaged|Held)Error: ', '', said[causes[0]])}"
+    elif hung := [rank for rank in silent if failures[rank].exitcode == -signal.SIGKILL]:
+        head = f"rank {hung[0]} did not answer and was ended"
+    else:
+        head = "the ranks have lost each other"
+    if not stopped:
+        return head
+    rank = min(stopped, key=lambda rank: (failures[rank].timestamp, rank))
+    others = "" if len(stopped) == len(failures) else "; the others stopped"
+    return f"{head}{others}: {stopped[rank].removeprefix('CollectiveError: ')}"

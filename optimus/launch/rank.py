@@ -1,0 +1,231 @@
+"""A rank of a run, in a process of its own or in this one. As a program: CONFIG and what `run_as_rank` takes.
+
+When a rank is lost, a collective fails on each of the others: `_last_words` lets each say in which step, `_ranks_together`
+has none wait for what never comes, and `messages.explain` tells the user which rank was lost and what the others said.
+"""
+
+import atexit
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
+
+from optimus import functions
+from optimus.checkpoint.lease import LeaseError
+from optimus.comm import CollectiveError
+from optimus.comm.device_waits import GRACE, Deadline, DeviceWaits, Place, flight_record
+from optimus.config import load_config
+from optimus.config.yaml_text import parse_yaml
+from optimus.cores import usable_cores
+from optimus.errors import UserError
+from optimus.launch.local import name_interface
+from optimus.launch.parent import end_with
+from optimus.launch.store import LOOPBACK
+from optimus.observe.machine import use_device
+from optimus.resilience.events import EventLog
+from optimus.resilience.exits import EndedError, Exit
+from optimus.resolve.ranks import ranks_per_node
+from optimus.training.build import build_trainer
+from optimus.training.checks import dry_run
+from optimus.training.conclusion import conclude, summary_of
+from optimus.training.environment import record_start
+from optimus.training.freed_memory import keep_freed_memory
+from optimus.training.trainer import Hook, Trainer, naming_collectives
+
+
+def run_rank(
+    config_text: str,
+    resume: bool,
+    node: str | None = None,
+    holder: str | None = None,
+    more: Sequence[Hook] = (),
+    users: Sequence[Any] = (),
+) -> int:
+    """One rank's whole run, under the launcher's environment where there is one.
+
+    Returns the signal that has ended it before its end, or 0; the same on all ranks, when all have saved.
+
+    `node` is the name of the node where a launcher watches nodes. `holder` is the token of the lease by which the run holds
+    its folder. `more` hooks are our own; those of `users` come beside those that `train.hooks` names.
+    """
+    began, config = time.time(), load_config(parse_yaml(config_text, "the configuration"))
+    local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = use_device(config.train.device, "train.device", local_rank)
+    if device.type == "cpu":
+        keep_freed_memory()
+    if device.type == "cpu" and ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
+    timeout = timedelta(seconds=config.resilience.timeout)
+    backend = backend_of(device, config.train.device, ranks_per_node(ranks))
+    with _ranks_together(backends_of(backend, device.type), timeout) if ranks > 1 else nullcontext():
+        with naming_collectives("before the first step"):
+            trainer = build_trainer(config, device, resume, node=node, holder=holder, more=more, users=users)
+            trainer.say(dry_run(trainer.run))
+            if ranks > 1 and device.type != "cpu" and backend == "gloo":
+                trainer.say(f"collectives go through the host, by Gloo: the ranks of a node share {device}")
+        step, last = trainer.progress.step, trainer.run.last_step
+        if step >= last:
+            trainer.say(f"the run is at step {step} already, and ends at {last}: nothing is left to do")
+        if trainer.groups.rank == 0:
+            record_start(trainer.run, step)
+        with _last_words() if ranks > 1 else nullcontext():
+            with (
+                _deadline(trainer) if backend != "gloo" and ranks > 1 else nullcontext(),
+                _naming_lack_of_memory(trainer),
+            ):
+                ending = trainer.fit()
+                trainer.state.finish()
+            if ending.signal:  # launchers end the others when they see that one has ended with a code
+                trainer.groups.world.any(False)
+        if node is not None and trainer.groups.rank == 0 and (trainer.ends or ending.signal):
+            if not ending.signal:
+                EventLog(trainer.folder).write("finished", node=node, step=trainer.progress.step)
+            conclude(trainer.config, began, summary_of(trainer.config, ending.signal))
+    return ending.signal
+
+
+def backend_of(device: torch.device, named: str, per_node: int) -> str:
+    """What moves a rank's tensors: the backend of its device; Gloo, by way of the host (`comm/staged.py`), where
+    `train.device` is `named` with its index, as `xpu:0`, so that all `per_node` ranks of a node share it, and for a device
+    that has none."""
+    shared = named == str(device) and per_node > 1
+    return "gloo" if shared else dist.Backend.default_device_backend_map.get(device.type, "gloo")
+
+
+@contextmanager
+def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
+    """The process group of all ranks, inside the context.
+
+    To destroy it is to wait for all that is under way. After a failure of this rank alone, or of another one, that would
+    last until the timeout, at the exit of Python too, which is therefore left out.
+    """
+    seconds = f"{timeout.total_seconds():g} s (resilience.timeout)"
+    if os.environ.get("MASTER_ADDR") == LOOPBACK:  # all ranks are on this machine
+        name_interface(LOOPBACK)
+    grace = timedelta(seconds=0 if backend == "gloo" else GRACE)
+    try:
+        dist.init_process_group(backend, timeout=timeout + grace)
+    except RuntimeError as error:
+        raise CollectiveError(f"the ranks have not come together within {seconds}: {error}") from error
+    together, code = False, 1
+    try:
+        yield
+        together = True
+    except UserError as error:
+        together, code = not isinstance(error, CollectiveError | EndedError | LeaseError), code_of(error)
+        raise
+    finally:
+        if together:
+            dist.destroy_process_group()
+        else:
+            atexit.register(_leave, code)
+
+
+def backends_of(backend: str, device: str) -> str:
+    """Those of the group of all ranks: `backend`, and Gloo for what hosts tell each other, lest they wait for devices."""
+    return backend if backend == "gloo" or device == "cpu" else f"cpu:gloo,{device}:{backend}"
+
+
+@contextmanager
+def _deadline(trainer: Trainer) -> Iterator[None]:
+    """Inside, end this rank with `LOST` where its device has waited in a collective for `resilience.timeout` seconds:
+    another rank is lost, or hangs. The backend would abort it later, as if it had crashed itself."""
+    waits, seconds = trainer.groups.recorder.device or DeviceWaits(), trainer.config.resilience.timeout
+    trainer.groups.recorder.device = waits
+
+    def end(place: Place) -> None:
+        group, what, _ = place
+        waited = f"the device has waited for {seconds:g} s (resilience.timeout)"
+        text = f"step {trainer.progress.step + 1}: {what} over ranks {group} failed on rank {trainer.groups.rank}: {waited}"
+        with suppress(OSError):
+            (trainer.folder / f"flight-record-{trainer.groups.rank}.json").write_bytes(flight_record())
+        get_error_handler().record_exception(CollectiveError(f"{text}. Run again with `resume=True`"))
+        print(f"error: {text}", file=sys.stderr)
+        _leave(Exit.LOST)
+
+    deadline = Deadline(waits, seconds, end)
+    try:
+        yield
+    finally:
+        deadline.stop()
+
+
+@contextmanager
+def _naming_lack_of_memory(trainer: Trainer) -> Iterator[None]:
+    """Say what to do where the device has no memory left; no other rank is at fault, nor is the node."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        what = str(error).partition(". ")[0].splitlines()[0]
+        cure = "choose a smaller train.micro_batch, recompute, or shard or offload more of the state"
+        raise EndedError(
+            Exit.USER,
+            f"step {trainer.progress.step + 1}: rank {trainer.groups.rank} has no memory left on {trainer.run.device} "
+            f"({what}): {cure}",
+        ) from error
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def code_of(error: UserError) -> Exit:
+    """The exit code of a rank that ends with this error."""
+    if isinstance(error, EndedError):
+        return Exit(error.code)
+    return Exit.LOST if isinstance(error, CollectiveError) else Exit.USER
+
+
+@contextmanager
+def _last_words() -> Iterator[None]:
+    """Ignore SIGTERM where hooks do not handle it, and from then on if a collective fails.
+
+    One rank's message would otherwise be cut short when the launcher, seeing that another has ended, ends this one.
+    """
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    speaking = False
+    try:
+        yield
+    except (CollectiveError, EndedError):
+        speaking = True
+        raise
+    finally:
+        if not speaking:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:
+    """Be a rank that a launcher started, with `more` hooks: CONFIG [--resume] [--node NAME] --parent PID --holder TOKEN
+    [--hooks FILE].
+
+    Its error goes to the launcher.
+    """
+    config, *options = words
+    names = ("--node", "--parent", "--holder", "--hooks")
+    node, parent, holder, hooks = (options[options.index(name) + 1] if name in options else None for name in names)
+    if parent is not None:
+        end_with(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a hook handles it: the launcher has said all
+    text = Path(config).read_text(encoding="utf-8")
+    try:
+        users = [] if hooks is None else functions.loads(Path(hooks).read_bytes())
+        stopped_by = record(run_rank)(text, "--resume" in options, node, holder, more, users)
+    except UserError as error:
+        sys.exit(code_of(error))
+    # All is written. torch's threads may outlive what would end them, and then abort the process as it ends.
+    _leave(Exit(128 + stopped_by) if stopped_by else Exit.DONE)
+
+
+if __name__ == "__main__":
+    run_as_rank(sys.argv[1:])

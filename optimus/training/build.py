@@ -1,0 +1,165 @@
+"""A run is built: its groups of ranks, model and state on a device, without values yet."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optimus.checkpoint.masks import masks_in
+from optimus.comm import Groups
+from optimus.config import RunConfig
+from optimus.config.sizes import count_text
+from optimus.data.training import TrainingData, open_folders
+from optimus.mesh import Layout
+from optimus.mesh.placement import describe
+from optimus.model import Transformer
+from optimus.parallel.build import build_stage
+from optimus.pipeline.staged import Staged, select_stages
+from optimus.resolve.parameters import targets_of
+from optimus.resolve.ranks import mesh_of, ranks_per_node
+from optimus.resolve.rules import with_factors
+from optimus.resolve.run import ResolvedRun
+from optimus.state.gathering import Gathering
+from optimus.state.model_state import ModelState
+from optimus.state.plan import unpruned_shares
+from optimus.state.pruning import weights_to_be
+from optimus.training.beginning import begins_anew, begins_with, first_weights
+from optimus.training.checks import check_memory
+from optimus.training.collectives import partial_sums
+from optimus.training.hooks.chosen import hooks_of
+from optimus.training.hooks.users import users_hooks
+from optimus.training.pruning import choose_masks
+from optimus.training.resolving import resolve_here
+from optimus.training.run import Run, read_together
+from optimus.training.stages import stages_of
+from optimus.training.start import start_run
+from optimus.training.summary import summarise, summary_lines
+from optimus.training.teacher import load_teacher
+from optimus.training.trainer import Hook, Trainer
+
+MasksOf = Callable[[Groups, Mapping[str, Layout], Transformer], Mapping[str, Tensor]]
+
+
+def build_trainer(
+    config: RunConfig,
+    device: torch.device,
+    resume: bool,
+    *,
+    node: str | None = None,
+    holder: str | None = None,
+    more: Sequence[Hook] = (),
+    users: Sequence[Any] = (),
+) -> Trainer:
+    """The trainer of `config` on this rank, where it starts or, to `resume`, goes on. All ranks must call; the rest is as
+    `launch.rank.run_rank` has it."""
+    run = build_run(config, device, resume)
+    hooks = [*more, *hooks_of(run, node, holder), *users_hooks(config.train.hooks, users, run.groups.rank)]
+    return Trainer(run, start_run(run, resume), hooks)
+
+
+def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
+    """Make model and state on `device`, without values yet, pruned as what they will be filled with. All ranks must call."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = mesh_of(config, ranks, ranks_per_node(ranks))
+    groups = Groups(mesh, config.resilience.timeout, [], partial_sums=partial_sums(config))
+    folders = read_together(lambda: open_folders(config), groups.world)
+    sequences = sum(shards.instances for shards in folders.values())
+    resolved = resolve_here(config, device, groups, sequences=sequences, resume=resume)
+    if device.type != "cpu":  # a program that starts ranks has not asked how much is free
+        check_memory(resolved, device)
+    config = resolved.config
+    data = read_together(lambda: TrainingData(config, folders, resolved.phases), groups.world)
+    groups.choose_by(resolved.facts.collectives)
+    model, state = build_model(resolved, groups, device, partial(_masks, config, device, resume))
+    if config.train.teacher is not None:
+        last = model.partition.has_last
+        model.teacher = read_together(lambda: load_teacher(config, device) if last else None, groups.world)
+    notes = _notes(resolved, groups, data)
+    return Run(resolved, device, groups, model, state, data, targets_of(config, resolved.model), notes)
+
+
+def _masks(
+    config: RunConfig,
+    device: torch.device,
+    resume: bool,
+    groups: Groups,
+    layouts: Mapping[str, Layout],
+    model: Transformer,
+) -> Mapping[str, Tensor]:
+    """Masks of what the run will begin with: so it never has state for what is pruned."""
+    source = groups.world.on_first(lambda: begins_with(config, resume))
+    masks = dict[str, Tensor]()
+    if source is not None:
+        found = source
+        masks = read_together(lambda: masks_in(found, layouts, groups.mesh, groups.rank), groups.world)
+    prunes = config.pruning is not None and config.pruning.comes_first
+    if not (prunes and groups.world.on_first(lambda: begins_anew(config, resume))):
+        return masks
+    weights = weights_to_be(layouts, groups, device, first_weights(config, source, model), masks)
+    return masks | choose_masks(weights, config, targets_of(config, model))
+
+
+def no_masks(groups: Groups, layouts: Mapping[str, Layout], model: Transformer) -> Mapping[str, Tensor]:
+    """No parameter is pruned."""
+    return {}
+
+
+def build_model(
+    resolved: ResolvedRun, groups: Groups, device: torch.device, masks_of: MasksOf = no_masks
+) -> tuple[Staged, ModelState]:
+    """The stages of the model on this rank, with this rank's parts of its parameters, and their state, without values yet.
+
+    `masks_of` gives the packed bits of this rank's parts of parameters that are pruned, of those with such layouts and of
+    the model that holds them whole, without memory. All ranks must call.
+    """
+    config, layouts, partition = resolved.widest, resolved.layouts, resolved.partition(groups.rank)
+    here = {name: each for name, each in layouts.items() if partition.keeps(name, config.model.tie_embeddings)}
+    masks = masks_of(groups, here, resolved.model)
+    unpruned = dict.fromkeys(resolved.recipe.unpruned) | unpruned_shares(masks, here, groups.mesh, groups.rank)
+    recipe = resolved.recipe._replace(unpruned=unpruned)
+    groups.make(resolved.divisions(tags=groups.tags))  # those of all stages
+    gathering = Gathering()
+    with torch.device("meta"):
+        model = build_stage(config.model, groups, resolved.options, gathering.gradient_buffers, gathering.unit)
+        with_factors(model, config.train)
+    trained = [name for name in layouts if recipe.rules[name].trains]
+    partition = partition._replace(trained_from=partition.first_of(trained))
+    select_stages(model, partition)
+    state = ModelState(
+        model,
+        {name: layouts[name] for name, _ in model.named_parameters()},
+        groups,
+        config.state,
+        recipe=recipe,
+        masks=masks,
+        device=device,
+        gathering=gathering,
+        divided=resolved.divided(groups.rank),
+    )
+    return stages_of(model, partition, config, groups, recipe.compute, device), state
+
+
+def _notes(resolved: ResolvedRun, groups: Groups, data: TrainingData) -> list[str]:
+    """What the run will do."""
+    teacher = resolved.config.train.teacher
+    return [
+        *summary_lines(summarise(resolved, data.instances)),
+        *([describe(groups.mesh)] if groups.world.size > 1 else []),
+        *resolved.facts.notes,
+        *filter(None, [_frozen_line(resolved)]),
+        *([f"train.teacher: {', '.join(teacher.checkpoints)}"] if teacher is not None else []),
+        *groups.notes,
+    ]
+
+
+def _frozen_line(resolved: ResolvedRun) -> str | None:
+    """How many parameters are not trained, if there are some."""
+    sizes = {name: math.prod(layout.shape) for name, layout in resolved.layouts.items()}
+    frozen = sum(size for name, size in sizes.items() if not resolved.recipe.rules[name].trains)
+    if not frozen:
+        return None
+    return f"train.freeze: {count_text(frozen)} of {count_text(sum(sizes.values()))} parameters are not trained"

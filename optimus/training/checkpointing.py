@@ -1,0 +1,143 @@
+"""The checkpoints of a run: what they keep beside its state, and the service that writes them."""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from optimus.checkpoint import folder
+from optimus.checkpoint.folder import Description
+from optimus.checkpoint.saving import Saver, Target
+from optimus.checkpoint.slots import place_of_frozen
+from optimus.config.phases import longest, sequences_after
+from optimus.training.progress import Progress
+from optimus.training.run import Run
+
+
+class Origin(NamedTuple):
+    """What a run had its weights from before its first step."""
+
+    began_with: str | None = None
+    """A checkpoint or folder, if any."""
+    context: int = 0
+    """The longest sequences that they had been trained on."""
+    published: Mapping[str, Any] = {}
+    """What was said of that model; hub/published.py."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on, its state being filled."""
+
+    progress: Progress
+    origin: Origin
+    hooks: Mapping[str, Any] = field(default_factory=dict)
+    """The states of hooks by name."""
+    frozen: str | None = None
+    """The folder that has its frozen parameters, where a checkpoint refers to it."""
+    notes: list[str] = field(default_factory=list)
+
+
+class Checkpointer:
+    """Writes the checkpoints of `run`, at once or beside the training. All ranks make one and call its methods together."""
+
+    def __init__(self, run: Run, start: Start) -> None:
+        section = run.config.checkpoint
+        self.saver = Saver(run.state, scattered=section.scattered, beside=section.asynchronous)
+        self.saved = start.progress.step
+        """The step of the newest checkpoint of the whole state that was asked for."""
+        self._run, self._frozen = run, start.frozen
+
+    def save(
+        self, progress: Progress, origin: Origin, hooks: Mapping[str, Any], *, full: bool, weights: bool = False
+    ) -> None:
+        """Write what is asked for; `hooks` are their states by name. Raises `UserError` on all ranks as `Saver.save`."""
+        run, step, section = self._run, progress.step, self._run.config.checkpoint
+        targets = []
+        # Weights first: a run that is killed between the two goes on behind this step, and would never write them.
+        if weights:
+            every = (section.weights_every or 1) * section.weights_keep
+            place = folder.weights_folder(run.folder, step)
+            targets.append(Target(place, describe(run, progress, origin, hooks), every=every))
+        if full:
+            self.saved = step
+            targets += self._of_frozen(progress, origin, hooks)
+            about = describe(run, progress, origin, hooks, full=True, frozen=self._frozen)
+            targets.append(Target(folder.step_folder(run.folder, step), about, keep=section.keep))
+        if targets:
+            self.saver.save(*targets)
+
+    def _of_frozen(self, progress: Progress, origin: Origin, hooks: Mapping[str, Any]) -> list[Target]:
+        """What the next checkpoint of the whole state refers to, where that is not written yet."""
+        run = self._run
+        if not run.config.train.freeze:
+            return []
+        self.saver.finish()
+        self._frozen, complete = run.groups.world.on_first(lambda: place_of_frozen(run.folder, self._frozen))
+        place = run.folder / "checkpoints" / self._frozen
+        return [] if complete else [Target(place, describe(run, progress, origin, hooks), frozen=True)]
+
+
+def describe(
+    run: Run,
+    progress: Progress,
+    origin: Origin,
+    hooks: Mapping[str, Any],
+    *,
+    full: bool = False,
+    frozen: str | None = None,
+) -> Description:
+    """The description of a checkpoint of `run` as it is now; the whole state may refer to that of `frozen` parameters."""
+    mesh, config, phase, state = run.groups.mesh, run.config, progress.phase, run.state
+    pruned = state.pruned
+    return Description(
+        model=config.model,
+        context=max(origin.context, longest(progress.phases[: phase.number + 1]).train.sequence_length),
+        step=progress.step,
+        full=full,
+        precision=config.train.precision,
+        eos_id=run.data.first_folder.eos_id,
+        tokenizer=run.data.first_folder.tokenizer_path,
+        run=run.data.fingerprint(progress.step, config.train.seed),
+        progress={
+            "updates": state.steps,
+            **state.counters,
+            "skipped": progress.skipped,
+            "sequences": sequences_after(progress.phases, progress.step),  # read of the data, the next one's number
+            **({"phase": phase.name} if phase.name else {}),
+            **({"began_with": origin.began_with} if origin.began_with else {}),
+            **({"prunings": pruned.events} if config.pruning else {}),
+            **({"unpruned": pruned.unpruned} if pruned.unpruned < 1 else {}),
+            **({"mask_distances": pruned.distances} if pruned.distances else {}),
+            **({"hooks": dict(hooks)} if hooks else {}),
+        },
+        config=run.resolved.record.model_dump(mode="json"),
+        random=_random_states(run.device),
+        written={
+            "ranks": mesh.size,
+            "ranks_per_node": mesh.ranks_per_node or mesh.size,
+            "scattered": config.checkpoint.scattered,
+        },
+        published=dict(origin.published),
+        frozen=frozen,
+    )
+
+
+def _random_states(device: torch.device) -> dict[str, str]:
+    """States of rank 0's generators. Nothing here draws from them; a user's code in the model may, on all ranks alike."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return {kind: base64.b64encode(bytes(state.tolist())).decode() for kind, state in states.items()}
+
+
+def restore_random(description: Description, device: torch.device) -> None:
+    """Go on with the generators as they were; one of a type of device that is not here stays as it is."""
+    for kind, text in description.random.items():
+        state = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+        if kind == "cpu":
+            torch.set_rng_state(state)
+        elif kind == device.type:
+            torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,25 @@
+"""When checkpoints are written."""
+
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
+
+
+class Checkpoints(Hook):
+    """Saves every so many steps, at the end and on an error; all ranks take part."""
+
+    order = Order.SAVE
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        section, saver = trainer.config.checkpoint, trainer.checkpointer.saver
+        saver.poll()
+        weights = section.weights_every is not None and record.step % section.weights_every == 0
+        trainer.save(full=record.step % section.every == 0 or trainer.ends, weights=weights)
+        if trainer.ends:
+            saver.finish()
+
+    def after_error(self, trainer: Trainer) -> None:
+        saver = trainer.checkpointer.saver
+        saver.finish()
+        if trainer.progress.step > trainer.checkpointer.saved:
+            trainer.save(full=True)
+            saver.finish()

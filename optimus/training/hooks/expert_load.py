@@ -1,0 +1,34 @@
+"""How evenly experts are loaded."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from optimus.training.accounting import expert_load
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
+
+
+class ExpertLoad(Hook):
+    """Tokens of each expert of each layer in a step, over all ranks, to the mean of the layer; on all ranks."""
+
+    order = Order.MEASURE
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._choices: Mapping[Any, Tensor] = {}
+
+    def before_step(self, trainer: Trainer) -> None:
+        if (trainer.progress.step + 1) % trainer.config.observe.log_every == 0:
+            self._choices = self._stack.enter_context(trainer.groups.step.counting())
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        if trainer.progress.step % trainer.config.observe.log_every:
+            return
+        self._stack.close()
+        record.expert_load = expert_load(trainer.run, self._choices)
+
+    def after_training(self, trainer: Trainer) -> None:
+        self._stack.close()

@@ -1,0 +1,70 @@
+"""A rank that keeps the others waiting for ever."""
+
+import os
+import time
+import uuid
+from contextlib import suppress
+
+from optimus.resilience.events import EventLog
+from optimus.resilience.exits import Exit
+from optimus.resilience.hangs import Verdict, Watchdog, clear, meeting_place
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
+
+_TURN = 3.0  # seconds in which a rank at fault ends before the others
+
+
+class Hangs(Hook):
+    """Ends all ranks when no step has been completed for `resilience.hang` seconds; the node at fault with `BAD_NODE`."""
+
+    order = Order.WATCH
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+
+    def before_training(self, trainer: Trainer) -> None:
+        world = trainer.groups.world
+        self._trainer, self._rank = trainer, trainer.groups.rank
+        self._names = world.all_gather_object(self._node)
+        self._folder = meeting_place(trainer.folder, world.broadcast_object(uuid.uuid4().hex))
+        hang = trainer.config.resilience.hang
+        self._dog = Watchdog(trainer.groups.recorder, self._folder, world.ranks, self._rank, hang, self._end)
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        self._dog.progress()
+
+    def after_training(self, trainer: Trainer) -> None:
+        self._dog.stop()
+        if self._rank == 0:
+            clear(trainer.folder)  # what ranks have said that were replaced as they hung
+
+    def _end(self, verdict: Verdict) -> None:
+        """In the watchdog's thread, as the main one does not go on; the launcher reads the exit code.
+
+        First one of the others says who is at fault, then the culprit ends, and the others last: when a rank has ended, the
+        others' collectives fail, and their launchers end those of its node.
+        """
+        told = self._folder / "told"
+        culprits = {self._names[rank] for rank in verdict.culprits}
+        speaker = next((rank for rank in range(self._trainer.groups.mesh.size) if rank not in verdict.culprits), 0)
+        if self._rank == speaker:
+            self._tell(verdict)
+            with suppress(OSError):
+                told.touch()
+        at_fault = self._node in culprits and len(culprits) == 1
+        deadline = time.monotonic() + _TURN
+        while time.monotonic() < deadline and not (at_fault and told.exists()):
+            time.sleep(0.05)
+        os._exit(Exit.BAD_NODE if at_fault else Exit.LOST)
+
+    def _tell(self, verdict: Verdict) -> None:
+        ranks = ", ".join(map(str, verdict.culprits)) or "unknown"
+        first = verdict.culprits[0] if verdict.culprits else None
+        EventLog(self._trainer.folder).write(
+            "failure",
+            node=None if first is None else self._names[first],
+            rank=first,
+            step=self._trainer.progress.step + 1,
+            seconds=self._trainer.config.resilience.hang,
+            detail=f"rank {ranks} did not go on; the others waited in {verdict.collective}",
+        )

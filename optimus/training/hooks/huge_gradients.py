@@ -1,0 +1,23 @@
+"""Gradients that are felt for long."""
+
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
+
+
+class HugeGradients(Hook):
+    """Says when gradients were so large that they are felt for long, or too large to be applied; on rank 0."""
+
+    order = Order.RECORD
+    ranks = "first"
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        if not record.result.huge:
+            return
+        if record.result.unfit:
+            what = "squares that do not fit fp32: its update was left out"
+        else:
+            what = "been applied: second moments remember them, and updates will be small for many steps"
+        cure = "optimizer.clip_during_warmup=true clips them, `optimus rollback` goes back"
+        trainer.say(
+            f"step {trainer.progress.step}: gradients with a norm of {record.result.clipped_norm:.3g} have {what} ({cure})"
+        )

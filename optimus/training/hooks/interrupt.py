@@ -1,0 +1,40 @@
+"""Ctrl-C and other signals that end a run."""
+
+import signal
+from types import FrameType
+from typing import Any
+
+from optimus.observe.signals import ending_signals
+from optimus.observe.terminal import let_go_if_gone, say_at_once
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
+
+
+class Interrupt(Hook):
+    """Ctrl-C, a termination signal or a terminal that is gone lets the step finish; the run then saves and ends there."""
+
+    order = Order.SIGNALS
+
+    def __init__(self) -> None:
+        self._signalled = 0
+        self._previous: dict[int, Any] = {}
+
+    def before_training(self, trainer: Trainer) -> None:
+        self._speaks = trainer.groups.rank == 0
+        for number in ending_signals():
+            self._previous[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            let_go_if_gone()
+        if self._speaks and not self._signalled:
+            say_at_once(f"{signal.Signals(number).name}: finishing the step, saving")
+        self._signalled = number
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        if self._signalled:
+            trainer.stop(signal=self._signalled)
+
+    def after_training(self, trainer: Trainer) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

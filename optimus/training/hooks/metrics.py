@@ -1,0 +1,82 @@
+"""Records of steps."""
+
+import time
+
+from optimus.config.sizes import size_text
+from optimus.model.count import flops_per_token
+from optimus.observe.machine import peak_flops
+from optimus.observe.metrics import MetricsWriter
+from optimus.training.accounting import imbalance, memory_by_kind, seconds_by_kind
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
+
+
+class Metrics(Hook):
+    """Writes a record per step and shows progress; on rank 0."""
+
+    order = Order.RECORD
+    ranks = "first"
+
+    def before_training(self, trainer: Trainer) -> None:
+        self._writer = MetricsWriter(trainer.folder, trainer.config, trainer.progress.step)
+        self._saved = 0.0  # seconds for which the training had waited for checkpoints, at the last record
+        self._peak = peak_flops(trainer.run.device)
+        self._memory: int | None = None  # of this rank, when it was last looked at
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        display, phase = trainer.display, trainer.progress.phase
+        assert display is not None, "of the first rank"
+        saved = trainer.checkpointer.saver.seconds
+        saving, self._saved = saved - self._saved, saved
+        rate = phase.step_tokens / record.times.whole
+        flops = flops_per_token(trainer.config.model, phase.config.train.sequence_length)
+        details: dict[str, float] = {}
+        if trainer.progress.step % trainer.config.observe.log_every == 0:
+            memory = memory_by_kind(trainer.run)
+            details = seconds_by_kind(record.times, saving) | memory
+            self._memory = sum(memory.values())
+        self._writer.write(
+            {
+                "step": trainer.progress.step,
+                "tokens": trainer.progress.tokens,
+                "time": round(time.time(), 3),
+                "loss": record.result.loss,
+                "balance_loss": record.result.balance_loss,
+                "z_loss": record.result.z_loss,
+                **({} if trainer.config.train.teacher is None else {"teacher_divergence": record.result.divergence}),
+                "lr": record.result.lr,
+                "grad_norm": record.result.grad_norm,
+                "tokens_per_second": rate,
+                "step_seconds": record.times.whole,
+                "data_seconds": record.times.data,
+                "checkpoint_seconds": saving,
+                "model_flops_utilization": rate * flops / (self._peak * trainer.groups.world.size)
+                if self._peak
+                else None,
+                "skipped_steps": trainer.progress.skipped,
+                **_by_source(trainer, record),
+                **record.values,
+                **(imbalance(record.expert_load) if record.expert_load else {}),
+                **details,
+            },
+            record.expert_load,
+        )
+        for name, value in record.values.items():
+            trainer.say(f"step {record.step}: validation {name} {value:.4f}")
+        if record.result.skipped:
+            trainer.say(f"step {record.step} was skipped: no update was applied")
+        taken = "" if self._memory is None else f"  {size_text(self._memory)}"
+        said = f"loss {record.result.loss:.3f}  {rate:,.0f} tokens/s{taken}"
+        display.update("training", record.step, trainer.run.last_step, said)
+
+    def after_training(self, trainer: Trainer) -> None:
+        self._writer.close()
+
+
+def _by_source(trainer: Trainer, record: StepRecord) -> dict[str, float]:
+    """Tokens read from each source and its loss in this step, where there are several; of a run in phases, its phase."""
+    tokens = trainer.run.data.tokens_by_source(trainer.progress.step)
+    phase = {"phase": trainer.progress.phase.number} if trainer.progress.phase.name else {}
+    read = {f"tokens/{name}": count for name, count in tokens.items() if len(tokens) > 1}
+    losses = zip(trainer.run.data.phases[trainer.progress.phase.number].names, record.result.source_losses)
+    return phase | read | {f"train_loss/{name}": loss for name, loss in losses if loss is not None}

@@ -1,0 +1,26 @@
+"""Steps that cannot be applied."""
+
+from optimus.errors import UserError
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
+
+
+class NonFinite(Hook):
+    """Ends the run when too many steps in a row had gradients that are not finite, or too large to be applied."""
+
+    order = Order.LAST
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        self._in_a_row = self._in_a_row + 1 if record.result.unfit else 0
+        if self._in_a_row > trainer.config.resilience.max_skipped:
+            what = "has no finite square in fp32" if record.result.huge else "is not finite"
+            error = UserError(
+                f"step {record.step}: loss {record.result.loss} or gradient norm {record.result.grad_norm} {what}, for "
+                f"{self._in_a_row} steps in a row (resilience.max_skipped is {trainer.config.resilience.max_skipped}). None "
+                "of them was applied. Lower lr_schedule.peak or set optimizer.clip_during_warmup=true, then run with "
+                "`resume=True`"
+            )
+            trainer.fail(error)

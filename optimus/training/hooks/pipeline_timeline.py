@@ -1,0 +1,31 @@
+"""What the ranks of a pipeline compute when."""
+
+import time
+
+from optimus.errors import naming_disk_errors
+from optimus.pipeline.timeline import Event, Timeline, write_timeline
+from optimus.training.record import StepRecord
+from optimus.training.stages import simulated
+from optimus.training.trainer import Hook, Order, Trainer
+
+
+class PipelineTimeline(Hook):
+    """Writes what the ranks of the first pipeline computed when in one step."""
+
+    order = Order.MEASURE
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        if trainer.progress.step != trainer.config.observe.timeline:
+            return
+        offset = time.time() - time.perf_counter()  # nodes have one time of day, but each its own counter
+        trace = [each._replace(start=each.start + offset, end=each.end + offset) for each in trainer.model.trace]
+        pipeline = trainer.groups.along("pp")
+        events = [
+            Event(rank, *each) for rank, theirs in enumerate(pipeline.all_gather_object(trace)) for each in theirs
+        ]
+        if trainer.groups.rank == 0:
+            path = trainer.folder / "timeline.json"
+            with naming_disk_errors(path, "Make room or leave observe.timeline away"):
+                timeline = Timeline.of(events, pipeline.size)
+                write_timeline(path, timeline, simulated(timeline, trainer.config))
+            trainer.say(f"step {trainer.progress.step}: what the pipeline computed when is in {path}")

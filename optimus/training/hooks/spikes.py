@@ -1,0 +1,64 @@
+"""What a run does about a step whose loss is far above those before it: nothing, leave its update out, or go back."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from optimus.errors import UserError
+from optimus.resilience.exits import EndedError, Exit
+from optimus.training.going_back import go_back
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
+
+WINDOW = 64  # steps that the next is compared with
+LEAST = 16  # of them, before which nothing counts as a spike
+
+
+class Spikes(Hook):
+    """A spike is a loss `resilience.spike` standard deviations above the mean of the steps before.
+
+    The update of that step is always left out. With `on_spike: rollback` the run then goes back to weights that it has
+    kept. Should the loss stay up for more than `resilience.max_skipped` steps, it is taken for what it is.
+    """
+
+    order = Order.JUDGE
+
+    def __init__(self, node: str | None) -> None:
+        self._node = node
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._in_a_row = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": [*self._losses], "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._losses.extend(state["losses"])
+        self._in_a_row = state["in_a_row"]
+
+    def loss_limit(self, trainer: Trainer) -> float:
+        self._limit = math.inf
+        if len(self._losses) >= LEAST and self._in_a_row <= trainer.config.resilience.max_skipped:
+            spread = statistics.stdev(self._losses)
+            self._limit = statistics.mean(self._losses) + trainer.config.resilience.spike * spread
+        return self._limit
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        if not math.isfinite(record.result.loss):
+            return
+        if not record.result.loss > self._limit:
+            self._in_a_row = 0
+            self._losses.append(record.result.loss)
+            return
+        self._in_a_row += 1
+        if self._in_a_row > trainer.config.resilience.max_skipped:
+            self._losses.clear()
+        detail = f"the loss {record.result.loss:.4f} is above {self._limit:.4f}, as the steps before let expect"
+        trainer.say(f"step {trainer.progress.step}: {detail}; its update was left out")
+        if trainer.config.resilience.on_spike == "rollback":
+            detail = f"step {trainer.progress.step}: {detail}"
+            back = go_back(trainer, detail)
+            if self._node is not None:
+                raise EndedError(Exit.DIVERGED, detail)
+            raise UserError(f"{detail}. Gone back to the weights of step {back}: run again with `resume=True`")

@@ -1,0 +1,26 @@
+"""When a run will end."""
+
+import time
+
+from optimus.observe.progress import time_left
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
+
+_STEPS_TO_KNOW = 3  # how long one takes
+
+
+class TimeLeft(Hook):
+    """Says after a few steps when the run will end; on rank 0."""
+
+    order = Order.RECORD
+    ranks = "first"
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        self._seconds.append(record.times.whole)
+        left = trainer.run.last_step - trainer.progress.step
+        if len(self._seconds) == _STEPS_TO_KNOW and left > 0:
+            each = min(self._seconds)  # the first ones prepare much
+            trainer.say(f"training: {time_left(each * left, time.time())}, at {each:.3g} s a step")

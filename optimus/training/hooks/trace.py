@@ -1,0 +1,50 @@
+"""What is computed and sent when, of one step."""
+
+import torch
+
+from optimus.errors import naming_disk_errors
+from optimus.observe.traces import MERGED, merge_traces, rank_trace
+from optimus.training.record import StepRecord
+from optimus.training.run import read_together
+from optimus.training.trainer import Hook, Order, Trainer
+
+
+class Trace(Hook):
+    """Profiles one step: what is computed and sent when, on every rank and together; on all ranks."""
+
+    order = Order.LAST
+
+    def __init__(self) -> None:
+        self._profile: torch.profiler.profile | None = None
+
+    def before_training(self, trainer: Trainer) -> None:
+        self._begin(trainer)
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        if self._profile is not None:
+            trainer.state.finish()  # what is under way would report its end to a profiler that is no more
+            self._profile.stop()
+            profile, self._profile = self._profile, None
+            read_together(lambda: self._write(trainer, profile), trainer.groups.world)  # so all traces are there
+            if trainer.groups.rank == 0:
+                missing = merge_traces(trainer.folder, trainer.groups.world.size)
+                without = f", without ranks {', '.join(map(str, missing))}, whose nodes have it" if missing else ""
+                trainer.say(
+                    f"step {record.step}: what the ranks did when is in {trainer.folder / MERGED}{without}: open it in "
+                    "Perfetto"
+                )
+        self._begin(trainer)
+
+    def _write(self, trainer: Trainer, profile: torch.profiler.profile) -> None:
+        path = rank_trace(trainer.folder, trainer.groups.rank)
+        with naming_disk_errors(path, "Make room or leave observe.trace away"):
+            profile.export_chrome_trace(str(path))
+
+    def _begin(self, trainer: Trainer) -> None:
+        if trainer.progress.step + 1 == trainer.config.observe.trace and trainer.progress.step < trainer.run.last_step:
+            self._profile = torch.profiler.profile()
+            self._profile.start()
+
+    def after_training(self, trainer: Trainer) -> None:
+        if self._profile is not None:  # the step failed
+            self._profile.stop()

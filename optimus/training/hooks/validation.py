@@ -1,0 +1,114 @@
+"""Validation text and tasks, measured as a run goes."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from optimus.comm import CollectiveError
+from optimus.data import tokenizer
+from optimus.data.shards import Shards
+from optimus.errors import UserError
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
+
+
+class Validation(Hook):
+    """Measures loss and bits per byte of each set of validation text, and tasks, every so many steps and at the last one; on
+    all ranks.
+
+    Rank 0 alone reads the text and the tasks. Where it holds the whole model it measures alone; else all ranks do, each with
+    its part of the model. What rank 0 fails to read ends the run on all ranks alike.
+    """
+
+    order = Order.MEASURE
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        section, last = trainer.config.evaluate, trainer.progress.step == trainer.run.last_step
+        try:
+            if (
+                section.every is not None
+                and section.text is not None
+                and (last or trainer.progress.step % section.every == 0)
+            ):
+                parts = self._text(trainer, section.text, max_bytes=section.max_bytes)
+                record.values["bits_per_byte"] = self._measure(trainer, parts)["bits_per_byte"]
+            for each in trainer.config.validation:
+                if last or (each.every is not None and trainer.progress.step % each.every == 0):
+                    of_text = self._text(trainer, each.text, max_tokens=each.tokens) if each.text is not None else None
+                    found = self._measure(trainer, of_text or self._rows(trainer, str(each.path), each.tokens))
+                    record.values |= {f"{name}/{each.name}": found[name] for name in ("loss", "bits_per_byte")}
+            if section.tasks_every is not None and (last or trainer.progress.step % section.tasks_every == 0):
+                record.values |= self._tasks(trainer)
+        except CollectiveError:
+            raise
+        except UserError as error:
+            trainer.fail(error)
+
+    def _measure(self, trainer: Trainer, parts: Iterator[Any]) -> dict[str, Any]:
+        from optimus.evaluation.text import measure
+
+        world = trainer.groups.world
+        with trainer.state.evaluating():
+            if trainer.run.forward_is_collective:
+                return measure(trainer.model, parts, group=world)
+            return world.on_first(lambda: measure(trainer.model, parts))
+
+    def _tasks(self, trainer: Trainer) -> dict[str, float]:
+        """`tasks/NAME/METRIC` of each task. Where ranks have parts of the model, all score what rank 0 asks."""
+        from optimus.evaluation.score import score
+
+        model, world = trainer.model, trainer.groups.world
+        with trainer.state.evaluating():
+            if not trainer.run.forward_is_collective:
+                return world.on_first(lambda: self._ask(trainer, partial(score, model)))
+            if world.rank > 0:
+                windows: Any
+                while (windows := world.broadcast_object(None)) is not None:
+                    score(model, windows)
+                return world.on_first(dict)
+
+            def together(windows: Any, tokens_per_batch: int) -> Any:
+                return score(model, world.broadcast_object(windows), tokens_per_batch)
+
+            def asked() -> dict[str, float]:
+                try:
+                    return self._ask(trainer, together)
+                finally:
+                    world.broadcast_object(None)
+
+            return world.on_first(asked)
+
+    def _ask(self, trainer: Trainer, score: Any) -> dict[str, float]:
+        from optimus.evaluation.harness import HarnessModel
+        from optimus.evaluation.tasks import load_tasks, run_tasks
+
+        section, data = trainer.config.evaluate, trainer.run.data.first_folder
+        encoder = tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
+        context = trainer.progress.phase.config.train.sequence_length
+        asking = HarnessModel(trainer.model, encoder, eos_id=data.eos_id, context=context, score=score)
+        tasks = load_tasks(section.tasks, Path(str(section.task_data)))
+        found = run_tasks(tasks, asking, limit=section.tasks_limit)
+        return {
+            f"tasks/{name}/{metric}": value
+            for name, scores in found.items()
+            for metric, value in scores.items()
+            if metric != "n"
+        }
+
+    def _text(
+        self, trainer: Trainer, text: str, max_bytes: int | None = None, max_tokens: int | None = None
+    ) -> Iterator[Any]:
+        from optimus.evaluation.text import read_parts
+
+        data = trainer.run.data.first_folder
+        context = trainer.progress.phase.config.train.sequence_length
+        encoder = tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
+        yield from read_parts(
+            encoder, text, eos_id=data.eos_id, context=context, max_bytes=max_bytes, max_tokens=max_tokens
+        )
+
+    def _rows(self, trainer: Trainer, path: str, tokens: int) -> Iterator[Any]:
+        from optimus.evaluation.text import read_rows
+
+        yield from read_rows(Shards(path, trainer.config.train.data_cache), tokens)

@@ -1,0 +1,131 @@
+"""Where a run starts: at its first step, behind a trunk, or where it was when it ended; its state is filled."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from optimus.checkpoint import folder
+from optimus.checkpoint.folder import DamagedError, step_of
+from optimus.checkpoint.rollback import ResumePoint, resume_points
+from optimus.checkpoint.slots import set_newer_aside
+from optimus.checkpoint.store import load_state
+from optimus.config.renamed import with_new_names
+from optimus.errors import naming_disk_errors
+from optimus.hub import left_out
+from optimus.training.beginning import begin, is_model_folder
+from optimus.training.checkpointing import Origin, Start, restore_random
+from optimus.training.progress import Progress
+from optimus.training.pruning import after_pruning
+from optimus.training.run import Run
+
+_DECIDING = ("data", "train", "optimizer", "lr_schedule", "moe", "pruning")  # sections, which numbers a run computes
+
+
+def start_run(run: Run, resume: bool) -> Start:
+    """Fill the state of `run`: with first weights, or with those of its newest checkpoint that is whole when it is to
+    `resume`. All ranks must call."""
+    points = run.groups.world.on_first(lambda: resume_points(run.folder)) if resume else []
+    return _resume(run, points) if points else _begin(run, resume)
+
+
+def _resume(run: Run, points: Sequence[ResumePoint]) -> Start:
+    """Load the first of `points`, the newest first, that is whole; what is newer is set aside."""
+    notes = []
+    for point in points:
+        try:
+            start, readers = _go_on(run, point.path, step_of(point.path), full=point.full)
+            break
+        except DamagedError as error:
+            notes.append(str(error))
+    else:
+        raise DamagedError("; ".join(notes))
+    how = "" if point.full else ", its weights with fresh moments"
+    notes.append(f"resumed from {point.path} (step {start.progress.step}){how}{_readers(run, readers)}")
+    if run.groups.rank == 0:
+        with naming_disk_errors(run.folder, "Mend the folder's permissions"):
+            notes += [f"set aside as {path}" for path in set_newer_aside(run.folder, start.progress.step)]
+    start.notes[:0] = notes
+    return start
+
+
+def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
+    """Load the state from checkpoint `path`, after `step`, of this run or of one of the same data.
+
+    Returns where it goes on, and how many ranks have read it.
+    """
+    state, config = run.state, run.config
+    description, readers = load_state(
+        state,
+        path,
+        model=config.model,
+        run=run.data.fingerprint(step, config.train.seed),
+        full=full,
+        send=config.checkpoint.broadcast,
+    )
+    kept = description.progress
+    state.steps = kept["updates"] if full else 0
+    state.counters = {name: kept.get(name, 0.0) if full else 0.0 for name in state.counters}
+    state.pruned.unpruned, state.pruned.events = description.unpruned, description.prunings
+    state.pruned.distances = kept.get("mask_distances", []) if full else []
+    restore_random(description, run.device)
+    origin = Origin(kept.get("began_with", config.checkpoint.initial), description.context, description.published)
+    same = path.parent == run.folder / "checkpoints" and (
+        description.config.get("train", {}).get("freeze") == config.train.freeze
+    )
+    there, here = _numbers(with_new_names(description.config)), _numbers(run.resolved.record.model_dump(mode="json"))
+    changed = folder.differences(there, {key: value for key, value in here.items() if key in there})
+    start = Start(
+        Progress(run.resolved.phases, description.step, kept["skipped"]),
+        origin,
+        kept.get("hooks", {}) if full else {},
+        description.frozen if same else None,
+        [f"going on with another configuration: {changed}"] if changed else [],
+    )
+    return start, readers
+
+
+def _numbers(config: dict[str, Any]) -> dict[str, Any]:
+    """By `section.key`, what of a configuration decides which numbers a run computes."""
+    sections = {name: config.get(name) or {} for name in _DECIDING}
+    elsewhere = [
+        "data.path",
+        "data.sources",
+        "train.output",
+        "train.stop_at",
+        "train.device",
+        "train.data_cache",
+        "moe.dispatch",
+        "moe.drop_duplicates",
+    ]
+    if not config.get("model", {}).get("router_bias"):
+        elsewhere.append("moe.bias_rate")
+    flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {key: value for key, value in flat.items() if key not in elsewhere}
+
+
+def _begin(run: Run, resume: bool) -> Start:
+    """Begin with step 0, or behind the trunk that the learning rates branch from."""
+    config, world = run.config, run.groups.world
+    notes = [f"nothing to resume in {run.folder}: starting at step 0"] if resume else []
+    if (branch := config.lr_schedule.branch_from) is not None:
+        path = world.on_first(lambda: folder.find_checkpoint(branch))
+        step = world.on_first(lambda: folder.read_description(path).step)
+        start, readers = _go_on(run, path, step, full=True)
+        start.notes[:0] = [*notes, f"branching from {path} (step {start.progress.step}){_readers(run, readers)}"]
+    else:
+        initial = config.checkpoint.initial
+        pruned_further = config.pruning is not None and config.pruning.comes_first
+        origin, readers = begin(run, initial, masks=not pruned_further)
+        if initial is not None:
+            notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
+            if is_model_folder(initial):
+                notes += filter(None, [world.on_first(lambda: left_out(Path(initial)))])
+        start = Start(Progress(run.resolved.phases), origin, notes=notes)
+    if start.progress.step == 0 and config.pruning is not None and config.pruning.comes_first:
+        start.notes.extend(after_pruning(run, 0, start.origin.began_with))
+    return start
+
+
+def _readers(run: Run, readers: int) -> str:
+    size = run.groups.world.size
+    return f", read by {readers} of {size} ranks" if size > 1 else ""
