@@ -1,5 +1,5 @@
 """What a run can do beside its steps, drawn together: pruning, rewinding, state off the device, checkpoints beside the
-training, beginnings, phases, teachers, low-rank factors, frozen parameters, and kills.
+training, beginnings, phases, teachers, low-rank factors, frozen parameters, hooks of users, and kills.
 
 A run that has all this is killed, and goes on; it has the losses and the state, bit for bit, of one that kept its state on
 the device, stopped for its checkpoints and was never killed. Of many draws a covering array is tested, which has every pair
@@ -70,6 +70,7 @@ class Draw(NamedTuple):
     beside: bool  # checkpoints are written beside the training
     every: int
     kills: tuple[int, ...]
+    hook: bool  # one of the user's, which has a state
 
     def plain(self) -> "Draw":
         """The same numbers, unkilled and without what must not change them."""
@@ -97,6 +98,7 @@ def drawn(number: int) -> Draw:
         beside=of((False, True)),
         every=of((1, 2)),
         kills=of(((), (2,), (3,), (4, 5), (6,))),
+        hook=of((False, True)),
     )
     if draw.residency == "device":
         draw = draw._replace(update_on="device")
@@ -160,6 +162,8 @@ def config_of(draw: Draw, data: Path, place: Path, output: Path) -> dict[str, An
         config["state"]["disk"] = str(output.with_name(f"{output.name} disk"))
     if draw.lora:
         config["train"]["lora_rank"] = 2
+    if draw.hook:
+        config["train"]["hooks"] = ["helpers.counting.Counting"]
     if draw.teacher:
         config["train"]["teacher"] = {"checkpoints": [str(place / "teacher")], "weight": 0.5}
     if draw.phases:
@@ -230,6 +234,7 @@ def check(draw: Draw, data: Path, place: Path, tmp_path: Path, monkeypatch: pyte
     assert run == plain
     (there, counters), (here, own) = map(last, outputs)
     assert own == counters
+    assert own.get("hooks") == ({"helpers.counting.Counting": {"steps": STEPS}} if draw.hook else None)
     assert here.keys() == there.keys()
     assert [key for key in there if not torch.equal(here[key], there[key])] == []
     assert any(key.startswith("mask.") for key in there) == (
