@@ -74,6 +74,26 @@ class Together(optimus.Hook):
         record.values["ranks"] = float(len(trainer.groups.world.all_gather_object(0)))
 
 
+class FailsTogether(optimus.Hook):
+    """One of the ranks fails, where the others wait for it."""
+
+    ranks = "together"
+
+    def after_step(self, trainer, record):
+        if record.step == 3 and trainer.groups.rank == 1:
+            raise ValueError("it is too cold")
+
+
+class UnlikeLimits(optimus.Hook):
+    """On one of the ranks alone."""
+
+    def __init__(self):
+        self.before_all = "an attribute"
+
+    def loss_limit(self, trainer):
+        return 0.0 if trainer.progress.step == 1 and trainer.groups.rank == 1 else float("inf")
+
+
 class OutOfStep(optimus.Hook):
     """Says that it does, and does not."""
 
@@ -240,6 +260,20 @@ def test_a_collective_on_one_rank_is_refused(small_run: dict[str, Any], hooks: s
 def test_collectives_of_all_ranks(small_run: dict[str, Any], hooks: str) -> None:
     optimus.train(with_hooks(small_run, f"{hooks}.Together"), ranks=2)
     assert [each["ranks"] for each in read_metrics(Path(small_run["train"]["output"]))] == [2.0] * 6
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_one_that_fails_together_with_others_loses_nothing(small_run: dict[str, Any], hooks: str) -> None:
+    config = with_hooks(small_run, f"{hooks}.FailsTogether")
+    with pytest.raises(Exception, match=r"FailsTogether failed in after_step on rank 1: ValueError: it is too cold"):
+        optimus.train(config, ranks=2)
+    assert steps_of(config)[-1] == 3
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_ranks_limit_the_loss_alike(small_run: dict[str, Any], hooks: str) -> None:
+    optimus.train(with_hooks(small_run, f"{hooks}.UnlikeLimits"), ranks=2)
+    assert [each["skipped_steps"] for each in read_metrics(Path(small_run["train"]["output"]))] == [0, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.in_turn(0, 1)

@@ -92,7 +92,7 @@ def _check(hook: Hook, where: str) -> None:
     if hook.ranks == "first" and type(hook).loss_limit is not Hook.loss_limit:
         raise UserError(f"{where} limits the loss, which all ranks must do alike: let its ranks be 'all'")
     for name in dir(hook):
-        if name.startswith(("before_", "after_")) and name not in _EVENTS:
+        if name.startswith(("before_", "after_")) and name not in _EVENTS and callable(getattr(hook, name)):
             raise UserError(f"{where}: {name} is never called: {nearest(name, _EVENTS)}")
     for name, given in _EVENTS.items():
         try:
@@ -126,12 +126,16 @@ class _UsersHook(Hook):
         self._call(trainer, "before_step", lambda: self._hook.before_step(trainer), None)
 
     def loss_limit(self, trainer: Trainer) -> float:
+        """The least of all ranks: a step whose update some of them leave out would set them apart."""
         usual = super().loss_limit(trainer)
-        return float(self._call(trainer, "loss_limit", lambda: self._hook.loss_limit(trainer), usual))
+        if type(self._hook).loss_limit is Hook.loss_limit:
+            return usual
+        own = float(self._call(trainer, "loss_limit", lambda: self._hook.loss_limit(trainer), usual))
+        return min(trainer.groups.world.all_gather_object(own))
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         self._call(trainer, "after_step", lambda: self._hook.after_step(trainer, record), None)
-        self._call(trainer, "state_dict", self._read_state, None)
+        self._call(trainer, "state_dict", self._read_state, None, together=False)
 
     def after_error(self, trainer: Trainer) -> None:
         self._call(trainer, "after_error", lambda: self._hook.after_error(trainer), None)
@@ -157,22 +161,28 @@ class _UsersHook(Hook):
         json.dumps(state, allow_nan=False)
         self._state = dict(state)
 
-    def _call(self, trainer: Trainer, event: str, call: Callable[[], T], otherwise: T) -> T:
-        if self._failed:
-            return otherwise
+    def _call(self, trainer: Trainer, event: str, call: Callable[[], T], otherwise: T, *, together: bool = True) -> T:
+        """What `call` returns, or `otherwise` from when it has failed on."""
+        found = otherwise
         try:
-            if self.ranks != "together":
-                with RefuseCollectives("its `ranks` are not 'together'"):
-                    return call()
-            found = call()
-            self._all_back(trainer)
-            return found
-        except EndedError:
-            raise
+            if not self._failed:
+                found = self._caught(trainer, event, call, otherwise, together=together)
+            if together and self.ranks == "together":
+                self._all_back(trainer)
         except CollectiveError as error:
             raise CollectiveError(
                 f"hook {self.name}, {event}: {error}: what calls collectives must do so on all ranks alike"
             ) from error
+        return found
+
+    def _caught(self, trainer: Trainer, event: str, call: Callable[[], T], otherwise: T, *, together: bool) -> T:
+        try:
+            if together and self.ranks == "together":
+                return call()
+            with RefuseCollectives("its `ranks` are not 'together'" if together else "it may call none there"):
+                return call()
+        except (EndedError, CollectiveError):
+            raise
         except Exception as error:
             self._failed = True
             rank = f" on rank {trainer.groups.rank}" if trainer.groups.world.size > 1 else ""
