@@ -29,7 +29,7 @@ PLACES = {
     "checkpoint/lease.py": WAITS,
     "checkpoint/saving.py": SAID,
     "comm/device_waits.py": FAULTS,
-    "comm/recorder.py": SAID,  # and which ranks are slow, by training/health.py
+    "comm/recorder.py": SAID,  # and which ranks are slow, by training/hooks/slow_ranks.py
     "data/preparation.py": SAVES,
     "hub/exporting.py": REFUSES,
     "kernels/matmul.py": KEPT,

@@ -100,7 +100,7 @@ def texts(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield from (each for argument in args for each in constants(argument))
             case ast.keyword(arg="help" | "description", value=value):
                 yield from constants(value)
-            case ast.FunctionDef() if path == "optimus/cli.py":
+            case ast.FunctionDef() if path.startswith("optimus/cli/"):
                 yield node.lineno, ast.get_docstring(node) or ""
             case ast.ClassDef() if path.startswith("optimus/config/"):
                 yield from (

@@ -21,7 +21,7 @@ from helpers.sweep import in_turns, part_of
 SCRIPT = Path(gpu_check.__file__)
 HERE = ("torch", "triton", "transformers", "numpy")  # what a machine with a GPU has, with what these need
 LACKED = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection")  # though some of theirs need them
-CARRIED = (*LACKED, "accelerate", "hypothesis", "psutil", "pytest")
+CARRIED = (*LACKED, "accelerate", "cloudpickle", "hypothesis", "psutil", "pytest")
 PARTS = ["trace", "curve", "layouts", "moe", "tiles", "trainer", "kernels", "tests"]
 
 
@@ -77,7 +77,7 @@ def check(python: Path, tmp_path: Path, *words: str) -> subprocess.CompletedProc
 def test_what_is_missing_is_named(python: Path, tmp_path: Path) -> None:
     done = check(python, tmp_path, "--rehearse")
     assert done.returncode == 1
-    assert f"lacks {' '.join(LACKED)} psutil: install, or put wheels in" in done.stderr
+    assert f"lacks {' '.join(LACKED)} psutil cloudpickle: install, or put wheels in" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

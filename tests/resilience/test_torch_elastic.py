@@ -28,7 +28,7 @@ from optimus.launch.torch_elastic import Agent, Rendezvous
 from optimus.resilience.exits import Exit
 from optimus.resilience.policy import Do
 
-CHANGED = f"torch {torch.__version__} has changed what optimus/resilience/torch_elastic.py uses: "
+CHANGED = f"torch {torch.__version__} has changed what optimus/launch/torch_elastic.py uses: "
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,7 @@ def test_bad_input_is_refused(
 
 def lined(tmp_path: Path, tokenizer: str, pack: str) -> str:
     """Prepared documents of a line each, so that many lie in a sequence."""
-    text = (Path(__file__).resolve().parents[2] / "optimus" / "cli.py").read_text().splitlines()
+    text = (Path(__file__).resolve().parents[2] / "optimus" / "config" / "tree.py").read_text().splitlines()
     (tmp_path / "lines.jsonl").write_text("".join(f"{json.dumps({'text': line})}\n" for line in text))
     prepare([tmp_path / "lines.jsonl"], tmp_path / pack, tokenizer=tokenizer, context=32, workers=1, pack=pack)  # type: ignore[arg-type]
     return str(tmp_path / pack)
