@@ -73,7 +73,7 @@ TRAINING, LONG, PREPARE = (
 )
 TORCH, ACTIVATIONS = "tests/pipeline/test_against_torch.py", "tests/parallel/test_activations.py"
 PARITY, LAYOUTS = "tests/model/test_transformers_parity.py", "tests/training/test_layouts.py"
-LOST, MASKS, KILLED = "tests/training/test_lost_rank.py", "tests/state/test_masks.py", "tests/checkpoint/test_killed.py"
+LOST, MASKS, KILLED = "tests/launch/test_lost_rank.py", "tests/state/test_masks.py", "tests/checkpoint/test_killed.py"
 CHANGES, WATCH = "tests/checkpoint/test_layouts.py", "tests/comm/test_watch.py"
 HANGS, SLOW, LAB = "tests/resilience/test_hangs.py", "tests/resilience/test_slow.py", "tests/testing/test_lab.py"
 TIMES, SCALING = "tests/state/test_offload_times.py", "tests/plan/test_scaling.py"

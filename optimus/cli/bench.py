@@ -101,13 +101,6 @@ def bench(name: str) -> Callable[[Callable[..., Report]], None]:
     return add
 
 
-def benchmarks() -> dict[str, str]:
-    """The summaries of the benchmarks of a checkout, by name; none elsewhere."""
-    commands = _commands()
-    found: dict[str, str] = commands.BENCHMARKS if commands is not None else {}
-    return found
-
-
 def _commands() -> ModuleType | None:
     """The benchmarks of the checkout, found by their path, if there is one."""
     if not _FILE.is_file():

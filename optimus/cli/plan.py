@@ -104,10 +104,8 @@ def plan(
         best_plans = search(job, best) if numbers and not given else plans
         write_page(best_plans, points if numbers else (), page)
     if as_json:
-        result: dict[str, Any] = {"plans": [report.as_json(each) for each in plans]}
-        if numbers:
-            result["scaling"] = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in points]
-        print(json.dumps(result, indent=2))
+        scaled = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in points] if numbers else []
+        show({"plans": [report.as_json(each) for each in plans], **({"scaling": scaled} if numbers else {})}, True, "")
         return
     rows = report.scaled_rows(points, wide=wide) if numbers else report.rows_of(plans, wide=wide)
     if largest:

@@ -1,4 +1,4 @@
-"""All that is used of TorchElastic's private parts, and why. `tests/resilience/test_torch_elastic.py` says when it changes.
+"""All that is used of TorchElastic's private parts, and why. `tests/launch/test_torch_elastic.py` says when it changes.
 
 torchrun of torch 2.13 falls short of spare nodes in five ways, each mended here, and trusts its network in two more:
 

@@ -1,4 +1,4 @@
-"""What changes while a run trains."""
+"""Progress of a run: all that changes while it trains."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What is known of a step when it is completed."""
+"""Record of a completed step."""
 
 import time
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What is known of the choices of routers, from which their losses follow.
+"""Statistics of routers, from which their losses follow.
 
 Legend: E experts.
 """

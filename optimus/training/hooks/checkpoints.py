@@ -1,4 +1,4 @@
-"""When checkpoints are written."""
+"""Writes checkpoints in the steps that the configuration names."""
 
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer

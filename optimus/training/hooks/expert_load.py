@@ -1,4 +1,4 @@
-"""How evenly experts are loaded."""
+"""Measures how evenly experts are loaded."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack

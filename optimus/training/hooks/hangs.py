@@ -1,4 +1,4 @@
-"""A rank that keeps the others waiting for ever."""
+"""Ends a run in which a rank keeps the others waiting for ever."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Gradients that are felt for long."""
+"""Notes gradients that are felt for long."""
 
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer

@@ -1,4 +1,4 @@
-"""Ctrl-C and other signals that end a run."""
+"""Ends a run at Ctrl-C and other signals."""
 
 import signal
 from types import FrameType

@@ -1,4 +1,4 @@
-"""The lease of the run folder."""
+"""Checks the lease of the run folder."""
 
 import time
 

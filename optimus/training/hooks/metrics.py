@@ -1,4 +1,4 @@
-"""Records of steps."""
+"""Records every step."""
 
 import time
 
@@ -50,9 +50,7 @@ class Metrics(Hook):
                 "step_seconds": record.times.whole,
                 "data_seconds": record.times.data,
                 "checkpoint_seconds": saving,
-                "model_flops_utilization": rate * flops / (self._peak * trainer.groups.world.size)
-                if self._peak
-                else None,
+                "model_flops_utilization": self._peak and rate * flops / (self._peak * trainer.groups.world.size),
                 "skipped_steps": trainer.progress.skipped,
                 **_by_source(trainer, record),
                 **record.values,
@@ -61,8 +59,6 @@ class Metrics(Hook):
             },
             record.expert_load,
         )
-        for name, value in record.values.items():
-            trainer.say(f"step {record.step}: validation {name} {value:.4f}")
         if record.result.skipped:
             trainer.say(f"step {record.step} was skipped: no update was applied")
         taken = "" if self._memory is None else f"  {size_text(self._memory)}"

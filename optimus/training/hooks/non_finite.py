@@ -1,4 +1,4 @@
-"""Steps that cannot be applied."""
+"""Ends a run whose steps cannot be applied."""
 
 from optimus.errors import UserError
 from optimus.training.record import StepRecord

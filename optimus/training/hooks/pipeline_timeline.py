@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline compute when."""
+"""Writes the timeline of a pipeline in one step."""
 
 import time
 

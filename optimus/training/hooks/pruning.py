@@ -1,4 +1,4 @@
-"""When a run prunes."""
+"""Prunes after the steps that the configuration names."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""That a run goes on after a failure."""
+"""Notes that a run goes on after a failure."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A rank that keeps the others waiting in every step."""
+"""Finds ranks that keep the others waiting in every step."""
 
 import statistics
 from collections import Counter

@@ -1,4 +1,4 @@
-"""When a run will end."""
+"""Estimates when a run will end."""
 
 import time
 

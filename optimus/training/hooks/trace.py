@@ -1,4 +1,4 @@
-"""What is computed and sent when, of one step."""
+"""Traces one step: all that is computed and sent."""
 
 import torch
 

@@ -135,7 +135,8 @@ class _UsersHook(Hook):
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         self._call(trainer, "after_step", lambda: self._hook.after_step(trainer, record), None)
-        self._call(trainer, "state_dict", self._read_state, None, together=False)
+        if type(self._hook).state_dict is not Hook.state_dict:
+            self._call(trainer, "state_dict", self._read_state, None, together=False)
 
     def after_error(self, trainer: Trainer) -> None:
         self._call(trainer, "after_error", lambda: self._hook.after_error(trainer), None)

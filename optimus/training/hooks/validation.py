@@ -1,4 +1,4 @@
-"""Validation text and tasks, measured as a run goes."""
+"""Measures validation text and tasks as a run goes."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -24,26 +24,35 @@ class Validation(Hook):
     order = Order.MEASURE
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        section, last = trainer.config.evaluate, trainer.progress.step == trainer.run.last_step
         try:
-            if (
-                section.every is not None
-                and section.text is not None
-                and (last or trainer.progress.step % section.every == 0)
-            ):
-                parts = self._text(trainer, section.text, max_bytes=section.max_bytes)
-                record.values["bits_per_byte"] = self._measure(trainer, parts)["bits_per_byte"]
-            for each in trainer.config.validation:
-                if last or (each.every is not None and trainer.progress.step % each.every == 0):
-                    of_text = self._text(trainer, each.text, max_tokens=each.tokens) if each.text is not None else None
-                    found = self._measure(trainer, of_text or self._rows(trainer, str(each.path), each.tokens))
-                    record.values |= {f"{name}/{each.name}": found[name] for name in ("loss", "bits_per_byte")}
-            if section.tasks_every is not None and (last or trainer.progress.step % section.tasks_every == 0):
-                record.values |= self._tasks(trainer)
+            found = self._found(trainer, record.step)
         except CollectiveError:
             raise
         except UserError as error:
             trainer.fail(error)
+            return
+        record.values |= found
+        for name, value in found.items():
+            trainer.say(f"step {record.step}: validation {name} {value:.4f}")
+
+    def _found(self, trainer: Trainer, step: int) -> dict[str, float]:
+        """By name, what is due after a step."""
+        section, found = trainer.config.evaluate, dict[str, float]()
+
+        def due(every: int | None) -> bool:
+            return step == trainer.run.last_step or (every is not None and step % every == 0)
+
+        if section.every is not None and section.text is not None and due(section.every):
+            parts = self._text(trainer, section.text, max_bytes=section.max_bytes)
+            found["bits_per_byte"] = self._measure(trainer, parts)["bits_per_byte"]
+        for each in trainer.config.validation:
+            if due(each.every):
+                of_text = self._text(trainer, each.text, max_tokens=each.tokens) if each.text is not None else None
+                measured = self._measure(trainer, of_text or self._rows(trainer, str(each.path), each.tokens))
+                found |= {f"{name}/{each.name}": measured[name] for name in ("loss", "bits_per_byte")}
+        if section.tasks_every is not None and due(section.tasks_every):
+            found |= self._tasks(trainer)
+        return found
 
     def _measure(self, trainer: Trainer, parts: Iterator[Any]) -> dict[str, Any]:
         from optimus.evaluation.text import measure
