@@ -31,7 +31,7 @@ from optimus.plan.job import Job, job_of
 from optimus.plan.measure.machine import fit_machine, observe
 from optimus.plan.measure.ranks import run_fresh
 from optimus.plan.prediction import Plan
-from optimus.plan.report import planned
+from optimus.plan.proposal import config_of
 from optimus.plan.search import search
 
 _BEST = 10  # that are compared, as in the figure
@@ -84,7 +84,7 @@ def time_layouts(plans: Sequence[Plan], steps: int, rounds: int) -> list[Layout]
         for i, layout in enumerate(layouts):
             if layout.failure is not None:
                 continue
-            ranks, own = layout.plan.job.mesh.size, planned(layout.plan)
+            ranks, own = layout.plan.job.mesh.size, config_of(layout.plan.job)
             try:
                 if number == rounds:
                     layouts[i] = layout._replace(peak=max(seen.peak for seen in run_fresh(trial, ranks, ours, own, 3)))

@@ -12,6 +12,7 @@ from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.profile import Profile
 
+NEVER = 1 << 40  # steps between checkpoints
 _SECTIONS = {
     "train": ("sequence_length", "micro_batch"),
     "parallel": ("schedule", "stages_per_rank", "sequence", "vocabulary", "blocks"),
@@ -34,7 +35,7 @@ def plain_run(model: ModelConfig, sequence_length: int, micro_batch: int, microb
         sequence_length=sequence_length,
         precision="bfloat16",
     )
-    never = CheckpointConfig().model_copy(update={"every": None})
+    never = CheckpointConfig(every=NEVER)
     return RunConfig.model_construct(model=model, data=DataConfig(path="data"), train=train, checkpoint=never)
 
 

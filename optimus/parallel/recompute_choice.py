@@ -6,47 +6,43 @@ there at a time. That is least if a block keeps no more than its input, but it k
 computed, and the root decides between candidates that recompute equally much.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, combinations
 from math import sqrt
-from typing import Any
 
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.model.count import forward_flops
-from optimus.parallel.activations import Activations, activation_bytes
+from optimus.parallel.activations import Activations
 from optimus.parallel.recompute import Recomputation
 
 _MARGIN = 1.01  # for scalars and other crumbs, which are not counted
-_LOAD = 1.5  # tokens of the busiest experts, to the mean: more than routers with a balance loss come to
+BUSY = 1.5  # tokens of the busiest experts, to the mean: more than routers with a balance loss come to
 
 
 def choose_recomputation(
-    config: ModelConfig, budget: int, *, context: int, **shapes: Any
+    config: ModelConfig, budget: int, context: int, sizes: Callable[[Recomputation], Activations]
 ) -> tuple[Recomputation, Activations]:
-    """(what to recompute so that the peak is at most `budget` bytes, its activations if experts are busy).
+    """(what to recompute so that the peak is at most `budget` bytes, its activations). `sizes` are those of a choice, of
+    sequences of `context` tokens.
 
-    `shapes` are further arguments of `activation_bytes`. Raises `UserError`, naming the least bytes that are possible, when
-    nothing fits.
+    Raises `UserError`, naming the least bytes that are possible, when nothing fits.
     """
-    found = {
-        chosen: activation_bytes(config, chosen, context=context, load=_LOAD, **shapes)
-        for chosen in _candidates(config, context)
-    }
-    fitting = [chosen for chosen, activations in found.items() if activations.peak * _MARGIN <= budget]
-    if not fitting:
-        least = min(found, key=lambda chosen: found[chosen].peak)
-        needed = int(found[least].peak * _MARGIN) + 1
-        raise UserError(
-            f"recompute_budget {budget:,} bytes: the activations of a microbatch take {needed:,} bytes at least, with "
-            f"{least}: raise it, or lower train.micro_batch or train.sequence_length"
-        )
 
     def order(chosen: Recomputation) -> tuple[float, float]:
         return recomputed_flops(config, chosen, context), abs(chosen.every - sqrt(config.layers))
 
-    best = min(fitting, key=order)
-    return best, found[best]
+    found = dict[Recomputation, Activations]()
+    for chosen in sorted(_candidates(config, context), key=order):
+        found[chosen] = sizes(chosen)
+        if found[chosen].peak * _MARGIN <= budget:
+            return chosen, found[chosen]
+    least = min(found, key=lambda chosen: found[chosen].peak)
+    needed = int(found[least].peak * _MARGIN) + 1
+    raise UserError(
+        f"recompute_budget {budget:,} bytes: the activations of a microbatch take {needed:,} bytes at least, with "
+        f"{least}: raise it, or lower train.micro_batch or train.sequence_length"
+    )
 
 
 def recomputed_flops(config: ModelConfig, chosen: Recomputation, context: int) -> float:

@@ -112,18 +112,23 @@ Live = tuple[int, ...]
 
 @lru_cache(maxsize=4096)
 def live_microbatches(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int, vocabulary: bool = False
+    name: str,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int,
+    vocabulary: bool = False,
+    warm_up: float = 1.0,
 ) -> tuple[tuple[Live, ...], ...]:
     """Of each rank: what it keeps when it keeps most; all times of which no other has as many of every stage.
 
-    With `vocabulary` it is divided over all ranks, and more microbatches are under way. A rank's order decides it, whatever
-    its passes take.
+    With `vocabulary` it is divided over all ranks, and more microbatches are under way; so they are with a `warm_up` above
+    1. A rank's order decides it, whatever its passes take.
     """
     if ranks == 1:
         return (((1,),),)
     live = schedules()[name].live
     if live is not None:  # as below, sooner
-        sizes = Sizes(ranks, microbatches, ahead=AHEAD if vocabulary else 0)
+        sizes = Sizes(ranks, microbatches, warm_up=warm_up, ahead=AHEAD if vocabulary else 0)
         return tuple(((min(microbatches, live(sizes, rank)),),) for rank in range(ranks))
     few = _few(name, ranks, microbatches)
     plan = _schedule(name, ranks, few, stages_per_rank, vocabulary=vocabulary, transfers=False)

@@ -12,9 +12,9 @@ from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.mesh import Mesh
-from optimus.plan.job import Job, job_of, profile_of, resolved
+from optimus.plan.job import Job, job_of, profile_of
 from optimus.plan.machine import Network, load_machine, machine_names
-from optimus.plan.report import layout_of, planned
+from optimus.plan.proposal import config_of, decided, layout_of, run_of
 from optimus.plan.search import search
 from optimus.plan.what_if import changed
 from optimus.resolve.microbatches import with_microbatches
@@ -68,9 +68,7 @@ def asked(
 
 def as_configured(job: Job) -> Job:
     """On the mesh that its configuration says, with what a run would choose there of what is left open."""
-    found = resolved(job)
-    keys = "recompute", "recompute_every", "recompute_budget"
-    return job.changed(found.mesh, **{key: getattr(found.config, key) for key in keys})
+    return decided(job, run_of(job))
 
 
 def read_links(path: Path) -> list[list[float]]:
@@ -107,4 +105,4 @@ def best_layout(config: str | Path, overrides: Iterable[str], machine: str, rank
     if int(os.environ.get("RANK", "0")) == 0:
         parts = ", ".join(f"{name} {value}" for name, value in layout_of(best.job)["parallel"].items())
         print(f"planned for {best.job.machine.name}: {parts}; a step takes {best.step.seconds:.3g} s", file=sys.stderr)
-    return planned(best)
+    return config_of(best.job)

@@ -17,7 +17,6 @@ from optimus.plan.memory import (
     ActivationSizes,
     Rank,
     activations_of,
-    memory_of_ranks,
     ranks_of,
     room_of,
     run_activations,
@@ -26,15 +25,20 @@ from optimus.plan.memory import (
 )
 from optimus.plan.offloading import host_room
 from optimus.plan.parameter_groups import Counts
-from optimus.plan.prediction import Plan, predict
-from optimus.plan.step import least_time, together
+from optimus.plan.step import least_time, step_time, together
 from optimus.state.buffers import RESIDENCES
 from optimus.state.plan import Shard
 
-_SHARES = 16  # of the chunks, whose state may be on the device
 # What these reduce or gather for every microbatch, sharding the optimizer's state alone moves once: beside the last backward
 # pass and the next forward pass, which are as long as those beside which it would be moved for a microbatch.
 _FINER = ("gradients", "parameters")
+
+
+class Timed(NamedTuple):
+    """A job, and what its step takes."""
+
+    seconds: float
+    job: Job
 
 
 class _Way(NamedTuple):
@@ -67,7 +71,7 @@ class Fitting:
         places = (placed for shard, width, _ in ways for placed in placements(held(job, shard, width)))
         return min((least_time(placed, work) for placed in places), default=math.inf)
 
-    def fastest(self, candidate: Candidate, limit: float) -> Plan | None:
+    def fastest(self, candidate: Candidate, limit: float) -> Timed | None:
         """The fastest sharding, placement of stages and recomputation with which `candidate` fits, if a step takes less than
         `limit` seconds."""
         best = None
@@ -93,9 +97,9 @@ class Fitting:
                 continue
             enough[width] = recompute
             for placed in places:
-                plan = predict(placed, work)
-                if plan.step.seconds < limit:
-                    best, limit = plan, plan.step.seconds
+                seconds = step_time(placed, work).seconds
+                if seconds < limit:
+                    best, limit = Timed(seconds, placed), seconds
         return best
 
     def _is_slower(self, shard: Shard, width: int | ShardRanks | None) -> bool:
@@ -159,20 +163,6 @@ def state_room(ranks: Sequence[Counts], job: Job) -> list[float]:
         room - sum(parts.values()) if elsewhere.host <= beside else -math.inf
         for parts, elsewhere in state_of(ranks, job)
     ]
-
-
-def with_device_states(plan: Plan) -> Plan:
-    """With the state of as many first chunks on the device as there is room for, where the others' is elsewhere."""
-    job = plan.job
-    if job.state.device_states != "auto":
-        return plan
-    ranks = ranks_of(job)
-    taken = [sum(memory.parts[kind] for kind in ("activations", "working")) for memory in memory_of_ranks(job)]
-    for share in (number / _SHARES for number in reversed(range(1, _SHARES + 1))):
-        placed = job.changed(state={"device_states": share})
-        if all(size <= left for size, left in zip(taken, state_room([rank.counts for rank in ranks], placed))):
-            return min(predict(placed), plan, key=lambda each: each.step.seconds)
-    return plan
 
 
 def residencies(job: Job) -> Iterator[Job]:

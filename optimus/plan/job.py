@@ -25,8 +25,7 @@ from optimus.plan.profile import Profile
 from optimus.resolve.facts import Facts
 from optimus.resolve.parameters import recipe_of, whole_model
 from optimus.resolve.precision import precision
-from optimus.resolve.resolve import resolve
-from optimus.resolve.run import ResolvedRun, RunInputs
+from optimus.resolve.run import RunInputs
 from optimus.resolve.teachers import teacher_models
 
 # Of each parameter of `blocks.examples`, in their order: its update rule, and the share of the blocks alike in which it has
@@ -225,7 +224,7 @@ def job_of(
 ) -> Job:
     """`config`, of phases the longest one, on a machine. Raises `UserError` where the ranks of `mesh` do not fill its nodes,
     or no teacher is there."""
-    run = config.decided(precision(config, facts_of(machine, mesh.size).bfloat16, {}).values)
+    run = config.decided(precision(config, machine_facts(machine, mesh.size).bfloat16, {}).values)
     config = longest(phases_of(run)) if run.phases else run
     model, rank = whole_model(config), config.train.lora_rank
     names = [name for name, _ in declarations(model) if name.endswith(_FACTOR)] if rank else []
@@ -235,7 +234,7 @@ def job_of(
     return Job(config, mesh, machine, profile, imbalance, rules, factors, teacher_models(config), run=run).checked()
 
 
-def facts_of(machine: Machine, ranks: int) -> Facts:
+def machine_facts(machine: Machine, ranks: int) -> Facts:
     """What a run on so many ranks of a machine finds there."""
     known, per_node = machine.arithmetic, min(ranks, machine.ranks_per_node)
     native, why = "bf16" in known or "fp32" not in known, f"{machine.name} computes in it"
@@ -244,13 +243,6 @@ def facts_of(machine: Machine, ranks: int) -> Facts:
         native, why = ratio <= _WORTH, f"on {machine.name} products in bf16 take {ratio:.2f} times as long as in fp32"
     device = "cpu" if machine.host.shared else "accelerator"
     return Facts(ranks, per_node, device, Bfloat16(native, why), int(machine.memory), collectives=machine.collectives)
-
-
-def resolved(job: Job, unpruned: Mapping[str, float] | None = None) -> ResolvedRun:
-    """The run of its configuration, of phases the longest, on its machine; with `unpruned`, the share that is left of each
-    parameter that is pruned. Raises `UserError` as `resolve` does."""
-    facts = facts_of(job.machine, job.mesh.size)
-    return resolve(job.config.decided({"phases": []}), facts, RunInputs(teachers=job.teachers, unpruned=unpruned or {}))
 
 
 def profile_of(config: RunConfig) -> Profile:

@@ -1,5 +1,6 @@
-"""Bytes on a rank: parameters, gradients and optimizer state by their layouts, activations by what is recomputed and by how
-many microbatches the schedule keeps.
+"""Bytes on a rank, as a search estimates them in microseconds: parameters, gradients and optimizer state by their layouts,
+activations by what is recomputed and by how many microbatches the schedule keeps. What a plan says is the account of its run
+(`resolve.memory`), by which it must fit.
 
 For this library activations are what `parallel.activations` measures of its own modules; for the frameworks of published
 measurements, what `benchmarks.published.activations` counts.
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from optimus.model.count import count_parameters
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
-from optimus.pipeline.estimates import Live, live_microbatches, stages_of_ranks
+from optimus.pipeline.estimates import Live, stages_of_ranks
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.offloading import (
@@ -29,10 +30,11 @@ from optimus.plan.parameter_groups import Counts, ParameterGroup, parameter_grou
 from optimus.plan.step import blocks_of_stages, counts_of, together
 from optimus.resolve.dispatcher import dispatch
 from optimus.resolve.shapes import activation_shapes
+from optimus.resolve.stages import live_of
 from optimus.state.buffers import RESIDENCES
 from optimus.state.masks import MaskPlan
 
-_FRAGMENTS = 0.08  # share of a rank's memory that cannot be used
+FRAGMENTS = 0.08  # share of a rank's memory that cannot be used
 KINDS = "norm", "attention", "mlp", "moe", "block"  # of recomputation, in the configuration's order
 _AHEAD = 2  # blocks whose whole parameters, or gradients, are there at a time where they are sharded
 
@@ -78,9 +80,7 @@ def memory_of_ranks(job: Job, kept: ActivationSizes | None = None) -> list[Memor
 
 def ranks_of(job: Job) -> list[Rank]:
     """The ranks of the pipeline."""
-    parallel = job.parallel
-    order = parallel.schedule, job.mesh.pp, job.microbatches, parallel.stages_per_rank
-    live = live_microbatches(*order, parallel.vocabulary)
+    live = live_of(job.config, job.microbatches)
     return [Rank(together(stages), stages, kept) for stages, kept in zip(stages_of_each(job), live)]
 
 
@@ -126,9 +126,8 @@ def state_parts(held: Sequence[ParameterGroup], job: Job, counts: Counts) -> dic
     parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0, "copies": share * copied}
     if counts["last"] and job.teachers:
         parts["teacher"] = job.itemsize * sum(count_parameters(teacher).total for teacher in job.teachers)
+    chunk, whole = chunk_elements(held, job), sum(each.elements for each in held)
     if home != "device":
-        chunk = chunk_elements(held, job)
-        whole = sum(each.elements for each in held)
         parts["parameters"] = job.itemsize * share * whole
         parts["gathered"] = job.itemsize * min(whole, chunk * cache_blocks(job, math.ceil(whole / chunk)))
     if waiting != "device":  # gradients of a chunk leave after its last microbatch
@@ -136,7 +135,8 @@ def state_parts(held: Sequence[ParameterGroup], job: Job, counts: Counts) -> dic
     for each in held:
         if each.pruned and each.rule.trains:
             parts["optimizer"] += index_bytes(job, each)
-        block = each.elements / blocks * min(_AHEAD, blocks)
+        # What is gathered at a time: whole blocks, or chunks of a small model.
+        ahead = max(each.elements / blocks * min(_AHEAD, blocks), min(each.elements, (1 + job.state.prefetch) * chunk))
         if each.rule.trains:
             # Parameters are then the master weights.
             same = job.precision == "fp32" and not (each.rule.averages or each.pruned)
@@ -150,9 +150,9 @@ def state_parts(held: Sequence[ParameterGroup], job: Job, counts: Counts) -> dic
             each.after(each.depths.parameters) if each.depths.parameters else each.elements
         )
         if each.depths.parameters:
-            parts["gathered"] += job.itemsize * (block if job.state.reshard_after_forward else each.elements)
+            parts["gathered"] += job.itemsize * (ahead if job.state.reshard_after_forward else each.elements)
         if each.rule.trains and (each.depths.gradients or each.pruned):
-            parts["gathered"] += profile.gradient * block / _AHEAD
+            parts["gathered"] += profile.gradient * max(ahead / _AHEAD, min(each.elements, chunk))
     return parts
 
 
@@ -187,4 +187,4 @@ def run_activations(job: Job) -> ActivationSizes:
 
 def room_of(machine: Machine) -> float:
     """Bytes of a rank that a run may take: what fragments waste is left out."""
-    return machine.memory * (1 - _FRAGMENTS)
+    return machine.memory * (1 - FRAGMENTS)

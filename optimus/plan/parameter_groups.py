@@ -227,16 +227,11 @@ def _runs(
                     same = tuple(axis for axis in layout.replicated_axes if mesh.axis_size(axis) > 1)
                     local = layout.local_shape(mesh)
                     found.setdefault((key, same), []).append(Piece(math.prod(local), local, layout.shape))
-    limit = chosen or _limit(tuple(tuple(piece.room for piece in run) for run in found.values()))
+    limit = chunk_limit([[piece.room for piece in run] for run in found.values()], chosen)
     runs = defaultdict[_Key, tuple[tuple[Piece, ...], ...]](tuple)
     for (key, _), run in found.items():
         runs[key] += (tuple(run),)
     return runs, limit
-
-
-@lru_cache(maxsize=1024)
-def _limit(sizes: tuple[tuple[int, ...], ...]) -> int:
-    return chunk_limit(sizes, None)
 
 
 @lru_cache(maxsize=1024)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from optimus.model.count import flops_per_token
 from optimus.plan.job import Job
-from optimus.plan.memory import Memory, memory_of
-from optimus.plan.rank_costs import RankCosts
+from optimus.plan.memory import Memory
+from optimus.plan.proposal import decided, memory_of_run, run_of
 from optimus.plan.step import StepTime, step_time
 
 
@@ -30,6 +30,9 @@ class Plan:
         return flops * self.tokens_per_second / job.mesh.size / job.machine.rates(job.precision).peak
 
 
-def predict(job: Job, work: RankCosts | None = None) -> Plan:
-    """What a step of `job` takes, and its memory. `work` knows another job that divides a block likewise."""
-    return Plan(job, step_time(job, work), memory_of(job))
+def predict(job: Job) -> Plan:
+    """What a step of `job` takes, and what its run holds: what the job leaves open is as its run decides it. Raises
+    `UserError` where the run cannot be."""
+    run = run_of(job)
+    job = decided(job, run)
+    return Plan(job, step_time(job), memory_of_run(job, run))

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.comm.algorithms import OWN
-from optimus.config import RunConfig, load_config
 from optimus.config.load import dump_config
-from optimus.config.phases import as_of_run
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
@@ -21,6 +19,7 @@ from optimus.plan.machine import Machine
 from optimus.plan.memory import room_of
 from optimus.plan.offloading import device_share, ranks_of_node, sends_gradients
 from optimus.plan.prediction import Plan
+from optimus.plan.proposal import config_of, layout_of
 from optimus.plan.rank_costs import RankCosts
 from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
@@ -35,31 +34,6 @@ _ALGORITHMS = {  # those that are no names of `comm.algorithms`
     "hierarchical": "node by node",
     "pccl": "PCCL",
 }
-_SHARDING = {
-    "shard",
-    "shard_ranks",
-    "shard_over",
-    "reshard_after_forward",
-    "residency",
-    "device_states",
-    "accumulate_on",
-}
-
-
-def layout_of(job: Job) -> dict[str, Any]:
-    """What a configuration says of the layout of `job`: what is not as by default, and what goes with the axes in use."""
-    mesh, state = job.mesh, job.state
-    used = {"data"}
-    used |= {"sequence"} if mesh.tp > 1 else set()
-    used |= {"context_method"} if mesh.cp > 1 else set()
-    used |= {"expert", "expert_tensor"} if mesh.ep * mesh.etp > 1 else set()
-    used |= {"schedule"} if mesh.pp > 1 else set()
-    parallel = job.parallel.model_copy(update={"sequence": job.parallel.splits_sequence}).model_dump()
-    changed = job.parallel.model_dump(exclude_defaults=True, exclude={"sequence", "context_method", "overlap"})
-    parallel = {name: value for name, value in parallel.items() if name in used or name in changed}
-    moot = {"reshard_after_forward"} if state.shard != "parameters" else set[str]()
-    sharding = state.model_dump(include=_SHARDING - moot, exclude_defaults=True)
-    return {"parallel": parallel, "state": {"shard": state.shard} | sharding, "recompute": job.config.recompute}
 
 
 def communicators_of(job: Job) -> tuple[list[Communicators], float]:
@@ -243,19 +217,4 @@ def write_config(plan: Plan, path: Path) -> None:
         raise UserError(f"--output: {path} is there already: choose another name, or take it away")
     with naming_disk_errors(path, "Choose another place for --output"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dump_config(planned(plan)), encoding="utf-8")
-
-
-def planned(plan: Plan) -> RunConfig:
-    """The plan's configuration. Raises `UserError` where its layout does not go with something else that was asked for."""
-    job, layout = plan.job, layout_of(plan.job)
-    config = as_of_run(job.config, job.run) if job.run is not None and job.config.phases else job.config
-    raw = config.model_dump(exclude_unset=True)
-    raw["parallel"] = {"overlap": job.parallel.overlap} | layout["parallel"]
-    raw["state"] = {name: raw["state"][name] for name in raw.get("state", {}) if name not in _SHARDING} | layout[
-        "state"
-    ]
-    try:
-        return load_config(raw)
-    except UserError as error:
-        raise UserError(f"the layout that is planned does not go with the rest of the configuration: {error}") from None
+        path.write_text(dump_config(config_of(plan.job)), encoding="utf-8")

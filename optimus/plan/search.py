@@ -20,14 +20,16 @@ from heapq import heapify, heappop, heappush
 from optimus.errors import UserError
 from optimus.pipeline.schedules import DEFAULT
 from optimus.plan.divisions import candidates
-from optimus.plan.fitting import Fitting, residencies, with_device_states
+from optimus.plan.fitting import Fitting, Timed, residencies
 from optimus.plan.job import Job
 from optimus.plan.links import even, exchanged
 from optimus.plan.machine import load_machine, machine_names
-from optimus.plan.memory import memory_of, room_of, state_size
+from optimus.plan.memory import FRAGMENTS, memory_of, room_of, state_size
 from optimus.plan.offloading import host_room
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.step import step_time
+
+_TRIES = 5
 
 
 def search(job: Job, best: int = 10) -> list[Plan]:
@@ -45,12 +47,28 @@ def search(job: Job, best: int = 10) -> list[Plan]:
 
 
 def search_residency(job: Job, best: int) -> list[Plan]:
-    """As `search`, with the state where the job has it; nothing where nothing fits."""
-    plans = map(with_device_states, _search(job, best))
-    return sorted(plans, key=lambda plan: plan.step.seconds)
+    """As `search`, with the state where the job has it; nothing where nothing fits.
+
+    The search counts memory roughly. Where the account of a run that it has found says that it does not fit, it searches
+    again with so much less memory.
+    """
+    least = machine = job.machine
+    for _ in range(_TRIES):
+        found = [predict(replace(each.job, machine=machine)) for each in _search(replace(job, machine=least), best)]
+        over = [excess(plan) for plan in found]
+        if max(over, default=0.0) <= 0:
+            break
+        least = least.model_copy(update={"memory": least.memory - max(over) / (1 - FRAGMENTS)})
+    return sorted((plan for plan in found if excess(plan) <= 0), key=lambda plan: plan.step.seconds)
 
 
-def _search(job: Job, best: int) -> list[Plan]:
+def excess(plan: Plan) -> float:
+    """Bytes that a rank of the run takes of its device, or of the host, beyond what there is."""
+    job, memory = plan.job, plan.memory
+    return max(memory.total - room_of(job.machine), memory.elsewhere.host - host_room(job))
+
+
+def _search(job: Job, best: int) -> list[Timed]:
     links = job.machine.network.links is not None
     ideal = replace(job, machine=even(job.machine)) if links else job
     ways = list(candidates(ideal))
@@ -63,7 +81,7 @@ def _search(job: Job, best: int) -> list[Plan]:
             f"batch that is a multiple of {job.mesh.size}, all do"
         )
     job = job.with_neighbours()
-    found: dict[tuple[int, ...], Plan] = {}
+    found: dict[tuple[int, ...], Timed] = {}
     fitting = Fitting(job)
     limit = math.inf  # what a plan must be faster than to be among the best
     queue = [(candidate.bound, number, False) for number, candidate in enumerate(ways)]
@@ -77,26 +95,27 @@ def _search(job: Job, best: int) -> list[Plan]:
             heappush(queue, (fitting.least(candidate), number, True))
             continue
         key = (candidate.pp, mesh.tp, mesh.tp_in, mesh.cp, mesh.ep, mesh.etp)
-        most = min(limit, found[key].step.seconds) if key in found else limit
-        plan = fitting.fastest(candidate, most) if bound < most else None
-        if plan is not None:
-            found[key] = plan
-            times = sorted(plan.step.seconds for plan in found.values())
+        most = min(limit, found[key].seconds) if key in found else limit
+        fastest = fitting.fastest(candidate, most) if bound < most else None
+        if fastest is not None:
+            found[key] = fastest
+            times = sorted(timed.seconds for timed in found.values())
             limit = times[best - 1] if len(times) >= best else limit
-    plans = sorted(found.values(), key=lambda plan: plan.step.seconds)[:best]
-    return sorted(map(_rearranged, plans), key=lambda plan: plan.step.seconds) if links else plans
+    timed = sorted(found.values(), key=lambda each: each.seconds)[:best]
+    return [_rearranged(each) for each in timed] if links else timed
 
 
-def _rearranged(plan: Plan) -> Plan:
+def _rearranged(timed: Timed) -> Timed:
     """With the nodes in a better order."""
-    job, links = plan.job, plan.job.machine.network.links
+    job, links = timed.job, timed.job.machine.network.links
     assert links is not None
     assert job.nodes is not None
 
     def seconds(nodes: Sequence[int]) -> float:
         return step_time(replace(job, nodes=tuple(nodes))).seconds
 
-    return predict(replace(job, nodes=tuple(exchanged(job.nodes, len(links), seconds))))
+    nodes = tuple(exchanged(job.nodes, len(links), seconds))
+    return Timed(seconds(nodes), replace(job, nodes=nodes))
 
 
 def fits(job: Job) -> bool:

@@ -1,16 +1,20 @@
-"""The account of memory: all that a rank holds, by what is planned of it."""
+"""The account of memory: all that a rank holds, by what is planned of it. Nothing else counts it."""
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from optimus.checkpoint.writers import bytes_copied
-from optimus.pipeline.schedule import live_changes
-from optimus.pipeline.simulation import simulate
+from optimus.parallel.recompute import Recomputation
+from optimus.resolve.parameters import targets_of
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.run import ResolvedRun
-from optimus.resolve.stages import schedule_of
-from optimus.state.plan import ChunkPlan, bytes_by_kind
+from optimus.resolve.stages import live_of
+from optimus.state.buffers import KINDS, Residency
+from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind
 
 _LEAVING = 3  # whole gradients of chunks whose state is elsewhere: one that is filled, two on their way
 
@@ -24,10 +28,16 @@ class MemoryAccount(NamedTuple):
     host: Mapping[str, int]
     disk: Mapping[str, int]
     teacher: int
-    gathered: int
+    parameters_in_use: int
+    gradients_in_use: int
     activations: int
     working: int
     copies: int
+
+    @property
+    def gathered(self) -> int:
+        """Whole parameters and gradients."""
+        return self.parameters_in_use + self.gradients_in_use
 
     @property
     def total(self) -> int:
@@ -35,46 +45,190 @@ class MemoryAccount(NamedTuple):
         return sum(self.device.values()) + self.teacher + self.gathered + self.activations + self.working
 
 
-def memory(run: ResolvedRun, rank: int, load: float = 1.0) -> MemoryAccount:
-    """What `rank` holds at most, its experts having `load` times the mean number of tokens; of phases, in the widest."""
-    config, plans, partition = run.config, run.chunk_plans(rank), run.partition(rank)
-    stages = {
-        stage: run.activations(
-            layers=partition.blocks[stage], first=stage == 0, last=stage == len(partition.blocks) - 1, load=load
+class LiveBytes(NamedTuple):
+    """Bytes of activations of a rank: of all microbatches that its stages keep, and for a moment besides."""
+
+    activations: int
+    working: int
+
+
+def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = False) -> MemoryAccount:
+    """What `rank`, or the `fullest` of its stage, holds at most, its experts having `load` times the mean number of tokens:
+    of phases, in the widest; of a run that prunes, when it takes most of the device."""
+    plans = (run.chunk_plans(rank, recipe=recipe) for recipe in recipes_of(run))
+    accounts = (account(run, rank, each, load, fullest=fullest) for each in plans)
+    return max(accounts, key=lambda found: found.total)
+
+
+def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
+    """`memory` of the fullest rank of each rank of the pipeline. The state is planned once for those that hold parameters
+    alike."""
+    rules, unpruned, tied = run.recipe.rules, run.recipe.unpruned, run.config.model.tie_embeddings
+    known, found = dict[object, MemoryAccount](), list[MemoryAccount]()
+    for rank in run.stage_ranks:
+        partition = run.partition(rank)
+        stages = -1, *partition.here
+        alike = (
+            partition.has_last,
+            *(
+                (stages.index(partition.stage_here(name)), layout, rules[name], unpruned.get(name, 1.0))
+                for name, layout in run.layouts.items()
+                if partition.keeps(name, tied)
+            ),
         )
-        for stage in partition.here
-    }
-    computed = simulate(schedule_of(config, run.microbatches)).computations[run.mesh.coordinate(rank, "pp")]
-    changes = (change * stages[stage].saved for stage, change in live_changes(computed))
-    copies = 0
+        if alike not in known:
+            known[alike] = memory(run, rank, load, fullest=True)
+        found.append(known[alike]._replace(**live(run, rank, load)._asdict()))
+    return found
+
+
+def account(
+    run: ResolvedRun, rank: int, plans: Sequence[ChunkPlan], load: float = 1.0, *, fullest: bool = False
+) -> MemoryAccount:
+    """What `rank` holds when its chunks are `plans`; or the `fullest` rank of its stage, with the copies of the mean one, as
+    ranks whose copies lie beside each other share the room for them."""
+    config, copies, state = run.config, 0, fullest_shards if fullest else bytes_by_kind
     if config.checkpoint.asynchronous:
         copied = bytes_copied(plans, run.mesh, rank, config.state, scattered=config.checkpoint.scattered)
-        copies = copied.get(rank, 0)
+        copies = copied.total() // run.mesh.stage if fullest else copied[rank]
     return MemoryAccount(
-        bytes_by_kind(plans),
-        bytes_by_kind(plans, "host"),
-        bytes_by_kind(plans, "disk"),
+        state(plans, "device"),
+        state(plans, "host"),
+        state(plans, "disk"),
         run.teacher_bytes(rank),
-        _gathered(run, plans),
-        max(accumulate(changes)),
-        max(each.peak - each.saved for each in stages.values()),
+        _parameters_in_use(run, plans),
+        _gradients_in_use(run, plans),
+        *live(run, rank, load),
         copies,
     )
 
 
-def _gathered(run: ResolvedRun, plans: Sequence[ChunkPlan]) -> int:
-    """Bytes of whole parameters and gradients that have memory while they are used."""
-    state, itemsize = run.config.state, DTYPES[run.config.train.precision].itemsize
+def recipes_of(run: ResolvedRun) -> list[Recipe]:
+    """What the run keeps of its parameters from its beginning on, and after each pruning."""
+    pruning, first = run.config.pruning, run.recipe
+    if pruning is None:
+        return [first]
+    targets = targets_of(run.config, run.model)
+    later = range(int(pruning.comes_first and run.inputs.begins), len(pruning.at))
+    shares = (dict.fromkeys(targets, pruning.unpruned(event)) for event in later)
+    return [first, *(first._replace(unpruned={**first.unpruned, **share}) for share in shares)]
+
+
+def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomputation | None = None) -> LiveBytes:
+    """The activations of `rank`, with `recomputation` in place of the run's own."""
+    partition, place = run.partition(rank), run.mesh.coordinate(rank, "pp")
+    last = len(partition.blocks) - 1
+    stages = [
+        run.activations(recomputation, layers=partition.blocks[stage], first=stage == 0, last=stage == last, load=load)
+        for stage in partition.here
+    ]
+    kept = (
+        sum(number * stage.saved for number, stage in zip(numbers, stages))
+        for numbers in live_of(run.config, run.microbatches)[place]
+    )
+    return LiveBytes(max(kept), max(stage.peak - stage.saved for stage in stages))
+
+
+def _parameters_in_use(run: ResolvedRun, plans: Sequence[ChunkPlan]) -> int:
+    """Bytes of whole parameters that have memory while they are used."""
+    state = run.config.state
     sizes = sorted((plan.size for plan in plans if plan.lifetime != "always"), reverse=True)
     if any(plan.lifetime == "step" for plan in plans):
-        parameters = sum(sizes)
+        several = len(sizes)
     elif isinstance(state.cache, int):
-        parameters = state.cache * max(sizes, default=0)
+        several = state.cache
+        sizes = [max(sizes, default=0)] * len(sizes)  # blocks are alike
     else:
-        parameters = sum(sizes[: 1 + state.prefetch])
-    passing = [plan.size for plan in plans if not plan.stays("gradients") and plan.rule.trains]
+        several = 1 + state.prefetch
+    return sum(sizes[:several]) * DTYPES[run.config.train.precision].itemsize
+
+
+def _gradients_in_use(run: ResolvedRun, plans: Sequence[ChunkPlan]) -> int:
+    """Bytes of gradients that have memory from a backward pass until they have left; of several microbatches, from the first
+    one on."""
+    state, staying, passing = run.config.state, 0, list[int]()
+    for plan in plans:
+        for buffer in plan.buffers:
+            if buffer.reported == "gradients" and buffer.lifetime != "always":
+                elements = plan.elements(buffer)
+                if buffer.lifetime == "step" and run.microbatches > 1:
+                    staying += elements
+                else:
+                    passing.append(elements)
     several = _LEAVING if state.residency in ("all", "disk") else 1
-    gradients = sum(sorted(passing, reverse=True)[:several])
-    if several > 1 and run.microbatches > 1 and state.accumulate_on != "host":
-        gradients = sum(passing)
-    return min(parameters, sum(sizes)) * itemsize + gradients * DTYPES[state.gradient_dtype].itemsize
+    return (staying + sum(sorted(passing, reverse=True)[:several])) * DTYPES[state.gradient_dtype].itemsize
+
+
+# ---- At rest, of all ranks ----
+
+
+class AtRest(NamedTuple):
+    """Bytes of the state when nothing is computed: on the fullest device; and in the memory of the fullest node, in the mean
+    of the ranks of a stage, with what these copy for checkpoints."""
+
+    device: float
+    node: float
+    copies: int
+    teacher: int
+    """Of a rank."""
+
+
+def at_rest(run: ResolvedRun, *, shared: bool) -> AtRest:
+    """The most at any time of the run. `shared`: devices have no memory of their own, as processors."""
+    return AtRest(*map(max, zip(*(_at_rest(run, recipe, shared=shared) for recipe in recipes_of(run)))))
+
+
+def _at_rest(run: ResolvedRun, recipe: Recipe, *, shared: bool) -> AtRest:
+    config, mesh = run.config, run.mesh
+    stages = {rank: run.chunk_plans(rank, recipe=recipe) for rank in run.stage_ranks}
+    copied = Counter[int]()  # bytes that each rank copies, as each part has one writer
+    for rank, plans in stages.items() if config.checkpoint.asynchronous else ():
+        copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
+    on_host: Sequence[Residency] = ("device", "host") if shared else ("host",)
+    means = [mean_shards(plans, on_host) for plans in stages.values()]
+    node, copies = max(_of_nodes(run, means, copied), key=sum)
+    device = max(sum(fullest_shards(plans).values()) for plans in stages.values())
+    return AtRest(device, node, copies, max(map(run.teacher_bytes, stages)))
+
+
+def fullest_shards(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
+    """As `bytes_by_kind`, of the rank that has most of such chunks: shards of a rule of matrices are of unlike length."""
+    found = [of_shards[of_shards.sum(1).argmax()] for of_shards in _by_shards(plans, (residency,))]
+    sizes = [0] * len(KINDS) if not found else torch.stack(found).sum(0).long().tolist()
+    return dict(zip(KINDS, sizes))
+
+
+def mean_shards(plans: Sequence[ChunkPlan], residencies: Sequence[Residency]) -> float:
+    """Bytes at rest, in such places, in the mean of the ranks that share such chunks out."""
+    return sum(float(of_shards.sum(1).mean()) for of_shards in _by_shards(plans, residencies))
+
+
+def _by_shards(plans: Sequence[ChunkPlan], residencies: Sequence[Residency]) -> list[torch.Tensor]:
+    """Of the chunks that are shared out alike: bytes of each shard, by kind."""
+    found: dict[tuple[object, ...], torch.Tensor] = {}
+    for plan in plans:
+        by_kind = found.setdefault(
+            (plan.partial_axes, plan.shard_steps), torch.zeros(plan.shard_count, len(KINDS), dtype=torch.float64)
+        )
+        borders = torch.tensor(plan.borders)
+        for buffer in plan.buffers:
+            if buffer.residency not in residencies or buffer.lifetime != "always":
+                continue
+            of_shards = by_kind[:, KINDS.index(buffer.reported)]
+            if plan.mask is not None and buffer.extent != "compressed":  # the same on all of them
+                of_shards += plan.elements(buffer) * buffer.dtype.itemsize
+            else:
+                shards = plan.shard_count // math.prod(
+                    share.ranks for share in plan.shard_steps[: buffer.depth]
+                )  # in its extent
+                of_shards += borders[::shards].diff().repeat_interleave(shards) * buffer.dtype.itemsize
+    return [*found.values()]
+
+
+def _of_nodes(run: ResolvedRun, held: Sequence[float], copied: Mapping[int, int]) -> Iterator[tuple[float, int]]:
+    """Of each node: bytes of the state of its ranks, of which those of a stage hold the same, and of its copies."""
+    mesh = run.mesh
+    node = mesh.ranks_per_node or mesh.size
+    for first in range(0, mesh.size, node):
+        ranks = range(first, min(first + node, mesh.size))
+        yield sum(held[mesh.coordinate(rank, "pp")] for rank in ranks), sum(copied.get(rank, 0) for rank in ranks)

@@ -61,7 +61,7 @@ def check_batches(config: RunConfig, mesh: Mesh) -> None:
     together = mesh.dp * config.train.micro_batch
     for key, batch in batches(config).items():
         if config.parallel.pipeline > 1:
-            schedule_of(config, max(1, batch // together))
+            schedule_of(config, max(1, batch // together), transfers=False)
         if batch % together:
             raise UserError(
                 f"{key} {batch} is not a multiple of {mesh.dp} data-parallel ranks times train.micro_batch "

@@ -12,15 +12,15 @@ from typing import NamedTuple
 from optimus.model.count import flops_per_token
 from optimus.resolve.decision import Decided
 from optimus.resolve.facts import AMOUNTS, opens_cache
+from optimus.resolve.memory import account
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.run import ResolvedRun
 from optimus.state.buffers import RESIDENCES
 from optimus.state.offload_times import OffloadChoice, Rates, StepShape, UpdatePlace, choose, step_seconds
-from optimus.state.plan import ChunkPlan, bytes_by_kind
+from optimus.state.plan import ChunkPlan
 
 _SHARE = 0.9  # of the free memory
 _BLOCKS = 3  # of parameters at least, besides those that come ahead of use: in use, arriving, and kept for its next use
-_GRADIENTS = 3  # whole gradient buffers: one that is filled, two on their way to the host
 _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take as long
 
 
@@ -154,27 +154,17 @@ def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
 
 
 def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Sequence[ChunkPlan]) -> _Room:
-    """For chunks with their state `elsewhere` or `here`: beside activations, gradients and what is always there."""
-    config = run.config
-    itemsize = DTYPES[config.train.precision].itemsize
+    """For chunks with their state `elsewhere` or `here`: beside all that the account has but whole parameters."""
+    state = run.config.state
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
-    largest = max((plan.size for plan in cached), default=0)
-    gradient = DTYPES[config.state.gradient_dtype].itemsize
-    accumulated = [
-        plan.elements(buffer)
-        for plan in (cached if run.microbatches > 1 else ())
-        for buffer in plan.buffers
-        if buffer.reported == "gradients" and buffer.lifetime == "step"
-    ]
-    waiting = gradient * (sum(accumulated) + _GRADIENTS * largest)
-    free = run.facts.device_bytes - run.teacher_bytes(rank)
-    free = int(free * _SHARE) - run.activations().peak * config.parallel.pipeline - waiting
-    free -= sum(bytes_by_kind(elsewhere).values())
+    block = max((plan.size for plan in cached), default=0) * DTYPES[run.config.train.precision].itemsize
+    found = account(run, rank, elsewhere)
+    free = int(run.facts.device_bytes * _SHARE) - (found.total - found.parameters_in_use)
     kept = [0]
     for one, other in zip(here, elsewhere):
         kept.append(kept[-1] + sum(one.bytes_by_kind().values()) - sum(other.bytes_by_kind().values()))
-    least = min(len(cached), _BLOCKS + config.state.prefetch)
-    return _Room(free, largest * itemsize, kept, len(cached), least, all(plan.keeps_whole for plan in here))
+    least = min(len(cached), _BLOCKS + state.prefetch)
+    return _Room(free, block, kept, len(cached), least, all(plan.keeps_whole for plan in here))
 
 
 def _shape(run: ResolvedRun, plans: Sequence[ChunkPlan], room: _Room, compute: float) -> StepShape:

@@ -1,28 +1,49 @@
 """What a run recomputes where it is left open (`recompute: auto`): the least with which activations fit."""
 
-from optimus.parallel.recompute_choice import choose_recomputation
+from collections.abc import Callable
+
+from optimus.parallel.activations import Activations
+from optimus.parallel.recompute import Recomputation
+from optimus.parallel.recompute_choice import BUSY, choose_recomputation
 from optimus.resolve.decision import Decided
+from optimus.resolve.memory import live, memory
 from optimus.resolve.run import ResolvedRun
-from optimus.state.plan import bytes_by_kind
 
 _SHARE = 0.9  # of the free memory
 
 
 def recomputation(run: ResolvedRun) -> Decided:
-    """The least that fits beside the state of the fullest rank. Raises `UserError` when nothing fits."""
+    """The least that fits: into the given bytes those of a microbatch; else what each rank keeps of all that are under way
+    into what the rest of its account leaves. Raises `UserError` when nothing fits."""
     config = run.config
     if config.recompute != ["auto"]:
         return Decided()
-    budget = config.recompute_budget
-    if budget is None:
-        held = (
-            sum(bytes_by_kind(run.chunk_plans(rank)).values()) + run.teacher_bytes(rank) for rank in run.stage_ranks
-        )
-        budget = max(0, int((run.facts.device_bytes - max(held)) * _SHARE))
-    chosen, activations = choose_recomputation(config.model, budget, **run.shapes)
-    sizes = f"keeps {_mib(activations.saved)} of activations of a microbatch, {_mib(activations.peak)} at the peak"
+    given = config.recompute_budget
+    budget, sizes = _left(run) if given is None else (given, lambda chosen: run.activations(chosen, load=BUSY))
+    chosen, found = choose_recomputation(config.model, budget, run.widest.train.sequence_length, sizes)
+    said = f"keeps {_mib(found.saved)} of activations, {_mib(found.peak)} at the peak"
     values = {"recompute": [*chosen.kinds], "recompute_every": chosen.every, "recompute_budget": None}
-    return Decided(values, f"{chosen} {sizes}, of {_mib(budget)}")
+    return Decided(values, f"{chosen} {said}, of {_mib(budget)}")
+
+
+def _left(run: ResolvedRun) -> tuple[int, Callable[[Recomputation], Activations]]:
+    """(bytes that the fullest rank has left, what the rank keeps that comes nearest to what it has left): another than the
+    fullest has so much more, and counts as keeping so much less."""
+    rooms = dict[int, int]()
+    for rank in run.stage_ranks:
+        found = memory(run, rank)
+        beside = found.total - found.activations - found.working
+        rooms[rank] = max(0, int((run.facts.device_bytes - beside) * _SHARE))
+    least = min(rooms.values())
+
+    def sizes(chosen: Recomputation) -> Activations:
+        kept = []
+        for rank, room in rooms.items():
+            activations, working = live(run, rank, BUSY, chosen)
+            kept.append(Activations(activations, activations + working + least - room))
+        return max(kept, key=lambda each: each.peak)
+
+    return least, sizes
 
 
 def _mib(size: int) -> str:

@@ -111,13 +111,16 @@ class ResolvedRun:
             )
         return self._divided[rank]
 
-    def chunk_plans(self, rank: int, device_states: float | None = None) -> list[ChunkPlan]:
-        """The chunks of `rank`; with `device_states`, such a share of their state on the device."""
+    def chunk_plans(
+        self, rank: int, device_states: float | None = None, recipe: Recipe | None = None
+    ) -> list[ChunkPlan]:
+        """The chunks of `rank`; with `device_states`, such a share of their state on the device, with `recipe`, as they are
+        when that is kept of the parameters."""
         options = self.config.state
         if device_states is not None:
             options = options.model_copy(update={"device_states": device_states})
         stages = self.divided(rank).values()
-        return [plan for plans in stages for plan in place_chunks(plans, options, self.recipe)]
+        return [plan for plans in stages for plan in place_chunks(plans, options, recipe or self.recipe)]
 
     @property
     def chunks(self) -> Decided:
@@ -159,6 +162,7 @@ class ResolvedRun:
         """What `activation_bytes` is to know besides the model and what is recomputed."""
         return activation_shapes(self.widest, self.mesh, self.inputs.teachers)
 
-    def activations(self, **place: Any) -> Activations:
-        """Of a microbatch; `place` says of which blocks, as `activation_bytes` has it, by default of the whole model."""
-        return activation_bytes(self.config.model, self.recomputation, **self.shapes, **place)
+    def activations(self, recomputation: Recomputation | None = None, **place: Any) -> Activations:
+        """Of a microbatch, with `recomputation` in place of its own; `place` says of which blocks, as `activation_bytes` has
+        it, by default of the whole model."""
+        return activation_bytes(self.config.model, recomputation or self.recomputation, **self.shapes, **place)

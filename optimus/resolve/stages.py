@@ -1,11 +1,13 @@
 """The stages of a run, from its configuration: which is where, and in what order they are run."""
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from optimus.config import ModelConfig, RunConfig
 from optimus.mesh import Mesh
 from optimus.model.count import count_parts
-from optimus.pipeline.ready import message_driven
+from optimus.pipeline.estimates import Live, live_microbatches
+from optimus.pipeline.ready import find_caps, message_driven
 from optimus.pipeline.schedule import Schedule
 from optimus.pipeline.schedules import make_schedule, schedules
 from optimus.pipeline.staged import StagePartition
@@ -68,8 +70,9 @@ def placement_of(config: RunConfig) -> Schedule:
     return schedules()[parallel.schedule].place(parallel.pipeline, parallel.stages_per_rank)
 
 
-def schedule_of(config: RunConfig, microbatches: int) -> Schedule:
-    """The schedule of a step of so many microbatches; with the message-driven executor, where the stages are.
+def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True) -> Schedule:
+    """The schedule of a step of so many microbatches; with the message-driven executor, where the stages are. Without
+    `transfers` it is found sooner, for whoever asks about computations alone.
 
     Raises `UserError` when there is none.
     """
@@ -77,7 +80,18 @@ def schedule_of(config: RunConfig, microbatches: int) -> Schedule:
     if parallel.executor == "message-driven":
         return message_driven(parallel.pipeline, microbatches, parallel.stages_per_rank)
     sizes = parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warm_up
-    return make_schedule(parallel.schedule, *sizes, vocabulary=parallel.vocabulary)
+    return make_schedule(parallel.schedule, *sizes, vocabulary=parallel.vocabulary, transfers=transfers)
+
+
+def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
+    """Of each rank of the pipeline: of how many microbatches its stages keep the activations, in a step of so many, as
+    `live_microbatches` has it; with the message-driven executor, of as many as may be in flight."""
+    parallel, pp = config.parallel, config.parallel.pipeline
+    if parallel.executor == "message-driven":
+        caps, place = find_caps(parallel.in_flight, parallel.stages), placement_of(config)
+        return [[tuple(min(microbatches, caps[stage]) for stage in place.stages_of(rank))] for rank in range(pp)]
+    sizes = pp, microbatches, parallel.stages_per_rank, parallel.vocabulary, parallel.warm_up
+    return live_microbatches(parallel.schedule, *sizes)
 
 
 def tied_embeddings(config: RunConfig) -> bool:

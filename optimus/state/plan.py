@@ -6,6 +6,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -413,7 +414,13 @@ def divide(
 
 def chunk_limit(groups: Sequence[Sequence[int]], chosen: int | None) -> int:
     """Elements of a chunk at most, where it is not `chosen`; `groups` are as `search_limit` has them."""
-    return chosen or search_limit(groups, _SMALLEST, largest_chunk(sum(map(sum, groups))))
+    return chosen or _found_limit(tuple(map(tuple, groups)))
+
+
+@lru_cache(maxsize=1024)
+def _found_limit(groups: tuple[tuple[int, ...], ...]) -> int:
+    """Searched for once: many stages, and many plans, hold parameters of the same sizes."""
+    return search_limit(groups, _SMALLEST, largest_chunk(sum(map(sum, groups))))
 
 
 def largest_chunk(elements: int) -> int:

@@ -2,8 +2,6 @@
 
 import math
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,22 +20,20 @@ from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
-from optimus.checkpoint.writers import bytes_copied
 from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.data import files
 from optimus.data.shards import Shards
 from optimus.data.training import TrainingData, check_same_tokenizer
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
-from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory, whole_memory
 from optimus.observe.mlflow import check_mlflow
 from optimus.observe.wandb import check_wandb
+from optimus.resolve.memory import at_rest
 from optimus.resolve.ranks import sharers
 from optimus.resolve.run import ResolvedRun
-from optimus.state.buffers import Residency
-from optimus.state.plan import ChunkPlan, bytes_by_kind
+from optimus.state.plan import bytes_by_kind
 from optimus.training.beginning import is_model_folder
 from optimus.training.run import Run
 from optimus.training.step import accumulate_gradients
@@ -164,23 +160,15 @@ def check_memory(run: ResolvedRun, device: torch.device, *, whole: bool = False)
     ranks of the fullest node; on a CPU both together. Ranks with the last stage hold a teacher, if there is one, beside.
     `whole`: all of the device's memory counts, as to ask what is free takes some.
     """
-    config, mesh, stages = run.config, run.mesh, {rank: run.chunk_plans(rank) for rank in run.stage_ranks}
-    copied = Counter[int]()  # bytes that each rank copies, as each part has one writer
-    for rank, plans in stages.items() if config.checkpoint.asynchronous else ():
-        copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
-    on_host: Sequence[Residency] = ("device", "host") if device.type == "cpu" else ("host",)
-    means = [held_by_shards(plans, on_host)[1] for plans in stages.values()]
-    each, copies = max(_of_nodes(mesh, means, copied), key=sum)
-    together = min(mesh.size, mesh.ranks_per_node or mesh.size)
-    teacher = max(map(run.teacher_bytes, stages))
-    if device.type == "cpu":
-        beside = teacher * max(1, together // mesh.pp)
-        _check_room(config, each, copies, device, together, teacher=beside, whole=whole)
+    config, mesh, shared = run.config, run.mesh, device.type == "cpu"
+    found, together = at_rest(run, shared=shared), min(mesh.size, mesh.ranks_per_node or mesh.size)
+    if shared:
+        beside = found.teacher * max(1, together // mesh.pp)
+        _check_room(config, found.node, found.copies, device, together, teacher=beside, whole=whole)
         return
-    fullest = max(held_by_shards(plans)[0] for plans in stages.values())
-    _check_room(config, fullest, 0, device, 1, elsewhere=mesh.size > 1, teacher=teacher, whole=whole)
-    if each + copies > 0:
-        _check_room(config, each, copies, torch.device("cpu"), together)
+    _check_room(config, found.device, 0, device, 1, elsewhere=mesh.size > 1, teacher=found.teacher, whole=whole)
+    if found.node + found.copies > 0:
+        _check_room(config, found.node, found.copies, torch.device("cpu"), together)
 
 
 def _check_room(
@@ -216,37 +204,6 @@ def _check_room(
         f"needs {_gib(needed)}, but {device} has {_gib(free)} free: {', '.join(cures)}, "
         "state.gradient_dtype=bfloat16, a state.shard over more ranks, more stages (parallel.pipeline), or another machine"
     )
-
-
-def held_by_shards(plans: Sequence[ChunkPlan], residencies: Sequence[Residency] = ("device",)) -> tuple[float, float]:
-    """Bytes at rest, in such places, of the rank that has most of such chunks, and in the mean of the ranks that share them
-    out: shards of a rule of matrices are of unlike length."""
-    found: dict[tuple[object, ...], torch.Tensor] = {}
-    for plan in plans:
-        of_shards = found.setdefault(
-            (plan.partial_axes, plan.shard_steps), torch.zeros(plan.shard_count, dtype=torch.float64)
-        )
-        borders = torch.tensor(plan.borders)
-        for buffer in plan.buffers:
-            if buffer.residency not in residencies or buffer.lifetime != "always":
-                continue
-            if plan.mask is not None and buffer.extent != "compressed":  # the same on all of them
-                of_shards += plan.elements(buffer) * buffer.dtype.itemsize
-            else:
-                shards = plan.shard_count // math.prod(
-                    share.ranks for share in plan.shard_steps[: buffer.depth]
-                )  # in its extent
-                of_shards += borders[::shards].diff().repeat_interleave(shards) * buffer.dtype.itemsize
-    return sum(float(each.max()) for each in found.values()), sum(float(each.mean()) for each in found.values())
-
-
-def _of_nodes(mesh: Mesh, held: Sequence[float], written: Mapping[int, int]) -> Iterator[tuple[float, int]]:
-    """Of each node: bytes of the state of its ranks, of which those of a stage hold the same, and of its copies."""
-    node = mesh.ranks_per_node or mesh.size
-    for first in range(0, mesh.size, node):
-        ranks = range(first, min(first + node, mesh.size))
-        copies = sum(written.get(rank, 0) for rank in ranks)
-        yield sum(held[mesh.coordinate(rank, "pp")] for rank in ranks), copies
 
 
 def dry_run(run: Run) -> str:

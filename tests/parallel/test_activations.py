@@ -21,7 +21,7 @@ from optimus.parallel.activations import Activations, activation_bytes
 from optimus.parallel.build import StageOptions
 from optimus.parallel.module_bytes import ModuleSetting
 from optimus.parallel.recompute import Recomputation
-from optimus.parallel.recompute_choice import choose_recomputation, recomputed_flops
+from optimus.parallel.recompute_choice import BUSY, choose_recomputation, recomputed_flops
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.shapes import activation_shapes
 from optimus.testing import run_ranks
@@ -219,6 +219,12 @@ def test_computed_is_measured_on_ranks(model: dict[str, Any], ranks: int, sectio
 # ---- recompute: auto ----
 
 
+def choose(config: ModelConfig, budget: int) -> tuple[Recomputation, Activations]:
+    return choose_recomputation(
+        config, budget, CONTEXT, lambda chosen: activation_bytes(config, chosen, load=BUSY, **SHAPES)
+    )
+
+
 @pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("share", [0.999, 0.8, 0.6, 0.5, 0.4])
 def test_auto_stays_within_its_budget(model: dict[str, Any], share: float) -> None:
@@ -226,7 +232,7 @@ def test_auto_stays_within_its_budget(model: dict[str, Any], share: float) -> No
     most = activation_bytes(ModelConfig(**model), Recomputation(), **SHAPES).peak
     budget = int(share * most)
     source = tree(model, recompute="auto", recompute_budget=budget)
-    chosen, _ = choose_recomputation(ModelConfig(**model), budget, **SHAPES)
+    chosen, _ = choose(ModelConfig(**model), budget)
     assert chosen.kinds
     _, found, _ = measured(source, 1)
     _, expected, _ = measured(tree(model, recompute=list(chosen.kinds), recompute_every=chosen.every), 1)
@@ -239,7 +245,7 @@ def test_auto_recomputes_dense_layers_and_experts() -> None:
     """Where a model has both."""
     config = ModelConfig(**OTHERS["latent attention, shared experts, a dense layer"])
     most = activation_bytes(config, Recomputation(), **SHAPES).peak
-    choices = [choose_recomputation(config, most * share // 20, **SHAPES)[0].kinds for share in range(19, 6, -1)]
+    choices = [choose(config, most * share // 20)[0].kinds for share in range(19, 6, -1)]
     assert any({"mlp", "moe"} <= set(kinds) for kinds in choices)
 
 
@@ -247,7 +253,7 @@ def test_auto_recomputes_more_only_for_less_memory() -> None:
     config = ModelConfig(**{**DENSE, "layers": 16})
     most = activation_bytes(config, Recomputation(), **SHAPES).peak
     budgets = [most * 11 // 10, *(most * share // 20 for share in range(19, 4, -1))]
-    choices = [choose_recomputation(config, budget, **SHAPES)[0] for budget in budgets]
+    choices = [choose(config, budget)[0] for budget in budgets]
     flops = [recomputed_flops(config, chosen, CONTEXT) for chosen in choices]
     assert choices[0] == Recomputation()
     assert flops == sorted(flops)
@@ -264,7 +270,7 @@ def test_of_the_segments_that_fit_the_one_nearest_to_the_root() -> None:
     found = set()
     for share in (1.02, 1.1, 1.2, 1.4):
         budget = int(share * peaks[least])
-        chosen, _ = choose_recomputation(config, budget, **SHAPES)
+        chosen, _ = choose(config, budget)
         fitting = [segment for segment in segments if peaks[segment] * 1.01 <= budget]
         assert chosen == min(fitting, key=lambda segment: abs(segment.every - 8))
         found.add(chosen)
@@ -276,14 +282,14 @@ def test_an_impossible_budget_names_the_least() -> None:
     with pytest.raises(
         UserError, match=r"^recompute_budget 1,000 bytes: the activations of a microbatch take "
     ) as error:
-        choose_recomputation(config, 1000, **SHAPES)
+        choose(config, 1000)
     assert "raise it, or lower train.micro_batch or train.sequence_length" in str(error.value)
     found = re.search(r"take ([\d,]+) bytes at least, with recompute: \[(.*?)\]", str(error.value))
     assert found is not None
     least = int(found[1].replace(",", ""))
-    assert choose_recomputation(config, least, **SHAPES)[0].kinds == tuple(found[2].split(", "))
+    assert choose(config, least)[0].kinds == tuple(found[2].split(", "))
     with pytest.raises(UserError):
-        choose_recomputation(config, least * 99 // 100, **SHAPES)
+        choose(config, least * 99 // 100)
 
 
 def test_the_default_budget_is_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

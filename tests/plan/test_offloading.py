@@ -18,7 +18,8 @@ from optimus.plan.memory import memory_of, room_of
 from optimus.plan.offloading import choice_of, rates_of, shape_of
 from optimus.plan.parameter_groups import parameter_groups
 from optimus.plan.prediction import Plan, predict
-from optimus.plan.report import as_json, explained, layout_of
+from optimus.plan.proposal import layout_of
+from optimus.plan.report import as_json, explained
 from optimus.plan.search import search
 from optimus.plan.step import blocks_of_stages, counts_of
 from optimus.state.offload_times import OffloadChoice, Rates, StepShape, loads, update_seconds

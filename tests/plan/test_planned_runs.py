@@ -8,17 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from helpers.planned import resolved
 from helpers.sweep import in_turns
 from optimus.config import RunConfig, load_config
+from optimus.config.load import dump_config
 from optimus.errors import UserError
 from optimus.model.count import count_parameters
 from optimus.plan.asking import as_configured, asked, configured
+from optimus.plan.dry_run import dry_run
 from optimus.plan.job import Job
-from optimus.plan.memory import memory_of
-from optimus.plan.report import planned
+from optimus.plan.memory import memory_of, room_of
+from optimus.plan.prediction import Plan
+from optimus.plan.proposal import config_of, facts_of, layout_of
 from optimus.plan.search import search
+from optimus.resolve.memory import at_rest, memories, memory
+from optimus.resolve.resolve import resolve
+from optimus.resolve.run import RunInputs
 from optimus.training import checks
 
 MODELS: dict[str, list[int]] = {  # presets, and numbers of ranks on which they fit somewhere
@@ -51,8 +58,18 @@ def check(monkeypatch: pytest.MonkeyPatch, config: RunConfig, job: Job) -> None:
     checks.check_memory(resolved(config, ranks, node, device=device.type, device_bytes=int(machine.memory)), device)
 
 
-def drawn(seed: int) -> tuple[RunConfig, Job] | None:
-    """A plan; None where nothing fits. The memory is often hardly enough."""
+def plans(config: RunConfig, machine: str, ranks: int, changes: list[str], imbalance: float, best: int) -> list[Plan]:
+    """None where nothing fits."""
+    try:
+        return search(asked(config, machine, ranks, changes, imbalance), best=best)
+    except UserError as error:
+        if re.search("nothing fits|do not fill nodes|has no .* arithmetic", str(error)):
+            return []
+        raise
+
+
+def drawn(seed: int) -> list[Plan]:
+    """The memory is often hardly enough."""
     draw = random.Random(seed)
     model, machine = draw.choice(list(MODELS)), draw.choice(MACHINES)
     ranks = draw.choice(MODELS[model])
@@ -60,21 +77,96 @@ def drawn(seed: int) -> tuple[RunConfig, Job] | None:
     if model in DENSE:
         rest = [each for each in rest if not each.startswith("moe.")]
     changes = [f"memory=x{draw.choice([0.05, 0.1, 0.3, 1])}"] if draw.random() < 0.7 else []
-    try:
-        config = configured(model, [*rest, "train.global_batch=64"], ranks)
-        best = search(asked(config, machine, ranks, changes, draw.choice([1.0, 1.5])), best=1)[0]
-        return planned(best), best.job
-    except UserError as error:
-        if re.search("nothing fits|do not fill nodes|has no .* arithmetic", str(error)):
-            return None
-        raise
+    config = configured(model, [*rest, "train.global_batch=64"], ranks)
+    return plans(config, machine, ranks, changes, draw.choice([1.0, 1.5]), 1)
 
 
 @pytest.mark.parametrize("seed", in_turns(range(24)))
 def test_what_is_planned_passes_the_checks_of_a_run(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    found = drawn(seed)
-    if found is not None:
-        check(monkeypatch, *found)
+    for plan in drawn(seed):
+        check(monkeypatch, config_of(plan.job), plan.job)
+
+
+# ---- A plan is the run that it resolves to ----
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": {"family": "olmo", "hidden": 256, "layers": 6, "heads": 4, "intermediate": 512, "vocab": 2048},
+    "experts": {
+        "family": "olmoe",
+        "hidden": 256,
+        "layers": 4,
+        "heads": 4,
+        "intermediate": 256,
+        "vocab": 2048,
+        "experts": 8,
+        "experts_per_token": 2,
+    },
+}
+SECTIONS: dict[str, list[dict[str, Any]]] = {
+    "state": [
+        {"residency": "all"},
+        {"residency": "optimizer", "device_states": "auto"},
+        {"residency": "disk", "accumulate_on": "auto"},
+        {"gradient_dtype": "bfloat16", "chunk": 1 << 19},
+        {"reshard_after_forward": False, "prefetch": 2},
+    ],
+    "optimizer": [{"name": "muon"}, {"name": "lion"}, {"groups": [{"match": "blocks.1.*", "name": "lion"}]}],
+    "pruning": [{"sparsity": 0.9, "at": 0}, {"sparsity": 0.8, "at": [5, 9]}, {"sparsity": 0.05, "at": 5}],
+    "phases": [[{"steps": 9, "global_batch": 32, "sequence_length": 512}, {"steps": 5}]],
+    "recompute": [["norm"], ["block"], ["auto"]],
+    "checkpoint": [{"asynchronous": True}, {"asynchronous": True, "scattered": False}],
+    "parallel": [{"overlap": False}, {"context_method": "ulysses"}],
+}
+
+
+def any_run(seed: int) -> list[Plan]:
+    draw = random.Random(seed)
+    raw: dict[str, Any] = {"model": draw.choice(list(SHAPES.values())), "data": {"path": "data"}}
+    raw["train"] = {"output": "run", "global_batch": 64, "micro_batch": 1, "sequence_length": 1024}
+    raw["train"] |= {
+        "precision": draw.choice(["auto", "bfloat16", "float32"]),
+        "freeze": draw.choice([[], ["embedding"]]),
+    }
+    raw |= {section: draw.choice(choices) for section, choices in SECTIONS.items() if draw.random() < 0.35}
+    raw["train"] |= {} if "phases" in raw else {"steps": 20}
+    if "pruning" in raw and raw.get("optimizer") == {"name": "muon"}:  # needs whole matrices
+        del raw["pruning"]
+    ranks, machine, room = draw.choice([1, 2, 4, 8]), draw.choice(MACHINES), draw.choice([1, 1, 5e-3, 2e-3])
+    try:
+        config = load_config(raw)
+    except UserError:  # some sections do not go together
+        return []
+    return plans(config, machine, ranks, [f"memory=x{room}"], draw.choice([1.0, 1.5]), 2)
+
+
+@pytest.mark.parametrize("part", in_turns(range(50), always=1))
+def test_a_plan_is_the_run_that_it_resolves_to(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    """A thousand runs. Their plans resolve, keep all that they set, and take what the run's account says; so do the dry run
+    and the check before a run."""
+    found = 0
+    for seed in range(20 * part, 20 * part + 20):
+        for plan in any_run(seed):
+            job, config = plan.job, config_of(plan.job)
+            written = yaml.safe_load(dump_config(config))
+            run, again = (resolve(load_config(written), facts_of(job), RunInputs()) for _ in range(2))
+            assert run == again
+            for section, keys in layout_of(job).items():
+                if section != "recompute":
+                    assert getattr(run.config, section).model_dump(include=set(keys), exclude_none=True) == keys
+            assert run.config.recompute == job.config.recompute
+            accounts, shared = memories(run, job.imbalance), job.machine.host.shared
+            totals = [account.total + shared * account.copies for account in accounts]
+            assert plan.memory.total == max(totals) <= room_of(job.machine)
+            here = memory(run, rank := run.stage_ranks[plan.memory.rank], job.imbalance)
+            alone = dry_run(job, rank)
+            assert sum(alone.values()) == here.total + shared * here.copies
+            assert sum(here.device.values()) <= sum(accounts[plan.memory.rank].device.values())
+            state = at_rest(run, shared=shared)
+            fullest = max(sum(account.device.values()) for account in accounts)
+            assert state.device == fullest if config.pruning is None else state.device >= fullest  # at another time
+            check(monkeypatch, config, job)
+            found += 1
+    assert found > 5
 
 
 PHASED: dict[str, Any] = {
@@ -104,7 +196,7 @@ def test_phases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> 
     path.write_text(json.dumps(PHASED | {"phases": phases}))
     run = load_config(path)
     for best in search(asked(configured(str(path), [], ranks), "laptop", ranks, []), best=3):
-        found = planned(best)
+        found = config_of(best.job)
         check(monkeypatch, found, best.job)
         assert best.job.tokens == 32 * 2048
         for section in ("data", "lr_schedule", "phases", "optimizer", "checkpoint"):

@@ -11,7 +11,7 @@ from optimus.plan.memory import room_of
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.search import search
 
-PRUNED = ["pruning.sparsity=0.9", "pruning.at=100"]
+PRUNED = ["pruning.sparsity=0.9", "pruning.at=0"]
 GPT3 = {  # of table 4.1 of the dissertation on AxoNN: layers, hidden, heads
     "2.7B": (32, 2560, 32),
     "13B": (40, 5120, 40),

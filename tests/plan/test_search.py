@@ -13,7 +13,7 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.plan.asking import configured
 from optimus.plan.divisions import candidates
-from optimus.plan.fitting import placements, recomputations, sharded
+from optimus.plan.fitting import Timed, placements, recomputations, sharded
 from optimus.plan.job import Job, job_of
 from optimus.plan.links import even
 from optimus.plan.machine import Machine, load_machine
@@ -51,7 +51,7 @@ def question(model: ModelConfig, ranks: int = 16, batch: int = 32, **changes: fl
     return asked.changed(train={"global_batch": batch})
 
 
-def everything(asked: Job) -> list[Plan]:
+def everything(asked: Job) -> list[Timed]:
     """Every layout that fits, the fastest first."""
     layouts = [
         placed
@@ -61,10 +61,10 @@ def everything(asked: Job) -> list[Plan]:
         for placed in placements(changed(candidate.job, shard=shard, shard_ranks=width, recompute=recompute))
     ]
     fitting = [layout for layout in layouts if memory_of(layout).total <= room_of(asked.machine)]
-    return sorted(map(predict, fitting), key=lambda plan: plan.step.seconds)
+    return sorted((Timed(step_time(layout).seconds, layout) for layout in fitting), key=lambda each: each.seconds)
 
 
-def division(plan: Plan) -> tuple[int, ...]:
+def division(plan: Plan | Timed) -> tuple[int, ...]:
     mesh = plan.job.mesh
     return mesh.pp, mesh.tp_out, mesh.tp_in, mesh.cp, mesh.ep, mesh.etp
 
@@ -83,13 +83,13 @@ def division(plan: Plan) -> tuple[int, ...]:
     ),
 )
 def test_nothing_faster_is_left_out(asked: Job) -> None:
-    best: dict[tuple[int, ...], Plan] = {}
-    for plan in everything(asked):
-        best.setdefault(division(plan), plan)
+    best: dict[tuple[int, ...], Timed] = {}
+    for each in everything(asked):
+        best.setdefault(division(each), each)
     expected = list(best.values())[:5]
     found = search(asked, 5)
-    assert [plan.step.seconds for plan in found] == pytest.approx([plan.step.seconds for plan in expected])
-    assert [division(plan) for plan in found] == [division(plan) for plan in expected]
+    assert [plan.step.seconds for plan in found] == pytest.approx([each.seconds for each in expected])
+    assert [division(plan) for plan in found] == [division(each) for each in expected]
 
 
 def test_what_a_configuration_says_is_part_of_every_plan() -> None:
@@ -132,7 +132,7 @@ def test_a_bound_is_never_above_what_is_predicted(shares: dict[str, float]) -> N
             for placed in placements(candidate.job):
                 least = least_time(placed, candidate.division.work)
                 assert candidate.bound <= least * (1 + 1e-9)
-                assert least <= predict(placed).step.seconds * (1 + 1e-9), placed
+                assert least <= step_time(placed).seconds * (1 + 1e-9), placed
 
 
 def test_twelve_thousand_ranks_fill_whole_nodes() -> None:

@@ -112,7 +112,7 @@ def test_recomputation_leaves_room_for_it(config: dict[str, Any], monkeypatch: p
     """That of `recompute: auto`, in a run and in its plan: the teacher takes of the same memory."""
     left = list[int]()
 
-    def choose(model: Any, budget: int, **shapes: Any) -> tuple[Recomputation, Activations]:
+    def choose(model: Any, budget: int, *sizes: Any) -> tuple[Recomputation, Activations]:
         left.append(budget)
         return Recomputation(), Activations(0, 0)
 

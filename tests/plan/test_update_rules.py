@@ -12,15 +12,16 @@ from optimus.optim.muon import Muon
 from optimus.plan.asking import as_configured, asked, configured
 from optimus.plan.collectives import collective_seconds
 from optimus.plan.dry_run import dry_run
-from optimus.plan.job import Job, resolved
+from optimus.plan.job import Job
 from optimus.plan.machine import load_machine
 from optimus.plan.memory import Memory
 from optimus.plan.parameter_groups import parameter_groups
 from optimus.plan.prediction import Plan, predict
+from optimus.plan.proposal import run_of
 from optimus.plan.search import search
 from optimus.plan.step import blocks_of_stages, counts_of
+from optimus.resolve.memory import fullest_shards
 from optimus.state.plan import ChunkPlan
-from optimus.training.checks import held_by_shards
 
 HIDDEN, LAYERS, VOCAB, RANKS = 256, 8, 4096, 8
 # Of each layer seven square matrices: the query, key and value projections and that of the output; gate, up and down.
@@ -93,13 +94,13 @@ def test_a_rank_with_more_matrices_than_others(preset: str, layout: list[str]) -
     """Whole ones of several sizes, 24 ranks: the plan is of the fullest rank of the stage."""
     job = asking("optimizer.name=muon", "state.shard=parameters", *layout, ranks=24, preset=preset)
     mesh, predicted = job.mesh, predict(job).memory
-    plans = resolved(job).chunk_plans(predicted.rank * mesh.block)
+    plans = run_of(job).chunk_plans(predicted.rank * mesh.block)
     counts = counts_of(job.model, blocks_of_stages(job))[predicted.rank]
     held = [each for each in parameter_groups(job, counts) if each.matrices]
     for depth in range(len(held[0].steps) + 1):
         assert sum(each.after(depth) for each in held) == fullest(plans, depth)
     if "shard_ranks" not in "".join(layout):  # then no rank is the fullest after every step
-        assert state(predicted) == pytest.approx(held_by_shards(plans)[0], rel=1e-3)
+        assert state(predicted) == pytest.approx(sum(fullest_shards(plans).values()), rel=1e-3)
 
 
 # ---- Checkpoints ----

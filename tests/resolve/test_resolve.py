@@ -19,7 +19,7 @@ from optimus.config import RunConfig, load_config, preset_names
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.plan.asking import asked, configured
-from optimus.plan.job import facts_of
+from optimus.plan.job import machine_facts
 from optimus.plan.machine import load_machine
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.resolve import resolve
@@ -118,7 +118,7 @@ def test_nothing_is_changed_afterwards() -> None:
 
 
 def twice(config: RunConfig, ranks: int, where: str) -> ResolvedRun:
-    facts = facts_of(load_machine(where), ranks)
+    facts = machine_facts(load_machine(where), ranks)
     first, second = (resolve(load_config(config.model_dump(exclude_unset=True)), facts, RunInputs()) for _ in range(2))
     assert first == second
     assert first.config.model_dump() == second.config.model_dump()

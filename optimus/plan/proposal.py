@@ -1,0 +1,110 @@
+"""The run that a job is: the configuration that is proposed, resolved on the job's machine; what it decides, and holds."""
+
+from dataclasses import replace
+from typing import Any
+
+from optimus.config import RunConfig, load_config
+from optimus.config.phases import as_of_run
+from optimus.errors import UserError
+from optimus.measurements import Timing
+from optimus.plan.job import Job, machine_facts, profile_of
+from optimus.plan.memory import Memory, memory_of
+from optimus.plan.offloading import Elsewhere, rates_of
+from optimus.resolve.facts import AMOUNTS, Facts
+from optimus.resolve.memory import MemoryAccount, memories
+from optimus.resolve.resolve import resolve
+from optimus.resolve.run import ResolvedRun, RunInputs
+
+_SHARDING = {
+    "shard",
+    "shard_ranks",
+    "shard_over",
+    "reshard_after_forward",
+    "residency",
+    "device_states",
+    "accumulate_on",
+}
+_OPTIMIZER = ("master", "moments", "mask")
+
+
+# ---- Its configuration ----
+
+
+def layout_of(job: Job) -> dict[str, Any]:
+    """What a configuration says of the layout of `job`: what is not as by default, and what goes with the axes in use."""
+    mesh, state = job.mesh, job.state
+    used = {"data"}
+    used |= {"sequence"} if mesh.tp > 1 else set()
+    used |= {"context_method"} if mesh.cp > 1 else set()
+    used |= {"expert", "expert_tensor"} if mesh.ep * mesh.etp > 1 else set()
+    used |= {"schedule"} if mesh.pp > 1 else set()
+    parallel = job.parallel.model_copy(update={"sequence": job.parallel.splits_sequence}).model_dump()
+    changed = job.parallel.model_dump(exclude_defaults=True, exclude={"sequence", "context_method", "overlap"})
+    parallel = {name: value for name, value in parallel.items() if name in used or name in changed}
+    moot = {"reshard_after_forward"} if state.shard != "parameters" else set[str]()
+    sharding = state.model_dump(include=_SHARDING - moot, exclude_defaults=True)
+    return {"parallel": parallel, "state": {"shard": state.shard} | sharding, "recompute": job.config.recompute}
+
+
+def config_of(job: Job) -> RunConfig:
+    """The configuration of a job. Raises `UserError` where its layout does not go with something else that was asked for."""
+    layout = layout_of(job)
+    config = as_of_run(job.config, job.run) if job.run is not None and job.config.phases else job.config
+    raw = config.model_dump(exclude_unset=True)
+    raw["parallel"] = {"overlap": job.parallel.overlap} | layout["parallel"]
+    raw["state"] = {name: raw["state"][name] for name in raw.get("state", {}) if name not in _SHARDING} | layout[
+        "state"
+    ]
+    try:
+        return load_config(raw)
+    except UserError as error:
+        raise UserError(f"the layout that is planned does not go with the rest of the configuration: {error}") from None
+
+
+# ---- Resolved on its machine ----
+
+
+def facts_of(job: Job) -> Facts:
+    """What the job's run finds on its machine."""
+    machine, facts = job.machine, machine_facts(job.machine, job.mesh.size)
+    if job.state.residency == "device" or machine.host.bandwidth is None:
+        return facts
+    rates = rates_of(job)
+    done = rates.up, rates.down, rates.host_update, rates.device_update, machine.rates(job.precision).sustained_rate
+    seconds = {what: amount / rate for (what, amount), rate in zip(AMOUNTS.items(), done, strict=True)}
+    return replace(facts, timings={what: Timing(each, each) for what, each in seconds.items()})
+
+
+def run_of(job: Job) -> ResolvedRun:
+    """The job's run. Raises `UserError` as `config_of` and `resolve` do."""
+    return resolve(config_of(job), facts_of(job), RunInputs(teachers=job.teachers))
+
+
+def decided(job: Job, run: ResolvedRun) -> Job:
+    """With what its `run` decides of its layout."""
+    config = run.config
+    keys = "recompute", "recompute_every", "recompute_budget"
+    elsewhere = ("device_states", "accumulate_on") if config.state.residency != "device" else ()
+    state = {key: getattr(config.state, key) for key in elsewhere}
+    return job.changed(run.mesh, state=state, **{key: getattr(config, key) for key in keys})
+
+
+def memory_of_run(job: Job, run: ResolvedRun) -> Memory:
+    """Of the rank of the pipeline that is fullest, by the account of its `run`; of another library, whose numbers take other
+    bytes, an estimate."""
+    own, profile = profile_of(job.config), job.profile
+    if (profile.state, profile.gradient, profile.recompute) != (own.state, own.gradient, own.recompute):
+        return memory_of(job)
+    shared = job.machine.host.shared
+    found = [_memory(rank, each, shared) for rank, each in enumerate(memories(run, job.imbalance))]
+    return max(found, key=lambda memory: memory.total)
+
+
+def _memory(rank: int, found: MemoryAccount, shared: bool) -> Memory:
+    """`shared`: copies for checkpoints lie in the ranks' own memory."""
+    parts = {kind: float(found.device[kind]) for kind in ("parameters", "gradients")}
+    parts |= {"optimizer": float(sum(found.device[kind] for kind in _OPTIMIZER)), "gathered": float(found.gathered)}
+    parts |= {"copies": float(found.copies if shared else 0)}
+    parts |= {"teacher": float(found.teacher)} if found.teacher else {}
+    parts |= {"activations": float(found.activations), "working": float(found.working)}
+    return Memory(rank, parts, Elsewhere(*(float(sum(kept.values())) for kept in (found.host, found.disk))))
