@@ -281,6 +281,9 @@ def _signature(name: str, value: Any) -> str:
         del made.args.args[0]  # self
         return f"class {name}({ast.unparse(made.args)})"
     assert isinstance(node, ast.FunctionDef)
+    for argument in (*node.args.args, *node.args.kwonlyargs):
+        if isinstance(argument.annotation, ast.Constant):  # a type that is imported for its name only
+            argument.annotation = ast.parse(str(argument.annotation.value), mode="eval").body
     assert node.returns is not None
     line = f"{name}({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}"
     if len(line) <= 100:

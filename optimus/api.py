@@ -1,24 +1,32 @@
-"""The functions of the package; the commands call the same. All load on first use."""
+"""The functions behind the commands, each of the name of its command; those that the package exports, too. All load on first
+use."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from optimus.config import RunConfig, load_config
 from optimus.errors import UserError
-from optimus.hub import read_model_folder
 from optimus.lazy import lazy_exports
-from optimus.training.reading import holds_run, read_run
 
 if TYPE_CHECKING:
+    from optimus.checkpoint.inspect import convert as convert_checkpoint
+    from optimus.checkpoint.inspect import list_run as list_checkpoints
+    from optimus.checkpoint.inspect import show as show_checkpoint
+    from optimus.checkpoint.inspect import verify_all as verify_checkpoints
     from optimus.checkpoint.merging import merge
+    from optimus.checkpoint.rollback import rollback
     from optimus.checkpoint.store import load_model
+    from optimus.config import RunConfig
     from optimus.config.models import models
     from optimus.data.preparation import prepare
     from optimus.evaluation.run import evaluate
     from optimus.evaluation.run import generate_text as generate
     from optimus.hub import FastSparseMoEBlock, import_folder, register_experts
     from optimus.hub import export_checkpoint as export
+    from optimus.observe.doctor import examine as doctor
+    from optimus.plan.asking import plan
+    from optimus.report.listing import runs
+    from optimus.report.page import write_report as report
     from optimus.training.record import StepRecord
     from optimus.training.trainer import Hook, Order, Trainer
 
@@ -29,16 +37,26 @@ __all__ = [
     "StepRecord",
     "Trainer",
     "UserError",
+    "config",
+    "convert_checkpoint",
+    "doctor",
     "evaluate",
     "export",
     "generate",
     "import_folder",
+    "list_checkpoints",
     "load_model",
     "merge",
     "models",
+    "plan",
     "prepare",
     "register_experts",
+    "report",
+    "rollback",
+    "runs",
+    "show_checkpoint",
     "train",
+    "verify_checkpoints",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -49,21 +67,39 @@ __getattr__, __dir__ = lazy_exports(
         "Order": "optimus.training.trainer",
         "StepRecord": "optimus.training.record",
         "Trainer": "optimus.training.trainer",
+        "convert_checkpoint": "optimus.checkpoint.inspect:convert",
+        "doctor": "optimus.observe.doctor:examine",
         "evaluate": "optimus.evaluation.run",
         "export": "optimus.hub:export_checkpoint",
         "generate": "optimus.evaluation.run:generate_text",
         "import_folder": "optimus.hub",
+        "list_checkpoints": "optimus.checkpoint.inspect:list_run",
         "load_model": "optimus.checkpoint.store",
         "merge": "optimus.checkpoint.merging",
         "models": "optimus.config.models",
+        "plan": "optimus.plan.asking",
         "prepare": "optimus.data.preparation",
         "register_experts": "optimus.hub",
+        "report": "optimus.report.page:write_report",
+        "rollback": "optimus.checkpoint.rollback",
+        "runs": "optimus.report.listing",
+        "show_checkpoint": "optimus.checkpoint.inspect:show",
+        "verify_checkpoints": "optimus.checkpoint.inspect:verify_all",
     },
 )
 
 
+def config(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Iterable[str] = ()) -> "RunConfig":
+    """The configuration of a YAML file or a mapping, with its includes, preset and defaults, and with `overrides`, texts
+    `key.path=value`. Raises `UserError` naming each wrong key by its path."""
+    from optimus.config import load_config
+    from optimus.hub import read_model_folder
+
+    return load_config(source, overrides, read_model_folder)
+
+
 def train(
-    config: str | Path | Mapping[str, Any] | RunConfig,
+    config: "str | Path | Mapping[str, Any] | RunConfig",
     overrides: Iterable[str] = (),
     *,
     ranks: int | None = None,
@@ -94,8 +130,10 @@ def train(
     """
     if ranks is not None and ranks < 1:
         raise UserError(f"`ranks` is {ranks}: a run has at least 1 rank")
+    from optimus.training.reading import holds_run, read_run
+
     if resume == "auto":
-        resume = holds_run(Path(load_config(config, overrides, read_model_folder).train.output))
+        resume = holds_run(config, overrides)
     elif fresh_optimizer and not resume:
         raise UserError("`fresh_optimizer=True` is about a run that goes on: give `resume=True`, too")
     tree, data = read_run(config, overrides)

@@ -22,10 +22,10 @@ def checkpoint_list(
     as_json: Json = False,
 ) -> None:
     """List a run's checkpoints, and the one that --resume loads."""
-    from optimus.checkpoint.inspect import list_run
+    from optimus.api import list_checkpoints
     from optimus.config.sizes import size_text
 
-    rows = list_run(run)
+    rows = list_checkpoints(run)
     lines = [
         f"step {row['step']:>8}  {row['kind']:7}  {size_text(row['bytes']):>10}  {row['path']}"
         f"{'  <- --resume' if row['resumes'] else ''}{'  ' + row['problem'] if row['problem'] else ''}"
@@ -40,9 +40,9 @@ def checkpoint_verify(
     as_json: Json = False,
 ) -> None:
     """Compare all files with the manifest; exit code 1 if anything is damaged."""
-    from optimus.checkpoint.inspect import verify_all
+    from optimus.api import verify_checkpoints
 
-    found = verify_all(path)
+    found = verify_checkpoints(path)
     lines = [line for each, problems in found.items() for line in problems or [f"{each} is whole"]]
     show(found, as_json, "\n".join(lines))
     if any(found.values()):
@@ -55,10 +55,10 @@ def checkpointshow(
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint holds, and how many ranks of which nodes wrote it."""
-    from optimus.checkpoint.inspect import show as look
+    from optimus.api import show_checkpoint
     from optimus.config.sizes import size_text
 
-    about = look(path)
+    about = show_checkpoint(path)
     nodes = ", ".join(f"node {node} {size_text(size)}" for node, size in about["bytes_by_node"].items())
     show(
         about,
@@ -85,10 +85,10 @@ def checkpoint_convert(
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint to a weights-only one, or to one file for other tools (Hugging Face: optimus export)."""
-    from optimus.checkpoint.inspect import convert
+    from optimus.api import convert_checkpoint
     from optimus.config.sizes import size_text
 
-    result = convert(path, output, to, dtype)
+    result = convert_checkpoint(path, output, to, dtype)
     show(result, as_json, f"{output}: {result['tensors']} tensors, {size_text(result['bytes'])}")
 
 
@@ -99,7 +99,7 @@ def rollback(
     as_json: Json = False,
 ) -> None:
     """Roll a run back to the weights of an earlier checkpoint, with a fresh optimizer."""
-    from optimus.checkpoint.rollback import rollback as run_it
+    from optimus.api import rollback as run_it
 
     result = run_it(run, step)
     moved = f"moved to {result['to']}: {', '.join(result['moved'])}\n" if result["moved"] else ""
@@ -117,7 +117,7 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Average the weights of checkpoints."""
-    from optimus.checkpoint.merging import merge as run
+    from optimus.api import merge as run
 
     weighed = [text.rpartition("=") if "=" in text else (text, "=", "1") for text in checkpoints]
     try:
@@ -138,9 +138,9 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint in Hugging Face format."""
-    from optimus.hub import export_checkpoint
+    from optimus.api import export as run
 
-    show(export_checkpoint(checkpoint, output, dtype=dtype), as_json, f"{output}: load it with AutoModelForCausalLM")
+    show(run(checkpoint, output, dtype=dtype), as_json, f"{output}: load it with AutoModelForCausalLM")
 
 
 @app.command(name="import")
@@ -150,7 +150,7 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Turn a Hugging Face folder into a checkpoint."""
-    from optimus.hub import import_folder
+    from optimus.api import import_folder
 
     made = import_folder(folder, output)
     note = f"\n{made['left_out']}" if made["left_out"] else ""

@@ -25,10 +25,10 @@ def configshow(
     as_json: Json = False,
 ) -> None:
     """Show a configuration with its includes, preset, overrides and defaults: every key, as a run saves it."""
-    from optimus.config import dump_config, load_config
-    from optimus.hub import read_model_folder
+    from optimus import api
+    from optimus.config import dump_config
 
-    tree = load_config(config, [*(overrides or []), *(settings or [])], read_model_folder)
+    tree = api.config(config, [*(overrides or []), *(settings or [])])
     if not resolved:
         show(tree.model_dump(), as_json, dump_config(tree).rstrip())
         return
@@ -46,15 +46,14 @@ def config_diff(
     as_json: Json = False,
 ) -> None:
     """Show the keys whose values are not the same in all of these configurations, defaults included."""
+    from optimus import api
     from optimus.config.flat import differing, value_text
-    from optimus.config.load import load_config
-    from optimus.hub import read_model_folder
     from optimus.observe.table import print_table
 
     if len(configs) < 2:
         raise UserError(f"config diff: there is only {configs[0]}: name two configurations or more")
     files = [path / "config.yaml" if path.is_dir() else path for path in configs]
-    found = differing([load_config(file, (), read_model_folder).model_dump() for file in files], None)
+    found = differing([api.config(file).model_dump() for file in files], None)
     if as_json or not found:
         show(found, as_json, "no key differs")
         return
@@ -71,8 +70,8 @@ def models(
     as_json: Json = False,
 ) -> None:
     """List the presets with their total and active parameters."""
+    from optimus.api import models as run
     from optimus.config.models import families_known
-    from optimus.config.models import models as run
     from optimus.config.sizes import count_text
 
     if families:

@@ -41,8 +41,8 @@ def prepare(
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""
     given = but(locals(), "shard_size", "as_json")
+    from optimus.api import prepare as run
     from optimus.config.sizes import parse_size
-    from optimus.data.preparation import prepare as run
     from optimus.observe.progress import ProgressBar
     from optimus.observe.signals import ended_by_signals
 

@@ -81,7 +81,7 @@ def generate(
 ) -> None:
     """Continue a text."""
     given = but(locals(), "as_json")
-    from optimus.evaluation import generate_text
+    from optimus.api import generate as run
 
-    text = generate_text(**given)
+    text = run(**given)
     show({"prompt": prompt, "text": text}, as_json, text)

@@ -63,55 +63,59 @@ def plan(
 ) -> None:
     """Choose how to divide a model over a machine, and predict its speed and memory."""
     overrides = [*(overrides or []), *(settings or [])]
-    from optimus.config import load_config
-    from optimus.hub import read_model_folder
+    from optimus import api
 
     if Path(model).suffix in (".yaml", ".yml"):  # before torch is imported: a mistake costs no waiting
-        load_config(model, overrides, read_model_folder)
+        api.config(model, overrides)
+    numbers = [] if scale is None else _numbers(scale)
+    if plot is not None:
+        if not numbers:
+            raise UserError("--plot draws a study of scaling: add --scale 384,768,...")
+        plot = check_plot(plot)
     import torch
-
-    from optimus.observe.table import print_table
-    from optimus.plan import report, scaling
-    from optimus.plan.asking import as_configured, asked, configured
-    from optimus.plan.largest import largest as deepest
-    from optimus.plan.prediction import predict
-    from optimus.plan.search import search
 
     torch.set_num_threads(1)  # shapes leave them nothing to do but wait for each other
     gc.set_threshold(100_000)  # a search keeps most of what it makes: to look for what can be freed takes a tenth of it
-    job = asked(configured(model, overrides, ranks), machine, ranks, what_if or [], imbalance, links)
+    question: dict[str, Any] = {
+        "machine": machine,
+        "ranks": ranks,
+        "imbalance": imbalance,
+        "what_if": what_if or [],
+        "links": links,
+    }
     if dry_run is not None:
-        _dry_run(as_configured(job) if as_is else search(job, best=1)[0].job, dry_run, as_json)
+        _dry_run(api.plan(model, overrides, as_is=as_is, best=1, **question).plans[0].job, dry_run, as_json)
         return
-    numbers = None if scale is None else _numbers(scale)
-    if plot is not None:
-        if numbers is None:
-            raise UserError("--plot draws a study of scaling: add --scale 384,768,...")
-        plot = check_plot(plot)
-    given = predict(as_configured(job)) if as_is else None
-    if numbers:
-        points = scaling.scale(job, numbers, given)
-        plans = [point.plan for point in points]
-    else:
-        plans = [given] if given else deepest(job) if largest else search(job, best)
+    found = api.plan(model, overrides, best=best, as_is=as_is, largest=largest, scale=numbers, **question)
+    from optimus.plan import report, scaling
+
     if output is not None:
-        report.write_config(plans[0], output)
+        report.write_config(found.plans[0], output)
     if plot is not None:
-        scaling.draw(points, plot)
+        scaling.draw(found.points, plot)
     if page is not None:
         from optimus.plan.page import write_page
 
-        best_plans = search(job, best) if numbers and not given else plans
-        write_page(best_plans, points if numbers else (), page)
+        searched = found.points and not as_is
+        drawn = api.plan(model, overrides, best=best, **question).plans if searched else found.plans
+        write_page(drawn, found.points, page)
     if as_json:
-        scaled = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in points] if numbers else []
-        show({"plans": [report.as_json(each) for each in plans], **({"scaling": scaled} if numbers else {})}, True, "")
+        show(report.answer_as_json(found.plans, found.points), True, "")
         return
-    rows = report.scaled_rows(points, wide=wide) if numbers else report.rows_of(plans, wide=wide)
+    _print(found, page, explain, wide=wide, largest=largest)
+
+
+def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool, largest: bool) -> None:
+    """An answer of the planner as a table."""
+    from optimus.observe.table import print_table
+    from optimus.plan import report
+
+    job, plans = found.job, found.plans
+    rows = report.scaled_rows(found.points, wide=wide) if found.points else report.rows_of(plans, wide=wide)
     if largest:
         rows = [report.largest_row(plan) | row for plan, row in zip(plans, rows)]
     batch = f"{job.train.global_batch:,} sequences of {job.train.sequence_length:,} tokens"
-    title = f"{ranks:,} ranks of {job.machine.name}, {batch}, {job.precision}"
+    title = f"{job.mesh.size:,} ranks of {job.machine.name}, {batch}, {job.precision}"
     print_table(rows, title, None if wide else _WIDTH)
     if page is not None:
         print(f"{page}: open it in a browser; it needs no network")

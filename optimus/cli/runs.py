@@ -23,12 +23,12 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Show a run as a page: curves, time and memory, experts, events; or compare several."""
+    from optimus.api import report as write_report
     from optimus.observe.signals import ended_by_signals
-    from optimus.report import page
     from optimus.report.serve import parse_address, report_server
 
     if serve is None:
-        result = page.write_report(runs, output)
+        result = write_report(runs, output)
         said = "".join(f"warning: {text}\n" for text in result["warnings"])
         show(result, as_json, f"{said}{output}: open it in a browser; it needs no network")
         return
@@ -53,10 +53,11 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List runs: how far each is, its loss and speed, whether it runs, and why not."""
+    from optimus.api import runs as run
     from optimus.observe.table import print_table
     from optimus.report import listing
 
-    rows = listing.runs(folder, state=state, match=match, sort=sort, reverse=reverse)
+    rows = run(folder, state=state, match=match, sort=sort, reverse=reverse)
     if as_json or not rows:
         show(rows, as_json, f"{folder}: no such runs")
         return
@@ -69,7 +70,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Look at this machine and say what to mend: devices, memory, network, disk, clock; exit code 1 for a problem."""
-    from optimus.observe.doctor import examine
+    from optimus.api import doctor as examine
 
     found = examine(folder)
     lines = [

@@ -1,13 +1,26 @@
 """Combinations of sections that cannot work, refused with `ValueError`s that name the fields."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from optimus.config.tree import RunConfig
+from optimus.config.phases import phases_of
+from optimus.config.tree import RunConfig
 
 
-def check_combinations(config: "RunConfig") -> None:
-    """Raise for sections that do not go together."""
+def check_combinations(config: RunConfig) -> None:
+    """Raise for sections that do not go together, in the run or in one of its phases, which is named."""
+    _check_sections(config)
+    if config.phases:
+        check_phases(config)
+
+
+def check_phases(config: RunConfig) -> None:
+    """Raise for sections that do not go together in what is trained: of a run with phases, in any of these."""
+    for phase in phases_of(config):
+        try:
+            _check_sections(phase.config)
+        except ValueError as error:
+            raise ValueError(f"phases.{phase.number}: {error}" if config.phases else str(error)) from None
+
+
+def _check_sections(config: RunConfig) -> None:
     if config.model.experts is None and "moe" in config.model_fields_set:
         raise ValueError("moe: the model is dense: remove the section moe")
     if not config.model.router_bias and config.moe.given("bias_rate"):
@@ -35,7 +48,7 @@ def _check_multiple(name: str, size: int, axis: str, parts: int, cure: str = ": 
         raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}{cure}")
 
 
-def _check_teacher(config: "RunConfig") -> None:
+def _check_teacher(config: RunConfig) -> None:
     """Raise where no rank has whole logits to compare."""
     outputs, inputs = config.parallel.grid
     key = "tensor" if outputs * inputs > 1 else "vocabulary" if config.parallel.vocabulary else None
@@ -45,7 +58,7 @@ def _check_teacher(config: "RunConfig") -> None:
         )
 
 
-def _check_schedule(config: "RunConfig") -> None:
+def _check_schedule(config: RunConfig) -> None:
     """Raise where a cooldown begins before the warm-up has ended, or a run would begin in two ways."""
     lr_schedule, train = config.lr_schedule, config.train
     known = train.epochs is None  # how many steps there are
@@ -58,7 +71,7 @@ def _check_schedule(config: "RunConfig") -> None:
         raise ValueError("lr_schedule.branch_from and checkpoint.initial exclude each other: remove one of them")
 
 
-def _check_pruning(config: "RunConfig") -> None:
+def _check_pruning(config: RunConfig) -> None:
     """Raise where the run has not the steps that pruning names, or keeps no weights of the step that it goes back to."""
     pruning = config.pruning
     if pruning is None:
@@ -81,7 +94,7 @@ def _check_pruning(config: "RunConfig") -> None:
         )
 
 
-def _check_recomputation(config: "RunConfig") -> None:
+def _check_recomputation(config: RunConfig) -> None:
     """Raise where what is to be recomputed is not there, or said twice."""
     sparse = config.model.sparse_layers()
     absent = {"moe": not sparse, "mlp": not config.model.has_dense_layers}
@@ -103,7 +116,7 @@ def _check_recomputation(config: "RunConfig") -> None:
         raise ValueError("recompute_budget applies to recompute: auto only: set that, or remove recompute_budget")
 
 
-def _check_experts(config: "RunConfig") -> None:
+def _check_experts(config: RunConfig) -> None:
     """Raise where the experts cannot be divided as asked."""
     model, parallel = config.model, config.parallel
     if model.experts is None:
@@ -137,7 +150,7 @@ _ABOUT_PIPELINES = (
 )
 
 
-def _check_pipeline(config: "RunConfig") -> None:
+def _check_pipeline(config: RunConfig) -> None:
     """Raise where the blocks cannot be divided into stages as asked."""
     parallel, layers = config.parallel, config.model.layers
     if parallel.pipeline == 1:
@@ -177,7 +190,7 @@ def _check_pipeline(config: "RunConfig") -> None:
         )
 
 
-def _check_shapes(config: "RunConfig") -> None:
+def _check_shapes(config: RunConfig) -> None:
     """Raise where heads, widths or sequences cannot be divided as asked."""
     model, parallel = config.model, config.parallel
     outputs, inputs = parallel.grid

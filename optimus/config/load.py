@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from optimus.config.combinations import check_combinations
 from optimus.config.renamed import RENAMED
 from optimus.config.tree import RunConfig
 from optimus.config.yaml_text import Dumper, Loader, parse_yaml
@@ -48,7 +49,12 @@ def load_config(
         raw, where = _read_including(path, read_model_folder), str(path)
     for text in overrides:
         raw = _override(raw, text, read_model_folder)
-    return validated(RunConfig, _opened(raw, read_model_folder), where)
+    config = validated(RunConfig, _opened(raw, read_model_folder), where)
+    try:
+        check_combinations(config)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+    return config
 
 
 def validated(

@@ -1,9 +1,8 @@
 """The phases of a run: each a stretch of steps with data, sequence length, batch and learning rates of its own."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from optimus.config.tree import RunConfig
+from optimus.config.tree import RunConfig
 
 
 class Phase(NamedTuple):
@@ -13,7 +12,7 @@ class Phase(NamedTuple):
     name: str
     first: int  # steps of the run before it
     steps: int
-    config: "RunConfig"
+    config: RunConfig
     """That of the run, with what the phase changes. Where it has a learning-rate schedule of its own, as long as it."""
 
     @property
@@ -37,7 +36,7 @@ class Phase(NamedTuple):
         return step - self.first if own else step
 
 
-def phases_of(config: "RunConfig") -> list[Phase]:
+def phases_of(config: RunConfig) -> list[Phase]:
     """The phases of a configuration whose length is known in steps."""
     if not config.phases:
         return [Phase(0, "", 0, config.train.total_steps, config)]
@@ -54,7 +53,7 @@ def phases_of(config: "RunConfig") -> list[Phase]:
     return found
 
 
-def as_of_run(config: "RunConfig", run: "RunConfig") -> "RunConfig":
+def as_of_run(config: RunConfig, run: RunConfig) -> RunConfig:
     """`config`, that of a phase of `run`, with what phases change as the run has it."""
     train = {name: getattr(run.train, name) for name in ("sequence_length", "global_batch", "steps", "stop_at")}
     return config.changed(train=train).model_copy(update={"data": run.data, "lr_schedule": run.lr_schedule})
@@ -75,6 +74,6 @@ def sequences_after(phases: list[Phase], steps: int) -> int:
     return sum(phase.config.train.global_batch * max(0, min(steps, phase.last) - phase.first) for phase in phases)
 
 
-def longest(phases: list[Phase]) -> "RunConfig":
+def longest(phases: list[Phase]) -> RunConfig:
     """The configuration of the phase whose microbatches have most tokens."""
     return max(phases, key=lambda phase: phase.config.train.sequence_length).config

@@ -11,10 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from optimus.config.combinations import check_combinations
 from optimus.config.data import DataConfig, TokenCount
 from optimus.config.parallel import ParallelConfig
-from optimus.config.phases import phases_of
 from optimus.config.pruning import PruningConfig
 from optimus.config.sizes import parse_size
 from optimus.model.architecture import ModelConfig
@@ -608,7 +606,7 @@ class RunConfig(Section):
         return _completed(raw) if isinstance(raw, dict) else raw
 
     @model_validator(mode="after")
-    def _combinations(self) -> "RunConfig":
+    def _whole(self) -> "RunConfig":
         train = self.train
         if self.phases:
             self.phases = [_resolved(phase, number, self) for number, phase in enumerate(self.phases)]
@@ -624,10 +622,4 @@ class RunConfig(Section):
         names = [each.name for each in self.validation]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"validation: two sets are named {min(twice)}: give each a name of its own")
-        check_combinations(self)
-        for phase in phases_of(self) if self.phases else ():
-            try:
-                check_combinations(phase.config)
-            except ValueError as error:
-                raise ValueError(f"phases.{phase.number}: {error}") from None
         return self

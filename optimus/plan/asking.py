@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from optimus.config import RunConfig, load_config, resolve_model
 from optimus.config.load import validated
@@ -13,13 +13,54 @@ from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.mesh import Mesh
 from optimus.plan.job import Job, job_of, profile_of
+from optimus.plan.largest import largest as deepest
 from optimus.plan.machine import Network, load_machine, machine_names
+from optimus.plan.prediction import Plan, predict
 from optimus.plan.proposal import config_of, decided, layout_of, run_of
+from optimus.plan.scaling import ScalingPoint
+from optimus.plan.scaling import scale as study
 from optimus.plan.search import search
 from optimus.plan.what_if import changed
 from optimus.resolve.microbatches import with_microbatches
 
 _SEQUENCES, _PER_RANK = 1024, 4  # of a batch where none is given: the paper's, or more so that many ranks have work
+
+
+class Answer(NamedTuple):
+    """What was asked, and the plans for it; of a study of scaling, its points besides."""
+
+    job: Job
+    plans: Sequence[Plan]
+    points: Sequence[ScalingPoint] = ()
+
+
+def plan(
+    model: str,
+    overrides: Iterable[str] = (),
+    *,
+    machine: str,
+    ranks: int,
+    best: int = 10,
+    as_is: bool = False,
+    largest: bool = False,
+    scale: Sequence[int] = (),
+    imbalance: float = 1.0,
+    what_if: Sequence[str] = (),
+    links: Path | None = None,
+) -> Answer:
+    """The `best` plans, the fastest first, for `model` (a YAML file of a run, a preset or a Hugging Face folder) on so many
+    ranks of a machine; the one layout that is configured, if it is to stay `as_is`; the `largest` model of such layers; or
+    the plan for each number of ranks in `scale`.
+
+    Tokens of the most loaded rank's experts are `imbalance` times the mean; `what_if` changes the machine or the library,
+    and `links` is a file of the bandwidth between nodes. Raises `UserError` where nothing fits, or for what cannot be.
+    """
+    job = asked(configured(model, overrides, ranks), machine, ranks, what_if, imbalance, links)
+    given = predict(as_configured(job)) if as_is else None
+    if scale:
+        points = study(job, scale, given)
+        return Answer(job, [point.plan for point in points], points)
+    return Answer(job, [given] if given else deepest(job) if largest else search(job, best))
 
 
 def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:

@@ -72,6 +72,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+def answer_as_json(plans: Sequence[Plan], points: Sequence[ScalingPoint]) -> dict[str, Any]:
+    """Plans, and the points of a study of scaling, if it is one."""
+    scaled = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in points]
+    return {"plans": [as_json(each) for each in plans], **({"scaling": scaled} if points else {})}
+
+
 def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]]:
     """One row per plan: the layout by the axes that are longer than 1, or with `wide` a column for everything."""
     return [{"": str(number), **_row(plan, wide)} for number, plan in enumerate(plans, start=1)]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from optimus.config import RunConfig
-from optimus.config.combinations import check_combinations
+from optimus.config.combinations import check_phases
 from optimus.config.phases import longest, phases_of
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -56,8 +56,7 @@ def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
 def check(config: RunConfig, mesh: Mesh) -> None:
     """Raise `UserError` where what was decided does not go with the rest, or the ranks cannot share the work of a step."""
     microbatches.check_batches(config, mesh)
-    for phase in phases_of(config):
-        try:
-            check_combinations(phase.config)
-        except ValueError as error:
-            raise UserError(f"phases.{phase.number}: {error}" if config.phases else str(error)) from None
+    try:
+        check_phases(config)
+    except ValueError as error:
+        raise UserError(str(error)) from None

@@ -26,6 +26,7 @@ def read_run(
     return tree, TrainingData(tree.decided(steps.values), folders)
 
 
-def holds_run(folder: Path) -> bool:
-    """Whether there is something to go on with."""
+def holds_run(config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = ()) -> bool:
+    """Whether there is something to go on with in the run's folder."""
+    folder = Path(load_config(config, overrides, read_model_folder).train.output)
     return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
