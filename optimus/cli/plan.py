@@ -54,7 +54,7 @@ def plan(
         Option("--report", help="Draw the plans, their time and memory, and the ranks on nodes into this HTML file."),
     ] = None,
     wide: Annotated[bool, Option("--wide", help="A table with all columns, wider than 100 characters.")] = False,
-    dry_run: Annotated[int | None, Option(help="Build this rank's part without memory, and count it.")] = None,
+    dry_run: Annotated[int | None, Option(help="Count what this rank would hold.")] = None,
     largest: Annotated[
         bool,
         Option("--largest", help="The deepest model of such layers that fits, with its state here and there."),

@@ -554,7 +554,8 @@ class RunConfig(Section):
     memory."""
     recompute_budget: Annotated[int, Field(gt=0), BeforeValidator(partial(reported_as_value, parse_size))] | None = None
     """With recompute: auto. Largest bytes of saved activations of one microbatch on one rank, also as 512MB or 40GiB.
-    Default: nine tenths of the device's free memory after the state, free memory being rounded down to a coarse step."""
+    Default: those of all microbatches that are under way fit into nine tenths of what the device has free beside state and
+    buffers, free memory being rounded down to a coarse step."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     validation: list[ValidationConfig] = Field([], description="Further sets that are validated during training.")

@@ -96,7 +96,7 @@ def state_of(ranks: Sequence[Counts], job: Job) -> list[tuple[dict[str, float], 
     found: dict[tuple[int, ...], tuple[dict[str, float], Elsewhere]] = {}
     for counts in ranks:
         if (key := tuple(counts.values())) not in found:
-            held = parameter_groups(job, counts)
+            held = parameter_groups(job.when_largest, counts)
             found[key] = state_parts(held, job, counts), elsewhere_of(job, held)
     return [found[tuple(counts.values())] for counts in ranks]
 

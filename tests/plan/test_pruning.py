@@ -82,3 +82,16 @@ def test_the_search_finds_them() -> None:
         job = job_of("gpt2", "summit", 12, *shape, *batch, "model.learned_positions=2048", *overrides)
         best.append(search(job, best=1)[0])
     assert best[1].step.seconds < best[0].step.seconds
+
+
+def test_what_is_pruned_later_has_state_until_then() -> None:
+    """It takes what the dense run does, and the search finds where that fits; unless so little is pruned that its numbers
+    take more than its state did."""
+    train = ["train.sequence_length=512", "train.global_batch=64", "train.precision=bfloat16"]
+    dense, first, later = (
+        predict(job_of("mula-tiny", "dgx-a100", 8, *train, *pruned)).memory
+        for pruned in ([], ["pruning.sparsity=0.9", "pruning.at=0"], ["pruning.sparsity=0.9", "pruning.at=100"])
+    )
+    assert first.total < dense.total == later.total
+    little = predict(job_of("mula-tiny", "dgx-a100", 8, *train, "pruning.sparsity=0.05", "pruning.at=100")).memory
+    assert little.parts["optimizer"] > dense.parts["optimizer"]
