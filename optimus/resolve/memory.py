@@ -63,7 +63,7 @@ def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = Fa
 def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
     """`memory` of the fullest rank of each rank of the pipeline. The state is planned once for those that hold parameters
     alike."""
-    rules, unpruned, tied = run.recipe.rules, run.recipe.unpruned, run.config.model.tie_embeddings
+    rules, unpruned = run.recipe.rules, run.recipe.unpruned
     known, found = dict[object, MemoryAccount](), list[MemoryAccount]()
     for rank in run.stage_ranks:
         partition = run.partition(rank)
@@ -71,9 +71,8 @@ def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
         alike = (
             partition.has_last,
             *(
-                (stages.index(partition.stage_here(name)), layout, rules[name], unpruned.get(name, 1.0))
-                for name, layout in run.layouts.items()
-                if partition.keeps(name, tied)
+                (stages.index(stage), run.layouts[name], rules[name], unpruned.get(name, 1.0))
+                for name, stage in run.held(rank).items()
             ),
         )
         if alike not in known:

@@ -54,6 +54,7 @@ class ResolvedRun:
     record: RunConfig
     """What the run folder keeps: the configuration as it was given, with the decisions that are part of the run."""
     decisions: tuple[Decision, ...] = ()
+    _held: dict[int, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
     _divided: dict[int, dict[int, list[ChunkPlan]]] = field(default_factory=dict, compare=False, repr=False)
 
     def with_values(self, values: Mapping[str, Any]) -> "ResolvedRun":
@@ -101,13 +102,22 @@ class ResolvedRun:
 
     # ---- State ----
 
+    def held(self, rank: int) -> Mapping[str, int]:
+        """The parameters on `rank`, each with the stage by which it is held there."""
+        if rank not in self._held:
+            partition, tied = self.partition(rank), self.config.model.tie_embeddings
+            self._held[rank] = {
+                name: partition.stage_here(name) for name in self.layouts if partition.keeps(name, tied)
+            }
+        return self._held[rank]
+
     def divided(self, rank: int) -> Mapping[int, list[ChunkPlan]]:
         """The chunks of each stage on `rank`, found once: what is pruned, and where they are, divides them no further."""
         if rank not in self._divided:
-            partition, tied = self.partition(rank), self.config.model.tie_embeddings
-            here = {name: layout for name, layout in self.layouts.items() if partition.keeps(name, tied)}
+            stages = self.held(rank)
+            here = {name: self.layouts[name] for name in stages}
             self._divided[rank] = divide_stages(
-                here, self.mesh, rank, self.config.state, partition.stage_here, self.recipe
+                here, self.mesh, rank, self.config.state, stages.__getitem__, self.recipe
             )
         return self._divided[rank]
 
