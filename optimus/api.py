@@ -111,11 +111,11 @@ def train(
     """Train as `config` (a YAML file, a mapping or a `RunConfig`) says; returns a summary of the run.
 
     `ranks` processes on this machine share every global batch (default: as many as `parallel` asks for); under a launcher
-    that sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint
-    in `train.output`, if there is something with "auto"; with `fresh_optimizer` from its weights alone, as after a
-    rollback to them. `check` validates everything, every checksum of the data included, and runs nothing. `hooks` are your
-    own, subclasses of `optimus.Hook` or objects of such, beside those that `train.hooks` names; what they hold is sent to
-    the ranks.
+    that sets WORLD_SIZE, such as torchrun, this process is one of its ranks, and the launcher says how many there are.
+    `resume` continues from the newest checkpoint in `train.output`, if there is something with "auto"; with
+    `fresh_optimizer` from its weights alone, as after a rollback to them. `check` validates everything, every checksum of
+    the data included, and runs nothing. `hooks` are your own, subclasses of `optimus.Hook` or objects of such, beside
+    those that `train.hooks` names; what they hold is sent to the ranks.
 
     Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible; it is a
     `LeaseError` when another run holds the folder. When another rank is lost under such a launcher, it is a

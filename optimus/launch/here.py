@@ -40,7 +40,7 @@ def run_here(
     hooks: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """What `train` does with a configuration and data that make sense."""
-    users_hooks(tree.train.hooks, hooks)
+    users_hooks(tree.train.hooks, hooks)  # one that cannot be is said now; each rank makes its own
     launched = "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks
     lease = Lease(Path(tree.train.output), uuid.uuid4().hex)

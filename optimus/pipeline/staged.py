@@ -43,7 +43,8 @@ class Objective(Protocol):
 
 
 class Gradients(Protocol):
-    """Where the gradients of this rank's stages go. Parameters of a divided vocabulary are of no stage, which is -1."""
+    """Where the gradients of this rank's stages go: a `ModelState` is one. Parameters of a divided vocabulary are of no
+    stage, which is -1."""
 
     def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Inside is the backward pass of a microbatch through a stage, or a part of it."""
@@ -116,9 +117,9 @@ class Staged(nn.Module):
     """The stages of `model` that are on this rank, which `model` has been reduced to (`select_stages`).
 
     `share`: into how many parts the rows and columns of the residual stream are split over ranks; it is of type `dtype`.
-    `execute` does the work of so many microbatches, with or without backward passes. `pipeline` are its ranks, of which
-    `last` has the last stage. Sequences must have a length that is a multiple of `multiple`. `links`: where every rank has a
-    part of the vocabulary.
+    `execute`, made by `training/stages.py`, does the work of so many microbatches, with or without backward passes.
+    `pipeline` are its ranks, of which `last` has the last stage. Sequences must have a length that is a multiple of
+    `multiple`. `links`: where every rank has a part of the vocabulary.
     """
 
     def __init__(
@@ -286,7 +287,7 @@ class _Forward:
 
 
 class _Training(_Forward):
-    """The `Work` of a step."""
+    """The `StageWork` of a step."""
 
     def __init__(
         self, staged: Staged, microbatches: Sequence[Batch], objective: Objective, gradients: Gradients
