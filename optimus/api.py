@@ -1,5 +1,4 @@
-"""The functions behind the commands, each of the name of its command; those that the package exports, too. All load on first
-use."""
+"""The functions behind the commands, more than the package itself exports. All load on first use."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -528,7 +528,7 @@ def _placed(node: Any, path: Sequence[str], value: Any) -> Any:
 
 
 class RunConfig(Section):
-    """Everything about a run."""
+    """Everything about a run. Whether its sections go together is checked where one is read (`load_config`)."""
 
     model: ModelConfig = Field(description="A preset, a Hugging Face folder, or the mapping below.")
     data: DataConfig = Field(description="By default that of the first phase.")

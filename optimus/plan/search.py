@@ -55,17 +55,16 @@ def search_residency(job: Job, best: int) -> list[Plan]:
     least = machine = job.machine
     for _ in range(_TRIES):
         found = [predict(replace(each.job, machine=machine)) for each in _search(replace(job, machine=least), best)]
-        over = [excess(plan) for plan in found]
-        if max(over, default=0.0) <= 0:
+        over = max((plan.memory.total - room_of(machine) for plan in found), default=0.0)
+        if over <= 0:
             break
-        least = least.model_copy(update={"memory": least.memory - max(over) / (1 - FRAGMENTS)})
-    return sorted((plan for plan in found if excess(plan) <= 0), key=lambda plan: plan.step.seconds)
+        least = least.model_copy(update={"memory": least.memory - over / (1 - FRAGMENTS)})
+    return sorted(filter(_fits, found), key=lambda plan: plan.step.seconds)
 
 
-def excess(plan: Plan) -> float:
-    """Bytes that a rank of the run takes of its device, or of the host, beyond what there is."""
+def _fits(plan: Plan) -> bool:
     job, memory = plan.job, plan.memory
-    return max(memory.total - room_of(job.machine), memory.elsewhere.host - host_room(job))
+    return memory.total <= room_of(job.machine) and memory.elsewhere.host <= host_room(job)
 
 
 def _search(job: Job, best: int) -> list[Timed]:

@@ -1,4 +1,8 @@
-"""The account of memory: all that a rank holds, by what is planned of it. Nothing else counts it."""
+"""The account of memory: what a rank holds, by what is planned of it. Checks, choices, plans and dry runs read it.
+
+Not in it are buffers of collectives and messages on their way, and, where a schedule splits backward passes, what has been
+recomputed for the parts for the weights, which are still to come.
+"""
 
 import math
 from collections import Counter
@@ -9,6 +13,7 @@ import torch
 
 from optimus.checkpoint.writers import bytes_copied
 from optimus.parallel.recompute import Recomputation
+from optimus.resolve.facts import Facts
 from optimus.resolve.parameters import targets_of
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.run import ResolvedRun
@@ -43,6 +48,10 @@ class MemoryAccount(NamedTuple):
     def total(self) -> int:
         """Of the device."""
         return sum(self.device.values()) + self.teacher + self.gathered + self.activations + self.working
+
+    def taken(self, facts: Facts) -> int:
+        """Of the memory that `facts.device_bytes` counts: on a processor what is on the host is there, too."""
+        return self.total + (sum(self.host.values()) if facts.device == "cpu" else 0)
 
 
 class LiveBytes(NamedTuple):

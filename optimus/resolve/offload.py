@@ -15,7 +15,7 @@ from optimus.resolve.facts import AMOUNTS, opens_cache
 from optimus.resolve.memory import account
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.run import ResolvedRun
-from optimus.state.buffers import RESIDENCES
+from optimus.state.buffers import RESIDENCES, Residency
 from optimus.state.offload_times import OffloadChoice, Rates, StepShape, UpdatePlace, choose, step_seconds
 from optimus.state.plan import ChunkPlan
 
@@ -159,10 +159,12 @@ def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Seq
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
     block = max((plan.size for plan in cached), default=0) * DTYPES[run.config.train.precision].itemsize
     found = account(run, rank, elsewhere)
-    free = int(run.facts.device_bytes * _SHARE) - (found.total - found.parameters_in_use)
+    free = int(run.facts.device_bytes * _SHARE) - (found.taken(run.facts) - found.parameters_in_use)
+    places: Sequence[Residency] = ("device", "host") if run.facts.device == "cpu" else ("device",)
     kept = [0]
     for one, other in zip(here, elsewhere):
-        kept.append(kept[-1] + sum(one.bytes_by_kind().values()) - sum(other.bytes_by_kind().values()))
+        more = (sum(one.bytes_by_kind(at).values()) - sum(other.bytes_by_kind(at).values()) for at in places)
+        kept.append(kept[-1] + sum(more))
     least = min(len(cached), _BLOCKS + state.prefetch)
     return _Room(free, block, kept, len(cached), least, all(plan.keeps_whole for plan in here))
 

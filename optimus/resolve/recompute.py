@@ -32,7 +32,7 @@ def _left(run: ResolvedRun) -> tuple[int, Callable[[Recomputation], Activations]
     rooms = dict[int, int]()
     for rank in run.stage_ranks:
         found = memory(run, rank)
-        beside = found.total - found.activations - found.working
+        beside = found.taken(run.facts) - found.activations - found.working
         rooms[rank] = max(0, int((run.facts.device_bytes - beside) * _SHARE))
     least = min(rooms.values())
 

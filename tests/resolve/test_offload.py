@@ -14,11 +14,15 @@ import torch.distributed as dist
 from helpers.planned import resolved
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
+from optimus.errors import UserError
 from optimus.measurements import Measurements, Timing, coarse
 from optimus.observe.machine import Bfloat16
 from optimus.resolve import facts
 from optimus.resolve.facts import AMOUNTS, Facts, facts_here
+from optimus.resolve.memory import memory
 from optimus.resolve.ranks import mesh_of
+from optimus.resolve.resolve import resolve
+from optimus.resolve.run import RunInputs
 from optimus.state.transfers import transfers
 from optimus.testing import run_ranks
 
@@ -69,6 +73,23 @@ def test_memory_alone_decides_on_a_processor() -> None:
         before = found.state.device_states, found.state.cache
     assert before == (1.0, 8)  # all chunks
     assert decided(config_of(residency="all", device_states="auto"), 0)[0].state.device_states == 0
+
+
+def test_a_processors_memory_is_the_hosts() -> None:
+    """State that is on the host takes of the same memory, so it makes no room for what else is left open."""
+    fitted = 0
+    for free in range(1, 12):
+        here = Facts(1, 1, "cpu", Bfloat16(False, "made up"), free * MIB)
+        for state in ({"residency": "optimizer", "device_states": 0.0}, {"residency": "all", "device_states": "auto"}):
+            try:
+                run = resolve(load_config(config_of(**state) | {"recompute": ["auto"]}), here, RunInputs())
+            except UserError:
+                continue
+            found = memory(run, 0)
+            least = run.config.state.device_states == 0 and found.parameters_in_use <= 4 * 2 * 50_000
+            assert found.taken(here) <= here.device_bytes or least
+            fitted += 1
+    assert fitted > 5
 
 
 def test_rates_decide_on_an_accelerator() -> None:
