@@ -85,9 +85,7 @@ def test_a_processors_memory_is_the_hosts() -> None:
                 run = resolve(load_config(config_of(**state) | {"recompute": ["auto"]}), here, RunInputs())
             except UserError:
                 continue
-            found = memory(run, 0)
-            least = run.config.state.device_states == 0 and found.parameters_in_use <= 4 * 2 * 50_000
-            assert found.taken(here) <= here.device_bytes or least
+            assert memory(run, 0).taken(here) <= here.device_bytes
             fitted += 1
     assert fitted > 5
 
