@@ -1,6 +1,7 @@
 """What every section of the configuration is."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -29,7 +30,29 @@ PathText = Annotated[str, AfterValidator(_expanded)]  # ~ and $NAME are expanded
 class Section(BaseModel):
     """A node of the tree: unknown keys and wrong types are errors, and so are NaN and infinity."""
 
+    __slots__ = ("_locked",)  # neither copied nor compared
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @property
+    def locked(self) -> bool:
+        """Whether its values stay as they are."""
+        return getattr(self, "_locked", False)
+
+    def lock(self) -> None:
+        """Let its values and those of what it holds stay as they are. What it shares with others becomes its own."""
+        for name in type(self).model_fields:
+            own = self.__dict__[name] = deepcopy(getattr(self, name))
+            for each in own if isinstance(own, list) else [own]:
+                if isinstance(each, Section):
+                    each.lock()
+        object.__setattr__(self, "_locked", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.locked:
+            raise RuntimeError(
+                f"the configuration of a resolved run is not changed, nor is its {name}: change it before"
+            )
+        super().__setattr__(name, value)
 
     def given(self, *keys: str) -> list[str]:
         """Those of these keys that have other values than their defaults."""

@@ -31,9 +31,9 @@ class OtherActivations:
         self.e = job.itemsize
         self.stream = self.R * model.hidden / mesh.tp_in * self.e
 
-    def __call__(self, counts: Counts) -> tuple[float, float]:
-        """As the planner asks for them."""
-        return float(self.stage(counts)), float(self.working(counts))
+    def __call__(self, counts: Counts) -> tuple[float, float, float]:
+        """As the planner asks for them; of a backward pass that is split, all is taken to stay to its end."""
+        return float(self.stage(counts)), float(self.stage(counts)), float(self.working(counts))
 
     def stage(self, counts: Counts) -> float:
         """Kept of a microbatch from its forward pass to its backward pass."""

@@ -28,7 +28,7 @@ def plan(
     overrides: Overrides = None,
     settings: Settings = None,
     machine: Annotated[str, Option(help="A machine's name, or a file as `optimus bench machine` writes it.")] = "",
-    ranks: Annotated[int, Option(help="Ranks of the job.")] = 0,
+    ranks: Annotated[int | None, Option(help="Ranks of the job.")] = None,
     best: Annotated[int, Option(min=1, help="Divisions of the ranks to list.")] = 10,
     as_is: Annotated[bool, Option("--as-is", help="Do not search: predict the layout as configured.")] = False,
     imbalance: Annotated[float, Option(min=1, help="Tokens of the most loaded rank's experts, to the mean.")] = 1.0,
@@ -136,6 +136,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _dry_run(job: Any, rank: int, as_json: bool) -> None:
+    from optimus.config.sizes import size_text
     from optimus.plan.dry_run import dry_run
     from optimus.plan.report import verdict
 
@@ -146,9 +147,9 @@ def _dry_run(job: Any, rank: int, as_json: bool) -> None:
         told = {"rank": rank, "bytes": {"total": total, **found}, "memory": job.machine.memory, "fits": fits}
         print(json.dumps(told, indent=2))
         return
-    print(f"rank {rank} of {job.mesh.size} would hold {total / 1e9:.2f} GB:")
+    print(f"rank {rank} of {job.mesh.size} would hold {size_text(total, 4)}:")
     for name, value in found.items():
-        print(f"  {name:<14}{value / 1e9:>10.2f} GB")
+        print(f"  {name:<14}{size_text(value, 4):>13}")
     print(said)
 
 

@@ -10,10 +10,10 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from optimus.config.combinations import check_combinations
 from optimus.config.renamed import RENAMED
@@ -70,6 +70,18 @@ def validated(
         return kind.model_validate(dict(raw))
     except ValidationError as error:
         raise UserError(f"{where}: " + "; ".join(_explain(error, root, names))) from None
+
+
+def check_value(key: str, value: Any, where: str) -> None:
+    """Raise `UserError` for a value, read at `where`, that the tree's `key`, a field of a section, can never have."""
+    section, name = key.split(".")
+    kind: Any = RunConfig.model_fields[section].annotation
+    field = kind.model_fields[name]
+    annotated: Any = Annotated[field.annotation, field]
+    try:
+        TypeAdapter(annotated).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise UserError(f"{where}: '{key}' is {value!r}: it must be {_must_be(error.errors()[0])}") from None
 
 
 def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None) -> dict[str, Any]:

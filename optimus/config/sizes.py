@@ -28,10 +28,10 @@ def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> float:
     return float(match[1]) * units[match[2]]
 
 
-def size_text(size: int) -> str:
-    """Bytes as people read them, such as "1.5 GB" or "10 B"."""
+def size_text(size: float, digits: int = 3) -> str:
+    """Bytes as people read them, such as "1.5 GB" or "10 B", in so many digits."""
     unit = max((power for power in range(5) if size >= 1000**power), default=0)
-    return f"{size / 1000**unit:.3g} {['B', 'kB', 'MB', 'GB', 'TB'][unit]}"
+    return f"{size / 1000**unit:.{digits}g} {['B', 'kB', 'MB', 'GB', 'TB'][unit]}"
 
 
 def count_text(number: float) -> str:

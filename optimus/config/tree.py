@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from optimus.config.data import DataConfig, TokenCount
 from optimus.config.parallel import ParallelConfig
@@ -563,7 +563,6 @@ class RunConfig(Section):
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
     tuning: TuningConfig = Field(default_factory=TuningConfig)  # asks for the home of the user: not at import
-    _closed: bool = PrivateAttr(False)
 
     def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
         """With other values in sections: `config.changed(train={"steps": 5})`. They are not checked."""
@@ -577,14 +576,9 @@ class RunConfig(Section):
             config = _placed(config, key.split("."), value)
         return config
 
-    def close(self) -> "RunConfig":
-        """Itself, of which no changed copy can be made any more: the configuration of a run that is resolved."""
-        self._closed = True
-        return self
-
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "RunConfig":
-        """As every section has it. Raises `RuntimeError` where the configuration is closed."""
-        if self._closed:
+        """As every section has it. Raises `RuntimeError` where the configuration is locked."""
+        if self.locked:
             raise RuntimeError(f"the configuration of a resolved run is not changed, nor is {', '.join(update or ())}")
         return super().model_copy(update=update, deep=deep)
 

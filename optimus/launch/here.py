@@ -66,7 +66,8 @@ def run_here(
             conclude(tree, began, None, error)
         found = [] if isinstance(error, DamagedError | LeaseError) else list_checkpoints(Path(tree.train.output))
         saved = f" (the run is saved up to step {step_of(found[-1])})" if found else ""
-        raise type(error)(f"{error}{saved}") from error
+        error.args = (f"{error}{saved}",)
+        raise
 
 
 def _begin_optimizer(run: Path) -> None:

@@ -234,6 +234,8 @@ class Agent(LocalElasticAgent):
         except SignalException as error:  # the ranks have had the signal too, and have saved what they could
             self._say(f"ends, as it was sent {error.sigval.name}; its ranks have finished their step and saved")
             return Exit(128 + error.sigval)
+        finally:  # a thread that still uses the store when Python ends aborts the process
+            self.rendezvous._stop_heartbeats()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SAVING) -> None:
         if self._pcontext is not None:

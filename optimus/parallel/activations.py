@@ -28,13 +28,15 @@ class Activations(NamedTuple):
 
     saved: int  # between the forward and the backward pass of one microbatch
     peak: int  # most at any time of the two
+    waiting: int = 0  # of a backward pass that is split, between its two parts
 
 
 class _Region(NamedTuple):
     """Bytes of what is run again together, or not at all."""
 
     saved: float
-    modules: list[tuple[float, float]]  # of each what it makes when it is run again, and the most it holds besides
+    modules: list[tuple[float, float, float]]
+    """Of each what it makes when it is run again, the most it holds besides, and what waits for the part for the weights."""
 
 
 class _Part(NamedTuple):
@@ -42,6 +44,7 @@ class _Part(NamedTuple):
 
     saved: float
     above: float  # what there is at most in their backward pass, beside what they and those before keep
+    waiting: float  # when they have done it, for the part for the weights
 
 
 def activation_bytes(
@@ -58,15 +61,17 @@ def activation_bytes(
     first: bool = True,
     last: bool = True,
     teachers: tuple[ModelConfig, ...] = (),
+    splits: bool = False,
 ) -> Activations:
     """For one microbatch of `micro_batch` sequences of `context` tokens, in a type of `itemsize` bytes.
 
     `mesh` and `options` say how the model is divided, and whether what collectives gave is kept when a module is run again.
     `layers` are the numbers of the blocks on this rank, by default all; `first` and `last` say whether it has the embedding
-    and the output layer, where `teachers` are asked. Its experts have `load` times the mean number of tokens.
+    and the output layer, where `teachers` are asked. Its experts have `load` times the mean number of tokens. `splits`: the
+    gradients of weights are found in a part of the backward pass of their own, later (Zero Bubble Pipeline Parallelism).
     """
     mesh, options = mesh or Mesh(), options or StageOptions()
-    setting = ModuleSetting.of(config, mesh, options, context, itemsize, load, teachers)
+    setting = ModuleSetting.of(config, mesh, options, context, itemsize, load, teachers, splits)
     alike = config.alike
     numbers = [alike[layer] for layer in (range(config.layers) if layers is None else layers)]
     groups = list(_groups(numbers, chosen))
@@ -77,8 +82,8 @@ def activation_bytes(
     kept = peak = left = sum(part.saved for part in parts)
     for part in reversed(parts):
         peak = max(peak, left + part.above)
-        left -= part.saved
-    return Activations(round(kept), round(peak))
+        left += part.waiting - part.saved
+    return Activations(round(kept), round(peak), round(left))
 
 
 def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
@@ -115,12 +120,12 @@ def _part(regions: Sequence[_Region]) -> _Part:
     left = kept = sum(region.saved for region in regions)
     above = -inf
     for region in reversed(regions):
-        now = left + sum(again for again, _ in region.modules)
-        for again, work in reversed(region.modules):
-            above = max(above, now + work - kept)
-            now -= again
+        left += sum(again for again, _, _ in region.modules)
+        for again, work, waiting in reversed(region.modules):
+            above = max(above, left + work - kept)
+            left += waiting - again
         left -= region.saved
-    return _Part(kept, above)
+    return _Part(kept, above, left)
 
 
 def _row_regions(row: Row, kinds: Collection[str], stream: int) -> Iterator[_Region]:
@@ -134,7 +139,7 @@ def _row_regions(row: Row, kinds: Collection[str], stream: int) -> Iterator[_Reg
 
 def _alone(module: ModuleBytes) -> _Region:
     """A module that keeps what it needs."""
-    return _Region(module.saved, [(0, module.work)])
+    return _Region(module.saved, [(0, module.work, module.waiting)])
 
 
 def _run_again(modules: Row, stream: int) -> _Region:
@@ -145,4 +150,6 @@ def _run_again(modules: Row, stream: int) -> _Region:
     if cached is not None:  # to the point where all that it keeps is there, and no further
         made[-1] = last.given + cached.work - last.work
     made[0] -= modules[0][0].given
-    return _Region(stream + sum(results), [(size, module.work) for size, (module, _) in zip(made, modules)])
+    return _Region(
+        stream + sum(results), [(size, module.work, module.waiting) for size, (module, _) in zip(made, modules)]
+    )

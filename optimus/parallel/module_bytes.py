@@ -9,6 +9,7 @@ Experts are taken to get equally many tokens, or a multiple of the mean; tokens 
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import ceil, lcm
@@ -50,6 +51,7 @@ class ModuleSetting(NamedTuple):
     dtype: torch.dtype
     load: float  # tokens of this rank's experts, to the mean
     teachers: tuple[ModelConfig, ...] = ()  # that the output layer asks, as an ensemble
+    splits: bool = False  # whether the gradients of weights are found later than those of inputs
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -62,12 +64,13 @@ class ModuleSetting(NamedTuple):
         itemsize: int,
         load: float,
         teachers: tuple[ModelConfig, ...] = (),
+        splits: bool = False,
     ) -> "ModuleSetting":
         """That of all meshes whose ranks have equally much to do."""
         experts, tensor = mesh.ep * mesh.etp, mesh.cp * mesh.tp
         mesh = replace(mesh, pp=1, dp=lcm(tensor, experts) // tensor, ranks_per_node=None, pipeline_stride=None)
         options = replace(options, recomputation=Recomputation())
-        return cls(config, mesh, options, context, _DTYPES[itemsize], load, teachers)
+        return cls(config, mesh, options, context, _DTYPES[itemsize], load, teachers, splits)
 
     @property
     def without_experts(self) -> "ModuleSetting":
@@ -95,6 +98,7 @@ class ModuleBytes(NamedTuple):
     given: float  # its input, if it is kept
     saved: float  # from the forward to the backward pass, its input included
     works: Sequence[float]  # what there is besides, after each operation of the backward pass
+    waiting: float = 0.0  # after it, for the gradients of the weights, which are found later
 
     @property
     def work(self) -> float:
@@ -151,7 +155,8 @@ def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, seque
         # Operations go in step, but for the output layer's, of which there are more for more blocks of rows.
         both = zip(few.works, more.works) if len(few.works) == len(more.works) else [(few.work, more.work)]
         work = max(grow(*works) for works in both)
-        return ModuleBytes(few.kind, grow(few.given, more.given), grow(few.saved, more.saved), [work])
+        given, saved, waiting = map(grow, few[1:3] + few[4:], more[1:3] + more[4:])
+        return ModuleBytes(few.kind, given, saved, [work], waiting)
 
     return {place: grow_module(one[place], two[place]) for place in one}
 
@@ -167,7 +172,15 @@ def _block_bytes(
     busy = config.experts_of(layer) // ranks if ranks > 1 else 1
     with stage.shapes(setting.load, busy, sequences) as shapes:
         _, places = stage.model.places(_batch(setting, sequences))
-        return stage.runner.measure(stage.blocks[layer], setting.stream(sequences), places, shapes, experts, again)
+        return stage.runner.measure(
+            stage.blocks[layer],
+            setting.stream(sequences),
+            places,
+            shapes,
+            experts=experts,
+            again=again,
+            splits=setting.splits,
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -191,10 +204,10 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Place,
         kept = shapes.alive - start - (made.nbytes if made is not x_TH else 0)
         if what != "head":  # which holds most in its forward pass, when all else is there already
             shapes.history.clear()
-        made.backward(torch.empty_like(made))
+        waiting = stage.runner.backward([made], [torch.empty_like(made)], shapes, splits=setting.splits)
         work = [each - start - kept for each in shapes.history]
     model.zero_grad()
-    return {(0, 0): ModuleBytes(what, 0, kept, work)}
+    return {(0, 0): ModuleBytes(what, 0, kept, work, waiting)}
 
 
 def _batch(setting: ModuleSetting, sequences: int) -> Batch:
@@ -243,11 +256,19 @@ class _Measuring(Runner):
         self._step = step
 
     def measure(
-        self, block: nn.Module, x_TH: Tensor, places: AttentionPositions, shapes: Shapes, experts: bool, again: bool
+        self,
+        block: nn.Module,
+        x_TH: Tensor,
+        places: AttentionPositions,
+        shapes: Shapes,
+        *,
+        experts: bool,
+        again: bool,
+        splits: bool,
     ) -> dict[Place, ModuleBytes]:
         """Of its experts alone, or of all other modules."""
         self._found: dict[Place, ModuleBytes] = {}
-        self._row, self._shapes, self._experts, self._again = 0, shapes, experts, again
+        self._row, self._shapes, self._experts, self._again, self._splits = 0, shapes, experts, again, splits
         block(x_TH, places)
         return self._found
 
@@ -279,9 +300,22 @@ class _Measuring(Runner):
         del result, stream, given, stats
         kept, saved_of_input = shapes.alive - start - y.nbytes, 0 if storage() is None else x.nbytes
         gradients = [gradient, *map(torch.empty_like, ends[1:])]
+        del y, gradient
         shapes.history.clear()
-        torch.autograd.backward(ends, gradients)
-        return ModuleBytes(module[0], saved_of_input, kept, [each - start - kept for each in shapes.history])
+        waiting = self.backward(ends, gradients, shapes, splits=self._splits)
+        works = [each - start - kept for each in shapes.history]
+        return ModuleBytes(module[0], saved_of_input, kept, works, waiting)
+
+    def backward(self, ends: list[Tensor], gradients: list[Tensor], shapes: Shapes, *, splits: bool) -> int:
+        """Do the backward pass and empty both lists; returns the bytes that wait for the gradients of the weights, where it
+        `splits` them off."""
+        with self._step.deferring() if splits else nullcontext([]) as deferred:
+            torch.autograd.backward(ends, gradients)
+        ends.clear()
+        gradients.clear()
+        there = shapes.alive
+        deferred.clear()
+        return there - shapes.alive
 
 
 def _no_stats(module: Any) -> RouterStats:

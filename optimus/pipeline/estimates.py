@@ -6,11 +6,12 @@ The beginning and the end of a step are simulated; in between every rank repeats
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.replay import replay
-from optimus.pipeline.schedule import Kind, live_changes
+from optimus.pipeline.schedule import Action, Kind
 from optimus.pipeline.schedules import Sizes, make_schedule, schedules
 from optimus.pipeline.schedules.vocabulary import AHEAD
 from optimus.pipeline.simulation import makespan
@@ -106,8 +107,17 @@ def _few(name: str, ranks: int, microbatches: int) -> int:
     return few + (microbatches - few) % ranks if schedules()[name].in_rounds else few
 
 
-Live = tuple[int, ...]
-"""Of each stage of a rank, in order: microbatches whose activations it keeps."""
+class Live(NamedTuple):
+    """Of each stage of a rank, in order: microbatches for which it keeps something."""
+
+    kept: tuple[int, ...]
+    """Their activations, from the forward pass to the backward pass."""
+    waiting: tuple[int, ...]
+    """Of split backward passes, between the two parts: what the part for the weights needs."""
+
+    def bytes(self, kept: Sequence[float], waiting: Sequence[float]) -> float:
+        """That they take, where a microbatch takes so many in each stage."""
+        return sum(map(mul, self.kept, kept)) + sum(map(mul, self.waiting, waiting))
 
 
 @lru_cache(maxsize=4096)
@@ -119,36 +129,50 @@ def live_microbatches(
     vocabulary: bool = False,
     warm_up: float = 1.0,
 ) -> tuple[tuple[Live, ...], ...]:
-    """Of each rank: what it keeps when it keeps most; all times of which no other has as many of every stage.
+    """Of each rank: what it keeps when it keeps most, as a backward pass begins; all times of which no other has as many of
+    every stage.
 
     With `vocabulary` it is divided over all ranks, and more microbatches are under way; so they are with a `warm_up` above
     1. A rank's order decides it, whatever its passes take.
     """
     if ranks == 1:
-        return (((1,),),)
+        return ((Live((1,), (0,)),),)
     live = schedules()[name].live
     if live is not None:  # as below, sooner
         sizes = Sizes(ranks, microbatches, warm_up=warm_up, ahead=AHEAD if vocabulary else 0)
-        return tuple(((min(microbatches, live(sizes, rank)),),) for rank in range(ranks))
+        return tuple((Live((min(microbatches, live(sizes, rank)),), (0,)),) for rank in range(ranks))
     few = _few(name, ranks, microbatches)
     plan = _schedule(name, ranks, few, stages_per_rank, vocabulary=vocabulary, transfers=False)
     owned = stages_of_ranks(name, ranks, stages_per_rank)
-    return tuple(_most(live_changes(actions), own) for own, actions in zip(owned, plan.actions))
+    return tuple(_most(actions, own) for own, actions in zip(owned, plan.actions))
 
 
-def _most(changes: Iterable[tuple[int, int]], stages: Sequence[int]) -> tuple[Live, ...]:
-    now, seen = dict.fromkeys(stages, 0), set[Live]()
-    for stage, change in changes:
-        now[stage] += change
-        seen.add(tuple(now.values()))
+def _most(actions: Iterable[Action], stages: Sequence[int]) -> tuple[Live, ...]:
+    kept, waiting, seen = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0), set[Live]()
+    for action in actions:
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            seen.add(Live(tuple(kept.values()), tuple(waiting.values())))
+        if action.kind in _KEPT:
+            kept[action.stage] += _KEPT[action.kind]
+        if action.kind in _WAITING:
+            waiting[action.stage] += _WAITING[action.kind]
     return largest(seen)
+
+
+_KEPT = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1}
+_WAITING = {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHTS: -1}
 
 
 def largest(seen: Iterable[Live]) -> tuple[Live, ...]:
     """Those of which no other has as many of every stage."""
     several = set(seen)
     return tuple(
-        one for one in several if not any(other != one and all(map(int.__ge__, other, one)) for other in several)
+        one
+        for one in several
+        if not any(
+            other != one and all(map(int.__ge__, (*other.kept, *other.waiting), (*one.kept, *one.waiting)))
+            for other in several
+        )
     )
 
 

@@ -1,5 +1,6 @@
 """Which blocks of a model each stage of a pipeline holds."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
@@ -41,9 +42,17 @@ def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[ra
         )
     taken = _sums(time, stages)
     held = taken if memory is None else _sums(memory, stages)
-    longest = _search(blocks, stages, lambda *stage: (taken(*stage), 0.0)).largest * _MORE
-    fullest = _search(blocks, stages, lambda *stage: (held(*stage) if taken(*stage) <= longest else inf, 0.0)).largest
-    fullest *= _MORE
+
+    def within(limit: float, cost: Callable[[int, int, int], float]) -> float:
+        """The smallest largest cost of stages that take no more time than `limit`."""
+        return (
+            _MORE
+            * _search(blocks, stages, lambda *stage: (cost(*stage) if taken(*stage) <= limit else inf, 0.0)).largest
+        )
+
+    rough = _MORE * max(taken(*stage) for stage in _even(time.blocks, stages))  # leaves less to search
+    longest = within(rough, taken)
+    fullest = within(longest, held)
 
     def unevenness(*stage: int) -> tuple[float, float]:
         fits = taken(*stage) <= longest and held(*stage) <= fullest
@@ -51,6 +60,15 @@ def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[ra
 
     ends = _search(blocks, stages, unevenness).ends
     return [range(start, end) for start, end in zip((0, *ends), ends)]
+
+
+def _even(weights: Sequence[float], stages: int) -> list[tuple[int, int, int]]:
+    """Stages that take about as much: each with its first block, and the first that it has no more."""
+    sums, ends = list(accumulate(weights)), [0]
+    for stage in range(1, stages):
+        wanted = bisect_left(sums, sums[-1] * stage / stages) + 1
+        ends.append(min(max(wanted, ends[-1] + 1), len(weights) - stages + stage))
+    return list(zip(range(stages), ends, [*ends[1:], len(weights)]))
 
 
 def _sums(weights: Weights, stages: int) -> Callable[[int, int, int], float]:
@@ -66,14 +84,18 @@ def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[floa
     `cost` of a stage from block `start` to `end` is a pair: the cost, which does not fall with more blocks and is infinite
     where a stage may not have them, and what is summed.
     """
+    ends = [blocks]  # of each stage the earliest after which the others can have what is left
+    for stage in range(stages - 1, 0, -1):
+        starts = range(stage, ends[0])
+        ends.insert(0, starts[bisect_left(starts, True, key=lambda start: cost(stage, start, ends[0])[0] < inf)])
     best: list[_Split | None] = [_Split(0.0, 0.0, ()), *([None] * blocks)]  # of the first stages
     for stage in range(stages):
         following: list[_Split | None] = [None] * (blocks + 1)
-        for end in range(stage + 1, blocks - (stages - stage - 1) + 1):
+        possible = [(start, before) for start, before in enumerate(best) if before is not None]
+        for end in range(max(stage + 1, ends[stage]), blocks - (stages - stage - 1) + 1):
             chosen: _Split | None = None
-            for start in range(end - 1, stage - 1, -1):
-                before = best[start]
-                if before is None:
+            for start, before in reversed(possible):
+                if start >= end:
                     continue
                 own, summed = cost(stage, start, end)
                 if own == inf or (chosen is not None and own > chosen.largest):

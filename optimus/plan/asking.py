@@ -3,11 +3,13 @@
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from optimus.config import RunConfig, load_config, resolve_model
 from optimus.config.load import validated
+from optimus.data.training import open_folders
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
@@ -39,7 +41,7 @@ def plan(
     overrides: Iterable[str] = (),
     *,
     machine: str,
-    ranks: int,
+    ranks: int | None,
     best: int = 10,
     as_is: bool = False,
     largest: bool = False,
@@ -55,7 +57,8 @@ def plan(
     Tokens of the most loaded rank's experts are `imbalance` times the mean; `what_if` changes the machine or the library,
     and `links` is a file of the bandwidth between nodes. Raises `UserError` where nothing fits, or for what cannot be.
     """
-    job = asked(configured(model, overrides, ranks), machine, ranks, what_if, imbalance, links)
+    number = _counted(ranks)
+    job = asked(configured(model, overrides, number), machine, number, what_if, imbalance, links)
     given = predict(as_configured(job)) if as_is else None
     if scale:
         points = study(job, scale, given)
@@ -63,10 +66,17 @@ def plan(
     return Answer(job, [given] if given else deepest(job) if largest else search(job, best))
 
 
+def _counted(ranks: int | None) -> int:
+    """Raises `UserError` where there is none."""
+    if ranks is None or ranks < 1:
+        raise UserError(
+            f"--ranks {'is missing' if ranks is None else ranks}: say how many ranks the job has, at least 1"
+        )
+    return ranks
+
+
 def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
     """The run that `model` names: a YAML file, or a preset or folder with the defaults of a run around it."""
-    if ranks < 1:
-        raise UserError(f"--ranks {ranks or 'is missing'}: say how many ranks the job has, at least 1")
     if Path(model).suffix in (".yaml", ".yml"):
         return with_microbatches(load_config(model, overrides, read_model_folder), ranks)
     batch = _SEQUENCES if ranks <= _SEQUENCES // _PER_RANK else _PER_RANK * ranks
@@ -95,7 +105,8 @@ def asked(
 ) -> Job:
     """`config` on so many ranks of a machine, all of them data-parallel. `links` is a file of the bandwidth between nodes.
 
-    Raises `UserError` for an unknown machine, and for changes that cannot be made to it or to the profile.
+    Raises `UserError` for an unknown machine, for changes that cannot be made to it or to the profile, and where the length
+    is in passes over data that is not there.
     """
     if not machine:
         raise UserError(f"--machine is missing: name one of {', '.join(machine_names())}, or a file")
@@ -104,7 +115,10 @@ def asked(
         network = kind.network.model_dump() | {"links": read_links(links)}
         kind = kind.model_copy(update={"network": validated(Network, network, str(links), Network)})
     kind, profile = changed(kind, profile_of(config), changes)
-    return job_of(config, kind, Mesh(dp=ranks, ranks_per_node=min(ranks, kind.ranks_per_node)), profile, imbalance)
+    job = job_of(config, kind, Mesh(dp=ranks, ranks_per_node=min(ranks, kind.ranks_per_node)), profile, imbalance)
+    if config.train.epochs is None:
+        return job
+    return replace(job, sequences=sum(shards.instances for shards in open_folders(config).values()))
 
 
 def as_configured(job: Job) -> Job:
@@ -140,7 +154,7 @@ def best_layout(config: str | Path, overrides: Iterable[str], machine: str, rank
     """
     if ranks is None and "WORLD_SIZE" not in os.environ:
         raise UserError("--auto-plan divides ranks: say how many with --ranks, or start them with a launcher")
-    number = int(os.environ.get("WORLD_SIZE", ranks or 0))
+    number = _counted(int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else ranks)
     run = configured(str(config), overrides, number)
     best = search(asked(run, machine, number, []), best=1)[0]
     if int(os.environ.get("RANK", "0")) == 0:

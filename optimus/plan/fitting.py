@@ -26,6 +26,7 @@ from optimus.plan.memory import (
 from optimus.plan.offloading import host_room
 from optimus.plan.parameter_groups import Counts
 from optimus.plan.step import least_time, step_time, together
+from optimus.resolve.stages import splits_backward
 from optimus.state.buffers import RESIDENCES
 from optimus.state.plan import Shard
 
@@ -57,7 +58,7 @@ class Fitting:
         self._nodes = job.nodes
         self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
         self._ways: dict[tuple[object, ...], list[_Way]] = {}
-        self._kept: dict[tuple[BlockTiming, frozenset[str]], ActivationSizes] = {}
+        self._kept: dict[tuple[BlockTiming, bool, frozenset[str]], ActivationSizes] = {}
         self._sets = recomputations(job.model)
         profile = job.profile
         self._hides = profile.overlap_data >= profile.overlap_gather and not profile.broadcast
@@ -150,7 +151,7 @@ class Fitting:
 
     def _activation_sizes(self, candidate: Candidate, job: Job, recompute: frozenset[str]) -> list[float]:
         """Bytes on each rank of `_ranks_of`."""
-        key = candidate.division, recompute
+        key = candidate.division, splits_backward(job.config), recompute
         if key not in self._kept:
             self._kept[key] = run_activations(job.changed(recompute=[*recompute]))
         return [sum(parts.values()) for parts in activations_of(self._ranks_of(job), self._kept[key])]

@@ -46,7 +46,8 @@ class Job:
 
     `imbalance` is the most tokens of a rank's experts over the mean, `rules` the update rules (empty: AdamW for all),
     `factors` the projections that have low-rank factors, `teachers` the members of its teacher, `nodes` those of the
-    machine's links that are used, in the order of the ranks, and `run` the whole of which `config` may be a phase.
+    machine's links that are used, in the order of the ranks, `run` the whole of which `config` may be a phase, and
+    `sequences` those of its data, where its length is in passes over them.
     """
 
     config: RunConfig
@@ -59,6 +60,7 @@ class Job:
     teachers: tuple[ModelConfig, ...] = ()
     nodes: tuple[int, ...] | None = None
     run: RunConfig | None = None
+    sequences: int | None = None
 
     # ---- What the configuration says ----
 

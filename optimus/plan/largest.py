@@ -8,7 +8,8 @@ from optimus.plan.job import Job
 from optimus.plan.prediction import Plan
 from optimus.plan.search import fits, search_residency
 
-_MOST = 1 << 14  # layers
+MOST_LAYERS = 1 << 12
+"""That are tried."""
 
 
 def largest(job: Job) -> list[Plan]:
@@ -29,7 +30,7 @@ def largest(job: Job) -> list[Plan]:
 def _deepest(job: Job) -> Iterator[Plan]:
     """By doubling, and then halving what is between, until less than a sixteenth is not known."""
     least, most, layers = 0, None, job.model.layers
-    while 0 < layers <= _MOST and (most is None or most - least > max(1, least // 16)):
+    while 0 < layers <= MOST_LAYERS and (most is None or most - least > max(1, least // 16)):
         if fits(job.changed(model={"layers": layers})):
             least = layers
         else:

@@ -39,8 +39,9 @@ KINDS = "norm", "attention", "mlp", "moe", "block"  # of recomputation, in the c
 _AHEAD = 2  # blocks whose whole parameters, or gradients, are there at a time where they are sharded
 
 
-ActivationSizes = Callable[[Counts], tuple[float, float]]
-"""Bytes of one microbatch in a stage: from its forward pass to its backward pass, and for a moment besides."""
+ActivationSizes = Callable[[Counts], tuple[float, float, float]]
+"""Bytes of one microbatch in a stage: from its forward to its backward pass, between the two parts of the latter where it is
+split, and for a moment besides."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[st
     """Of each rank: what its activations take, and what a backward pass holds besides."""
     parts = []
     for rank in ranks:
-        stages, working = zip(*map(kept, rank.stages))
-        most = max(sum(map(float.__mul__, stages, map(float, live))) for live in rank.live)
+        saved, waiting, working = zip(*map(kept, rank.stages))
+        most = max(live.bytes(saved, waiting) for live in rank.live)
         parts.append({"activations": most, "working": max(working)})
     return parts
 
@@ -171,15 +172,15 @@ def run_activations(job: Job) -> ActivationSizes:
     shapes = activation_shapes(config, job.mesh, job.teachers, int(job.itemsize))
     # A search also asks for layouts with which duplicates cannot be sent; they are not counted.
     shapes |= {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
-    alike, known = sorted(set(job.model.alike)), dict[tuple[int, ...], tuple[float, float]]()
+    alike, known = sorted(set(job.model.alike)), dict[tuple[int, ...], tuple[float, float, float]]()
 
-    def sizes(counts: Counts) -> tuple[float, float]:
+    def sizes(counts: Counts) -> tuple[float, float, float]:
         key = tuple(counts.values())
         if key not in known:
             layers = [layer for layer in alike for _ in range(counts[layer])]
             first, last = bool(counts["first"]), bool(counts["last"])
             found = activation_bytes(job.model, chosen, layers=layers, first=first, last=last, **shapes)
-            known[key] = float(found.saved), float(found.peak - found.saved)
+            known[key] = float(found.saved), float(found.waiting), float(found.peak - found.saved)
         return known[key]
 
     return sizes

@@ -77,7 +77,7 @@ def facts_of(job: Job) -> Facts:
 
 def run_of(job: Job) -> ResolvedRun:
     """The job's run. Raises `UserError` as `config_of` and `resolve` do."""
-    return resolve(config_of(job), facts_of(job), RunInputs(teachers=job.teachers))
+    return resolve(config_of(job), facts_of(job), RunInputs(sequences=job.sequences, teachers=job.teachers))
 
 
 def decided(job: Job, run: ResolvedRun) -> Job:

@@ -7,6 +7,7 @@ from typing import Any
 
 from optimus.comm.algorithms import OWN
 from optimus.config.load import dump_config
+from optimus.config.sizes import size_text
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
@@ -15,6 +16,7 @@ from optimus.model.count import count_parameters
 from optimus.plan.blocks import examples
 from optimus.plan.collectives import algorithm_named
 from optimus.plan.job import Job
+from optimus.plan.largest import MOST_LAYERS
 from optimus.plan.machine import Machine
 from optimus.plan.memory import room_of
 from optimus.plan.offloading import device_share, ranks_of_node, sends_gradients
@@ -87,7 +89,8 @@ def largest_row(plan: Plan) -> dict[str, Any]:
     """The first columns of a plan of the largest model."""
     model = plan.job.model
     parameters = f"{count_parameters(model).total / 1e9:.3g} B"
-    return {"": "", "state on": plan.job.state.residency, "layers": f"{model.layers:,}", "parameters": parameters}
+    layers = f"{model.layers:,}" + (" or more" if model.layers == MOST_LAYERS else "")
+    return {"": "", "state on": plan.job.state.residency, "layers": layers, "parameters": parameters}
 
 
 def scaled_rows(points: Sequence[ScalingPoint], *, wide: bool = False) -> list[dict[str, Any]]:
@@ -122,7 +125,7 @@ def _row(plan: Plan, wide: bool) -> dict[str, Any]:
         "step_s": round(plan.step.seconds, 3),
         **({"tokens/s": _tokens(plan)} if wide else {}),
         "utilisation" if wide else "MFU": f"{100 * plan.utilisation:.1f} %",
-        "memory": f"{plan.memory.total / 1e9:.1f} GB",
+        "memory": size_text(plan.memory.total),
         **({"most time": _costliest(plan)} if wide else {}),
     }
 
@@ -154,14 +157,14 @@ def explained(plan: Plan) -> str:
             lines.append(f"  {name:<22}{value:>10.3f} s {100 * value / plan.step.seconds:>6.1f} %")
     room = job.machine.memory
     where = f"pipeline rank {plan.memory.rank}" if job.mesh.pp > 1 else "every rank"
-    lines.append(f"{where} takes {plan.memory.total / 1e9:.2f} of {room / 1e9:.1f} GB:")
+    lines.append(f"{where} takes {size_text(plan.memory.total, 4)} of {size_text(room)}:")
     for name, value in _largest_first(plan.memory.parts):
         if value > 0:
-            lines.append(f"  {name:<22}{value / 1e9:>10.2f} GB{100 * value / room:>6.1f} %")
+            lines.append(f"  {name:<22}{size_text(value, 4):>13}{100 * value / room:>6.1f} %")
     lines += _elsewhere(plan)
     connected, buffers = communicators_of(job)
     number = sum(each.number for each in connected)
-    lines.append(f"a rank has up to {number} communicators, with {buffers / 1e9:.2f} GB of buffers besides:")
+    lines.append(f"a rank has up to {number} communicators, with {size_text(buffers, 4)} of buffers besides:")
     lines += [f"  {each.what:<22}{each.number:>4} of {each.size:,} ranks" for each in connected]
     lines += ["its collectives, by which algorithm, and the largest of each kind:", *_collectives(job)]
     lines.append(describe(job.mesh))
@@ -180,8 +183,8 @@ def _elsewhere(plan: Plan) -> Iterator[str]:
     ranks = ranks_of_node(job)
     yield (
         f"state.residency {state.residency}: the state of {device_share(job):.0%} of the chunks is on the device; the host "
-        f"of a node has {ranks * beside.host / 1e9:.2f} of {host.memory / 1e9:.1f} GB"
-        + (f", its disks {ranks * beside.disk / 1e9:.2f} GB" if beside.disk else "")
+        f"of a node has {size_text(ranks * beside.host, 4)} of {size_text(host.memory)}"
+        + (f", its disks {size_text(ranks * beside.disk, 4)}" if beside.disk else "")
     )
     if sends_gradients(job):
         yield "  the gradients of each microbatch go to the host, and are added up there"
@@ -212,8 +215,8 @@ def verdict(size: float, machine: Machine) -> tuple[bool, str]:
     """(whether so many bytes fit on a rank of `machine`, the same in words)."""
     room, memory = room_of(machine), machine.memory
     fits = size <= room
-    left = "" if fits or size > memory else f" ({room / 1e9:.3g} GB of them can be used; fragments waste the rest)"
-    return fits, f"{size / 1e9:.3g} GB on {memory / 1e9:.3g} GB{left}: {'fits' if fits else 'does not fit'}"
+    left = "" if fits or size > memory else f" ({size_text(room)} of them can be used; fragments waste the rest)"
+    return fits, f"{size_text(size)} on {size_text(memory)}{left}: {'fits' if fits else 'does not fit'}"
 
 
 def write_config(plan: Plan, path: Path) -> None:

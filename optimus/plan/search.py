@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
+from optimus.config.sizes import size_text
 from optimus.errors import UserError
 from optimus.pipeline.schedules import DEFAULT
 from optimus.plan.divisions import candidates
@@ -144,9 +145,9 @@ def _too_large(job: Job) -> UserError:
             break
         least = min(least, memory_of(each).total)
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})
-    enough = [f"{name} ({size / 1e9:.0f} GB)" for size, name in rooms if least <= size * 0.92]
+    enough = [f"{name} ({size_text(size)})" for size, name in rooms if least <= size * 0.92]
     cure = f"the smallest machine that has it is {enough[0]}" if enough else "no known machine has it"
     return UserError(
-        f"nothing fits: a rank of {job.machine.name} has {job.machine.memory / 1e9:.1f} GB, and the least that "
-        f"any layout of {job.mesh.size} ranks takes is {least / 1e9:.1f} GB: {cure}; or take more ranks"
+        f"nothing fits: a rank of {job.machine.name} has {size_text(job.machine.memory)}, and the least that "
+        f"any layout of {job.mesh.size} ranks takes is {size_text(least)}: {cure}; or take more ranks"
     )

@@ -10,6 +10,7 @@ from typing import Any
 from optimus.config import RunConfig
 from optimus.config.combinations import check_combinations
 from optimus.config.flat import flat
+from optimus.config.load import check_value
 from optimus.config.phases import phases_of
 from optimus.config.renamed import with_new_names
 from optimus.config.yaml_text import parse_yaml
@@ -96,10 +97,16 @@ def _schedules(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def previous_decisions(run: Path) -> dict[str, Any]:
-    """What a run has written of what is kept of its decisions; nothing where there is no run yet."""
+    """What a run has written of what is kept of its decisions; nothing where there is no run yet.
+
+    Raises `UserError` for a value that can be none of its key.
+    """
+    path = run / "config.yaml"
     try:
-        raw = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
-        found = dict(flat(with_new_names(raw)))
+        found = dict(flat(with_new_names(parse_yaml(path.read_text(encoding="utf-8"), str(path)))))
     except (OSError, UnicodeDecodeError, UserError, LookupError, TypeError, AttributeError):
         return {}  # the checkpoint, if there is one, says what is wrong with the folder
-    return {key: found[key] for key in KEPT if found.get(key) is not None}
+    kept = {key: found[key] for key in KEPT if found.get(key) is not None}
+    for key, value in kept.items():
+        check_value(key, value, str(path))
+    return kept

@@ -1,7 +1,7 @@
 """The account of memory: what a rank holds, by what is planned of it. Checks, choices, plans and dry runs read it.
 
-Not in it are buffers of collectives and messages on their way, and, where a schedule splits backward passes, what has been
-recomputed for the parts for the weights, which are still to come.
+Not in it is what is on its way: buffers of collectives, messages, and tiles of updates that are brought to the device and
+back, two at a time (`state.tile`; of a rule of matrices at least one matrix).
 """
 
 import math
@@ -130,11 +130,9 @@ def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomput
         run.activations(recomputation, layers=partition.blocks[stage], first=stage == 0, last=stage == last, load=load)
         for stage in partition.here
     ]
-    kept = (
-        sum(number * stage.saved for number, stage in zip(numbers, stages))
-        for numbers in live_of(run.config, run.microbatches)[place]
-    )
-    return LiveBytes(max(kept), max(stage.peak - stage.saved for stage in stages))
+    saved, waiting = [stage.saved for stage in stages], [stage.waiting for stage in stages]
+    kept = max(most.bytes(saved, waiting) for most in live_of(run.config, run.microbatches)[place])
+    return LiveBytes(round(kept), max(stage.peak - stage.saved for stage in stages))
 
 
 def _parameters_in_use(run: ResolvedRun, plans: Sequence[ChunkPlan]) -> int:

@@ -64,7 +64,7 @@ class ResolvedRun:
     def closed(self) -> "ResolvedRun":
         """Itself; its configurations are not changed any more."""
         for config in (self.config, self.record, *(phase.config for phase in self.phases)):
-            config.close()
+            config.lock()
         return self
 
     # ---- Batches ----

@@ -7,6 +7,7 @@ from optimus.mesh import Mesh
 from optimus.parallel.build import StageOptions
 from optimus.parallel.recompute import Recomputation
 from optimus.resolve.precision import DTYPES
+from optimus.resolve.stages import splits_backward
 
 
 def stage_options(config: RunConfig, recomputation: Recomputation | None = None) -> StageOptions:
@@ -36,5 +37,6 @@ def activation_shapes(
         "itemsize": itemsize or DTYPES[config.train.precision].itemsize,
         "mesh": mesh,
         "options": stage_options(config),
+        "splits": splits_backward(config),
         "teachers": teachers,
     }

@@ -89,9 +89,16 @@ def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
     parallel, pp = config.parallel, config.parallel.pipeline
     if parallel.executor == "message-driven":
         caps, place = find_caps(parallel.in_flight, parallel.stages), placement_of(config)
-        return [[tuple(min(microbatches, caps[stage]) for stage in place.stages_of(rank))] for rank in range(pp)]
+        kept = [tuple(min(microbatches, caps[stage]) for stage in place.stages_of(rank)) for rank in range(pp)]
+        return [[Live(each, (0,) * len(each))] for each in kept]
     sizes = pp, microbatches, parallel.stages_per_rank, parallel.vocabulary, parallel.warm_up
     return live_microbatches(parallel.schedule, *sizes)
+
+
+def splits_backward(config: RunConfig) -> bool:
+    """Whether the gradients of inputs and of weights are found at times of their own."""
+    parallel = config.parallel
+    return parallel.pipeline > 1 and schedules()[parallel.schedule].splits_backward
 
 
 def tied_embeddings(config: RunConfig) -> bool:

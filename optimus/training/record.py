@@ -1,9 +1,13 @@
 """Record of a completed step."""
 
+import numbers
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from optimus.comm.recorder import Recorder
+from optimus.errors import UserError
 from optimus.training.step import StepResult
 
 
@@ -23,15 +27,53 @@ class StepTimes:
 
 @dataclass
 class StepRecord:
-    """A completed step, of the global batch. Hooks add to it what they have measured."""
+    """A completed step, of the global batch. Hooks add to its `values` what they have measured."""
 
     step: int
     result: StepResult
     times: StepTimes
     values: dict[str, float] = field(default_factory=dict)
     """By name, for the run's metrics."""
-    expert_load: dict[int, list[float]] | None = None
-    """By layer: tokens of each expert, to the mean."""
+    expert_load: dict[int, list[float]] = field(default_factory=dict)
+    """By layer: tokens of each expert, to the mean; empty in most steps."""
+
+
+_STEP = {"step", "tokens", "time", "lr", "grad_norm", "skipped_steps", "phase"}
+_LOSSES = {"loss", "balance_loss", "z_loss", "teacher_divergence", "bits_per_byte"}
+_SPEED = {"tokens_per_second", "step_seconds", "data_seconds", "checkpoint_seconds", "model_flops_utilization"}
+OWN_NAMES = _STEP | _LOSSES | _SPEED
+"""Of the library's own metrics; and beginnings of such."""
+OWN_BEGINNINGS = ("tokens/", "train_loss/", "loss/", "bits_per_byte/", "time/", "memory/", "experts/")
+
+
+def is_number(value: object) -> bool:
+    """Whether it is one number, of Python's or NumPy's; a tensor is none."""
+    return isinstance(value, numbers.Real)
+
+
+def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
+    """What a user's hook has added to the values of a record, as numbers of Python's.
+
+    Raises `UserError` for what is no name or no number, for a name that the library or another hook uses, and where the hook
+    has changed the record itself.
+    """
+    for each in fields(StepRecord):
+        if each.name != "values" and getattr(after, each.name) is not getattr(before, each.name):
+            raise UserError(f"record.{each.name} is not its own: leave it as it is")
+    if not isinstance(after.values, Mapping):
+        raise UserError(f"record.values is a {type(after.values).__name__}: give numbers by name")
+    for name, value in before.values.items():
+        if after.values.get(name) is not value:
+            raise UserError(f"record.values[{name!r}] is not its own: choose another name")
+    own: Mapping[Any, Any] = {name: value for name, value in after.values.items() if name not in before.values}
+    for name, value in own.items():
+        if not isinstance(name, str) or not name:
+            raise UserError(f"record.values[{name!r}]: give a name, as text")
+        if name in OWN_NAMES or name.startswith(OWN_BEGINNINGS):
+            raise UserError(f"record.values[{name!r}] is a metric of the library: choose another name")
+        if not is_number(value):
+            raise UserError(f"record.values[{name!r}] is a {type(value).__name__}: give a number, as by float()")
+    return {name: float(value) for name, value in own.items()}
 
 
 class StepClock:

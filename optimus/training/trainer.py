@@ -172,6 +172,19 @@ class Trainer:
         data, bad numbers or of a hook, after hooks have saved what is good, and `CollectiveError`, which names the step,
         where another rank is lost.
         """
+        try:
+            self._train()
+        except BaseException:
+            if self._wish is not None and self._wish.error is not None:  # of a hook, on the way out
+                say_at_once(f"error: {self._wish.error}")
+            raise
+        with naming_collectives("after the training"):
+            self._agree_on_ending()
+        if self.ending is not None and self.ending.error is not None:
+            raise self.ending.error
+        return self.ending or Ending()
+
+    def _train(self) -> None:
         with ExitStack() as stack:
             loader = stack.enter_context(self.run.batches(self.progress.step))
             stack.callback(self.checkpointer.saver.abandon)
@@ -192,7 +205,6 @@ class Trainer:
                     for hook in self.hooks:
                         hook.after_error(self)
                 raise self.ending.error
-        return self.ending or Ending()
 
     def _step(self, loader: TokenLoader[Batch]) -> None:
         """One step and the hooks after it; or none, and an ending, when its data cannot be read."""
@@ -249,15 +261,17 @@ class Trainer:
         """End on all ranks where one of them is to."""
         if not self.groups.world.any(self._wish is not None):
             return
-        wishes = [wish for wish in self.groups.world.all_gather_object(self._wish) if wish is not None]
+        own, self._wish = self._wish, None
+        wishes = [wish for wish in self.groups.world.all_gather_object(own) if wish is not None]
         failed = next((wish for wish in wishes if wish.error is not None), None)
         if failed is not None:
-            self.ending = self.ending or failed
-        elif self.progress.step < self.run.last_step:
-            self.ending = self.ending or max(wishes, key=lambda wish: wish.signal)
+            if self.ending is None or self.ending.error is None:
+                self.ending = failed
+        elif self.progress.step < self.run.last_step and self.ending is None:
+            self.ending = max(wishes, key=lambda wish: wish.signal)
             if self.ending.why:
                 self.say(f"step {self.progress.step}: the run ends here: {self.ending.why}")
-            elif self.groups.rank == 0 and self._wish is None:
+            elif self.groups.rank == 0 and own is None:
                 say_at_once("another rank was told to end: saving")
 
     @contextmanager

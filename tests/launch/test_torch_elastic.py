@@ -2,12 +2,14 @@
 
 import inspect
 import pickle
+import signal
 import sys
 import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 from torch.distributed import HashStore, Store
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousStoreInfo
@@ -368,3 +371,23 @@ def test_an_agent_that_stops_stops_all(meet: Callable[..., Nodes], tmp_path: Pat
     agents.tell(7, 1)  # its rank has lost the other
     until(lambda: 1 in agents.ends, "an agent restarts into a rendezvous that is closed")
     assert agents.ends == {0: Do.STOP, 1: None}
+
+
+@pytest.mark.parametrize("by", [SignalException("told to end", signal.SIGTERM), RuntimeError("an accident")])
+def test_however_an_agent_ends_its_heartbeats_do(meet: Callable[..., Nodes], tmp_path: Path, by: Exception) -> None:
+    """A thread of torch's that still calls the store when Python ends aborts the process."""
+    nodes = meet(1, 1)
+
+    name = f"RendezvousKeepAliveTimer_{nodes.all[0]._this_node.local_id}"
+
+    def lives() -> bool:
+        return name in [thread.name for thread in threading.enumerate()]
+
+    def joined(*world: Any) -> None:
+        assert lives()
+        raise by
+
+    agent = Agent(nodes.all[0], [sys.executable, "-c", ""], 1, joined=joined, failed=lambda _: Do.STOP, logs=tmp_path)
+    with nullcontext() if isinstance(by, SignalException) else pytest.raises(RuntimeError, match="an accident"):
+        assert agent.until_the_end() == 143
+    assert not lives()

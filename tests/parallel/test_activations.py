@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -53,8 +54,9 @@ def settled(current: Callable[[], int]) -> int:
     return current()
 
 
-def measured(source: dict[str, Any], ranks: int) -> tuple[int, Activations, Activations]:
-    """(bytes that a backward pass is shown, (bytes alive, most bytes ever), both as computed) on this rank."""
+def measured(source: dict[str, Any], ranks: int, *, splits: bool = False) -> tuple[int, Activations, Activations]:
+    """(bytes that a backward pass is shown; bytes alive, most bytes ever and, where the backward pass is split, between its
+    parts; the three as computed) on this rank."""
     config = load_config(source)
     groups = Groups(mesh_of(config, ranks))
     model, state = build(config, groups)
@@ -80,11 +82,19 @@ def measured(source: dict[str, Any], ranks: int) -> tuple[int, Activations, Acti
         with tracking() as allocations:
             loss = forward()
             alive = settled(lambda allocations=allocations: allocations.current)
-            loss.backward()
-        found.append((alive, allocations.peak))
+            with groups.step.deferring() if splits else nullcontext([]) as deferred:
+                loss.backward()
+            del loss
+            after = allocations.current
+            for add in deferred:
+                add()
+            deferred.clear()
+            waiting = after - allocations.current if splits else 0
+        found.append((alive, allocations.peak, waiting))
     chosen = Recomputation(tuple(config.recompute), config.recompute_every)
     itemsize = 2 if config.train.precision == "bfloat16" else 4
-    computed = activation_bytes(config.model, chosen, **activation_shapes(config, groups.mesh, (), itemsize))
+    shapes = activation_shapes(config, groups.mesh, (), itemsize) | {"splits": splits}
+    computed = activation_bytes(config.model, chosen, **shapes)
     return hooked, Activations(*map(min, zip(*found))), computed
 
 
@@ -104,6 +114,22 @@ def test_computed_is_measured(made_of: tuple[dict[str, Any], str], kinds: list[s
         hooked, found, computed = measured(source, 1)
         assert computed.saved == pytest.approx(found.saved, rel=0.02)
         assert computed.saved == pytest.approx(hooked, rel=0.05, abs=2**17)  # the rotary table is nobody's saved tensor
+        assert computed.peak == pytest.approx(found.peak, rel=0.05)
+
+
+@pytest.mark.parametrize(("made_of", "kinds", "precision"), in_turns(IN_ONE_PROCESS), ids=str)
+def test_what_waits_for_the_gradients_of_weights_is_measured(
+    made_of: tuple[dict[str, Any], str], kinds: list[str], precision: str
+) -> None:
+    """Where a backward pass is split, its second part has the inputs of the products and the gradients of what they gave,
+    whether the inputs were kept or made again."""
+    model, feed_forward = made_of
+    named = [feed_forward if kind == "FF" else kind for kind in kinds]
+    for every in (1, 2) if len(kinds) == 1 else (1,):
+        source = tree(model, recompute=named, recompute_every=every, precision=precision)
+        _, found, computed = measured(source, 1, splits=True)
+        assert computed.saved == pytest.approx(found.saved, rel=0.02)
+        assert computed.waiting == pytest.approx(found.waiting, rel=0.02)
         assert computed.peak == pytest.approx(found.peak, rel=0.05)
 
 

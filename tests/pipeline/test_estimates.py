@@ -1,12 +1,13 @@
 """A pipeline without playing all of it: the microbatches that are live, and how long a step takes."""
 
 import random
+from operator import ge, sub
 
 import pytest
 
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.estimates import StageTimes, least_seconds, live_microbatches, pipeline_seconds, stages_of_ranks
-from optimus.pipeline.schedule import live_changes
+from optimus.pipeline.schedule import Kind
 from optimus.pipeline.schedules import make_schedule
 from optimus.pipeline.simulation import makespan
 
@@ -19,14 +20,25 @@ ORDERS = [("1f1b", 1), ("zb-h1", 1), ("zbv", 2), ("interleaved-1f1b", 2), ("inte
 def test_what_ranks_keep_is_what_the_schedule_keeps(name: str, per_rank: int, ranks: int, times: int) -> None:
     microbatches = ranks * times + (name != "interleaved-1f1b")
     plan = make_schedule(name, ranks, microbatches, per_rank)
-    for rank, kept in enumerate(live_microbatches(name, ranks, microbatches, per_rank)):
-        now, most, seen = dict.fromkeys(plan.stages_of(rank), 0), 0, set()
-        for stage, change in live_changes(plan.actions[rank]):
-            now[stage] += change
-            most = max(most, sum(now.values()))
-            seen.add(tuple(now.values()))
-        assert max(map(sum, kept)) == most
-        assert set(kept) <= seen
+    for rank, found in enumerate(live_microbatches(name, ranks, microbatches, per_rank)):
+        stages, most = plan.stages_of(rank), 0
+        done = {kind: dict.fromkeys(stages, 0) for kind in Kind}
+        seen = set()
+        for action in plan.actions[rank]:
+            began = [done[Kind.FORWARD][stage] for stage in stages]
+            ended = [done[plan.first_backward][stage] for stage in stages]
+            whole = [
+                done[Kind.BACKWARD_WEIGHTS][stage] if plan.splits_backward else end for stage, end in zip(stages, ended)
+            ]
+            if action.kind is plan.first_backward:
+                seen.add((tuple(map(sub, began, ended)), tuple(map(sub, ended, whole))))
+                most = max(most, sum(began) - sum(whole))
+            if action.kind in done:
+                done[action.kind][action.stage] += 1
+        assert max(sum(one.kept) + sum(one.waiting) for one in found) == most
+        assert set(found) <= seen
+        for one in seen:
+            assert any(all(map(ge, sum(other, ()), sum(one, ()))) for other in found)
 
 
 @pytest.mark.parametrize(("name", "per_rank"), ORDERS)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from optimus.errors import UserError
 from optimus.pipeline import Costs, check, make_schedule, simulate
 from optimus.pipeline import schedules as package
-from optimus.pipeline.estimates import live_microbatches
+from optimus.pipeline.estimates import Live, live_microbatches
 from optimus.pipeline.replay import ScheduleError
 from optimus.pipeline.schedule import Action, Kind, Schedule, live_changes, partner
 from optimus.pipeline.schedules import Sizes, schedules
@@ -235,7 +235,7 @@ def test_a_schedule_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             schedule = make_schedule("made-up", 3, 5)
             assert peak_activations(schedule) == (5, 5, 5)
             assert simulate(schedule).bubble == pytest.approx(2 / 5)
-            assert live_microbatches("made-up", 3, 5, 1) == (((5,),),) * 3
+            assert live_microbatches("made-up", 3, 5, 1) == ((Live((5,), (0,)),),) * 3
         finally:
             schedules.cache_clear()
             sys.modules.pop(module, None)

@@ -1,5 +1,7 @@
 """A model in stages on the ranks of a pipeline trains with the numbers of one process; what cannot be is refused."""
 
+import random
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -91,6 +93,40 @@ def test_blocks_are_divided_so_that_the_most_expensive_stage_is_cheapest() -> No
     assert divide(Weights([5.0, 1.0, 1.0, 1.0]), 2) == [range(1), range(1, 4)]
     with pytest.raises(UserError, match="2 blocks cannot be divided into 3 pipeline stages"):
         divide(Weights([1.0] * 2), 3)
+
+
+def test_no_other_division_is_better() -> None:
+    """By trying all of them."""
+    draws = random.Random(0)
+    for _ in range(300):
+        blocks = draws.randint(1, 8)
+        stages = draws.randint(1, blocks)
+        time, memory = (
+            Weights(
+                [draws.choice([1.0, 1.0, 2.0, 5.5, draws.random()]) for _ in range(blocks)],
+                draws.choice([0.0, 1.5]),
+                draws.choice([0.0, 3.2, 20.0]),
+            )
+            for _ in range(2)
+        )
+
+        def quality(ends: tuple[int, ...], time: Weights = time, memory: Weights = memory) -> list[float]:
+            own = [[*range(start, end)] for start, end in pairwise(ends)]
+            taken, held = (
+                [
+                    sum(weights.blocks[block] for block in stage)
+                    + weights.first * (not at)
+                    + weights.last * (at == len(own) - 1)
+                    for at, stage in enumerate(own)
+                ]
+                for weights in (time, memory)
+            )
+            return [max(taken), max(held), sum(each**2 for each in taken)]
+
+        cuts = combinations(range(1, blocks), stages - 1)
+        best = min([round(value, 9) for value in quality((0, *each, blocks))] for each in cuts)
+        found = divide(time, stages, memory)
+        assert quality((0, *(stage.stop for stage in found))) == pytest.approx(best, abs=1e-6)
 
 
 def test_among_divisions_that_are_as_fast_memory_decides() -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import optimus
 from optimus.cli import app
 from optimus.config import load_config
+from optimus.plan import largest, report
 from optimus.plan.asking import as_configured, asked, configured
 from optimus.plan.dry_run import dry_run
 from optimus.plan.machine import load_machine
@@ -85,7 +86,7 @@ def test_a_table_and_what_one_row_is_made_of(plan: Callable[..., Any]) -> None:
     assert "4 ranks of laptop, 16 sequences of 32 tokens, bf16" in text
     assert "a step of 512 tokens takes " in text
     assert re.search(
-        r"a rank has up to [1-9] communicators, with [\d.]+ GB of buffers besides:\n  .* of 4 ranks\n", text
+        r"a rank has up to [1-9] communicators, with [\d.]+ [kM]B of buffers besides:\n  .* of 4 ranks\n", text
     )
     assert "4 ranks on 1 node" in text
 
@@ -133,9 +134,9 @@ def test_the_table_fits_a_terminal(scaled: bool) -> None:
 @pytest.mark.parametrize(
     ("memory", "fits", "verdict"),
     [
-        ("4e9", True, r" GB on 4 GB: fits"),
-        ("1e8", False, r" GB on 0\.1 GB: does not fit"),
-        ("TOTAL", False, r" GB on .* GB \(.* GB of them can be used; fragments waste the rest\): does not fit"),
+        ("4e9", True, r" MB on 4 GB: fits"),
+        ("1e8", False, r" MB on 100 MB: does not fit"),
+        ("TOTAL", False, r" MB on .* MB \(.* MB of them can be used; fragments waste the rest\): does not fit"),
     ],
 )
 def test_a_dry_run_ends_with_a_verdict(plan: Callable[..., Any], memory: str, fits: bool, verdict: str) -> None:
@@ -146,6 +147,23 @@ def test_a_dry_run_ends_with_a_verdict(plan: Callable[..., Any], memory: str, fi
     words += ["--what-if", f"memory={1.02 * held['total'] if memory == 'TOTAL' else memory}"]
     assert plan(*words)["fits"] is fits
     assert re.search(verdict, plan(*words, text=True).splitlines()[-1])
+
+
+def test_a_length_in_passes_over_the_data(plan: Callable[..., Any], tmp_path: Path) -> None:
+    """The run has as many steps as there are in the data; what is written still says passes."""
+    words = ["train.steps=null", "train.epochs=0.5"]
+    file = tmp_path / "planned.yaml"
+    assert plan(*words, "--output", str(file))["plans"] == plan()["plans"]
+    assert load_config(file).train.epochs == 0.5
+    with pytest.raises(optimus.UserError, match="nowhere"):
+        plan(*words, "data.path=/nowhere")
+
+
+def test_the_deepest_of_small_models_may_be_deeper(plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many layers are tried, and more would fit."""
+    for module in (largest, report):
+        monkeypatch.setattr(module, "MOST_LAYERS", 32)
+    assert "32 or more" in plan("--largest", "--wide", "--what-if", "memory=1e12", text=True)
 
 
 def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path) -> None:
@@ -302,6 +320,7 @@ def test_changes_of_the_software_that_make_no_sense(plan: Callable[..., Any]) ->
 def test_bad_input(tmp_path: Path) -> None:
     preset = ["mula-tiny", "--ranks", "4"]
     assert refused("mula-tiny").startswith("--ranks is missing")
+    assert refused("mula-tiny", "--ranks", "0").startswith("--ranks 0: say how many ranks the job has")
     assert refused(*preset).startswith("--machine is missing: name one of a100-40gb-roce, ")
     assert "did you mean 'frontier'?" in refused(*preset, "--machine", "frontir")
     assert "did you mean 'mula-tiny'?" in refused("mula-tny", "--ranks", "4", "--machine", "laptop")

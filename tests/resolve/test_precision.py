@@ -1,5 +1,6 @@
 """`train.precision: auto`: decided once, for all ranks, and kept by the run."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 import optimus
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
+from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.observe import machine
 from optimus.plan.job import job_of
@@ -130,6 +132,29 @@ def test_a_run_says_its_choice_writes_it_and_keeps_it(
     assert optimus.train(run, resume=True)["step"] == 4
     assert saved(run) == "float32"
     assert "train.precision: float32 (as the run has chosen before)" in capfd.readouterr().err
+
+
+def test_what_a_run_has_kept_is_looked_at(small_run: dict[str, Any]) -> None:
+    """Before anything is trained: somebody may have changed the file."""
+    run = left_open(small_run)
+    run["train"]["stop_at"] = 2
+    optimus.train(run)
+    path = Path(run["train"]["output"]) / "config.yaml"
+    whole = path.read_text()
+    for key, value, message in [
+        ("train.precision", "float8", "it must be 'auto', 'bfloat16' or 'float32'"),
+        ("lr_schedule.warmup_steps", "many", "it must be a whole number"),
+        ("lr_schedule.warmup_steps", 3.7, "it must be a whole number"),
+        ("lr_schedule.warmup_steps", -1, "it must be greater than or equal to 0"),
+        ("train.micro_batch", "large", "it must be a whole number"),
+    ]:
+        tree = yaml.safe_load(whole)
+        section, field = key.split(".")
+        tree[section][field] = value
+        path.write_text(yaml.safe_dump(tree))
+        for check in (False, True):
+            with pytest.raises(UserError, match=re.escape(f"{path}: '{key}' is {value!r}: {message}")):
+                optimus.train(run, resume=True, check=check)
 
 
 def chosen(config: RunConfig, device: torch.device, where: Groups | None = None) -> tuple[str, str]:

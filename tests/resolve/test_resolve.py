@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 import optimus
 from helpers.drawing import MODELS, config_of, drawn
@@ -114,6 +114,13 @@ def test_nothing_is_changed_afterwards() -> None:
             config.changed(train={"steps": 1})
         with pytest.raises(RuntimeError, match="nor is train"):
             config.decided({"train.steps": 1})
+        for section, key in ((config.train, "steps"), (config.model, "layers"), (config, "train")):
+            with pytest.raises((RuntimeError, ValidationError), match=r"is not changed, nor is its|frozen"):
+                setattr(section, key, getattr(section, key))
+    assert run.config.train.model_copy() == run.config.train
+    given.train.steps = 2
+    given.optimizer.weight_decay = 0.5
+    assert (run.config.train.steps, run.config.optimizer.weight_decay) == (run.record.train.steps, 0.1)
     assert given.changed(train={"steps": 1}).train.steps == 1  # what was given is the caller's
 
 

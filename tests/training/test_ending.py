@@ -136,7 +136,7 @@ def test_a_node_that_is_told_to_end(endless: Path, nodes: int) -> None:
             until(lambda: process.poll() is not None or steps(endless) > 0)
         process.terminate()
         _, err = process.communicate()
-    assert process.returncode == 143
+    assert process.returncode == 143, err
     assert "Traceback" not in err
     assert not (folder_of(endless) / LEASE).exists()
     assert list((endless.parent / "tmp").iterdir()) == []

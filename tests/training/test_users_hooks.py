@@ -1,5 +1,7 @@
 """Hooks of users: what they can do, in files outside of the project, and the one message about each that cannot."""
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -9,14 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import optimus
 from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
+from optimus.training.record import OWN_BEGINNINGS, OWN_NAMES
 
 HOOKS = '''
+import math
+import sys
+
+import numpy as np
 import torch
 
 import optimus
@@ -94,6 +102,49 @@ class UnlikeLimits(optimus.Hook):
         return 0.0 if trainer.progress.step == 1 and trainer.groups.rank == 1 else float("inf")
 
 
+class FailsAlone(optimus.Hook):
+    """One of the ranks fails, and the others wait for it in a collective."""
+
+    ranks = "together"
+
+    def after_step(self, trainer, record):
+        if record.step == 3 and trainer.groups.rank == 1:
+            raise ValueError("it is too cold")
+        trainer.groups.world.any(True)
+
+
+class FailsAtTheEnd(optimus.Hook):
+    def after_training(self, trainer):
+        if trainer.groups.rank == trainer.groups.world.size - 1:
+            raise ValueError("it cannot be closed")
+
+
+class FailsAtBothEnds(FailsAtTheEnd):
+    def after_step(self, trainer, record):
+        raise ValueError("it is too hot")
+
+
+class FailsBefore(optimus.Hook):
+    def before_step(self, trainer):
+        if trainer.progress.step == 2:
+            raise ValueError("`ranks` is too `steps`")
+
+
+class Leaves(optimus.Hook):
+    def after_step(self, trainer, record):
+        sys.exit(0)
+
+
+class Replaces(optimus.Hook):
+    def after_step(self, trainer, record):
+        record.result = None
+
+
+class Measures(optimus.Hook):
+    def after_step(self, trainer, record):
+        record.values |= {"numpy": np.float32(0.5), "whole": 3, "no number": math.nan, "infinite": math.inf}
+
+
 class OutOfStep(optimus.Hook):
     """Says that it does, and does not."""
 
@@ -107,6 +158,47 @@ class OutOfStep(optimus.Hook):
 class Limit(optimus.Hook):
     def loss_limit(self, trainer):
         return 0.0 if trainer.progress.step == 1 else float("inf")
+
+
+class Delayed(optimus.Hook):
+    async def after_step(self, trainer, record):
+        pass
+
+
+class Generator(optimus.Hook):
+    def before_step(self, trainer):
+        yield
+
+
+class NoMethod(optimus.Hook):
+    after_training = None
+
+
+class NamedByNumber(optimus.Hook):
+    name = 5
+
+
+class NamedByNothing(optimus.Hook):
+    name = None
+
+
+class Raises(optimus.Hook):
+    @property
+    def name(self):
+        raise KeyError("nobody")
+
+
+class RaisesElsewhere(optimus.Hook):
+    """In an attribute that is none of ours."""
+
+    @property
+    def after_all(self):
+        raise KeyError("nobody")
+
+
+class Exits(optimus.Hook):
+    def __init__(self):
+        sys.exit(3)
 
 
 class Misspelt(optimus.Hook):
@@ -249,7 +341,7 @@ def test_a_collective_on_one_rank_is_refused(small_run: dict[str, Any], hooks: s
     config = with_hooks(small_run, f"{hooks}.{name}")
     message = (
         rf"step 1: the hook {hooks}.{name} failed in after_step on rank 0: UserError: it calls the collective allreduce, "
-        "but its `ranks` are not 'together'"
+        "but its ranks are not 'together'"
     )
     with pytest.raises(Exception, match=message):
         optimus.train(config, ranks=2)
@@ -315,6 +407,13 @@ def test_the_state_of_one_that_is_not_there_any_more(
         ("HOOKS.WhenHot", "its order is 5: give an `optimus.Order`"),
         ("HOOKS.Somewhere", "its ranks are 'some': give 'all', 'first' or 'together'"),
         ("HOOKS.Named", "a hook is called Metrics, as the library's own are"),
+        ("HOOKS.Delayed", "after_step is `async` or has a `yield`, so a call would not run it"),
+        ("HOOKS.Generator", "before_step is `async` or has a `yield`, so a call would not run it"),
+        ("HOOKS.NoMethod", r"after_training is None: make it a method, after_training\(trainer\)"),
+        ("HOOKS.NamedByNumber", "its name is 5: let it be a text, or leave it out"),
+        ("HOOKS.NamedByNothing", "its name is None: let it be a text, or leave it out"),
+        ("HOOKS.Raises", r"one of its attributes cannot be read \(KeyError: 'nobody'\)"),
+        ("HOOKS.Exits", r"could not be made without arguments \(SystemExit: 3\)"),
     ],
 )
 def test_one_that_cannot_be(small_run: dict[str, Any], hooks: str, name: str, message: str, check: bool) -> None:
@@ -323,6 +422,125 @@ def test_one_that_cannot_be(small_run: dict[str, Any], hooks: str, name: str, me
     with pytest.raises(UserError, match=rf"train\.hooks: .*{message}"):
         optimus.train(config, check=check)
     assert not Path(config["train"]["output"]).exists()
+
+
+@pytest.mark.parametrize("given", [optimus.Hook, None, "package.Hook", 5])
+def test_hooks_that_are_no_list(small_run: dict[str, Any], given: Any) -> None:
+    with pytest.raises(UserError, match=r"hooks=.*: give a list of hooks"):
+        optimus.train(small_run, hooks=given)
+
+
+def test_attributes_of_its_own_are_its_own(small_run: dict[str, Any], hooks: str) -> None:
+    optimus.train(with_hooks(small_run, f"{hooks}.RaisesElsewhere"), check=True)
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_that_fails_when_all_is_done_is_heard(small_run: dict[str, Any], hooks: str, ranks: int) -> None:
+    config, where = with_hooks(small_run, f"{hooks}.FailsAtTheEnd"), " on rank 1" if ranks > 1 else ""
+    message = rf"step 6: the hook .*FailsAtTheEnd failed in after_training{where}: ValueError: it cannot be closed"
+    with pytest.raises(Exception, match=message):
+        optimus.train(config, ranks=ranks)
+    assert steps_of(config)[-1] == 6
+
+
+def test_the_first_failure_is_the_runs_and_a_later_one_is_heard(
+    small_run: dict[str, Any], hooks: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = with_hooks(small_run, f"{hooks}.FailsAtTheEnd", f"{hooks}.FailsAtBothEnds")
+    with pytest.raises(UserError, match=r"step 1: the hook .*FailsAtBothEnds failed in after_step: .*it is too hot"):
+        optimus.train(config)
+    said = capfd.readouterr().err
+    assert f"error: step 1: the hook {hooks}.FailsAtTheEnd failed in after_training: " in said
+
+
+def test_the_step_of_a_failure_is_the_one_that_was_to_come(small_run: dict[str, Any], hooks: str) -> None:
+    """And what a user's code puts between backticks is none of our arguments."""
+    with pytest.raises(
+        UserError, match=r"step 3: the hook .* failed in before_step: ValueError: 'ranks' is too 'steps'"
+    ):
+        optimus.train(with_hooks(small_run, f"{hooks}.FailsBefore"))
+    assert steps_of(small_run)[-1] == 3
+
+
+def test_one_that_leaves_python_ends_the_run_as_one_that_raises(small_run: dict[str, Any], hooks: str) -> None:
+    with pytest.raises(UserError, match=r"step 1: the hook .*Leaves failed in after_step: SystemExit: 0"):
+        optimus.train(with_hooks(small_run, f"{hooks}.Leaves"))
+    assert steps_of(small_run) == [1]
+
+
+@pytest.mark.in_turn(0, 1)
+def test_one_that_fails_while_others_wait_for_it(small_run: dict[str, Any], hooks: str) -> None:
+    config = with_hooks(small_run, f"{hooks}.FailsAlone") | {"resilience": {"timeout": 40}, "checkpoint": {"every": 1}}
+    with pytest.raises(UserError, match=r"step 3: the hook .*FailsAlone failed in after_step on rank 1: .*too cold"):
+        optimus.train(config, ranks=2)
+    assert steps_of(config) == [1, 2]
+
+
+def test_numbers_for_the_metrics(small_run: dict[str, Any], hooks: str) -> None:
+    """Of Python or NumPy; JSON has no others than finite ones."""
+    optimus.train(with_hooks(small_run, f"{hooks}.Measures"))
+    text = (Path(small_run["train"]["output"]) / "metrics.jsonl").read_text()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    for line in text.splitlines():
+        found = json.loads(line, parse_constant=refuse)
+        assert [found[name] for name in ("numpy", "whole", "no number", "infinite")] == [0.5, 3.0, None, None]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"norm": torch.ones(2)}, r"record\.values\['norm'\] is a Tensor: give a number, as by float\(\)"),
+        ({"norm": None}, "is a NoneType: give a number"),
+        ({"norm": "big"}, "is a str: give a number"),
+        ({5: 1.0}, r"record\.values\[5\]: give a name, as text"),
+        ({"": 1.0}, r"record\.values\[''\]: give a name, as text"),
+        ({"loss": 1.0}, r"record\.values\['loss'\] is a metric of the library: choose another name"),
+        ({"step": 1}, "is a metric of the library"),
+        ({"time/data": 1.0}, "is a metric of the library"),
+        ({"of another": 2.0}, "is not its own: choose another name"),
+    ],
+)
+def test_what_is_no_number_of_its_own(small_run: dict[str, Any], values: dict[Any, Any], message: str) -> None:
+    """The step is saved, and its metrics are as they were."""
+
+    class Another(optimus.Hook):
+        def after_step(self, trainer: optimus.Trainer, record: optimus.StepRecord) -> None:
+            record.values["of another"] = 1.0
+
+    class Measures(optimus.Hook):
+        def after_step(self, trainer: optimus.Trainer, record: optimus.StepRecord) -> None:
+            record.values |= values
+
+    with pytest.raises(UserError, match=rf"step 1: the hook .*Measures failed in after_step: UserError: .*{message}"):
+        optimus.train(small_run, hooks=[Another(), Measures()])
+    assert steps_of(small_run) == [1]
+    (found,) = read_metrics(Path(small_run["train"]["output"]))
+    assert found["of another"] == 1.0
+    assert found["loss"] > 1.0
+    assert found.keys() <= OWN_NAMES | {"of another"} | {name for name in found if name.startswith(OWN_BEGINNINGS)}
+
+
+def test_what_a_step_has_given_stays(small_run: dict[str, Any], hooks: str) -> None:
+    with pytest.raises(UserError, match=r"Replaces failed in after_step: UserError: record\.result is not its own"):
+        optimus.train(with_hooks(small_run, f"{hooks}.Replaces"))
+
+
+@pytest.mark.parametrize("given", [None, "low", torch.ones(2), math.nan])
+def test_what_is_no_limit(small_run: dict[str, Any], given: Any) -> None:
+    class Limits(optimus.Hook):
+        def loss_limit(self, trainer: optimus.Trainer) -> float:
+            return given
+
+    with pytest.raises(
+        UserError, match=r"step 1: the hook .*Limits failed in loss_limit: UserError: it gives .*: give a number"
+    ):
+        optimus.train(small_run, hooks=[Limits()])
+    assert steps_of(small_run) == [1]
+    assert read_metrics(Path(small_run["train"]["output"]))[0]["skipped_steps"] == 0
 
 
 def test_two_of_a_name(small_run: dict[str, Any], hooks: str) -> None:

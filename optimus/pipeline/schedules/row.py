@@ -35,9 +35,10 @@ class Row:
     idle: Callable[[float, float], float] = lambda forward, whole: whole
     """Its bound: what a stage leaves the ranks after it idle in a step at least, from the seconds of its forward pass and of
     all its passes of one microbatch."""
+    splits_backward: bool = False  # whether the gradients of inputs and of weights are actions of their own
     live: Callable[[Sizes, int], int] | None = None
     """Activations that the one stage of a rank keeps at most, if there are enough microbatches; None: its order says it."""
 
     def place(self, ranks: int, stages_per_rank: int) -> Schedule:
         """Which rank has which stages; without actions."""
-        return Schedule(self.name, ranks, 0, (), stages_per_rank, self.placement)
+        return Schedule(self.name, ranks, 0, (), stages_per_rank, self.placement, self.splits_backward)

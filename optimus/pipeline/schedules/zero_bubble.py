@@ -77,6 +77,6 @@ def zbv(sizes: Sizes) -> Schedule:
 
 
 ROWS = (  # the weights' passes fill the end of a step
-    Row("zb-h1", zb_h1, idle=lambda forward, whole: forward, live=lambda sizes, rank: sizes.ranks),
-    Row("zbv", zbv, placement="v", stages=2, idle=lambda forward, whole: 0.0),
+    Row("zb-h1", zb_h1, splits_backward=True, idle=lambda forward, whole: forward),
+    Row("zbv", zbv, placement="v", stages=2, splits_backward=True, idle=lambda forward, whole: 0.0),
 )

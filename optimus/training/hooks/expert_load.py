@@ -28,7 +28,7 @@ class ExpertLoad(Hook):
         if trainer.progress.step % trainer.config.observe.log_every:
             return
         self._stack.close()
-        record.expert_load = expert_load(trainer.run, self._choices)
+        record.expert_load.update(expert_load(trainer.run, self._choices))
 
     def after_training(self, trainer: Trainer) -> None:
         self._stack.close()

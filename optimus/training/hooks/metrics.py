@@ -1,5 +1,6 @@
 """Records every step."""
 
+import math
 import time
 
 from optimus.config.sizes import size_text
@@ -53,11 +54,11 @@ class Metrics(Hook):
                 "model_flops_utilization": self._peak and rate * flops / (self._peak * trainer.groups.world.size),
                 "skipped_steps": trainer.progress.skipped,
                 **_by_source(trainer, record),
-                **record.values,
+                **{name: value if math.isfinite(value) else None for name, value in record.values.items()},
                 **(imbalance(record.expert_load) if record.expert_load else {}),
                 **details,
             },
-            record.expert_load,
+            record.expert_load or None,
         )
         if record.result.skipped:
             trainer.say(f"step {record.step} was skipped: no update was applied")

@@ -1,0 +1,134 @@
+"""Users' hooks as they are called: one that fails ends the run with one message that names it."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from optimus.comm import CollectiveError
+from optimus.comm.discipline import RefuseCollectives, RollCall
+from optimus.errors import UserError
+from optimus.resilience.exits import EndedError, Exit
+from optimus.training.record import StepRecord, added_values, is_number
+from optimus.training.trainer import Hook, Trainer
+
+T = TypeVar("T")
+
+
+class GuardedHook(Hook):
+    """Calls a user's hook. One that raises ends the run on all ranks, when its last checkpoint is written, with one message,
+    and is not called again."""
+
+    def __init__(self, hook: Hook, name: str) -> None:
+        self._hook, self._name = hook, name
+        self.order, self.ranks = hook.order, hook.ranks
+        self._failure: UserError | None = None
+        self._roll_call: RollCall | None = None
+        self._state: dict[str, Any] = {}  # what it last gave
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def before_training(self, trainer: Trainer) -> None:
+        self._call(trainer, "before_training", lambda: self._hook.before_training(trainer), None)
+
+    def before_step(self, trainer: Trainer) -> None:
+        self._call(trainer, "before_step", lambda: self._hook.before_step(trainer), None)
+
+    def loss_limit(self, trainer: Trainer) -> float:
+        """The least of all ranks: a step whose update some of them leave out would set them apart."""
+        usual = super().loss_limit(trainer)
+        if type(self._hook).loss_limit is Hook.loss_limit:
+            return usual
+        own = self._call(trainer, "loss_limit", lambda: _limit(self._hook.loss_limit(trainer)), usual)
+        return min(trainer.groups.world.all_gather_object(own))
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        self._call(trainer, "after_step", lambda: self._measure(trainer, record), None)
+        if type(self._hook).state_dict is not Hook.state_dict:
+            self._call(trainer, "state_dict", self._read_state, None, together=False)
+
+    def after_error(self, trainer: Trainer) -> None:
+        self._call(trainer, "after_error", lambda: self._hook.after_error(trainer), None)
+
+    def after_training(self, trainer: Trainer) -> None:
+        self._call(trainer, "after_training", lambda: self._hook.after_training(trainer), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state = dict(state)
+        try:
+            self._hook.load_state_dict(state)
+        except (Exception, SystemExit) as error:
+            raise UserError(
+                f"the hook {self.name} cannot go on with its state of the checkpoint ({said(error)}): mend its "
+                "load_state_dict, or leave it out"
+            ) from error
+
+    def _measure(self, trainer: Trainer, record: StepRecord) -> None:
+        given = replace(record, values=dict(record.values))
+        self._hook.after_step(trainer, given)
+        record.values |= added_values(record, given)
+
+    def _read_state(self) -> None:
+        state = self._hook.state_dict()
+        json.dumps(state, allow_nan=False)
+        self._state = dict(state)
+
+    def _call(self, trainer: Trainer, event: str, call: Callable[[], T], otherwise: T, *, together: bool = True) -> T:
+        """What `call` returns, or `otherwise` from when it has failed on."""
+        found = otherwise
+        try:
+            if self._failure is None:
+                found = self._caught(trainer, event, call, otherwise, together=together)
+            if together and self.ranks == "together":
+                self._all_back(trainer)
+        except CollectiveError as error:
+            if self._failure is not None:  # the others wait for this rank, in a collective of the hook
+                raise EndedError(Exit.USER, f"{self._failure}; the other ranks waited for it") from error
+            raise CollectiveError(
+                f"hook {self.name}, {event}: {error}: what calls collectives must do so on all ranks alike"
+            ) from error
+        return found
+
+    def _caught(self, trainer: Trainer, event: str, call: Callable[[], T], otherwise: T, *, together: bool) -> T:
+        try:
+            if together and self.ranks == "together":
+                return call()
+            with RefuseCollectives("its ranks are not 'together'" if together else "it may call none there"):
+                return call()
+        except (EndedError, CollectiveError):
+            raise
+        except (Exception, SystemExit) as error:
+            rank = f" on rank {trainer.groups.rank}" if trainer.groups.world.size > 1 else ""
+            step = trainer.progress.step + (event in _BEFORE)
+            self._failure = UserError(f"step {step}: the hook {self.name} failed in {event}{rank}: {said(error)}")
+            trainer.stop(error=self._failure)
+            return otherwise
+
+    def _all_back(self, trainer: Trainer) -> None:
+        """A rank that is still in a collective of the hook must not meet another one of ours."""
+        if self._roll_call is None:
+            seconds = trainer.config.resilience.timeout
+            self._roll_call = RollCall(self.name, trainer.groups.world.size, seconds)
+        self._roll_call()
+
+
+_BEFORE = ("before_training", "before_step", "loss_limit")  # the step that comes
+
+
+def _limit(given: Any) -> float:
+    """Raises `UserError` for what is no limit."""
+    if not is_number(given) or math.isnan(given):
+        raise UserError(f"it gives {given!r}: give a number, or math.inf where the loss has no limit")
+    return float(given)
+
+
+def said(error: BaseException) -> str:
+    """What a user's code has raised, in a message of ours."""
+    text = str(error).replace("`", "'")  # between which our own messages name arguments
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,54 @@
+"""What the account says that the activations of a pipeline take is what a step takes."""
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from optimus.resolve.memory import live
+from optimus.testing import run_ranks
+from optimus.testing.memory import tracking
+from optimus.testing.steps import Steps
+
+MODEL = {"family": "olmo", "layers": 8, "hidden": 64, "heads": 4, "intermediate": 256, "vocab": 256}
+MICRO_BATCH, CONTEXT = 2, 128
+MESSAGE = MICRO_BATCH * CONTEXT * 64 * 4  # bytes of a stage's output, or of its gradient
+SETS: list[list[str]] = [[], ["mlp"], ["norm", "attention"], ["block"]]
+
+
+class Peak(NamedTuple):
+    found: int
+    said: int
+    stages: int
+
+
+def peak(source: dict[str, Any]) -> Peak:
+    steps = Steps(source)
+    steps.train()  # what is made once is there now
+    with tracking() as allocations:
+        steps.train()
+    rank = steps.groups.rank
+    return Peak(allocations.peak, sum(live(steps.resolved, rank)), len(steps.resolved.partition(rank).here))
+
+
+def peaks(sources: list[dict[str, Any]]) -> list[Peak]:
+    return [peak(source) for source in sources]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zbv"])
+@pytest.mark.usefixtures("warm_ranks")
+def test_what_is_live_in_a_pipeline_is_what_is_there(schedule: str) -> None:
+    """Where backward passes are split, what was recomputed for the first part waits for the second one.
+
+    Beside it are messages that are on their way: of each stage's input and output, of their gradients, and copies of two.
+    """
+    per_rank = 1 if schedule in ("1f1b", "zb-h1") else 2
+    train = {"output": "-", "steps": 2, "global_batch": 8, "micro_batch": MICRO_BATCH, "sequence_length": CONTEXT}
+    source = {
+        "model": MODEL,
+        "data": {"path": "-"},
+        "train": train | {"precision": "float32"},
+        "parallel": {"pipeline": 2, "schedule": schedule, "stages_per_rank": per_rank},
+    }
+    for of_rank in run_ranks(peaks, 2, [source | {"recompute": kinds} for kinds in SETS]):
+        for found, said, stages in of_rank:
+            assert 0.99 * said <= found <= said + 6 * stages * MESSAGE
