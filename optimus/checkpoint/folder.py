@@ -31,7 +31,7 @@ _KINDS = {
     "full": (bool,),
     "precision": (str,),
     "eos_id": (int, type(None)),
-    **dict.fromkeys(("run", "progress", "config", "random", "written", "published"), (dict,)),
+    **dict.fromkeys(("run", "progress", "config", "random", "written", "published", "chat"), (dict,)),
 }
 _NAME = re.compile(r"^(step|weights)-(\d+)$")
 
@@ -62,6 +62,9 @@ class Description:
     random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64
     written: dict[str, Any] = field(default_factory=dict)  # by how many ranks, and how many of them were on a node
     published: dict[str, Any] = field(default_factory=dict)  # what the folder says that it began with; hub/published.py
+    chat: dict[str, Any] = field(
+        default_factory=dict
+    )  # how its data has conversations as text: `data.chat.ChatTemplate`
     frozen: str | None = None  # the folder beside this one that has the parameters that are not here
 
     @property

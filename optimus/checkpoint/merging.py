@@ -66,6 +66,7 @@ def merge(
         tokenizer=first.tokenizer,
         progress={"unpruned": first.unpruned} if masks else {},
         published=first.published,
+        chat=first.chat,
         written={"merged": {str(path): weight / total for path, weight in weights.items()}},
     )
     stored = write_alone(output, averaged, description, "Make room or choose another `output`")

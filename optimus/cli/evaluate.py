@@ -76,10 +76,13 @@ def generate(
     top_p: Annotated[float, Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
     seed: Annotated[int, Option(help="Sampling seed.")] = 0,
     parse_special: ParseSpecial = False,
+    chat: Annotated[
+        bool, Option("--chat", help="Answer to the prompt, in the form of the model's chat template.")
+    ] = False,
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     as_json: Json = False,
 ) -> None:
-    """Continue a text."""
+    """Continue a text, or answer to it."""
     given = but(locals(), "as_json")
     from optimus.api import generate as run
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
 from optimus.data import files
+from optimus.data.chat import Conversation
 from optimus.data.cutting import LIMIT as PIECE_LIMIT
 from optimus.data.cutting import PIECE, UncuttableError, pieces
-from optimus.data.fields import Segment, TextField, field_of
+from optimus.data.fields import TextField, field_of
 from optimus.data.files import Source, Sources, open_bytes
 from optimus.data.markup import page_text
 from optimus.data.tables import records
@@ -71,7 +72,9 @@ class _Piece(NamedTuple):
     read: int
 
 
-def read_batches(sources: Sources, start: Position, text_field: str, encode: Encode) -> Iterator[DocumentBatch]:
+def read_batches(
+    sources: Sources, start: Position, text_field: str | TextField, encode: Encode
+) -> Iterator[DocumentBatch]:
     """All batches from `start` on; the last one of each file leads to the beginning of the next.
 
     `encode` gives the tokens of a text; cuts are checked with it. Raises `UserError`.
@@ -110,7 +113,9 @@ def read_batches(sources: Sources, start: Position, text_field: str, encode: Enc
         yield pending
 
 
-def read_texts(sources: Sources, text_field: str, encode: Encode = lambda text: []) -> Iterator[tuple[str, bool]]:
+def read_texts(
+    sources: Sources, text_field: str | TextField, encode: Encode = lambda text: []
+) -> Iterator[tuple[str, bool]]:
     """The text of all documents, as (text, whether it ends its document); long documents come in pieces.
 
     Without `encode`, for uses that need not keep tokens, pieces are cut without a check.
@@ -118,11 +123,11 @@ def read_texts(sources: Sources, text_field: str, encode: Encode = lambda text: 
     for batch in read_batches(sources, Position(0), text_field, encode):
         yield from zip(batch.texts, batch.ends)
         if batch.lines:
-            for segments in parse_lines(batch, text_field):
-                yield "".join(segment.text for segment in segments), True
+            for document in parse_lines(batch, text_field):
+                yield document.text, True
 
 
-def _read_text(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
+def _read_text(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
     offset = start.offset
     with open_bytes(source) as (stream, _):
         stream.seek(offset)
@@ -132,14 +137,14 @@ def _read_text(source: Source, start: Position, text_field: str, encode: Encode)
             yield _Piece(text, last, after, offset)
 
 
-def _read_page(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
+def _read_page(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
     with open_bytes(source) as (stream, raw):
         text = page_text(_decode(source, stream, 0))
         for piece, last in _checked_pieces(str(source.path), text, encode):
             yield _Piece(piece, last, Position(start.file + 1) if last else None, raw.tell())
 
 
-def _read_table(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
+def _read_table(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
     delimiter = "\t" if files.ends_in(source.path, files.TSV_SUFFIXES) else ","
     with open_bytes(source) as (stream, raw):
         field = field_of(text_field)
@@ -187,7 +192,9 @@ def _slices(text: str) -> Iterator[str]:
     return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
 
-def _read_lines(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[DocumentBatch | _Piece]:
+def _read_lines(
+    source: Source, start: Position, text_field: str | TextField, encode: Encode
+) -> Iterator[DocumentBatch | _Piece]:
     place = str(source.path)
     offset, line = start.offset, start.line
     with open_bytes(source) as (stream, raw):
@@ -198,10 +205,10 @@ def _read_lines(source: Source, start: Position, text_field: str, encode: Encode
             if len(block) <= 2 * BLOCK:
                 yield DocumentBatch(source.input, block, place, first_line, after=after, read=raw.tell())
                 continue
-            segments = parse_line(block, place, first_line, text_field) or [Segment("")]
-            if len(segments) > 1:
+            document = parse_line(block, place, first_line, text_field) or Conversation("")
+            if document.predicted is not None:
                 raise UserError(f"{place}:{first_line}: a conversation of more than {2 * BLOCK >> 20} MB. Split it.")
-            for piece, last in _checked_pieces(f"{place}:{first_line}", _slices(segments[0].text), encode):
+            for piece, last in _checked_pieces(f"{place}:{first_line}", _slices(document.text), encode):
                 yield _Piece(piece, last, after if last else None, raw.tell())
 
 
@@ -228,16 +235,16 @@ def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
         yield b"".join(carried)
 
 
-def parse_lines(batch: DocumentBatch, text_field: str) -> Iterator[list[Segment]]:
+def parse_lines(batch: DocumentBatch, text_field: str | TextField) -> Iterator[Conversation]:
     """The documents in the JSON lines of a batch. Raises `UserError` with file and line number."""
     # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may hold.
     lines = enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), start=batch.first_line)
     parsed = (parse_line(line, batch.place, number, text_field) for number, line in lines)
-    return (segments for segments in parsed if segments is not None)
+    return (document for document in parsed if document is not None)
 
 
-def parse_line(line: bytes, place: str, number: int, text_field: str) -> list[Segment] | None:
-    """The segments of the document in one JSON line, None for a blank line. Raises `UserError` naming file and line."""
+def parse_line(line: bytes, place: str, number: int, text_field: str | TextField) -> Conversation | None:
+    """The document in one JSON line, None for a blank line. Raises `UserError` naming file and line."""
     try:
         decoded = line.decode()
     except UnicodeDecodeError as error:
@@ -250,10 +257,10 @@ def parse_line(line: bytes, place: str, number: int, text_field: str) -> list[Se
         raise UserError(f"{place}:{number}: not valid JSON ({error}). Each line must be one JSON object.") from error
     if not isinstance(record, dict):
         raise UserError(f"{place}:{number}: a JSON {type(record).__name__}, where an object with the text is expected")
-    return field_of(text_field).segments(record, f"{place}:{number}")
+    return field_of(text_field).conversation(record, f"{place}:{number}")
 
 
-def _read_parquet(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
+def _read_parquet(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -274,7 +281,7 @@ def _read_parquet(source: Source, start: Position, text_field: str, encode: Enco
         raise UserError(f"{source.path}: not a readable parquet file ({error})") from error
 
 
-def _read_arrow(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
+def _read_arrow(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
     """A file of the Arrow stream format, as `datasets` saves it, or of the Arrow file format."""
     import pyarrow as pa
 
@@ -320,7 +327,9 @@ def _row_pieces(
             yield _Piece(piece, last, after if last else None, raw.tell())
 
 
-_READERS: dict[tuple[str, ...], Callable[[Source, Position, str, Encode], Iterator[DocumentBatch | _Piece]]] = {
+_READERS: dict[
+    tuple[str, ...], Callable[[Source, Position, str | TextField, Encode], Iterator[DocumentBatch | _Piece]]
+] = {
     files.TEXT_SUFFIXES: _read_text,
     files.HTML_SUFFIXES: _read_page,
     files.LINES_SUFFIXES: _read_lines,

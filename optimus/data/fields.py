@@ -1,25 +1,17 @@
 """The text of a record: a field, a field inside of others (`meta.body`), several fields in a template, or a conversation.
 
-Of a conversation (`chat:messages`) only the answers are predicted. It is written as by Tülu (Wang et al. 2023, "How Far Can
-Camels Go?", section 4.1): `<|user|>`, a line break, what is said, a line break. What is predicted is what the assistant says
-and what ends it: the heading of the next turn, or the end of text.
+Of a conversation (`chat:messages`) only what the assistant says is predicted (`chat.py`).
 """
 
 import string
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
+from optimus.data.chat import ChatTemplate, Conversation
 from optimus.errors import UserError, nearest
 
 CHAT = "chat:"
-
-
-class Segment(NamedTuple):
-    """A stretch of a document, and whether its tokens are predicted."""
-
-    text: str
-    predicted: bool = True
 
 
 class TextField:
@@ -60,16 +52,23 @@ class TextField:
             return _value(record, self.said, place)
         return "".join(before + ("" if name is None else _value(record, name, place)) for before, name in self._parts)
 
-    def segments(self, record: Mapping[str, Any], place: str) -> list[Segment]:
-        """The text as `of` gives it, in stretches that are predicted or not."""
-        return [Segment(self.of(record, place))]
+    def conversation(self, record: Mapping[str, Any], place: str) -> Conversation:
+        """The text as `of` gives it, and what of it is predicted."""
+        return Conversation(self.of(record, place))
 
 
 class ChatField(TextField):
-    """A list of messages, each with a role and its content, as chats are published."""
+    """A list of messages, each with a role and its content, as chats are published; `tools` may be beside it.
 
-    def __init__(self, said: str) -> None:
+    They are written by `template`. What they say that spells one of the tokenizer's `special` tokens stays text, unless
+    `parse_special` asks for the token.
+    """
+
+    def __init__(
+        self, said: str, template: ChatTemplate, special: Sequence[str] = (), *, parse_special: bool = False
+    ) -> None:
         super().__init__(said.removeprefix(CHAT))
+        self.template, self._special, self._parse_special = template, special, parse_special
 
     def columns(self, known: Sequence[str], place: str) -> list[str]:
         """Tables hold texts only."""
@@ -77,32 +76,29 @@ class ChatField(TextField):
 
     def of(self, record: Mapping[str, Any], place: str) -> str:
         """The whole conversation as text."""
-        return "".join(segment.text for segment in self.segments(record, place))
+        return self.conversation(record, place).text
 
-    def segments(self, record: Mapping[str, Any], place: str) -> list[Segment]:
-        """Prompts and answers in turn. Raises `UserError` where it is no conversation, or has no answer."""
+    def conversation(self, record: Mapping[str, Any], place: str) -> Conversation:
+        """Raises `UserError` where it is no conversation, has no answer, or is none that the template can take."""
         messages = _found(record, self.said, place)
-        good = isinstance(messages, list) and all(
-            isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
-            for message in messages
-        )
-        if not good:
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise UserError(
                 f"{place}: field '{self.said}' is no conversation: give a list of objects with `role` and `content`"
             )
         if not any(message["role"] == "assistant" for message in messages):
             raise UserError(f"{place}: no message has the role 'assistant', so nothing of it would be predicted")
-        found, prompt = list[Segment](), ""
-        for number, message in enumerate(messages):
-            heading = f"<|{message['role']}|>"
-            prompt += f"{'' if number and messages[number - 1]['role'] == 'assistant' else heading}\n"
-            if message["role"] == "assistant":
-                ends = f"\n<|{messages[number + 1]['role']}|>" if number + 1 < len(messages) else ""
-                found += [Segment(prompt, False), Segment(_checked(message["content"] + ends, self.said, place))]
-                prompt = ""
-            else:
-                prompt += f"{_checked(message['content'], self.said, place)}\n"
-        return [*found, Segment(prompt, False)] if prompt else found
+        found = self.template.conversation(
+            messages, place, record.get("tools"), self._special, parse_special=self._parse_special
+        )
+        _checked(found.text, self.said, place)
+        return found
+
+
+def _is_message(message: Any) -> bool:
+    """Whether it has a role and says something, or calls tools."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    return isinstance(message.get("content"), str) or isinstance(message.get("tool_calls"), list)
 
 
 def _value(record: Mapping[str, Any], name: str, place: str) -> str:
@@ -133,7 +129,11 @@ def _checked(found: str, name: str, place: str) -> str:
     return found
 
 
+def field_of(said: str | TextField) -> TextField:
+    """The field that `said` names; of conversations, as by our template."""
+    return said if isinstance(said, TextField) else _named(said)
+
+
 @cache
-def field_of(said: str) -> TextField:
-    """The field that `said` names, read once."""
-    return ChatField(said) if said.startswith(CHAT) else TextField(said)
+def _named(said: str) -> TextField:
+    return ChatField(said, ChatTemplate()) if said.startswith(CHAT) else TextField(said)

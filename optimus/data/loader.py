@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.data.packing import documents_BS, padding_BS
-from optimus.data.shards import NOT_PREDICTED, Shards
+from optimus.data.shards import INSIDE, NOT_PREDICTED, Shards
 from optimus.data.training import DataPhase
 from optimus.errors import UserError
 
@@ -109,6 +109,8 @@ class TokenLoader(Iterator[T], Generic[T]):
             tokens_BS &= NOT_PREDICTED - 1
             mask_BS &= ~padding_BS(tokens_BS, eos_id) if phase.padded else True
         document_BS = documents_BS(tokens_BS, eos_id) if phase.documents else None
+        if phase.masked:
+            tokens_BS &= INSIDE - 1
         names = phase.names
         name_K = np.array([names.index(source.name) for source in phase.sources])
         return TokenBatch(tokens_BS, mask_BS, document_BS, name_K[source_B] if len(names) > 1 else None)

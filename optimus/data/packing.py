@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from optimus.data.shards import NOT_PREDICTED
+
 _READ = 16 << 20  # tokens
 _SMALLEST = 1 << 20  # bytes written at once
 
@@ -80,7 +82,7 @@ def _ends(stream: Path, eos_id: int, dtype: str, tokens: int) -> NDArray[np.int6
     with stream.open("rb") as file:
         for start in range(0, tokens, _READ):
             part = np.fromfile(file, dtype=dtype, count=min(_READ, tokens - start))
-            found.append(np.flatnonzero(part == eos_id) + start + 1)
+            found.append(np.flatnonzero((part == eos_id) | (part == (eos_id | NOT_PREDICTED))) + start + 1)
     ends = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
     return ends if len(ends) and ends[-1] == tokens else np.append(ends, tokens)
 

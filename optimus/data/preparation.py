@@ -31,8 +31,9 @@ import numpy as np
 from optimus.cores import usable_cores
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
+from optimus.data.chat import ChatTemplate, special_texts
 from optimus.data.documents import DocumentBatch, Encode, Position, read_batches, read_texts
-from optimus.data.fields import CHAT, field_of
+from optimus.data.fields import CHAT, ChatField, TextField, field_of
 from optimus.data.helpers import Helpers
 from optimus.data.journal import LEFT_OUT, Counts, Journal, Mark
 from optimus.data.packing import pack as pack_documents
@@ -74,6 +75,7 @@ class _Run:
     parse_special: bool
     pack: Pack
     selection: Selection
+    field: TextField  # what `text_field` says; conversations are written by its template
 
     @property
     def masked(self) -> bool:
@@ -134,7 +136,7 @@ def prepare(
     _check(tokenizer, train_tokenizer, pack, context=context, workers=workers, shard_size=shard_size)
     selection = Selection(min_characters, max_characters, min_tokens, max_tokens, dedup)
     selection.check()
-    field_of(text_field)  # that it makes sense
+    field = field_of(text_field)  # that it makes sense
     info = tokenizers.inspect(user_path(tokenizer)) if tokenizer is not None else None
     if info is not None and not parse_special:
         tokenizers.check_text_stays_text(info)
@@ -149,14 +151,27 @@ def prepare(
         "parse_special": parse_special,
         "pack": pack,
     }
-    run = _Run(sources, output, partial, workers, train_tokenizer, progress, **given, selection=selection)
     trained_or_given = info.sha256 if info else f"trained to {train_tokenizer}"
     settings = {"inputs": sources.content_digest(), "tokenizer": trained_or_given, **given, **asdict(selection)}
+    if isinstance(field, ChatField):
+        field = _chat_field(text_field, info, parse_special)
+        settings["chat_template"] = field.template.digest
+    run = _Run(sources, output, partial, workers, train_tokenizer, progress, **given, selection=selection, field=field)
     with _disk_errors(run):
         if output.exists() and not (output.is_dir() and not any(output.iterdir())):
             return _finished_before(run, settings)
         with journal.locked(run.partial):
             return _prepare(run, settings, info)
+
+
+def _chat_field(text_field: str, info: TokenizerInfo | None, parse_special: bool) -> ChatField:
+    """Conversations as the tokenizer's own template has them, or ours."""
+    if info is None:
+        eos = tokenizers.TRAINED_EOS
+        template, special = ChatTemplate(tokens=(("eos_token", eos),)), [eos]
+    else:
+        template, special = ChatTemplate.beside(info.path, info.eos_token), special_texts(tokenizers.load(info.path))
+    return ChatField(text_field, template, special, parse_special=parse_special)
 
 
 def _check(tokenizer: str | Path | None, train_tokenizer: int | None, pack: str, **sizes: int) -> None:
@@ -309,9 +324,9 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
             raise UserError(f"{run.partial / STREAM} is shorter than its journal says. Delete {run.partial}.")
         stream.seek(state.mark.tokens * item)
         writer = _StreamWriter(run, state, stream, item)
-        batches = read_batches(run.sources, state.mark.position, run.text_field, encode)
+        batches = read_batches(run.sources, state.mark.position, run.field, encode)
         try:
-            with Helpers(run.workers, encoder, info, run.text_field, run.parse_special, run.selection.dedup) as helpers:
+            with Helpers(run.workers, encoder, info, run.field, run.parse_special, run.selection.dedup) as helpers:
                 for batch, encoded in _in_order(helpers, batches):
                     writer.write(batch, encoded)
                     run.progress("tokenise", batch.read, total)
@@ -526,6 +541,7 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
         "seed": run.seed,
         "dtype": info.dtype,
         **({"masked": True} if run.masked else {}),
+        **({"chat": run.field.template.written()} if isinstance(run.field, ChatField) else {}),
         "instances": instances,
         "tokens": used,
         "dropped_tokens": max(0, state.mark.tokens - used),

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.data import tokenizer as tokenizers
+from optimus.data.chat import ChatTemplate
 from optimus.data.remote import RemoteFolder, is_remote
 from optimus.data.selection import Selection
 from optimus.disk import parse_json, plain_name, user_path
@@ -25,6 +26,7 @@ from optimus.errors import UserError, naming_read_errors
 INDEX = "index.json"
 SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
 NOT_PREDICTED = 1 << 31  # a bit of a stored token, in data of conversations
+INSIDE = 1 << 30  # another one there, of an end-of-text token that ends a turn and not its conversation
 CACHE = "~/.cache/optimus/data"  # copies of what lies at URLs
 FORMAT = "optimus-tokens"
 VERSION = 1
@@ -74,6 +76,8 @@ def _check_index(index: dict[str, Any]) -> None:
     totals = [index["tokens"], index["dropped_tokens"], index.get("padding_tokens", 0)]
     if not all(type(total) is int and total >= 0 for total in totals):
         raise ValueError("numbers of tokens must be integers, none below zero")
+    if "chat" in index:
+        ChatTemplate.read(index["chat"])
     settings = {**EARLIER, **index.get("settings", {})}
     if not (type(settings["parse_special"]) is type(index.get("masked", False)) is bool):
         raise ValueError("masked and parse_special must be true or false")
@@ -130,10 +134,10 @@ class Shards:
     def rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
         """Instances `start` to `stop`, as an array [stop - start, context]; a view where they lie in one shard."""
         stored = self.stored_rows(start, stop)
-        return np.bitwise_and(stored, NOT_PREDICTED - 1, dtype=stored.dtype) if self.masked else stored
+        return np.bitwise_and(stored, INSIDE - 1, dtype=stored.dtype) if self.masked else stored
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
-        """As `rows`; the bit `NOT_PREDICTED` is set in tokens that are not predicted."""
+        """As `rows`; the bit `NOT_PREDICTED` is set in tokens that are not predicted, `INSIDE` as it says."""
         if not 0 <= start < stop <= self.instances:
             raise IndexError(f"rows {start} to {stop} of {self.instances}")
         parts = []
@@ -179,7 +183,7 @@ class Shards:
         for number, (row, expected) in enumerate(zip(rows, sums), start):
             if zlib.crc32(row) != expected:
                 raise _damaged(path, f"is corrupted: its checksum differs from {SUMS} at instance {number}")
-        if (largest := int((rows & (NOT_PREDICTED - 1) if self.masked else rows).max())) >= self.vocab_size:
+        if (largest := int((rows & (INSIDE - 1) if self.masked else rows).max())) >= self.vocab_size:
             raise _damaged(path, f"holds the token {largest}, of a vocabulary of {self.vocab_size}")
 
     def _verify(self, shard: int) -> None:

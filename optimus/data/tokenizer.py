@@ -10,7 +10,7 @@ from optimus.disk import parse_json
 from optimus.errors import UserError
 
 FILE = "tokenizer.json"
-_LARGEST = (1 << 31) - 1  # of 32 bits one says that a token is not predicted
+_LARGEST = (1 << 30) - 1  # of 32 bits two say something of a token: that it is not predicted, that it ends no document
 TRAINED_EOS = "<|endoftext|>"
 # Looked for in this order where no configuration beside the tokenizer names the end-of-text token.
 KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>", "[EOS]")

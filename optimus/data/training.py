@@ -200,6 +200,11 @@ class TrainingData:
             found[source.name] = found.get(source.name, 0) + number * data.sequence_length
         return found
 
+    @property
+    def chat(self) -> dict[str, Any]:
+        """How its conversations are written, `ChatTemplate.written`; empty where it has none."""
+        return next((dict(shards.index["chat"]) for shards in self.folders.values() if "chat" in shards.index), {})
+
     def fingerprint(self, steps: int, seed: int) -> dict[str, Any]:
         """What has decided what the first `steps` have read: the phases that have begun by then."""
         number = phase_at(self._described, steps).number

@@ -3,18 +3,20 @@
 import hashlib
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from optimus.data import tokenizer as tokenizers
+from optimus.data.chat import Conversation
 from optimus.data.documents import DocumentBatch, parse_lines
-from optimus.data.fields import Segment
+from optimus.data.fields import ChatField, TextField
 from optimus.data.permutation import Permutation
 from optimus.data.selection import Dedup, DocumentPiece, signer
-from optimus.data.shards import NOT_PREDICTED
+from optimus.data.shards import INSIDE, NOT_PREDICTED
 from optimus.data.tokenizer import TokenizerInfo
 
 GATHER = 32 << 20  # bytes gathered at once
@@ -30,35 +32,54 @@ class Encoded:
 
 
 def encoder(
-    info: TokenizerInfo, text_field: str, parse_special: bool, dedup: Dedup
+    info: TokenizerInfo, text_field: TextField, parse_special: bool, dedup: Dedup
 ) -> Callable[[DocumentBatch], Encoded]:
     """What tokenises batches, each document followed by the end-of-text token."""
-    tokenizer = tokenizers.load(info.path, parse_special=parse_special)
-    sign = signer(dedup)
+    tokenizer, sign = tokenizers.load(info.path, parse_special=parse_special), signer(dedup)
+    tokens_of = _of_conversations(info) if isinstance(text_field, ChatField) else _of_texts(info, tokenizer)
 
     def encode(batch: DocumentBatch) -> Encoded:
-        pieces, ends = [[Segment(text)] for text in batch.texts], batch.ends
+        pieces, ends = [Conversation(text) for text in batch.texts], batch.ends
         if batch.lines:
             pieces = list(parse_lines(batch, text_field))
             ends = [True] * len(pieces)
-        stretches = [segment.text for segments in pieces for segment in segments]
-        encodings = iter(tokenizer.encode_batch_fast(stretches, add_special_tokens=False))
         tokens: list[int] = []
         found: list[DocumentPiece] = []
         whole = [bool(batch.lines), *ends]  # whether a document ends before each piece, as far as the batch tells
-        for segments, begins, end in zip(pieces, whole, ends):
-            before, text = len(tokens), "".join(segment.text for segment in segments)
-            for segment in segments:
-                ids = next(encodings).ids
-                tokens += ids if segment.predicted else [id | NOT_PREDICTED for id in ids]
-            if end and text:
-                tokens.append(info.eos_id)
+        for (text, *_), ids, begins, end in zip(pieces, tokens_of(pieces, ends), whole, ends):
+            tokens += ids
             alone = begins and end
-            counts = len(tokens) - before, len(text), len(text.encode())
-            found.append(DocumentPiece(*counts, end, sign(text, alone), alone))
+            found.append(DocumentPiece(len(ids), len(text), len(text.encode()), end, sign(text, alone), alone))
         return Encoded(np.array(tokens, dtype=info.dtype).tobytes(), found)
 
     return encode
+
+
+_TokensOf = Callable[[Sequence[Conversation], Sequence[bool]], Iterator[list[int]]]
+
+
+def _of_texts(info: TokenizerInfo, tokenizer: Any) -> _TokensOf:
+    def tokens_of(pieces: Sequence[Conversation], ends: Sequence[bool]) -> Iterator[list[int]]:
+        found = tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
+        for piece, encoding, end in zip(pieces, found, ends):
+            yield [*encoding.ids, info.eos_id] if end and piece.text else encoding.ids
+
+    return tokens_of
+
+
+def _of_conversations(info: TokenizerInfo) -> _TokensOf:
+    """The end of text is no answer of the assistant's, unless the template makes it one."""
+    as_tokens, as_text = (tokenizers.load(info.path, parse_special=special) for special in (True, False))
+
+    def tokens_of(pieces: Sequence[Conversation], ends: Sequence[bool]) -> Iterator[list[int]]:
+        for piece in pieces:
+            ids, predicted = piece.encoded(as_tokens, as_text)
+            if ids and ids[-1] != info.eos_id:
+                ids, predicted = [*ids, info.eos_id], [*predicted, False]
+            marked = [id if said else id | NOT_PREDICTED for id, said in zip(ids, predicted)]
+            yield [*(each | INSIDE if id == info.eos_id else each for id, each in zip(ids[:-1], marked)), *marked[-1:]]
+
+    return tokens_of
 
 
 def tokenizer_trainer(vocab_size: int, path: Path) -> Callable[..., None]:

@@ -3,12 +3,13 @@
 Legend: V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from optimus.data.chat import Answering, ChatTemplate
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
 from optimus.evaluation.score import evaluating
@@ -44,10 +45,34 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        eos_id=eos_id,
+        stops=() if eos_id is None else (eos_id,),
         context=context,
     )
     return decode(tokenizer, prompt_ids, list(new_ids))
+
+
+def answer(
+    model: Transformer,
+    template: ChatTemplate,
+    as_tokens: Any,
+    as_text: Any,
+    said: str,
+    *,
+    eos_id: int | None = None,
+    **how: Any,
+) -> str:
+    """What the assistant answers to what a user has `said`, in the form of `template`; it ends with its turn.
+
+    `as_tokens` and `as_text` are the `tokenizers.Tokenizer` that takes what spells a special token as that, and as text;
+    `how` is as in `generate`. Raises `UserError` as it does, and for what the template cannot take.
+    """
+    asked = Answering.to(template, said, as_tokens)
+    prompt_ids, _ = asked.prompt.encoded(as_tokens, as_text)
+    new_ids = list(
+        generate_tokens(model, prompt_ids, stops=(*asked.stops, *([] if eos_id is None else [eos_id])), **how)
+    )
+    text = decode(as_tokens, prompt_ids, new_ids)
+    return text.partition(asked.ends)[0] if asked.ends else text
 
 
 def generate_tokens(
@@ -58,10 +83,10 @@ def generate_tokens(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
-    eos_id: int | None = None,
+    stops: Collection[int] = (),
     context: int | None = None,
 ) -> Iterator[int]:
-    """The tokens that continue `prompt_ids` (at least one), as they are found; end-of-text ends them and is left out.
+    """The tokens that continue `prompt_ids` (at least one), as they are found; one of `stops` ends them and is left out.
 
     Temperature 0 takes the most probable token. Otherwise one is drawn from the softmax of logits / temperature, cut to
     the fewest tokens that hold `top_p` of the probability (nucleus sampling, Holtzman et al. 2020, section 3.1); the
@@ -86,7 +111,7 @@ def generate_tokens(
                 hidden_BSH = model.hidden_states(torch.tensor([new], device=model.embedding.weight.device), cache)
                 logits_V = model.head(hidden_BSH[:, -1])[0].float().cpu()
             token = _choose(logits_V, temperature, top_p, random)
-            if token == eos_id:
+            if token in stops:
                 return
             yield token
             new = [token]

@@ -93,7 +93,7 @@ class HarnessModel(TemplateLM):
             max_tokens=options["max_gen_toks"],
             temperature=options.get("temperature", 0.0) if options["do_sample"] else 0.0,
             top_p=options.get("top_p", 1.0),
-            eos_id=self._eos,
+            stops=(self._eos,),
             context=self._context,
         ):
             tokens.append(token)

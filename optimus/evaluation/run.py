@@ -8,10 +8,11 @@ from typing import Any
 
 from optimus.checkpoint.folder import Description, find_checkpoint, read_description
 from optimus.checkpoint.store import load_model
+from optimus.data.chat import ChatTemplate
 from optimus.data.tokenizer import inspect, load
 from optimus.disk import user_path, write_json
 from optimus.errors import UserError
-from optimus.evaluation.generation import generate
+from optimus.evaluation.generation import answer, generate
 from optimus.evaluation.names import TASKS
 from optimus.evaluation.tasks import check_lm_eval, load_tasks, run_tasks
 from optimus.evaluation.text import bits_per_byte
@@ -119,9 +120,12 @@ def generate_text(
     top_p: float = 1.0,
     seed: int = 0,
     parse_special: bool = False,
+    chat: bool = False,
     device: str = "auto",
 ) -> str:
     """What a checkpoint (or the newest of a run) writes after `prompt`; greedy unless a temperature is given.
+
+    With `chat` the prompt is what a user says, in the form of its chat template, and what comes back is the answer.
 
     A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. A special token
     that the prompt spells is text, and with `parse_special` that token. Raises `UserError` for what cannot be done.
@@ -129,19 +133,31 @@ def generate_text(
     Example:
         optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)
     """
-    loaded = _load(find_checkpoint(checkpoint), device, parse_special)
+    path = find_checkpoint(checkpoint)
+    loaded = _load(path, device, parse_special or chat)
     assert isinstance(loaded.model, Transformer)
-    return generate(
-        loaded.model,
-        loaded.tokenizer,
-        prompt,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        eos_id=loaded.eos_id,
-        context=loaded.description.context,
-    )
+    how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    how |= {"eos_id": loaded.eos_id, "context": loaded.description.context}
+    if not chat:
+        return generate(loaded.model, loaded.tokenizer, prompt, **how)
+    template, tokens = _chat_template(path, loaded), loaded.tokenizer
+    assert loaded.description.tokenizer is not None
+    as_text = tokens if parse_special else load(loaded.description.tokenizer)
+    return answer(loaded.model, template, tokens, as_text, prompt, **how)
+
+
+def _chat_template(path: Path, loaded: _Loaded) -> ChatTemplate:
+    """That of the conversations that a checkpoint was trained on; else that of the folder that its training began with."""
+    if loaded.description.chat:
+        return ChatTemplate.read(loaded.description.chat)
+    eos = loaded.tokenizer.id_to_token(loaded.eos_id) or ""
+    found = ChatTemplate.of_files(loaded.description.published, eos, str(path))
+    if found is None:
+        raise UserError(
+            f"checkpoint {path} knows no chat template: it was trained on no conversations (`text_field=chat:messages`), "
+            "and what it began with has none. Leave `chat=True` out"
+        )
+    return found
 
 
 def _check_request(

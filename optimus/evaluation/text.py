@@ -17,7 +17,7 @@ from optimus.comm import Group
 from optimus.data.documents import read_texts
 from optimus.data.files import resolve
 from optimus.data.packing import padding_BS
-from optimus.data.shards import NOT_PREDICTED, Shards
+from optimus.data.shards import INSIDE, NOT_PREDICTED, Shards
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
 from optimus.evaluation.score import TOKENS_PER_BATCH, Scored, Window, score
@@ -128,6 +128,8 @@ def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
         predicted_BS = stored_BS < NOT_PREDICTED
         if shards.padded:
             predicted_BS &= ~padding_BS(tokens_BS, shards.eos_id)
+        if shards.masked:
+            tokens_BS &= INSIDE - 1
         predicted_BS[:, 0] = False
         windows = []
         for row, chosen_S in zip(tokens_BS.tolist(), predicted_BS):

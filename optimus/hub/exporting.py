@@ -16,6 +16,8 @@ from optimus.checkpoint.masks import whole_masks
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.store import load_model
 from optimus.config.sizes import size_text
+from optimus.data.chat import FILE as CHAT_TEMPLATE
+from optimus.data.chat import ChatTemplate
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 from optimus.hub.config_json import write_config, write_json
@@ -55,6 +57,7 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, dtype: str = "
         dtype=_DTYPES[dtype],
         masks=whole_masks(reader),
         said=about.published,
+        chat=about.chat,
     )
 
 
@@ -69,12 +72,16 @@ def export_model(
     max_file_bytes: int = _MAX_FILE,
     masks: Mapping[str, torch.Tensor] | None = None,
     said: Mapping[str, Any] | None = None,
+    chat: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write `model` as a Hugging Face folder: config, tokenizer (a tokenizer.json, if given) and safetensors.
 
     `context` becomes max_position_embeddings. With `dtype` None the weights are written as they are. `masks` of pruned
     parameters go into a file of their own, which `optimus import` reads. `said` is what the folder that training began with
-    said of its model (`Description.published`). Returns `output`, `files` (name to bytes), `bytes`, `tensors`, `parameters`
+    said of its model (`Description.published`), and `chat` how conversations were written in training
+    (`Description.chat`): the folder says so, too.
+
+    Returns `output`, `files` (name to bytes), `bytes`, `tensors`, `parameters`
     and `dtype`. Raises `UserError` when `output` holds anything, the disk is too small or the
     architecture has no equal in `transformers`.
     """
@@ -104,7 +111,12 @@ def export_model(
         write_json(partial / GENERATION, again.generation)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
-            for name, content in ({TOKENIZER: _tokenizer_config(special, context)} | again.files).items():
+            files = {TOKENIZER: _tokenizer_config(special, context)} | again.files
+            if chat:
+                template = ChatTemplate.read(chat)
+                files[TOKENIZER] = dict(template.tokens) | files[TOKENIZER]
+                files[CHAT_TEMPLATE] = template.source
+            for name, content in files.items():
                 if isinstance(content, str):
                     (partial / name).write_text(content, encoding="utf-8")
                 else:

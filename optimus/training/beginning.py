@@ -87,7 +87,7 @@ def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int
         path = world.on_first(lambda: find_checkpoint(began_with))
         found, readers = load_state(run.state, path, model=run.config.model, full=False, send=send, masks=masks)
         # Of a run that goes on itself the checkpoint: its newest will be another.
-        origin, unpruned = Origin(str(path), found.context, found.published), found.unpruned
+        origin, unpruned = Origin(str(path), found.context, found.published, found.chat), found.unpruned
     if masks:
         run.state.pruned.unpruned = unpruned
     run.state.initialize(seed, std, only="factor")

@@ -25,6 +25,8 @@ class Origin(NamedTuple):
     """The longest sequences that they had been trained on."""
     published: Mapping[str, Any] = {}
     """What was said of that model; hub/published.py."""
+    chat: Mapping[str, Any] = {}
+    """How its data has conversations as text."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def describe(
             "scattered": config.checkpoint.scattered,
         },
         published=dict(origin.published),
+        chat=run.data.chat or dict(origin.chat),
         frozen=frozen,
     )
 

@@ -43,7 +43,7 @@ _LOSSES = {"loss", "balance_loss", "z_loss", "teacher_divergence", "bits_per_byt
 _SPEED = {"tokens_per_second", "step_seconds", "data_seconds", "checkpoint_seconds", "model_flops_utilization"}
 OWN_NAMES = _STEP | _LOSSES | _SPEED
 """Of the library's own metrics; and beginnings of such."""
-OWN_BEGINNINGS = ("tokens/", "train_loss/", "loss/", "bits_per_byte/", "time/", "memory/", "experts/")
+OWN_BEGINNINGS = ("tokens/", "train_loss/", "loss/", "bits_per_byte/", "tasks/", "time/", "memory/", "experts/")
 
 
 def is_number(value: object) -> bool:

@@ -68,7 +68,9 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
     state.pruned.unpruned, state.pruned.events = description.unpruned, description.prunings
     state.pruned.distances = kept.get("mask_distances", []) if full else []
     restore_random(description, run.device)
-    origin = Origin(kept.get("began_with", config.checkpoint.initial), description.context, description.published)
+    origin = Origin(
+        kept.get("began_with", config.checkpoint.initial), description.context, description.published, description.chat
+    )
     same = path.parent == run.folder / "checkpoints" and (
         description.config.get("train", {}).get("freeze") == config.train.freeze
     )

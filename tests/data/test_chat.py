@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from optimus.data.fields import Segment, field_of
+from optimus.data.fields import field_of
 from optimus.data.loader import TokenLoader
 from optimus.data.preparation import prepare
 from optimus.data.shards import Shards
@@ -40,15 +40,14 @@ def chats(tmp_path: Path) -> tuple[Path, list[list[dict[str, str]]]]:
 
 def test_a_conversation_is_prompts_and_answers() -> None:
     chat = [message("user", "hi"), message("assistant", "yes?"), message("user", "2+2"), message("assistant", "4")]
-    segments = field_of("chat:messages").segments({"messages": chat}, "here")
-    assert segments == [
-        Segment("<|user|>\nhi\n<|assistant|>\n", False),
-        Segment("yes?\n<|user|>", True),
-        Segment("\n2+2\n<|assistant|>\n", False),
-        Segment("4", True),
-    ]
-    open_end = field_of("chat:messages").segments({"messages": [*chat, message("user", "thanks")]}, "here")
-    assert open_end[3:] == [Segment("4\n<|user|>", True), Segment("\nthanks\n", False)]
+    text, predicted, _ = field_of("chat:messages").conversation({"messages": chat}, "here")
+    assert text == "<|user|>\nhi\n<|assistant|>\nyes?\n<|user|>\n2+2\n<|assistant|>\n4"
+    assert [text[first:last] for first, last in predicted or ()] == ["yes?\n<|user|>", "4"]
+    open_end, predicted, _ = field_of("chat:messages").conversation(
+        {"messages": [*chat, message("user", "thanks")]}, "here"
+    )
+    assert open_end == text + "\n<|user|>\nthanks\n"
+    assert [open_end[first:last] for first, last in predicted or ()] == ["yes?\n<|user|>", "4\n<|user|>"]
 
 
 @pytest.mark.parametrize("pack", ["concatenate", "best-fit"])
@@ -91,7 +90,8 @@ def test_answers_alone_are_predicted(
 def test_a_tokenizer_is_trained_on_all_of_it(tmp_path: Path, chats: tuple[Path, Any]) -> None:
     index = prepare([chats[0]], tmp_path / "data", train_tokenizer=300, context=16, text_field="chat:messages")
     assert index["documents"] == 40
-    assert index["text_bytes"] == sum(len(field_of("chat:messages").of({"messages": chat}, "")) for chat in chats[1])
+    texts = [field_of("chat:messages").of({"messages": chat}, "") + "<|endoftext|>" for chat in chats[1]]
+    assert index["text_bytes"] == sum(map(len, texts))
 
 
 def test_bad_input(tmp_path: Path, tokenizer_file: Path) -> None:

@@ -40,7 +40,7 @@ def test_greedy(make_model: Callable[..., Transformer], family: str) -> None:
 def test_end_of_text_ends(model: Transformer) -> None:
     whole = list(generate_tokens(model, PROMPT, max_tokens=20))
     eos = whole[7]
-    assert list(generate_tokens(model, PROMPT, max_tokens=20, eos_id=eos)) == whole[: whole.index(eos)]
+    assert list(generate_tokens(model, PROMPT, max_tokens=20, stops=[eos])) == whole[: whole.index(eos)]
 
 
 def test_context_takes_the_prompts_end(model: Transformer) -> None:

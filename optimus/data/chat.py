@@ -1,0 +1,360 @@
+"""Conversations as text: by the chat template of a tokenizer, as `transformers` renders it, or by ours; and what of them the
+assistant says, which alone is predicted.
+
+Ours is that of Tülu (Wang et al. 2023, "How Far Can Camels Go?", section 4.1): `<|user|>`, a line break, what is said, a
+line break. What is predicted is what the assistant says and what ends it: the heading of the next turn, or the end of text.
+
+A template is code that somebody else has written. It runs in a sandbox (Jinja's), and sees messages alone.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from optimus.disk import parse_json
+from optimus.errors import UserError
+
+Spans = tuple[tuple[int, int], ...]
+"""Stretches of a text: of each the first character, and the first that is behind it."""
+
+FILE = "chat_template.jinja"
+OURS = (
+    "{% for message in messages %}"
+    "{% if loop.first or loop.previtem['role'] != 'assistant' %}{{ '<|' + message['role'] + '|>' }}{% endif %}"
+    "{{ '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
+    "{% if loop.last %}{{ eos_token }}{% else %}{{ '\\n<|' + loop.nextitem['role'] + '|>' }}{% endif %}"
+    "{% endgeneration %}{% else %}{{ message['content'] + '\\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+_FILES = ("special_tokens_map.json", "tokenizer_config.json", FILE)  # of a tokenizer, the last one counts
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # one thing under three names
+_MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # characters that no text has: Unicode leaves them to programs
+_DAY = datetime(2024, 7, 26)  # where a template asks for the day: data must not depend on when it is prepared
+
+
+class ChatTemplate(NamedTuple):
+    """A template, and the tokens that it may name: `bos_token`, `eos_token` and so on."""
+
+    source: str = OURS
+    tokens: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def beside(cls, tokenizer: Path, eos_token: str) -> "ChatTemplate":
+        """That of a tokenizer.json: in prepared data, or in files of the standard names beside it; ours where there is none.
+
+        Raises `UserError` for files that cannot be read, and for a template that is none.
+        """
+        folder, files = tokenizer.parent, dict[str, Any]()
+        if tokenizer.name == "tokenizer.json":
+            if (prepared := _prepared(folder / "index.json")) is not None:
+                return prepared
+            for name in _FILES:
+                try:
+                    text = (folder / name).read_text(encoding="utf-8")
+                    files[name] = text if name == FILE else dict(parse_json(text))
+                except FileNotFoundError:
+                    continue
+                except (OSError, ValueError, TypeError) as error:
+                    what = "text" if name == FILE else "a JSON object"
+                    raise UserError(f"{folder / name} cannot be read as {what}: {error}") from error
+        return cls.of_files(files, eos_token, str(folder)) or cls(tokens=(("eos_token", eos_token),))
+
+    @classmethod
+    def of_files(cls, files: Mapping[str, Any], eos_token: str, place: str) -> "ChatTemplate | None":
+        """That of the `files` of a published tokenizer, by name; None where they have none. Raises `UserError` for one that
+        is none."""
+        said = {name: value for file in _FILES[:2] for name, value in files.get(file, {}).items()}
+        named = {f"{role}_token": said.get(f"{role}_token") for role in _ROLES}
+        texts = {role: each.get("content") if isinstance(each, dict) else each for role, each in named.items()}
+        tokens = {"eos_token": eos_token} | {role: each for role, each in texts.items() if isinstance(each, str)}
+        source = files.get(FILE, said.get("chat_template"))
+        if isinstance(source, list):  # several, by name
+            source = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}.get(
+                "default"
+            )
+        if source is None:
+            return None
+        if not isinstance(source, str):
+            raise UserError(f"{place}: its chat_template is a {type(source).__name__}: it must be a text")
+        found = cls(source, tuple(sorted(tokens.items())))
+        found.check(place)
+        return found
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> "ChatTemplate":
+        """What `written` gave."""
+        return cls(
+            str(said["template"]), tuple(sorted((str(role), str(text)) for role, text in said["tokens"].items()))
+        )
+
+    def written(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"template": self.source, "tokens": dict(self.tokens)}
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all of it."""
+        return hashlib.sha256(json.dumps(self.written(), sort_keys=True).encode()).hexdigest()
+
+    def check(self, place: str) -> None:
+        """Raise `UserError` unless it is a template."""
+        import jinja2
+
+        try:
+            _compiled(self.source)
+        except jinja2.TemplateError as error:
+            raise UserError(
+                f"{place}: its chat_template is no Jinja template ({error}): mend it, or take it away"
+            ) from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        place: str,
+        *,
+        answer: bool = False,
+        tools: Any = None,
+        marks: tuple[str, str] = ("", ""),
+        day: datetime = _DAY,
+    ) -> str:
+        """The text of a conversation; with what begins an `answer`, where one is asked for. Between `marks` is what the
+        template says that the assistant generates. Raises `UserError` for a conversation that the template cannot take."""
+        import jinja2
+
+        template = _compiled(self.source)
+        try:
+            return template.render(
+                **dict(self.tokens),
+                messages=[_plain(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=answer,
+                strftime_now=day.strftime,
+                generation_marks=marks,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            raise UserError(f"{place}: the chat template cannot take this conversation: {error}") from error
+
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        place: str,
+        tools: Any = None,
+        special: Sequence[str] = (),
+        *,
+        parse_special: bool = False,
+    ) -> "Conversation":
+        """The text of a conversation, and what of it is predicted. What messages say that spells one of the tokenizer's
+        `special` tokens stays text, unless `parse_special` asks for the token.
+
+        Raises `UserError` as `render` does, and where it cannot be told what the assistant has said.
+        """
+        begin, end, quote = _unused(json.dumps([messages, tools], ensure_ascii=False, default=str), place)
+        quoted = [message if parse_special else _quoted(message, special, quote) for message in messages]
+        if _GENERATION.search(self.source):
+            whole, predicted, stays = _unmarked(
+                self.render(quoted, place, tools=tools, marks=(begin, end)), (begin, end, quote), special
+            )
+            if not predicted:
+                raise UserError(f"{place}: nothing in it is the assistant's, so nothing of it would be predicted")
+            return Conversation(whole, predicted, stays)
+        found = self.render(quoted, place, tools=tools)
+        whole, _, stays = _unmarked(found, (begin, end, quote), special)
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        borders = [self._answer(quoted, number, found, place, tools, special) for number in answers]
+        spans = [tuple(len(_unmarked(found[:to], (begin, end, quote), special)[0]) for to in each) for each in borders]
+        return Conversation(whole, tuple((first, last) for first, last in spans), stays)
+
+    def _answer(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        number: int,
+        whole: str,
+        place: str,
+        tools: Any,
+        special: Sequence[str],
+    ) -> tuple[int, int]:
+        """Where in the `whole` the assistant's message of this number is: behind what comes before it with what asks for an
+        answer, as far as it is written as where the conversation ends with it."""
+        said, asked = str(messages[number].get("content") or "").strip(), messages[:number]
+        least = _common(whole, self.render(asked, place, tools=tools)) if number else 0
+        first = _common(whole, self.render(asked, place, answer=True, tools=tools)) if number else 0
+        if said:  # what asks for an answer may begin it, as by <think>
+            first = min(first, max(least, whole.find(said, least)))
+        last = _common(whole, self.render(messages[: number + 1], place, tools=tools))
+        for token in special:  # the one that follows may begin as the one that would end the conversation
+            begins = whole.find(token, max(0, last - len(token) + 1), last + len(token) - 1)
+            last = begins if 0 <= begins < last else last
+        if said not in whole[first:last]:
+            raise UserError(
+                f"{place}: turn {number + 1}, the assistant's, is rendered otherwise where the conversation goes on, so "
+                "that it is not known which tokens are its own: give a chat template with {% generation %} around what the "
+                f"assistant says ({FILE} beside tokenizer.json), or let the conversation end there"
+            )
+        return first, last
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that two texts begin with."""
+    return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+class Conversation(NamedTuple):
+    """Text; which stretches of it are predicted (None: all); and which spell special tokens and stay text."""
+
+    text: str
+    predicted: Spans | None = None
+    quoted: Spans = ()
+
+    def encoded(self, as_tokens: Any, as_text: Any) -> tuple[list[int], list[bool]]:
+        """Token ids, and whether each is predicted: where any of its characters is. `as_tokens` and `as_text` are the
+        tokenizer that takes what spells a special token as that, and as text."""
+        ids, offsets = list[int](), list[tuple[int, int]]()
+        borders = [0, *(border for span in self.quoted for border in span), len(self.text)]
+        for number, (start, stop) in enumerate(pairwise(borders)):
+            if start < stop:
+                found = (as_text if number % 2 else as_tokens).encode(self.text[start:stop], add_special_tokens=False)
+                ids += found.ids
+                offsets += [(start + first, start + last) for first, last in found.offsets]
+        if self.predicted is None:
+            return ids, [True] * len(ids)
+        spans = self.predicted
+        return ids, [any(first < stop and start < last for start, stop in spans) for first, last in offsets]
+
+
+def _prepared(index: Path) -> ChatTemplate | None:
+    """That of prepared data, if there is any."""
+    try:
+        return ChatTemplate.read(parse_json(index.read_bytes())["chat"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> Any:
+    """A template in a sandbox, with what templates of published tokenizers use."""
+    import jinja2
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` and `{% endgeneration %}`: between them is what the assistant says."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            marks = jinja2.nodes.Name("generation_marks", "load")
+            call = self.call_method("_marked", [marks])
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _marked(self, marks: tuple[str, str], caller: Callable[[], str]) -> str:
+            begin, end = marks
+            return f"{begin}{caller()}{end}"
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)  # Jinja's own is for HTML
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(source)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """As templates expect it: without what is null, and what the assistant has thought by all of its names."""
+    given = {name: value for name, value in message.items() if value is not None}
+    thought = next((given[name] for name in _THOUGHTS if name in given), None)
+    return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
+
+
+def _unused(text: str, place: str) -> tuple[str, str, str]:
+    """Three characters that the text has not."""
+    free = [mark for mark in _MARKS if mark not in text]
+    if len(free) < 3:
+        raise UserError(f"{place}: it holds characters that are none (U+FDD0 to U+FDEF): leave them out")
+    return free[0], free[1], free[2]
+
+
+def _quoted(value: Any, special: Sequence[str], quote: str) -> Any:
+    """With each text that spells a special token as its number between `quote`."""
+    if isinstance(value, str):
+        for number, token in enumerate(special):
+            value = value.replace(token, f"{quote}{number}{quote}")
+        return value
+    if isinstance(value, Mapping):
+        return {name: each if name == "role" else _quoted(each, special, quote) for name, each in value.items()}
+    return [_quoted(each, special, quote) for each in value] if isinstance(value, list) else value
+
+
+def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str]) -> tuple[str, Spans, Spans]:
+    """The text without its marks, what was marked as generated, and what was quoted."""
+    begin, end, quote = marks
+    made, generated, quoted, began = "", list[tuple[int, int]](), list[tuple[int, int]](), 0
+    for part in re.split(f"([{begin}{end}]|{quote}[0-9]+{quote})", text):
+        if part == begin:
+            began = len(made)
+        elif part == end:
+            if began < len(made):
+                generated.append((began, len(made)))
+        elif part.startswith(quote):
+            token = special[int(part.strip(quote))]
+            quoted.append((len(made), len(made) + len(token)))
+            made += token
+        else:
+            made += part
+    return made, tuple(generated), tuple(quoted)
+
+
+def special_texts(tokenizer: Any) -> list[str]:
+    """What spells the special tokens of a `tokenizers.Tokenizer`, the longest first."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return sorted((token.content for token in added if token.special), key=len, reverse=True)
+
+
+class Answering(NamedTuple):
+    """How a model is asked for an answer: the conversation so far, and by what its answer ends."""
+
+    prompt: Conversation
+    stops: tuple[int, ...]  # tokens
+    ends: str  # the text that begins the next turn
+
+    @classmethod
+    def to(cls, template: ChatTemplate, said: str, tokenizer: Any) -> "Answering":
+        """To what a user has `said`, today. Raises `UserError` as `render` does. `tokenizer` takes what spells a special
+        token as that."""
+        place, special, today = "the prompt", special_texts(tokenizer), datetime.now()
+        begin, end, quote = _unused(said, place)
+        asked = {"role": "user", "content": said}
+        text = template.render([_quoted(asked, special, quote)], place, answer=True, day=today)
+        whole, _, quoted = _unmarked(text, (begin, end, quote), special)
+        answer, ends, stops = {"role": "assistant", "content": begin}, "", list[int]()
+        for following in ([], [{"role": "user", "content": end}]):
+            with suppress(UserError):  # a template may take no such conversation
+                shown = template.render([asked, answer, *following], place, day=today)
+                behind = shown.rpartition(begin)[2].partition(end)[0] if begin in shown else ""
+                first = tokenizer.encode(behind, add_special_tokens=False).ids[:1] if behind.strip() else []
+                if first and tokenizer.id_to_token(first[0]) in special:
+                    stops += first
+                elif following:
+                    ends = behind.rstrip()
+        return cls(Conversation(whole, None, quoted), tuple(dict.fromkeys(stops)), ends)

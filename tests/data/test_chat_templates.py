@@ -1,0 +1,335 @@
+"""Published chat templates give the tokens, and the mask of what the assistant says, that `transformers` gives."""
+
+import importlib.util
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+import optimus
+from optimus.data import chat
+from optimus.data.chat import OURS, ChatTemplate, Conversation, special_texts
+from optimus.data.loader import TokenLoader
+from optimus.data.preparation import prepare
+from optimus.data.shards import INSIDE, NOT_PREDICTED, Shards
+from optimus.data.tokenizer import load
+from optimus.data.training import DataPhase
+from optimus.errors import UserError
+from optimus.evaluation.text import read_rows
+
+transformers = pytest.importorskip("transformers", reason="needs transformers (`make install-dev`)")
+
+# Those that trl does not have, as they are in the tokenizer_config.json of their models.
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+OLMO2 = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ '<|system|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'user' %}"
+    "{{ '<|user|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'assistant' %}"
+    "{% if not loop.last %}{{ '<|assistant|>\n'  + message['content'] + eos_token + '\n' }}"
+    "{% else %}{{ '<|assistant|>\n'  + message['content'] + eos_token }}{% endif %}{% endif %}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{% for message in messages %}\n"
+    "{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] + eos_token }}\n"
+    "{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] + eos_token }}\n"
+    "{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+INLINE = {"chatml": CHATML, "mistral": MISTRAL, "olmo2": OLMO2, "zephyr": ZEPHYR, "ours": OURS}
+FILES = ["llama3", "llama3_1", "gemma", "deepseekv3", "qwen3", "gptoss", "phi3"]
+MARKED = [
+    "llama3_training",
+    "gemma_training",
+    "deepseekv3_training",
+    "qwen3_training",
+    "gptoss_training",
+    "phi3_training",
+]
+WITHOUT_SYSTEM = ("mistral", "gemma")
+# Whose answers are written otherwise when the conversation goes on, so that only the last one can be told.
+UNLIKE_LATER = ("qwen3", "gptoss")
+
+
+def source_of(name: str) -> str:
+    if name in INLINE:
+        return INLINE[name]
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs trl (`make install-dev`)")
+    return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def folder_of(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes a tokenizer's folder, as published, with a template and its special tokens."""
+
+    def made(source: str) -> Path:
+        folder = tmp_path_factory.mktemp("tokenizer")
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        named = {*re.findall(r"<[|｜][^<>]*?[|｜]>|</?s>|<(?:bos|eos|start_of_turn|end_of_turn)>|\[/?INST\]", source)}
+        tokenizer.add_special_tokens([AddedToken(text, special=True) for text in sorted(named | {"<s>", "</s>"})])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+        config["eos_token"] = {"__type": "AddedToken", "content": "</s>", "special": True}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": source}))
+        return folder
+
+    return made
+
+
+def theirs_of(folder: Path) -> Any:
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def conversations(name: str) -> list[list[dict[str, Any]]]:
+    def turn(role: str, content: str, **more: str) -> dict[str, Any]:
+        return {"role": role, "content": content, **more}
+
+    asked, answered = turn("user", "what is 2+2?"), turn("assistant", "  four,\nor 4 \U0001f600 é")
+    again, last = turn("user", "Sicher?\n\n"), turn("assistant", "<b>yes</b>")
+    several = [asked, answered] if name in UNLIKE_LATER else [asked, answered, again, last]
+    found = [[asked, last], several]
+    if name.removesuffix("_training") not in WITHOUT_SYSTEM:
+        found += [[turn("system", "be brief"), *each] for each in found]
+    if name.startswith(("qwen3", "gptoss")):
+        found += [[asked, turn("assistant", "4", reasoning_content="two and two\nare four")]]
+        found += [[asked, turn("assistant", "4", thinking="easy")]]
+    if name.endswith("_training"):
+        found += [[asked, answered, again, turn("assistant", "4"), again, last]]
+    return found
+
+
+@pytest.fixture
+def one_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`transformers` writes the day on which it runs."""
+
+    class Then(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Then":
+            return cls(2024, 7, 26)
+
+    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", Then)
+
+
+@pytest.mark.usefixtures("one_day")
+@pytest.mark.parametrize("name", [*INLINE, *FILES, *MARKED])
+def test_tokens_and_mask_are_those_of_transformers(folder_of: Any, name: str) -> None:
+    source = source_of(name)
+    folder = folder_of(source)
+    theirs, template = theirs_of(folder), ChatTemplate.beside(folder / "tokenizer.json", "</s>")
+    assert template.source == source
+    as_tokens, as_text = (load(folder / "tokenizer.json", parse_special=special) for special in (True, False))
+    marked = "generation" in re.findall(r"\{%-?\s*(\w+)", source)
+    assert marked == (name.endswith("_training") or name == "ours")
+    for messages in conversations(name):
+        own = template.conversation(messages, "here", special=special_texts(as_tokens))
+        assert own.text == theirs.apply_chat_template(messages, tokenize=False)
+        found = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=marked)
+        ids, predicted = own.encoded(as_tokens, as_text)
+        assert ids == found["input_ids"]
+        if marked:
+            mask = found["assistant_masks"]
+        else:  # by rendering what comes before an answer, and that with it
+            mask = [0] * len(ids)
+            for number, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    begin = theirs.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True)
+                    begin = begin.removesuffix("<think>\n")  # which DeepSeek's asks with
+                    end = theirs.apply_chat_template(messages[: number + 1], tokenize=False)
+                    end = (
+                        end if own.text.startswith(end) else end.removesuffix("</s>")
+                    )  # Phi-3's, of the last turn alone
+                    assert own.text.startswith(begin)
+                    assert own.text.startswith(end)
+                    encoding = theirs(own.text, add_special_tokens=False)
+                    first, last = encoding.char_to_token(len(begin)), encoding.char_to_token(len(end) - 1)
+                    mask[first : last + 1] = [1] * (last + 1 - first)
+        assert predicted == [bool(each) for each in mask]
+        assert 0 < sum(predicted) < len(ids)
+        prompt = messages[:-1]
+        asked = template.render(prompt, "here", answer=True)
+        assert asked == theirs.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("name", UNLIKE_LATER)
+def test_an_answer_that_is_written_otherwise_later_is_named(name: str) -> None:
+    thought = {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
+    messages = [{"role": "user", "content": "2+2?"}, thought, {"role": "user", "content": "sure?"}, thought]
+    with pytest.raises(
+        UserError, match=r"data\.jsonl:3: turn 2, the assistant's, is rendered otherwise .* \{% generation %\}"
+    ):
+        ChatTemplate(source_of(name)).conversation(messages, "data.jsonl:3")
+
+
+def test_what_a_message_spells_stays_text(folder_of: Any) -> None:
+    """A special token in what somebody says is no token, unless that is asked for; an emoji at a border is whole."""
+    folder = folder_of(CHATML)
+    as_tokens, as_text = (load(folder / "tokenizer.json", parse_special=special) for special in (True, False))
+    said = [
+        {"role": "user", "content": "what ends a turn? <|im_end|> does"},
+        {"role": "assistant", "content": "<|im_end|>\U0001f600"},
+    ]
+    template = ChatTemplate(CHATML)
+    own = template.conversation(said, "here", special=special_texts(as_tokens))
+    assert own.text == template.render(said, "here")
+    ids, predicted = own.encoded(as_tokens, as_text)
+    assert ids.count(as_tokens.token_to_id("<|im_end|>")) == 2  # those of the template
+    assert as_text.decode(ids, skip_special_tokens=False) == own.text
+    assert as_text.decode([id for id, each in zip(ids, predicted) if each], skip_special_tokens=False) == (
+        "<|im_end|>\U0001f600<|im_end|>\n"
+    )
+    parsed = template.conversation(said, "here", special=special_texts(as_tokens), parse_special=True)
+    plain, _ = parsed.encoded(as_tokens, as_text)
+    assert plain.count(as_tokens.token_to_id("<|im_end|>")) == 4
+
+
+def test_prepared_data_has_the_template_of_its_tokenizer(folder_of: Any, tmp_path: Path) -> None:
+    """In its index, so that it is part of the data's digest; and data that is prepared by that data's tokenizer, too."""
+    folder, messages = folder_of(ZEPHYR), conversations("zephyr")
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages * 8))
+    given: dict[str, Any] = {"context": 128, "workers": 1, "text_field": "chat:messages", "pack": "best-fit"}
+    index = prepare([path], tmp_path / "data", tokenizer=folder, **given)
+    assert index["chat"] == {"template": ZEPHYR, "tokens": {"bos_token": "<s>", "eos_token": "</s>"}}
+    shards, theirs = Shards(tmp_path / "data"), theirs_of(folder)
+    stored = [int(token) for row in shards.stored_rows(0, shards.instances) for token in row]
+    for each in messages:
+        ids = theirs.apply_chat_template(each, return_dict=True)["input_ids"]
+        ids = [*ids, *([] if ids[-1] == shards.eos_id else [shards.eos_id])]
+        places = [
+            at
+            for at in range(len(stored) - len(ids) + 1)
+            if [token & (INSIDE - 1) for token in stored[at : at + len(ids)]] == ids
+        ]
+        assert len(places) >= 4  # what fills no row is left out
+        for at in places:
+            own = [not token & NOT_PREDICTED for token in stored[at : at + len(ids)]]
+            assert 0 < sum(own) < len(own)
+            assert not own[0]
+            ends = [token & ~NOT_PREDICTED == shards.eos_id for token in stored[at : at + len(ids)]]
+            assert ends == [False] * (len(ids) - 1) + [True]  # turns end with the same token
+    with TokenLoader([DataPhase.of(shards, shards.instances)]) as loader:
+        batch = next(loader)
+    assert batch.tokens_BS.max() < shards.vocab_size
+    assert batch.tokens_BS.tolist() == shards.rows(0, shards.instances).tolist()
+    windows = [window for part in read_rows(shards, 10**9) for window in part.windows]
+    assert max(max(window.continuation) for window in windows) < shards.vocab_size
+    again = prepare([path], tmp_path / "again", tokenizer=tmp_path / "data", **given)
+    assert again["chat"] == index["chat"]
+    other = folder_of(CHATML)
+    (other / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    with pytest.raises(UserError, match=r"is the output of another run .*chat_template"):
+        prepare([path], tmp_path / "data", tokenizer=other, **given)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer_config.json": '{"chat_template": "{% for %}"}'}, "its chat_template is no Jinja template"),
+        ({"chat_template.jinja": "{{ messages"}, "its chat_template is no Jinja template"),
+        ({"tokenizer_config.json": '{"chat_template": 5}'}, "its chat_template is a int: it must be a text"),
+        ({"tokenizer_config.json": "[1]"}, r"tokenizer_config\.json cannot be read as a JSON object"),
+    ],
+)
+def test_files_beside_a_tokenizer_that_are_none(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        ChatTemplate.beside(tmp_path / "tokenizer.json", "</s>")
+
+
+def test_which_of_several_templates(tmp_path: Path) -> None:
+    """The default one by its name; a file of its own before both."""
+    several = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several, "bos_token": None}))
+    assert ChatTemplate.beside(tmp_path / "tokenizer.json", "</s>").source == "plain"
+    (tmp_path / "chat_template.jinja").write_text("of the file")
+    assert ChatTemplate.beside(tmp_path / "tokenizer.json", "</s>").source == "of the file"
+    assert ChatTemplate.beside(tmp_path / "other.json", "</s>").source == OURS
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[7].role.nothing }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_template_can_do_nothing_but_write(source: str) -> None:
+    messages = [{"role": "assistant", "content": "hi"}]
+    with pytest.raises(UserError, match="here: the chat template cannot take this conversation"):
+        ChatTemplate(source + "{% generation %}{{ messages[0].content }}{% endgeneration %}").conversation(
+            messages, "here"
+        )
+
+
+def test_characters_that_are_none() -> None:
+    """Marks are characters that the text has not."""
+    said = "".join(chat._MARKS[:5])
+    own = ChatTemplate().conversation([{"role": "assistant", "content": said}], "here", special=["<x>"])
+    assert own == Conversation(f"<|assistant|>\n{said}", ((14, 19),))
+    with pytest.raises(UserError, match="it holds characters that are none"):
+        ChatTemplate().conversation([{"role": "assistant", "content": chat._MARKS}], "here")
+
+
+@pytest.mark.parametrize("name", ["ours", "chatml"])
+def test_from_conversations_to_an_answer(folder_of: Any, tmp_path: Path, name: str) -> None:
+    """What a run has learned by heart it answers, and its turn ends; an export has the template for `transformers`."""
+    turns = [("what is it?", "it is so"), ("and that?", "that is not")]
+    chats = tmp_path / "chats.jsonl"
+    said = [[{"role": "user", "content": asked}, {"role": "assistant", "content": answer}] for asked, answer in turns]
+    chats.write_text("".join(json.dumps({"messages": each}) + "\n" for each in [*said, said[0] + said[1]] * 8))
+    data, folder = tmp_path / "data", folder_of(INLINE[name])
+    if name == "ours":
+        (folder / "tokenizer_config.json").unlink()
+    prepare([chats], data, tokenizer=folder, context=64, workers=1, text_field="chat:messages", pack="best-fit")
+    run = {
+        "model": {"family": "llama", "hidden": 64, "layers": 2, "heads": 4, "intermediate": 128, "vocab": 640},
+        "data": {"path": str(data)},
+        "train": {
+            "output": str(tmp_path / "run"),
+            "steps": 60,
+            "global_batch": 8,
+            "micro_batch": 8,
+            "sequence_length": 64,
+        },
+        "lr_schedule": {"peak": 1e-2, "warmup_steps": 5},
+    }
+    optimus.train(run)
+    for asked, answer in turns:
+        assert optimus.generate(tmp_path / "run", asked, max_tokens=30, chat=True) == answer
+    optimus.export(tmp_path / "run", tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.chat_template == INLINE[name]
+    template = ChatTemplate.read(Shards(data).index["chat"])
+    assert theirs.apply_chat_template(said[1], tokenize=False) == template.render(said[1], "here")
+    optimus.import_folder(tmp_path / "hf", tmp_path / "again")
+    assert optimus.generate(tmp_path / "again", turns[0][0], max_tokens=30, chat=True) == turns[0][1]
+
+
+def test_a_model_without_conversations_has_no_template(small_run: dict[str, Any], prepared: Path) -> None:
+    small_run["data"]["path"] = str(prepared)
+    small_run["train"] |= {"steps": 1, "output": small_run["train"]["output"]}
+    small_run["model"]["vocab"] = 640
+    optimus.train(small_run)
+    with pytest.raises(UserError, match=r"knows no chat template: it was trained on no conversations"):
+        optimus.generate(small_run["train"]["output"], "hi", chat=True)
