@@ -172,12 +172,14 @@ def test_check_runs_nothing(
     labels = [line.split(":")[0] for line in summary]
     assert labels[:6] == ["model", "length", "warm-up", "batch", "layout", "precision"]
     assert {*labels[6:]} == {"decided"}
-    code, out, _ = here(capsys, monkeypatch, "train", config, "--check", "parallel.tensor=2")
+    code, out, _ = here(capsys, monkeypatch, "train", config, "--check", "--verbose", "parallel.tensor=2")
     first, *table = out.splitlines()
     table = [line for line in table[6:] if not line.startswith("decided: ")]
     assert (code, first) == (0, f"{config} is ready to run: 6 steps on 2 rank(s)")
     assert table[0] == "2 ranks on 1 node; the last axis varies fastest"
     assert [row.split() for row in table[-2:]] == [[axis, "2", "1", "0", "0", "1"] for axis in ("tp_out", "edp")]
+    _, out, _ = here(capsys, monkeypatch, "train", config, "--check", "parallel.tensor=2")
+    assert "tp_out" not in out
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -29,6 +29,9 @@ Settings = Annotated[
         "--set", metavar="KEY.PATH=VALUE", help="The same as KEY.PATH=VALUE; repeated.", autocompletion=complete_key
     ),
 ]
+Verbose = Annotated[
+    bool, Option("--verbose", help="Say also where ranks are placed, and in which forms products are made.")
+]
 ParseSpecial = Annotated[
     bool,
     Option("--parse-special", help="Parse special tokens in the text; by default they are plain text."),
@@ -48,9 +51,9 @@ def _options(
     """Options of `optimus` itself."""
 
 
-def show_ready(config: Path, ready: dict[str, Any], as_json: bool) -> None:
+def show_ready(config: Path, ready: dict[str, Any], as_json: bool, *, verbose: bool) -> None:
     """What `--check` says of a run that could begin."""
-    where = f"\n{ready['placement']}" if ready["ranks"] > 1 else ""
+    where = f"\n{ready['placement']}" if ready["ranks"] > 1 and verbose else ""
     nodes = f" of {ready['nodes']} node(s), with {ready['spares']} spare(s)" if "nodes" in ready else ""
     text = f"{config} is ready to run: {ready['steps']} steps on {ready['ranks']} rank(s){nodes}"
     held = f"\n{ready['held']}" if ready["held"] else ""

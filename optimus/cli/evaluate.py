@@ -87,4 +87,4 @@ def generate(
     from optimus.api import generate as run
 
     text = run(**given)
-    show({"prompt": prompt, "text": text}, as_json, text)
+    show({"prompt": prompt, "text": text}, as_json, text if chat else prompt + text)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from optimus.cli.common import Json, Overrides, Settings, app, show, show_ready
+from optimus.cli.common import Json, Overrides, Settings, Verbose, app, show, show_ready
 from optimus.errors import UserError
 
 
@@ -36,12 +36,13 @@ def launch(
         list[str] | None, Option(help="Line for the batch system, such as '--account=physics'; repeated.")
     ] = None,
     check: Annotated[bool, Option("--check", help="Validate without starting or contacting anything.")] = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Run one node of a training with spares; start it on every node and every spare."""
     from optimus.training.reading import read_run
 
-    overrides = [*(overrides or []), *(settings or [])]
+    overrides = [*(overrides or []), *(settings or []), *(["observe.verbose=true"] if verbose else [])]
 
     read_run(config, overrides)  # before torch is imported: a mistake costs no waiting
     from optimus.launch import nodes as run
@@ -61,7 +62,7 @@ def launch(
     if check:
         if scheduler is not None:
             raise UserError("--check: leave it out with --scheduler, which starts nothing either")
-        show_ready(config, run.check_launch(job, rendezvous, node), as_json)
+        show_ready(config, run.check_launch(job, rendezvous, node), as_json, verbose=verbose)
         return
     if scheduler is not None:
         if output is None:

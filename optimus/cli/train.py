@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from optimus.cli.common import Json, Overrides, Settings, app, show, show_ready
+from optimus.cli.common import Json, Overrides, Settings, Verbose, app, show, show_ready
 
 
 @app.command()
@@ -32,6 +32,7 @@ def train(
         str | None,
         Option(metavar="MACHINE", help="Choose the layout that `optimus plan` finds best on this machine."),
     ] = None,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Train a model."""
@@ -40,6 +41,7 @@ def train(
 
     overrides, automatic = [*(overrides or []), *(settings or [])], resume and "auto" in (overrides or [])
     overrides = [text for text in overrides if text != "auto"] if automatic else overrides
+    asked = ["observe.verbose=true"] if verbose else []
     how: dict[str, Any] = {
         "ranks": ranks,
         "resume": "auto" if automatic else resume,
@@ -49,15 +51,15 @@ def train(
     if auto_plan is not None:
         from optimus.plan.asking import best_layout
 
-        summary = run(best_layout(config, overrides, auto_plan, ranks), **how)
+        summary = run(best_layout(config, [*overrides, *asked], auto_plan, ranks), **how)
     else:
-        summary = run(config, overrides, **how)
+        summary = run(config, [*overrides, *asked], **how)
     signalled = None if check else summary["stopped_by"]
     ended = typer.Exit(0 if signalled is None else 128 + signal.Signals[signalled])
     if os.environ.get("RANK", "0") != "0":
         raise ended  # under torchrun, rank 0 speaks for all
     if check:
-        show_ready(config, summary, as_json)
+        show_ready(config, summary, as_json, verbose=verbose)
         return
     bits = "" if summary["bits_per_byte"] is None else f"{summary['bits_per_byte']:.4f} bits per byte, "
     loss = "" if summary["loss"] is None else f"loss {summary['loss']:.4f}, {bits}"

@@ -10,12 +10,12 @@ from optimus.config.sizes import parse_count
 from optimus.section import PathText, Section, reported_as_value
 
 
-def _token_count(value: Any) -> Any:
+def _count(value: Any) -> Any:
     whole = isinstance(value, float) and value.is_integer()  # 2e9
     return int(value) if whole else reported_as_value(parse_count, value)
 
 
-TokenCount = Annotated[int, Field(gt=0), BeforeValidator(_token_count)]  # which people also write as 2e9 or 300B
+Count = Annotated[int, Field(gt=0), BeforeValidator(_count)]  # of tokens or steps; people also write 2e9 or 300B
 
 
 class SourceConfig(Section):
@@ -25,7 +25,7 @@ class SourceConfig(Section):
     name: str | None = Field(None, description="Name in metrics and messages. Default: that of the folder.")
     weight: float | None = Field(None, ge=0)
     """Share of what tokens and epochs leave, relative to the other weights; at most one pass over the source."""
-    tokens: TokenCount | None = Field(None, description="Tokens read from it, also as 2e9 or 300B.")
+    tokens: Count | None = Field(None, description="Tokens read from it, also as 2e9 or 300B.")
     epochs: float | None = Field(None, gt=0, description="Passes over it.")
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ def parse_count(text: str) -> int:
 
 
 def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\+?\d+)?)\s*([A-Z]*)", text.strip().upper())
     if not match or match[2] not in units:
         raise UserError(f"not {what}: {text!r}. {cure}")
     return float(match[1]) * units[match[2]]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from optimus.config.data import DataConfig, TokenCount
+from optimus.config.data import Count, DataConfig
 from optimus.config.parallel import ParallelConfig
 from optimus.config.pruning import PruningConfig
 from optimus.config.sizes import parse_size
@@ -271,9 +271,9 @@ class TrainConfig(Section):
     """The run: its length, batches and numbers."""
 
     output: PathText = Field(description="Run folder; the run creates it.")
-    steps: int | None = Field(None, gt=0)
-    """Length of the run in optimizer steps; or give tokens or epochs."""
-    tokens: TokenCount | None = None
+    steps: Count | None = None
+    """Length of the run in optimizer steps, also as 1e4 or 10K; or give tokens or epochs."""
+    tokens: Count | None = None
     """Length of the run in tokens, also as 2e9 or 300B; rounded up to whole steps."""
     epochs: float | None = Field(None, gt=0)
     """Length of the run in passes over the data; rounded down to whole steps."""
@@ -300,8 +300,8 @@ class TrainConfig(Section):
     PYTHONPATH or installed."""
     data_cache: PathText = Field("~/.cache/optimus/data", validate_default=True)
     """Folder into which prepared data at URLs is copied, file by file, when it is used."""
-    stop_at: int | None = Field(
-        None, gt=0, description="Stop after this step; the learning-rate schedule still spans the whole run."
+    stop_at: Count | None = Field(
+        None, description="Stop after this step; the learning-rate schedule still spans the whole run."
     )
     device: str = Field(
         "auto",
@@ -313,7 +313,7 @@ class TrainConfig(Section):
         if self.global_batch % self.micro_batch:
             raise ValueError(f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}")
         if len(given := self.given("steps", "tokens", "epochs")) > 1:
-            raise ValueError(_length(f"{' and '.join(given)} are given"))
+            raise ValueError(_length(f"{' and '.join(given)} are given: keep one of them"))
         if given and self.epochs is None and self.stop_at is not None and self.stop_at > self.total_steps:
             raise ValueError(f"stop_at {self.stop_at} is beyond steps {self.total_steps}")
         return self
@@ -329,15 +329,15 @@ class TrainConfig(Section):
 
 
 def _length(found: str) -> str:
-    return f"the length of the run is one of steps, tokens and epochs, but {found}: keep one of them"
+    return f"the length of the run is one of steps, tokens and epochs, but {found}"
 
 
 class PhaseConfig(Section):
     """A stretch of a run. What it does not give is as in the rest of the configuration."""
 
     name: str | None = Field(None, description="Name in messages and checkpoints. Default: phase-N.")
-    steps: int | None = Field(None, gt=0, description="Its length in steps; or give tokens.")
-    tokens: TokenCount | None = Field(None, description="Its length in tokens: whole steps, also as 2e9 or 300B.")
+    steps: Count | None = Field(None, description="Its length in steps; or give tokens.")
+    tokens: Count | None = Field(None, description="Its length in tokens: whole steps, also as 2e9 or 300B.")
     data: DataConfig | None = Field(None, description="Its data, as the section or list `data`.")
     replay: float | None = Field(None, gt=0, lt=1)
     """Share of the phase that is read again from what the phases before have read of each source, in proportion to it."""
@@ -438,7 +438,7 @@ class ValidationConfig(Section):
     path: PathText | None = Field(None, description="Folder written by `optimus prepare`; or give text.")
     text: PathText | None = Field(None, description="File, folder or glob of text.")
     every: int | None = Field(None, gt=0, description="Steps between validations. Default: after the last step only.")
-    tokens: TokenCount = Field(1 << 17, description="Use only so many tokens, also as 2e6 or 1M.")
+    tokens: Count = Field(1 << 17, description="Use only so many tokens, also as 2e6 or 1M.")
 
     @model_validator(mode="after")
     def _text(self) -> "ValidationConfig":
@@ -485,6 +485,7 @@ class ObserveConfig(Section):
     """Reports besides metrics.jsonl."""
 
     log_every: int = Field(10, gt=0, description="Steps between printed lines when there is no terminal.")
+    verbose: bool = Field(False, description="Say also where ranks are placed, and in which forms products are made.")
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
     report: bool = Field(True, description="Write report.html, as `optimus report` does, when the run ends.")
     notify: str | None = None
@@ -613,7 +614,7 @@ class RunConfig(Section):
                 raise ValueError(f"train.stop_at {train.stop_at} is beyond the {steps} steps of the phases")
             self.train = train.model_copy(update={"steps": steps})
         elif not train.given("steps", "tokens", "epochs"):
-            raise ValueError(f"train: {_length('it is missing')}")
+            raise ValueError(f"train: {_length('it is missing: give one of them')}")
         names = [each.name for each in self.validation]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"validation: two sets are named {min(twice)}: give each a name of its own")

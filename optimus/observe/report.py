@@ -36,5 +36,5 @@ def publish(
     """Print the table and the ratios, of which those that are None do not exist; returns the report."""
     print_table(rows, f"optimus bench {name}")
     for ratio, value in ratios.items():
-        print(f"{ratio}: {'-' if value is None else f'{value:.3f}'}")
+        print(f"{ratio}: {'-' if value is None else f'{value:.3g}'}")
     return report(name, rows, ratios, more)

@@ -148,7 +148,7 @@ def _notes(resolved: ResolvedRun, groups: Groups, data: TrainingData) -> list[st
     teacher = resolved.config.train.teacher
     return [
         *summary_lines(summarise(resolved, data.instances)),
-        *([describe(groups.mesh)] if groups.world.size > 1 else []),
+        *([describe(groups.mesh)] if groups.world.size > 1 and resolved.config.observe.verbose else []),
         *resolved.facts.notes,
         *filter(None, [_frozen_line(resolved)]),
         *([f"train.teacher: {', '.join(teacher.checkpoints)}"] if teacher is not None else []),

@@ -22,6 +22,7 @@ from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.data import files
+from optimus.data.documents import read_texts
 from optimus.data.shards import Shards
 from optimus.data.training import TrainingData, check_same_tokenizer
 from optimus.errors import UserError
@@ -68,18 +69,27 @@ def check_references(config: RunConfig, resume: bool) -> None:
 def check_validation(config: RunConfig, data: TrainingData) -> None:
     """Raise `UserError` when validation text or tasks are missing on this node, whose first rank reads them, or text is of
     another tokenizer."""
-    for each in config.validation:
+    for number, each in enumerate(config.validation):
         if each.text is not None:
-            files.resolve([each.text])
+            _check_text(each.text, f"validation.{number}.text")
         elif each.path is not None:
             check_same_tokenizer(data.first_folder, Shards(each.path, config.train.data_cache))
-    if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
-        raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
+    if config.evaluate.text is not None:
+        _check_text(config.evaluate.text, "evaluate.text")
     if config.evaluate.tasks:
         from optimus.evaluation.tasks import check_lm_eval, load_tasks
 
         check_lm_eval()
         load_tasks(config.evaluate.tasks, Path(str(config.evaluate.task_data)))
+
+
+def _check_text(text: str, key: str) -> None:
+    """Raise `UserError` where `text` is not there, or nothing in its beginning can be read."""
+    try:
+        if not any(piece for piece, _ in read_texts(files.resolve([text]), "text")):
+            raise UserError(f"there is no text in {text}")
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
 
 
 def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:

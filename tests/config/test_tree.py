@@ -87,14 +87,18 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (
             DENSE,
             {"train": TRAIN | {"tokens": 999}},
-            r"train: the length of the run .* but steps and tokens are given",
+            r"train: the length of the run .* but steps and tokens are given: keep one of them",
         ),
         (
             DENSE,
             {"train": TRAIN | {"epochs": 2.0}},
             r"train: the length of the run .* but steps and epochs are given",
         ),
-        (DENSE, {"train": TRAIN | {"steps": None}}, r"train: the length of the run is one of .* but it is missing"),
+        (
+            DENSE,
+            {"train": TRAIN | {"steps": None}},
+            r"train: the length of the run is one of .* but it is missing: give one of them",
+        ),
         (DENSE, {"train": TRAIN | {"steps": None, "tokens": 256, "stop_at": 2}}, r"train: stop_at 2 is beyond steps 1"),
         (DENSE, {"train": TRAIN | {"steps": None, "tokens": "2X"}}, r"train\.tokens: not a number of them: '2X'"),
         (DENSE, {"train": TRAIN | {"steps": None, "tokens": 0.5}}, r"'train\.tokens' is 0\.5"),
@@ -162,6 +166,12 @@ def test_every_field_is_described() -> None:
 )
 def test_a_length_in_tokens_is_as_many_steps_as_reach_them(tokens: Any, steps: int) -> None:
     assert tree(DENSE, train=TRAIN | {"steps": None, "tokens": tokens}).train.total_steps == steps
+
+
+@pytest.mark.parametrize("steps", [1000, "1e3", 1e3, "1K"])
+def test_steps_are_written_as_tokens_are(steps: Any) -> None:
+    found = tree(DENSE, train=TRAIN | {"steps": steps, "stop_at": "1e2"}).train
+    assert (found.total_steps, found.stop_at) == (1000, 100)
 
 
 def test_the_cooldown_is_a_share_of_the_run() -> None:

@@ -131,7 +131,7 @@ def test_sequences_of_which_one_cannot_be_divided(small_run: dict[str, Any], cap
     Before it the groups of ranks are shown."""
     shape = {"family": "olmo", "hidden": 24, "layers": 1, "heads": 6, "intermediate": 24, "vocab": 321}
     config = edited(small_run, train={"global_batch": 3, "micro_batch": 3, "steps": 1}) | {"model": shape}
-    assert optimus.train(config | {"parallel": {"tensor": 3}})["step"] == 1
+    assert optimus.train(config | {"parallel": {"tensor": 3}, "observe": {"verbose": True}})["step"] == 1
     said = capfd.readouterr().err
     assert "3 ranks on 1 node; the last axis varies fastest" in said
     assert re.search(r"tp_out +3 +1 +0 +0 1 2\n", said)
@@ -194,7 +194,7 @@ def test_the_error_of_a_rank_is_the_error_of_the_run(small_run: dict[str, Any], 
     assert done.returncode == 2
     *before, error = done.stderr.splitlines()
     first = [line.startswith("memory per rank: ") for line in before].index(True)  # after it, steps alone
-    assert all(line.startswith("training: ") for line in before[first + 1 :]), done.stderr
+    assert all(line.startswith(("training: ", "time: ")) for line in before[first + 1 :]), done.stderr
     assert re.fullmatch(
         rf"error: rank \d failed: {shard(own_data, 2)} is corrupted: .* \(the run is saved up to step \d\)", error
     )
@@ -401,12 +401,24 @@ def test_the_run_folder_keeps_an_earlier_configuration(small_run: dict[str, Any]
 
 
 def test_what_is_needed_later_is_looked_for_first(small_run: dict[str, Any], tmp_path: Path) -> None:
-    missing = tmp_path / "nowhere"
+    missing, not_utf8, empty = tmp_path / "nowhere", tmp_path / "a.txt", tmp_path / "b.txt"
+    not_utf8.write_bytes(b"a\xff")
+    empty.touch()
     assert message(edited(small_run, checkpoint={"initial": str(missing)}), check=True) == (
         f"checkpoint {missing} does not exist"
     )
-    found = message(edited(small_run, evaluate={"every": 2, "text": str(missing)}), check=True)
-    assert found == f"evaluate.text: {missing} does not exist: name a file or folder of text"
+    for text, problem in (
+        (missing, "input not found: "),
+        (not_utf8, "not UTF-8 at byte 1"),
+        (empty, "there is no text in"),
+    ):
+        found = message(edited(small_run, evaluate={"every": 2, "text": str(text)}), check=True)
+        assert found.startswith("evaluate.text: ")
+        assert problem in found
+        found = message(small_run | {"validation": [{"name": "a", "every": 2, "text": str(text)}]}, check=True)
+        assert found.startswith("validation.0.text: ")
+        assert problem in found
+    assert not Path(small_run["train"]["output"]).exists()
 
 
 def test_initial_weights_of_another_model_are_refused_by_the_check(small_run: dict[str, Any], tmp_path: Path) -> None:

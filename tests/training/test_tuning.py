@@ -43,7 +43,7 @@ def test_first_step_measures_and_the_next_run_does_not(
     tuned_run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned_run["train"]["stop_at"] = 3
-    optimus.train(tuned_run)
+    optimus.train(tuned_run, ["observe.verbose=true"])
     assert "timed as NN, NT and TN" in capsys.readouterr().err
     known = matmuls(kept(tmp_path / "cache").timings())
     model = tuned_run["model"]
@@ -54,7 +54,7 @@ def test_first_step_measures_and_the_next_run_does_not(
     )  # the gradient of their weights
     monkeypatch.setattr(matmul, "_seconds", lambda *_: pytest.fail("measured again"))
     monkeypatch.setattr(matmul.MatmulForms, "form", only_known(matmul.MatmulForms.form))
-    optimus.train(tuned_run, ["train.stop_at=6"], resume=True)
+    optimus.train(tuned_run, ["train.stop_at=6", "observe.verbose=true"], resume=True)
     assert len(read_metrics(Path(tuned_run["train"]["output"]))) == 6
     said = capsys.readouterr().err
     assert "matrix products: 0 timed as NN, NT and TN, " in said
@@ -74,13 +74,13 @@ def only_known(form: Any) -> Any:
 
 
 def test_switched_off(tuned_run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    optimus.train(tuned_run, ["tuning.matmul=false", "train.stop_at=1"])
+    optimus.train(tuned_run, ["tuning.matmul=false", "observe.verbose=true", "train.stop_at=1"])
     assert "NN" not in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
 
 
 def test_no_cache(tuned_run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    optimus.train(tuned_run, ["tuning.cache=null", "train.stop_at=1"])
+    optimus.train(tuned_run, ["tuning.cache=null", "observe.verbose=true", "train.stop_at=1"])
     assert "timed as NN, NT and TN" in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
 
@@ -141,7 +141,10 @@ def test_all_runs_choose_the_same_however_noisy_the_first_was(
     for number in range(3):
         slow = {FORMS[(number + place) % 3]: seconds for place, seconds in enumerate((1.0, 2.0, 3.0))}
         monkeypatch.setattr(matmul, "_seconds", lambda form, a, b, out, slow=slow: slow[form])
-        optimus.train(tuned_run, ["train.stop_at=1", f"train.output={tuned_run['train']['output']}-{number}"])
+        optimus.train(
+            tuned_run,
+            ["observe.verbose=true", "train.stop_at=1", f"train.output={tuned_run['train']['output']}-{number}"],
+        )
         lines = capsys.readouterr().err.splitlines()
         assert any("matrix products: " in line for line in lines)
         found.append([line for line in lines if " instead of " in line and "[" in line])

@@ -23,4 +23,4 @@ class TimeLeft(Hook):
         left = trainer.run.last_step - trainer.progress.step
         if len(self._seconds) == _STEPS_TO_KNOW and left > 0:
             each = min(self._seconds)  # the first ones prepare much
-            trainer.say(f"training: {time_left(each * left, time.time())}, at {each:.3g} s a step")
+            trainer.say(f"time: {time_left(each * left, time.time())}, at {each:.3g} s a step")

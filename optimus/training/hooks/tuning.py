@@ -51,7 +51,9 @@ class TuneMatmuls(Hook):
         together |= trainer.groups.world.on_first(lambda: matmuls(self._known.add(new)))
         self._forms.choose(together)
         if made and trainer.groups.rank == 0:
-            for line in describe({each: together[each] for each in sorted(made)}, len(made & self._before)):
+            verbose = trainer.config.observe.verbose
+            known = {each: together[each] for each in sorted(made)}
+            for line in describe(known, len(made & self._before)) if verbose else ():
                 trainer.say(line)
             for line in self._known.notes:
                 trainer.say(line)
