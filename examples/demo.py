@@ -11,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -24,10 +23,8 @@ def main() -> None:
     began = time.monotonic()
     if ROOT.exists():
         shutil.rmtree(ROOT)  # this script's own folder, made anew by every run
-    train_files, held_out = split_sources(ROOT / "text")
-    say(f"{len(train_files)} files of Python's standard library to train on, {len(held_out)} held out")
-
-    say("1. Text to training data, with a tokenizer of 4,096 entries trained on it")
+    say("1. Text, of Python's standard library, to training data, with a tokenizer of 4,096 entries trained on it")
+    run("sample-text", ROOT / "text")
     run("prepare", ROOT / "text" / "train", "--output", ROOT / "data", "--train-tokenizer", 4096, "--context", CONTEXT)
 
     steps = steps_in(TRAINING_SECONDS)
@@ -56,25 +53,6 @@ def main() -> None:
     say("5. Hugging Face format")
     run("export", ROOT / "run", "--output", ROOT / "huggingface")
     summary(scores, time.monotonic() - began)
-
-
-def split_sources(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Copies of the standard library's sources (tests left out); every twentieth file is held out."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-    sources = [p for p in sorted(library.rglob("*.py")) if not skipped & set(p.relative_to(library).parts)]
-    kept: dict[str, list[Path]] = {"train": [], "held-out": []}
-    for number, source in enumerate(sources):
-        try:
-            source.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        part = "held-out" if number % 20 == 19 else "train"
-        target = folder / part / source.relative_to(library)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
-        kept[part].append(target)
-    return kept["train"], kept["held-out"]
 
 
 def steps_in(seconds: float) -> int:

@@ -1,10 +1,10 @@
 """Optimus: pretrain dense and Mixture-of-Experts language models, from raw text to an evaluated checkpoint.
 
-The commands of the shell are functions here: `prepare`, `train`, `evaluate`, `generate`, `export`, `import_folder`,
-`merge`, `models`; and `load_model` gives a checkpoint's model. `register_experts` and `FastSparseMoEBlock` put the expert
-kernels into models of `transformers`. `Hook` is the base of your own code around the steps of a run (docs/hooks.md). What
-the user can mend is a `UserError`. `help(optimus.train)` and so on say more. All load on first use, so that importing the
-package costs nothing.
+The commands of the shell are functions here: `sample_text`, `prepare`, `train`, `evaluate`, `generate`, `export`,
+`import_folder`, `merge`, `models`; and `load_model` gives a checkpoint's model. `register_experts` and `FastSparseMoEBlock`
+put the expert kernels into models of `transformers`. `Hook` is the base of your own code around the steps of a run
+(docs/hooks.md). What the user can mend is a `UserError`. `help(optimus.train)` and so on say more. All load on first use, so
+that importing the package costs nothing.
 
 Example:
     import optimus
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         models,
         prepare,
         register_experts,
+        sample_text,
         train,
     )
 
@@ -62,6 +63,7 @@ __all__ = [
     "models",
     "prepare",
     "register_experts",
+    "sample_text",
     "train",
 ]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from optimus.config import RunConfig
     from optimus.config.models import models
     from optimus.data.preparation import prepare
+    from optimus.data.sample import sample_text
     from optimus.evaluation.run import evaluate
     from optimus.evaluation.run import generate_text as generate
     from optimus.hub import FastSparseMoEBlock, import_folder, register_experts
@@ -53,6 +54,7 @@ __all__ = [
     "report",
     "rollback",
     "runs",
+    "sample_text",
     "show_checkpoint",
     "train",
     "verify_checkpoints",
@@ -82,6 +84,7 @@ __getattr__, __dir__ = lazy_exports(
         "report": "optimus.report.page:write_report",
         "rollback": "optimus.checkpoint.rollback",
         "runs": "optimus.report.listing",
+        "sample_text": "optimus.data.sample",
         "show_checkpoint": "optimus.checkpoint.inspect:show",
         "verify_checkpoints": "optimus.checkpoint.inspect:verify_all",
     },

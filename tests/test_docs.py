@@ -63,6 +63,9 @@ TINY_MODEL = yaml.safe_dump({**TINY, "experts_per_token": 2}, default_flow_style
 SMALLER = {  # of text, tokenizer, context, model and run
     "$lib/*.py": "$lib/a[bn]*.py",
     "$lib/asyncio/*.py": "$lib/asyncio/q*.py",
+    "prepare hello/text/train ": "prepare hello/text/train/json ",
+    "--text hello/text/held-out": "--text hello/text/train/json/tool.py",
+    '__init__(self" --temperature': '__init__(self" --max-tokens 4 --temperature',
     "--train-tokenizer 4096": "--train-tokenizer 400",
     "train_tokenizer=2048": "train_tokenizer=400",
     "--context 256": "--context 32",
@@ -260,10 +263,15 @@ def test_tutorial(reader: Reader, monkeypatch: pytest.MonkeyPatch, times: float)
 
 
 def test_readme(reader: Reader) -> None:
-    for name in ("my-texts", "held-out"):
-        (reader.folder / name).mkdir()
-        shutil.copy(Path(__file__), reader.folder / name)
+    """Its block is all that a newcomer types."""
     reader.read(ROOT / "README.md")
+    assert {path.name for path in (reader.folder / "hello").iterdir()} == {
+        "text",
+        "data",
+        "run.yaml",
+        "run",
+        "huggingface",
+    }
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "data-format"])

@@ -8,6 +8,20 @@ from typer import Argument, Option
 from optimus.cli.common import Json, ParseSpecial, app, but, show
 
 
+@app.command(name="sample-text")
+def sample_text(
+    output: Annotated[Path, Argument(help="Folder to make.")],
+    as_json: Json = False,
+) -> None:
+    """Make some text for a first model: the sources of Python's standard library."""
+    from optimus.api import sample_text as run
+    from optimus.config.sizes import size_text
+
+    made = run(output)
+    text = f"{made['output']}/train: {made['files']:,} files; {made['output']}/held-out: {made['held_out']:,}, to measure on"
+    show(made, as_json, f"{text}; {size_text(made['bytes'])}")
+
+
 @app.command()
 def prepare(
     inputs: Annotated[list[str], Argument(metavar="INPUT...", help="Files, folders or globs of text, or their URLs.")],

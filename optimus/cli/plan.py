@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
 from typer import Argument, Option
 
 from optimus.cli.common import Json, Overrides, Settings, app, but, show
@@ -13,6 +14,14 @@ from optimus.disk import check_plot
 from optimus.errors import UserError
 
 _WIDTH = 100  # characters of the table
+
+
+def _print_template(asked: bool) -> None:
+    if asked:
+        from optimus.plan.machine_template import machine_template
+
+        print(machine_template(), end="")
+        raise typer.Exit
 
 
 @app.command()
@@ -55,6 +64,15 @@ def plan(
     ] = None,
     wide: Annotated[bool, Option("--wide", help="A table with all columns, wider than 100 characters.")] = False,
     dry_run: Annotated[int | None, Option(help="Count what this rank would hold.")] = None,
+    machine_template: Annotated[
+        bool,
+        Option(
+            "--machine-template",
+            help="Print a machine's file to fill in, with what each figure means, and end.",
+            callback=_print_template,
+            is_eager=True,
+        ),
+    ] = False,
     largest: Annotated[
         bool,
         Option("--largest", help="The deepest model of such layers that fits, with its state here and there."),

@@ -166,7 +166,7 @@ class Host(Section):
     bandwidth: float | None = Field(None, gt=0)
     """Of a node's host memory, bytes/s. None: not known, and state is not planned to be on the host."""
     read: float | None = Field(None, gt=0, description="Of a node's own disks, bytes/s; None: it has none.")
-    write: float | None = Field(None, gt=0)
+    write: float | None = Field(None, gt=0, description="The same, when written to.")
     storage: float = Field(1e9, gt=0)
     """What a node writes to the file system, bytes/s, all nodes at once; by default a guess."""
 
@@ -174,9 +174,9 @@ class Host(Section):
 class Machine(Section):
     """One kind of node, as many as are wanted of it, and their network."""
 
-    name: str
+    name: str = Field(description="What tables call it.")
     source: str = Field(description="Where the figures come from.")
-    ranks_per_node: int = Field(gt=0)
+    ranks_per_node: int = Field(gt=0, description="One for each accelerator, or part of one, that works by itself.")
     memory: float = Field(gt=0, description="Of a rank, bytes.")
     memory_bandwidth: float = Field(gt=0, description="As plain kernels reach it, bytes/s of a rank.")
     cores: int = Field(gt=0, description="Units of a rank that compute tiles side by side.")

@@ -1,0 +1,51 @@
+"""Text that every machine with Python has, for a first model: the sources of Python's standard library."""
+
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from optimus.disk import user_path
+from optimus.errors import UserError, naming_disk_errors
+
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_HELD_OUT = 20  # one of so many files is
+
+
+def sample_text(output: str | Path) -> dict[str, Any]:
+    """Copies the sources into `output`: `train` and, every twentieth file, `held-out`, to measure a model on.
+
+    Returns `output`, how many `files` there are to train on and how many are `held_out`, and the `bytes` of both. Raises
+    `UserError` where `output` holds anything, or cannot be written.
+
+    Example:
+        optimus.sample_text("hello/text")["files"]
+    """
+    output = user_path(output)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"{output} exists already: choose another folder, or take it away")
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found = [path for path in sorted(library.rglob("*.py")) if not _LEFT_OUT & set(path.relative_to(library).parts)]
+    sources = [path for path in found if _is_text(path)]
+    sizes = {"train": list[int](), "held-out": list[int]()}
+    with naming_disk_errors(output, "Choose another folder"):
+        for number, source in enumerate(sources):
+            part = "held-out" if number % _HELD_OUT == _HELD_OUT - 1 else "train"
+            target = output / part / source.relative_to(library)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+            sizes[part].append(target.stat().st_size)
+    return {
+        "output": str(output),
+        "files": len(sizes["train"]),
+        "held_out": len(sizes["held-out"]),
+        "bytes": sum(map(sum, sizes.values())),
+    }
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return True

@@ -1,0 +1,68 @@
+"""The file that a machine is described from is one: all keys are in it, and it plans as the machine whose figures it has."""
+
+import re
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+from optimus.cli import app
+from optimus.plan.machine import Machine, load_machine
+from optimus.plan.machine_template import _EXAMPLE, _model_in, machine_template
+
+
+def required(kind: type[BaseModel], values: dict[str, object]) -> dict[str, object]:
+    """Of a section, what must be given."""
+    found = {name: values[name] for name, field in kind.model_fields.items() if field.is_required()}
+    for name, value in found.items():
+        inner = _model_in(kind.model_fields[name])
+        if inner is not None and isinstance(value, dict) and name != "arithmetic":
+            found[name] = required(inner, value)
+    return found
+
+
+def test_it_is_a_machine(tmp_path: Path) -> None:
+    """What must be given is that of the example, but for its names; the rest is as by default."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(machine_template())
+    made, example = load_machine(str(path)), load_machine(_EXAMPLE)
+    found = yaml.safe_load(path.read_text())
+    assert found == required(Machine, example.model_dump(exclude_unset=True)) | {
+        "name": made.name,
+        "source": made.source,
+    }
+    assert made.name == "my-machine"
+
+
+def test_what_is_left_out_is_as_it_stands(tmp_path: Path) -> None:
+    """With the comments of keys taken away, each default is what it was."""
+    text, times = re.subn(
+        r"^(\s*)# ([a-z_]+: (?:null|false|\{\}|[\d.e+-]+))$", r"\1\2", machine_template(), flags=re.MULTILINE
+    )
+    assert times > 10
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    plain = tmp_path / "plain.yaml"
+    plain.write_text(machine_template())
+    whole, short = load_machine(str(path)), load_machine(str(plain))
+    assert whole == short
+    assert len(whole.model_fields_set) > len(short.model_fields_set)
+
+
+def test_every_key_says_what_it_is() -> None:
+    lines = [line.strip() for line in machine_template().splitlines()]
+    for number, line in enumerate(lines):
+        key = line.removeprefix("# ").partition(":")[0]
+        if key in {*Machine.model_fields} and not line.startswith("# arithmetic"):
+            assert lines[number - 1].startswith("# "), line
+
+
+def test_the_command(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", "--machine-template"])
+    assert (done.exit_code, done.output) == (0, machine_template())
+    path = tmp_path / "mine.yaml"
+    path.write_text(done.output)
+    done = CliRunner().invoke(app, ["plan", "mula-tiny", "--machine", str(path), "--ranks", "8"])
+    assert done.exit_code == 0
+    assert "8 ranks of my-machine" in done.output
