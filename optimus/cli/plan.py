@@ -2,6 +2,8 @@
 
 import gc
 import json
+import shutil
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -135,6 +137,8 @@ def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool, la
     batch = f"{job.train.global_batch:,} sequences of {job.train.sequence_length:,} tokens"
     title = f"{job.mesh.size:,} ranks of {job.machine.name}, {batch}, {job.precision}"
     print_table(rows, title, None if wide else _WIDTH)
+    for line in report.below_table(plans[0]) if not found.points else ():
+        print(textwrap.fill(line, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)))
     if page is not None:
         print(f"{page}: open it in a browser; it needs no network")
     if explain is not None:

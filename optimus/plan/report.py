@@ -7,7 +7,7 @@ from typing import Any
 
 from optimus.comm.algorithms import OWN
 from optimus.config.load import dump_config
-from optimus.config.sizes import size_text
+from optimus.config.sizes import count_text, size_text
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
@@ -26,6 +26,7 @@ from optimus.plan.rank_costs import RankCosts
 from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
 from optimus.resolve.groups import Communicators, communicators
+from optimus.resolve.length import length
 from optimus.resolve.parameters import layouts_of
 
 _COSTS = 3  # named in a row
@@ -99,7 +100,7 @@ def scaled_rows(points: Sequence[ScalingPoint], *, wide: bool = False) -> list[d
     for point, row in zip(points, rows_of([point.plan for point in points], wide=wide)):
         row["efficiency"] = f"{100 * point.efficiency:.1f} %"
         if not wide:
-            row = {"": "", "layout": row["layout"], "tokens/s": _tokens(point.plan), **row}
+            row = {"": "", "layout": row["layout"], "tokens/s": row["tokens/s"], **row}
             del row["shard"], row["recompute"]
         rows.append(row | {"": f"{point.ranks:,}"})
     return rows
@@ -123,7 +124,7 @@ def _row(plan: Plan, wide: bool) -> dict[str, Any]:
         "shard": job.state.shard + (f" /{job.state.shard_ranks}" if job.state.shard_ranks else ""),
         "recompute": ", ".join(sorted(job.recompute)) or "-",
         "step_s": round(plan.step.seconds, 3),
-        **({"tokens/s": _tokens(plan)} if wide else {}),
+        "tokens/s": _tokens(plan),
         "utilisation" if wide else "MFU": f"{100 * plan.utilisation:.1f} %",
         "memory": size_text(plan.memory.total),
         **({"most time": _costliest(plan)} if wide else {}),
@@ -132,6 +133,33 @@ def _row(plan: Plan, wide: bool) -> dict[str, Any]:
 
 def _grid(outer: int, inner: int) -> str:
     return f"{outer}x{inner}" if inner > 1 else str(outer)
+
+
+def below_table(plan: Plan) -> list[str]:
+    """What a table does not say of its first plan: how long the run takes, what memory is left, and what the table's words
+    and figures mean."""
+    job, machine, run = plan.job, plan.job.machine, plan.job.run or plan.job.config
+    number, size = job.microbatches, job.train.micro_batch
+    lines = [
+        f"batch {number}x{size}: a step of each data-parallel rank has {number:,} microbatches of {size:,} sequences."
+    ]
+    if not run.phases:
+        steps = length(run, job.sequences).values.get("train.steps", run.train.steps)
+        seconds = steps * plan.step.seconds
+        hours = seconds / 3600 * job.mesh.size
+        days = f"{seconds / 86400:,.3g} days" if seconds > 86400 else f"{seconds / 3600:.3g} hours"
+        tokens = count_text(float(steps * job.tokens))
+        lines.append(
+            f"The run, {steps:,} steps or {tokens} tokens, takes {days} with plan 1: {hours:,.3g} device hours."
+        )
+    _, buffers = communicators_of(job)
+    buffers = 0.0 if machine.host.shared else buffers
+    left, beside = machine.memory - plan.memory.total - buffers, f" and {size_text(buffers)} of communicators' buffers"
+    lines.append(
+        f"Of {size_text(machine.memory)} a rank it leaves {size_text(max(0.0, left))} beside state and activations"
+        f"{beside if buffers else ''}."
+    )
+    return [*lines, f"Predicted, not measured. The figures of {machine.name}: {' '.join(machine.source.split())}"]
 
 
 def _tokens(plan: Plan) -> str:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import optimus
 from optimus.cli import app
 from optimus.config import load_config
+from optimus.config.sizes import size_text
 from optimus.plan import largest, report
 from optimus.plan.asking import as_configured, asked, configured
 from optimus.plan.dry_run import dry_run
@@ -89,6 +90,29 @@ def test_a_table_and_what_one_row_is_made_of(plan: Callable[..., Any]) -> None:
         r"a rank has up to [1-9] communicators, with [\d.]+ [kM]B of buffers besides:\n  .* of 4 ranks\n", text
     )
     assert "4 ranks on 1 node" in text
+
+
+def test_below_a_table_stands_what_it_does_not_say(plan: Callable[..., Any], tmp_path: Path) -> None:
+    """How long the run takes, what the form of its batches means, what memory is left, where the figures come from."""
+    found, text = plan("--best", "1"), plan("--best", "1", text=True)
+    first, machine = found["plans"][0], load_machine("laptop")
+    hours = 4 * first["step_seconds"] / 3600
+    said = " ".join(text.split())
+    number, size = first["microbatches"], first["micro_batch"]
+    assert (
+        f"batch {number}x{size}: a step of each data-parallel rank has {number} microbatches of {size} sequences."
+        in said
+    )
+    assert (
+        f"The run, 4 steps or 2.05 K tokens, takes {hours:.3g} hours with plan 1: {4 * hours:.3g} device hours." in said
+    )
+    left = machine.memory - first["memory_bytes"]["total"]
+    assert f"Of 4 GB a rank it leaves {size_text(left)} beside state and activations." in said
+    assert "Predicted, not measured. The figures of laptop: A plain machine of eight cores" in said
+    far = " ".join(plan("--best", "1", text=True, machine="dgx-h100", ranks=8).split())
+    assert re.search(
+        r"Of 85 GB a rank it leaves [\d.]+ GB beside state and activations and [\d.]+ [GM]B of communicators' buf", far
+    )
 
 
 def test_what_explains_a_row_says_which_algorithm_each_kind_of_group_uses(plan: Callable[..., Any]) -> None:
