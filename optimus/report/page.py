@@ -61,9 +61,9 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
         optimus.report(["demo/run"])
     """
     data = report_data(runs)
-    if output is None:
-        output = user_path(runs[0]) / _ALONE if len(runs) == 1 else _COMPARED
-    return write_page(data, user_path(output))
+    if output is not None:
+        return write_page(data, user_path(output))
+    return write_page(data, user_path(runs[0]) / _ALONE if len(runs) == 1 else Path(_COMPARED))
 
 
 def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -61,9 +61,11 @@ const alongName = () => axis === "seconds" || axis === "share" ? AXES[axis] : ax
 const alongText = (x, number) => x === null ? "-" : axis === "seconds" ? duration(x) : axis === "share" ? +x.toFixed(1) + " %" : number(x);
 /* A legend says what is under the cursor and, while there is none, the last values. */
 const alongSeries = () => ({ label: alongName(), value: (_, x, __, at) => at === null ? "last" : alongText(x, text) });
-/* Of a curve at a point of the axis that another run may have and it has not: its value before that, or its last one. */
-function valueAt(chart, series, at) {
+/* Of a curve at the cursor, whose point of the axis another run may have and it has not: its value before that, or its last one.
+   The place that uPlot gives a legend is of the nearest value, which may come later. */
+function valueAt(chart, series) {
   const values = chart.data[series];
+  const at = chart.cursor.idx;
   let here = at;
   while (here >= 0 && values[here] === undefined) here--;
   const last = here === values.findLastIndex(value => value !== undefined);
@@ -143,7 +145,7 @@ function plot(box, label, build) {
   const holder = attributes(make("div", { className: "chart", tabIndex: 0 }), { role: "group", "aria-label": label });
   box.append(holder);
   let chart = null;
-  const legend = () => [...holder.querySelectorAll(".u-series")].filter(row => row.style.display !== "none").map(row => row.innerText.trim().replace(/\s+/g, " ")).join(", ");
+  const legend = () => [...holder.querySelectorAll(".u-series")].filter(row => row.style.display !== "none").map(row => [...row.children].map(cell => cell.textContent).join(": ")).join(", ");
   const entry = {
     note() {
       if (!chart) return;
@@ -159,7 +161,7 @@ function plot(box, label, build) {
         ...options }, values, holder);
       if (view?.zoom && view.axis === axis) chart.setScale("x", view.zoom);
       byKeys(chart, holder);
-      holder.setAttribute("aria-label", `${label}: ${legend()}; arrow keys read values`);
+      queueMicrotask(() => holder.setAttribute("aria-label", `${label}: ${legend()}; arrow keys read values`));  // once uPlot has drawn
     },
     reset() { chart?.setData(chart.data); },
     size() { chart?.setSize({ width: Math.max(260, holder.clientWidth), height: HEIGHT }); },
@@ -204,7 +206,7 @@ function curves(box, chart) {
       tables.push([x, values]);
       if (!own.has(run)) own.set(run, [run, colour, several ? series.length : undefined]);
       series.push({ label: names.join(" "), stroke: colour, width: 1.75, dash, points: { show: few, fill: shade("--panel") },
-        value: (chart, _, number, at) => at === null ? text(last) : valueAt(chart, number, at) });
+        value: (chart, _, number, at) => at === null ? text(last) : valueAt(chart, number) });
     }));
     const joined = tables.length ? uPlot.join(tables) : [[], ...tables];
     return [{ series, scales: { x: { time: false }, y: { range: height } }, axes: axes(64), plugins: [marks([...own.values()], bad)] }, joined];
