@@ -8,6 +8,7 @@ from typing import Any
 from optimus.report.folder import RunFolder, is_number, plain
 
 _NUMBERS = 4  # that are shown large
+_REASON = 100  # characters, at most, of why a run has ended
 _LAST = 100  # steps, at most, of what is said of the last ones
 
 
@@ -21,7 +22,7 @@ def verdict(folder: RunFolder) -> str:
     said = f"{state} after {steps} steps"
     if (seconds := training_seconds(folder)) > 0:
         said += f" in {duration(seconds)}"
-    parts = [said + (f" ({why})" if why else "")]
+    parts = [said + (f" ({_shortened(why)})" if why else "")]
     best, loss = best_bits(folder), last_loss(folder)
     if best is not None:
         at = "" if best[1] == folder.step else f" at step {best[1]:,}"
@@ -117,6 +118,11 @@ def duration(seconds: float) -> str:
         if seconds < most:
             return f"{seconds / unit:.2g} {name}" if seconds < 10 else f"{seconds / unit:.0f} {name}"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def _shortened(why: str) -> str:
+    """A verdict is read at a glance: the page has the whole reason below."""
+    return why if len(why) <= _REASON else f"{why[: _REASON - 1].rstrip()}…"
 
 
 def _last_steps(folder: RunFolder) -> int:

@@ -112,6 +112,23 @@ def refreshed(shown: Any) -> None:
     assert summary.evaluate("each => each === document.activeElement")
 
 
+def test_a_value_that_is_not_finite_is_said(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    write_report([make_run(tmp_path / "run", loss=float("-inf"))], tmp_path / "page.html")
+    with browser() as chromium:
+        shown, _ = opened(chromium, tmp_path / "page.html")
+        chart = shown.locator(".chart").first
+        assert chart.locator(".u-value").last.inner_text() == "-inf"
+        chart.focus()
+        smoothed = (0.9 * 0.1 * 4.975 + 0.1 * 4.95) / 0.19  # of the first two steps
+        for key, value in (
+            ("ArrowRight", "-inf"),
+            ("Shift+ArrowLeft", f"{smoothed:.3f}"),
+            ("Shift+ArrowRight", "-inf"),
+        ):
+            shown.keyboard.press(key)
+            assert chart.locator(".u-value").last.inner_text() == value
+
+
 def write_samples(run: Path) -> None:
     rows = [{"step": step, "samples": [{"prompt": "def f(", "text": f"x{step}\n" * 30}]} for step in (10, 20)]
     (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

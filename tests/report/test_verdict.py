@@ -46,6 +46,8 @@ def test_a_run_that_has_failed_and_one_without_validation(tmp_path: Path, make_r
         return {key: each[key] for key in ("step", "loss")}
 
     run = changed(make_run(tmp_path / "a"), without, steps=25)
+    (run / "events.jsonl").write_text(json.dumps({"kind": "error", "detail": 20 * "no way "}) + "\n")
+    assert verdict(read_folder(run)) == f"failed after 25 of 40 steps ({14 * 'no way '}n…); loss 4.388"
     (run / "events.jsonl").write_text('{"kind": "error", "detail": "no room"}\n')
     folder = read_folder(run)
     assert verdict(folder) == "failed after 25 of 40 steps (no room); loss 4.388"

@@ -202,11 +202,12 @@ function curves(box, chart) {
         tables.push([x, raw]);
         series.push({ label: names.join(" ") + " as measured", measured: true, stroke: colour + "45", width: 1, points: { show: false } });
       }
+      const odd = new Map(points.value.flatMap((value, index) => typeof value === "string" ? [[x[index], value]] : []));  // not finite
       const last = raw.at(-1) === null ? points.value.at(-1) : values.at(-1);
       tables.push([x, values]);
       if (!own.has(run)) own.set(run, [run, colour, several ? series.length : undefined]);
       series.push({ label: names.join(" "), stroke: colour, width: 1.75, dash, points: { show: few, fill: shade("--panel") },
-        value: (chart, _, number, at) => at === null ? text(last) : valueAt(chart, number) });
+        value: (chart, _, number, at) => at === null ? text(last) : odd.get(chart.data[0][chart.cursor.idx]) ?? valueAt(chart, number) });
     }));
     const joined = tables.length ? uPlot.join(tables) : [[], ...tables];
     return [{ series, scales: { x: { time: false }, y: { range: height } }, axes: axes(64), plugins: [marks([...own.values()], bad)] }, joined];
