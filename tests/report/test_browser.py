@@ -275,6 +275,7 @@ def test_plans(tmp_path: Path) -> None:
         opened(chromium, page, scheme="dark")
         shown, found = opened(chromium, page)
         assert found["charts"] == 1
+        assert shown.locator(".chart .u-value").first.inner_text() == "32"  # the most
         select, ranks = shown.get_by_label("Coordinate along"), shown.locator(".ranks").first
         select.focus()
         before = ranks.inner_text()

@@ -29,6 +29,8 @@ function scaling(box) {
   const font = "12px system-ui, sans-serif";
   const first = data.scaling[0], ideal = data.scaling.map(point => first.tokens_per_second * point.ranks / first.ranks);
   let chart = null;
+  const legend = show => (chart, value, series, at) => show(at === null ? chart.data[series].at(-1) : value);  // without a cursor: of the most ranks
+  const percent = value => value === null ? "-" : value.toFixed(1) + " %";
   const draw = () => {
     const stroke = shade("--soft"), grid = { stroke: shade("--grid"), width: 1 };
     chart?.destroy();
@@ -37,10 +39,10 @@ function scaling(box) {
     axes: [{ stroke, font, grid, splits: () => x, values: (_, ticks) => ticks.map(tick => text(Math.round(2 ** tick))), label: "ranks", labelFont: font, labelSize: 18, size: 32 },
       { stroke, font, grid, size: 64, values: (_, ticks) => ticks.map(tick => tick === null ? "" : short(tick)), label: "tokens/s", labelFont: font },
       { stroke, font, side: 1, scale: "efficiency", grid: { show: false }, values: (_, ticks) => ticks.map(tick => tick + " %"), label: "efficiency", labelFont: font }],
-    series: [{ label: "ranks", value: (_, value) => value === null ? "-" : text(Math.round(2 ** value)) },
-      { label: "tokens/s", stroke: shade("--run-0"), width: 2, points: { show: true, fill: shade("--panel") }, value: (_, value) => text(value) },
-      { label: "ideal", stroke, dash: [6, 4], value: (_, value) => text(value) },
-      { label: "efficiency", scale: "efficiency", stroke: shade("--run-1"), width: 2, points: { show: true, fill: shade("--panel") }, value: (_, value) => value === null ? "-" : value.toFixed(1) + " %" }] },
+    series: [{ label: "ranks", value: legend(value => value === null ? "-" : text(Math.round(2 ** value))) },
+      { label: "tokens/s", stroke: shade("--run-0"), width: 2, points: { show: true, fill: shade("--panel") }, value: legend(text) },
+      { label: "ideal", stroke, dash: [6, 4], value: legend(text) },
+      { label: "efficiency", scale: "efficiency", stroke: shade("--run-1"), width: 2, points: { show: true, fill: shade("--panel") }, value: legend(percent) }] },
     [x, data.scaling.map(point => point.tokens_per_second), ideal, data.scaling.map(point => 100 * point.efficiency)], holder);
   };
   draw();

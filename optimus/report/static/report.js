@@ -379,7 +379,7 @@ function draw() {
     curves(panel(grid, chart.title, chart.unit), chart);
   });
   if (zero.length) {
-    const inside = make("div", { className: "grid" });
+    const inside = make("div", { className: "grid" });  // some browsers give it no width while it is folded
     zero.forEach(chart => curves(panel(inside, chart.title, chart.unit), chart));
     page.append(make("details", { className: "zero", ontoggle: () => drawn.forEach(each => each.size()) },
       make("summary", {}, "0 throughout: " + zero.map(chart => chart.title).join(", ")), inside));
