@@ -13,7 +13,13 @@ from optimus.cli.common import Json, app, show
 @app.command()
 def report(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folder, or several to compare.")],
-    output: Annotated[Path, Option(help="HTML file to write.")] = Path("report.html"),
+    output: Annotated[
+        Path | None,
+        Option(
+            help="HTML file to write. Default: report.html in the run's folder; of several runs, comparison.html here.",
+            show_default=False,
+        ),
+    ] = None,
     serve: Annotated[
         str | None,
         Option(
@@ -30,7 +36,7 @@ def report(
     if serve is None:
         result = write_report(runs, output)
         said = "".join(f"warning: {text}\n" for text in result["warnings"])
-        show(result, as_json, f"{said}{output}: open it in a browser; it needs no network")
+        show(result, as_json, f"{said}{result['output']}: open it in a browser; it needs no network")
         return
     server = report_server(runs, *parse_address(serve))
     host, port = server.server_address[:2]

@@ -417,6 +417,10 @@ class EvaluateConfig(Section):
     every: int | None = Field(None, gt=0, description="Steps between validations (bits per byte).")
     text: PathText | None = Field(None, description="Folder or file of validation text.")
     max_bytes: int = Field(262_144, gt=0, description="Use only this many bytes of the text.")
+    prompts: list[str] = Field([])
+    """Prompts that the model continues at each validation (of the text here, or of a set in `validation`), by at most 64 of
+    the most probable tokens; samples.jsonl of the run folder and the report have what it writes. An empty one begins a
+    document."""
     tasks: list[str] = Field([], description="Tasks that are run during training, as `optimus evaluate --tasks`.")
     task_data: PathText | None = Field(None, description="Folder of their data.")
     tasks_every: int | None = Field(None, gt=0, description="Steps between them; they also run at the last step.")

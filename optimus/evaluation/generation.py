@@ -1,6 +1,7 @@
-"""Generating text, one sequence at a time with a cache of keys and values. Greedy unless a temperature is given.
+"""Generating text: one sequence at a time with a cache of keys and values, greedy unless a temperature is given; or the
+continuations of several prompts together, of a model that may be divided over ranks.
 
-Legend: V vocabulary.
+Legend: B rows, S positions, H hidden, V vocabulary.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimus.comm import Group
 from optimus.data.chat import Answering, ChatTemplate
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
-from optimus.evaluation.score import evaluating
+from optimus.evaluation.score import Scored, evaluating
 from optimus.model import KVCache, Transformer
 
 
@@ -117,6 +119,47 @@ def generate_tokens(
             new = [token]
 
     return found()
+
+
+def continuations(
+    model: Scored, prompts: Sequence[Sequence[int]], *, max_tokens: int, eos_id: int, group: Group | None = None
+) -> list[list[int]]:
+    """The most probable tokens that follow each prompt (of at least one token), at most `max_tokens`; end-of-text ends them
+    and is left out.
+
+    Ranks that each have a part of the model call together and give their `group`: they go on with the tokens that its first
+    rank finds. Each token is found from all those before it, as such a model has no cache; all rows are as long from the
+    beginning as the longest can get, so that every pass has one shape.
+    """
+    device = next(model.parameters()).device
+    rows, new = [list(prompt) for prompt in prompts], [list[int]() for _ in prompts]
+    tokens_BS = torch.zeros(len(rows), max(map(len, rows)) + max_tokens, dtype=torch.long)
+    for row, tokens in enumerate(rows):
+        tokens_BS[row, : len(tokens)] = torch.tensor(tokens)
+    ended = [False] * len(rows)
+
+    def most_probable(hidden_BH: Tensor) -> Tensor:
+        tokens_B = model.head(hidden_BH).float().argmax(-1)
+        return torch.stack(
+            [tokens_B, tokens_B], 1
+        ).float()  # fp32 has every token exactly; `at_tokens` takes two columns
+
+    with evaluating(model):
+        for _ in range(max_tokens):
+            at = [row * tokens_BS.shape[1] + len(tokens) - 1 for row, tokens in enumerate(rows)]
+            found_B2 = model.at_tokens(tokens_BS.to(device), torch.tensor(at, device=device), most_probable)
+            found: list[int] = found_B2[:, 0].long().tolist()
+            if group is not None:  # another rank may round otherwise where two tokens are as probable
+                found = group.broadcast_object(found)
+            for row, token in enumerate(found):
+                ended[row] |= token == eos_id
+                if not ended[row]:
+                    tokens_BS[row, len(rows[row])] = token
+                    rows[row].append(token)
+                    new[row].append(token)
+            if all(ended):
+                break
+    return new
 
 
 def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:

@@ -23,22 +23,30 @@ class MetricsWriter:
         """`after_step` is the last step that counts: records of later steps, left by a run that died before its next
         checkpoint, are dropped, for those steps are about to be run again."""
         self._file = _open_after(folder / "metrics.jsonl", after_step)
-        self._experts = folder / "experts.jsonl"
-        if self._experts.exists():
-            _open_after(self._experts, after_step).close()
+        self._experts, self._samples = folder / "experts.jsonl", folder / "samples.jsonl"
+        for path in (self._experts, self._samples):
+            if path.exists():
+                _open_after(path, after_step).close()
         given = config.observe
         self._sinks: list[Sink] = [TensorBoard(folder, config, after_step)] if given.tensorboard else []
         self._sinks += [WeightsAndBiases(folder, config)] if given.wandb else []
         self._sinks += [MLflow(folder, config)] if given.mlflow else []
 
-    def write(self, record: dict[str, Any], expert_load: Mapping[int, Sequence[float]] | None = None) -> None:
-        """Write one record; it must have `step`. `expert_load`, of each expert by layer, goes to `experts.jsonl`."""
+    def write(
+        self,
+        record: dict[str, Any],
+        expert_load: Mapping[int, Sequence[float]] | None = None,
+        samples: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        """Write one record; it must have `step`. `expert_load`, of each expert by layer, goes to `experts.jsonl`; `samples`,
+        of each prompt its `prompt` and the `text` that continues it, to `samples.jsonl`."""
         with naming_disk_errors(Path(self._file.name), FULL):
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         if expert_load is not None:
-            with naming_disk_errors(self._experts, FULL), self._experts.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": record["step"], "load": expert_load}) + "\n")
+            _append(self._experts, {"step": record["step"], "load": expert_load})
+        if samples:
+            _append(self._samples, {"step": record["step"], "samples": samples})
         for sink in self._sinks:
             sink.write(record)
 
@@ -54,6 +62,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The complete records of a run folder's `metrics.jsonl`, in order; a last line cut off by a kill is left out, and so is
     what is no record of a step."""
     return [record for record in read_json_lines(folder / "metrics.jsonl") if isinstance(record.get("step"), int)]
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    with naming_disk_errors(path, FULL), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def _open_after(path: Path, step: int) -> Any:

@@ -21,6 +21,7 @@ from optimus.errors import UserError
 _BEAT, _SILENCE = 15.0, 60.0  # seconds: a lease as young is a living run's; older than the second it is a dead one's
 _TOGETHER = 1000  # lines that are read at once
 _EXPERT_STEPS = 400  # whose load of experts is read
+_SAMPLE_STEPS = 50  # whose generated text is read
 _DIGITS = 16  # of whole numbers that a page can have exactly
 _RANKS = 1 << 20  # of a timeline that can be drawn
 _ENDINGS = ("failure", "error", "stopped", "recovered", "finished")  # events that say how a run is
@@ -34,6 +35,7 @@ class RunFolder:
     records: list[dict[str, Any]]
     superseded: int  # records of steps that were run again
     experts: list[dict[str, Any]]  # of some steps, evenly apart
+    samples: list[dict[str, Any]]  # of some validations, evenly apart: what the model continued the prompts with
     events: list[dict[str, Any]]
     environment: list[dict[str, Any]]
     config: dict[str, Any]
@@ -140,7 +142,10 @@ def read_folder(given: str | Path, *, ended: bool = False) -> RunFolder:
     metrics, experts = lines("metrics.jsonl"), lines("experts.jsonl", _EXPERT_STEPS)
     steps = [each for each in metrics if type(each.get("step")) is int]
     loads = [each for each in experts if type(each.get("step")) is int and _is_load(each.get("load"))]
-    for name, found, good in (("metrics.jsonl", metrics, steps), ("experts.jsonl", experts, loads)):
+    sampled = lines("samples.jsonl", _SAMPLE_STEPS)
+    texts = [each for each in sampled if type(each.get("step")) is int and _are_samples(each.get("samples"))]
+    files = (("metrics.jsonl", metrics, steps), ("experts.jsonl", experts, loads), ("samples.jsonl", sampled, texts))
+    for name, found, good in files:
         if len(good) < len(found):
             skipped[name] = skipped.get(name, 0) + len(found) - len(good)
     timeline = _json(path / "timeline.json", skipped)
@@ -152,6 +157,7 @@ def read_folder(given: str | Path, *, ended: bool = False) -> RunFolder:
         [newest[step] for step in sorted(newest)],
         len(steps) - len(newest),
         loads,
+        list({each["step"]: each for each in texts}.values()),
         lines("events.jsonl"),
         lines("environment.jsonl"),
         _config(path / "config.yaml", skipped),
@@ -251,6 +257,14 @@ def _is_load(load: Any) -> bool:
         and set(map(type, experts)) <= {float, int}
         and all(math.isfinite(100.0 * expert) for expert in experts)
         for layer, experts in load.items()
+    )
+
+
+def _are_samples(samples: Any) -> bool:
+    """Whether each is a prompt and the text that continues it."""
+    return isinstance(samples, list) and all(
+        isinstance(each, dict) and isinstance(each.get("prompt"), str) and isinstance(each.get("text"), str)
+        for each in samples
     )
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.report.compare import differences, has_other_tokenizer
 from optimus.report.downsample import downsample
 from optimus.report.folder import RunFolder, is_number, mapping, number, plain, printable, read_folder
+from optimus.report.verdict import compared, large_numbers, median_rate, verdict
 
 _POINTS = 2500  # of a curve
 _STACKED = 600  # steps of a picture of parts
@@ -44,18 +46,24 @@ _STACKS = {  # pictures of parts: by the beginning of the names of the metrics
 }
 _SIZES = {"layers": "{} layers", "hidden": "hidden {}", "experts": "{} experts"}  # of a model, in a line
 _NO_CHART = {"step", "tokens", "time", "data_seconds", "checkpoint_seconds"}
+_EXACT = {"lr", "skipped_steps", "phase"}  # metrics without noise, which are never smoothed
+_ALONE, _COMPARED = "report.html", "comparison.html"  # files that are written where none is named
 
 
-def write_report(runs: Sequence[str | Path], output: str | Path) -> dict[str, Any]:
+def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -> dict[str, Any]:
     """Write one HTML file that shows `runs` (run folders), alone or compared; it needs nothing else and no network.
 
+    Without `output` it is report.html in the run's folder, and of several runs comparison.html in the current folder.
     Returns `output`, its `bytes`, and what is to be said of the runs (`warnings`). Raises `UserError` for what is no run
     folder, and for a file that cannot be written.
 
     Example:
-        optimus.report(["demo/run"], "report.html")
+        optimus.report(["demo/run"])
     """
-    return write_page(report_data(runs), user_path(output))
+    data = report_data(runs)
+    if output is not None:
+        return write_page(data, user_path(output))
+    return write_page(data, user_path(runs[0]) / _ALONE if len(runs) == 1 else Path(_COMPARED))
 
 
 def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -88,9 +96,12 @@ def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str,
         )
         if not any(folder.last("bits_per_byte") is not None for folder in folders):
             warnings.append("None of them has bits per byte: set evaluate.every and evaluate.text to measure them.")
+    several = compared(dict(zip(names, folders)), with_loss=not hidden) if len(folders) > 1 else None
     return {
         "title": f"Report of {names[0]}" if len(names) == 1 else f"{len(names)} runs compared",
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "verdict": verdict(folders[0]) if several is None else several[0],
+        "numbers": large_numbers(folders[0]) if several is None else several[1],
         "warnings": warnings,
         "runs": [_run(name, folder, hidden) for name, folder in zip(names, folders)],
         "charts": _charts(folders, hidden),
@@ -129,6 +140,7 @@ def _run(name: str, folder: RunFolder, hidden: set[str]) -> dict[str, Any]:
         "folder": printable(str(folder.path)),
         "state": state,
         "why": why,
+        "verdict": verdict(folder),
         "facts": facts(folder),
         "records": len(folder.records),
         "superseded": folder.superseded,
@@ -137,7 +149,8 @@ def _run(name: str, folder: RunFolder, hidden: set[str]) -> dict[str, Any]:
         "series": {key: curve(folder, key) for key in _curves(folder) if key not in hidden},
         "stacks": {kind: stack(folder, kind) for kind in _STACKS},
         "experts": expert_loads(folder.experts),
-        "events": [{**each, "step": _step_of(each, folder)} for each in map(_event, folder.events)],
+        "samples": sorted(folder.samples, key=lambda each: -each["step"]),
+        "events": _events(folder),
         "timeline": _finite(folder.timeline),
         "evaluations": evaluations(folder.evaluations),
         "config": yaml.dump(folder.config, Dumper=Dumper, sort_keys=False, width=120) if folder.config else "",
@@ -158,7 +171,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         "tokens": plain(folder.last("tokens")),
         "loss": plain(folder.last("loss")),
         "bits_per_byte": plain(folder.last("bits_per_byte")),
-        "tokens_per_second": plain(_median_rate(folder.records)),
+        "tokens_per_second": plain(median_rate(folder)),
         "ranks": plain(number(folder.described("ranks"))),
         "device": _text(folder.described("device")),
     }
@@ -166,11 +179,6 @@ def facts(folder: RunFolder) -> dict[str, Any]:
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def _median_rate(records: Sequence[Mapping[str, Any]]) -> float | None:
-    rates = sorted(each["tokens_per_second"] for each in records[-100:] if is_number(each.get("tokens_per_second")))
-    return rates[len(rates) // 2] if rates else None
 
 
 def _curves(folder: RunFolder) -> list[str]:
@@ -184,10 +192,18 @@ def _charts(folders: Sequence[RunFolder], hidden: set[str]) -> list[dict[str, An
     known = {key for _, _, _, keys in _CHARTS for key in keys}
     rows = [*_CHARTS, *((_LAST_GROUP, key.replace("_", " "), "", [key]) for key in there if key not in known)]
     charts = [
-        {"group": group, "title": title, "unit": unit, "keys": [key for key in keys if key in there]}
+        {
+            "group": group,
+            "title": title,
+            "unit": unit,
+            "keys": shown,
+            "exact": _EXACT.issuperset(shown),
+            "zero": all(set(folder.column(key)) <= {0, None} for folder in folders for key in shown),
+        }
         for group, title, unit, keys in rows
+        if (shown := [key for key in keys if key in there])
     ]
-    return [chart for chart in charts if chart["keys"]]
+    return charts
 
 
 def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
@@ -264,6 +280,33 @@ def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             step = plain(number(checkpoint.get("step")))
             rows.append({"file": name, "step": step, "what": what, "scores": numbers})
     return rows
+
+
+def _events(folder: RunFolder) -> list[dict[str, Any]]:
+    """What the event log has and each resume, in order of time."""
+    events = [{**each, "step": _step_of(each, folder)} for each in map(_event, folder.events)]
+    for each in folder.environment[1:]:
+        if type(step := each.get("step")) is int:
+            ranks = number(each.get("ranks"))
+            detail = None if ranks is None else f"on {ranks:,} rank{'s' if ranks > 1 else ''}"
+            events.append(
+                _event({"kind": "resume", "time": _seconds(each.get("time")), "step": step, "detail": detail})
+            )
+
+    def order(event: Mapping[str, Any]) -> float:
+        if not is_number(event["time"]):
+            return math.inf
+        return event["time"] + (1 if event["kind"] == "resume" else 0)  # whose time is in whole seconds, rounded down
+
+    return sorted(events, key=order)
+
+
+def _seconds(moment: Any) -> float | None:
+    """The seconds since 1970 of a time of day in the form of ISO 8601."""
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _event(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class StepRecord:
     """By name, for the run's metrics."""
     expert_load: dict[int, list[float]] = field(default_factory=dict)
     """By layer: tokens of each expert, to the mean; empty in most steps."""
+    samples: list[dict[str, str]] = field(default_factory=list)
+    """Of each of `evaluate.prompts` the `prompt` and the `text` that continues it; empty where there was no validation."""
 
 
 _STEP = {"step", "tokens", "time", "lr", "grad_norm", "skipped_steps", "phase"}

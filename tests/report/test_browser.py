@@ -1,11 +1,13 @@
-"""Pages in a browser: all charts drawn, nothing on the console, no request, wide and narrow, by keyboard, readable. That of
-a run with failures is in `tests/testing/test_lab.py`."""
+"""Pages in a browser: the verdict first, all charts drawn, nothing on the console, no request, wide and narrow, light and
+dark, by keyboard, readable. That of a run with failures is in `tests/testing/test_lab.py`."""
 
 import json
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks.browser import browser
@@ -38,6 +40,7 @@ def test_runs(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     )
     others = [make_run(tmp_path / "other", steps=100), make_run(tmp_path / "third", grad_norm=None)]
     write_report([run], tmp_path / "one.html")
+    write_samples(run)
     write_report([run, *others], tmp_path / "three.html")
     with browser() as chromium:
         # Six curves; of each run time and memory, and two canvases of the load of experts.
@@ -63,7 +66,9 @@ def keys_do_what_the_mouse_does(shown: Any) -> None:
     shown.keyboard.press("0")
     assert picture(shown) == whole
     shown.keyboard.press("ArrowRight")
-    assert chart.locator(".u-value").first.inner_text() not in ("", "-", "--")
+    said = [each.inner_text() for each in chart.locator(".u-value").all() if each.is_visible()]
+    assert said[0].replace(",", "").isdecimal()  # tokens
+    assert all(each in shown.locator("#said").inner_text() for each in said)
 
     entry = chart.locator(".u-series th").last
     for key, pressed in (("Enter", "false"), ("Space", "true")):
@@ -74,15 +79,15 @@ def keys_do_what_the_mouse_does(shown: Any) -> None:
     shown.get_by_label("Smoothing").focus()
     assert draws_anew(shown, "ArrowRight")
     shown.get_by_label("Along").focus()
-    shown.keyboard.press("ArrowDown")
-    assert chart.locator("th").first.inner_text().startswith("tokens")
+    shown.keyboard.press("ArrowUp")
+    assert chart.locator("th").first.inner_text().startswith("step")
 
     for key, is_open in (("Enter", True), ("Space", False)):
         shown.locator("summary").first.focus()
         shown.keyboard.press(key)
         assert shown.locator("details").first.evaluate("each => each.open") == is_open
     refreshed(shown)
-    heat, said = shown.locator(".heat").first, shown.locator("[aria-live]").first
+    heat, said = shown.locator(".heat").first, shown.locator(".panel [aria-live]").first
     before = said.inner_text()
     heat.focus()
     shown.keyboard.press("ArrowLeft")
@@ -99,9 +104,167 @@ def refreshed(shown: Any) -> None:
     before = picture(shown)
     shown.evaluate("refresh(structuredClone(data))")
     assert picture(shown) == before
-    assert chart.locator(".u-series.u-off").count() == 1
+    assert [each.is_visible() for each in chart.locator(".u-series.u-off").all()] == [
+        False,
+        True,
+    ]  # as measured, smoothed
     assert shown.locator("details").first.evaluate("each => each.open")
     assert summary.evaluate("each => each === document.activeElement")
+
+
+def test_a_value_that_is_not_finite_is_said(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    write_report([make_run(tmp_path / "run", loss=float("-inf"))], tmp_path / "page.html")
+    with browser() as chromium:
+        shown, _ = opened(chromium, tmp_path / "page.html")
+        chart = shown.locator(".chart").first
+        assert chart.locator(".u-value").last.inner_text() == "-inf"
+        chart.focus()
+        smoothed = (0.9 * 0.1 * 4.975 + 0.1 * 4.95) / 0.19  # of the first two steps
+        for key, value in (
+            ("ArrowRight", "-inf"),
+            ("Shift+ArrowLeft", f"{smoothed:.3f}"),
+            ("Shift+ArrowRight", "-inf"),
+        ):
+            shown.keyboard.press(key)
+            assert chart.locator(".u-value").last.inner_text() == value
+
+
+def write_samples(run: Path) -> None:
+    rows = [{"step": step, "samples": [{"prompt": "def f(", "text": f"x{step}\n" * 30}]} for step in (10, 20)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_comes_first_and_what_is_folded(tmp_path: Path, make_run: Callable[..., Path], scheme: str) -> None:
+    """In each window, and by the rules of axe-core in its colours."""
+    run = make_run(tmp_path / "run", z_loss=0.0, skipped_steps=0)
+    write_samples(run)
+    with (run / "events.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"time": 1e9 + 50, "kind": "error", "detail": "a " + 40 * "long word " + 90 * "x"}) + "\n"
+        )
+    page = tmp_path / "page.html"
+    write_report([run], page)
+    with browser() as chromium:
+        for widths in ((390, 1280), (1280, 390)):
+            shown, found = opened(chromium, page, widths, scheme)
+            comes_first(shown, found["text"])
+            has_the_colours(shown, dark=scheme == "dark")
+        reads_events_without_scrolling(shown)
+        unfolds_what_is_zero(shown)
+
+
+def comes_first(shown: Any, text: str) -> None:
+    """From the top down: the verdict, four numbers, the loss, and then the rest."""
+    shown.evaluate("scrollTo(0, 0)")  # the controls stay in the window
+    tops = [
+        shown.locator(each).first.bounding_box()["y"]
+        for each in (".verdict", ".numbers", "section .chart", ".controls", "section:nth-of-type(2)")
+    ]
+    assert tops == sorted(set(tops))
+    assert tops[0] < 100
+    assert shown.locator(".verdict").inner_text() == (
+        "finished after 40 of 40 steps in 80 s; best 2 bits per byte at step 10; slowest: computation, 75.0 %"
+    )
+    numbers = [each.inner_text() for each in shown.locator(".numbers .large").all()]
+    assert numbers == ["2", "4.037", "256", "20,480"]
+    assert shown.locator("section h2").first.inner_text().startswith("Loss")
+    assert text.index("x20") < text.index("Earlier")  # generated text, newest first
+
+
+def has_the_colours(shown: Any, dark: bool) -> None:
+    """Of the page and of a chart, which a change of the system's colours draws anew."""
+    light = "each => getComputedStyle(each).backgroundColor.match(/[0-9.]+/g).slice(0, 3).every(part => part > 128)"
+    assert [shown.locator(each).first.evaluate(light) for each in ("body", ".panel")] == [not dark] * 2
+    before = picture(shown)
+    for other in (True, False):
+        shown.emulate_media(color_scheme="dark" if dark != other else "light")
+        shown.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
+        assert (picture(shown) != before) == other
+
+
+def reads_events_without_scrolling(shown: Any) -> None:
+    """In 390 pixels each event is a list of what it has; a screen reader has the table nevertheless."""
+    events = shown.locator("section", has=shown.get_by_role("heading", name="Events"))
+    region = events.get_by_role("region")
+    assert region.evaluate("each => each.scrollWidth - each.clientWidth") <= 0
+    rows = events.get_by_role("row").all()
+    assert len(rows) == 4
+    cells = [[each for each in row.get_by_role("cell").all() if each.is_visible()] for row in rows[1:]]
+    assert [len(each) for each in cells] == [6, 4, 4]  # nothing of what an event has not
+    for cell in chain(*cells):
+        box = cell.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
+    shown.set_viewport_size({"width": 1280, "height": 900})
+    assert len({cell.bounding_box()["y"] for cell in cells[0]}) == 1
+    shown.set_viewport_size({"width": 390, "height": 900})
+
+
+def unfolds_what_is_zero(shown: Any) -> None:
+    """By a key; what is inside is then as wide as the others."""
+    fold, widths = shown.locator("details.zero"), "all => all.map(each => each.clientWidth)"
+    assert fold.locator("summary").inner_text() == "0 throughout: Skipped steps, Router z-loss"
+    assert fold.locator(".chart").count() == 2
+    assert not fold.locator(".chart").first.is_visible()
+    shown.locator("details.zero summary").focus()
+    shown.keyboard.press("Enter")
+    shown.wait_for_function("document.querySelector('.zero .uplot').clientWidth > 300")
+    assert fold.locator(".chart").first.is_visible()
+    assert (
+        fold.locator("canvas").evaluate_all(widths)
+        == [shown.locator("canvas").first.evaluate("each => each.clientWidth")] * 2
+    )
+    assert shown.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+_RED_ROWS = """(canvas, colour) => {
+  const { width, height } = canvas, all = canvas.getContext("2d").getImageData(0, 0, width, height).data, rows = [];
+  for (let at = 0; at < all.length; at += 4) {
+    const is = colour.every((part, i) => Math.abs(all[at + i] - part) < 12) && all[at + 3] > 200;
+    if (is) rows.push(Math.floor(at / 4 / width));
+  }
+  return [rows[0], rows.at(-1), height];
+}"""  # of a canvas: the first and the last row of pixels that has the colour, and its height
+
+
+def test_runs_of_unequal_length(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    """They are compared on tokens, and on their share; a failure is on the curve of its own run alone; legends have the last
+    values, also of the shorter run behind its end."""
+    short, long = make_run(tmp_path / "short"), make_run(tmp_path / "long", steps=200)
+    (short / "events.jsonl").unlink()
+    write_report([short, long], tmp_path / "two.html")
+    write_report([long], tmp_path / "one.html")
+    write_report([short, make_run(tmp_path / "same")], tmp_path / "equal.html")
+    red = [163, 22, 26]
+    with browser() as chromium:
+        one, _ = opened(chromium, tmp_path / "one.html")
+        first, last, height = one.locator(".chart canvas").first.evaluate(_RED_ROWS, red)
+        assert last - first > 0.6 * height
+        equal, _ = opened(chromium, tmp_path / "equal.html")
+        assert equal.get_by_label("Along").input_value() == "step"
+
+        shown, _ = opened(chromium, tmp_path / "two.html")
+        chart, along = shown.locator(".chart").first, shown.get_by_label("Along")
+        first, last, _ = chart.locator("canvas").evaluate(_RED_ROWS, red)
+        assert 10 <= last - first <= 20
+        assert along.input_value() == "tokens"
+
+        def legend() -> list[str]:
+            return [each.inner_text() for each in chart.locator(".u-value").all() if each.is_visible()]
+
+        slider = shown.get_by_label("Smoothing")
+        slider.focus()
+        shown.keyboard.press("Home")  # as measured
+        assert legend() == ["last", "4", "4"]
+        assert "short: 4" in chart.get_attribute("aria-label")
+        for name, ends in (("share", ["100 %", "4", "4"]), ("seconds", ["6.7 min", "4 (last)", "4"])):
+            along.select_option(name)
+            chart.focus()
+            shown.keyboard.press("0")
+            for _ in range(15):
+                shown.keyboard.press("Shift+ArrowRight")
+            assert legend() == ends
 
 
 def test_plans(tmp_path: Path) -> None:
@@ -109,8 +272,10 @@ def test_plans(tmp_path: Path) -> None:
     asked = "plan mula-1b --machine dgx-h100 --ranks 16 --as-is --scale 16,32 --set parallel.tensor=2 --report"
     assert CliRunner().invoke(app, [*asked.split(), str(page)], catch_exceptions=False).exit_code == 0
     with browser() as chromium:
+        opened(chromium, page, scheme="dark")
         shown, found = opened(chromium, page)
         assert found["charts"] == 1
+        assert shown.locator(".chart .u-value").first.inner_text() == "32"  # the most
         select, ranks = shown.get_by_label("Coordinate along"), shown.locator(".ranks").first
         select.focus()
         before = ranks.inner_text()

@@ -32,6 +32,10 @@ CONTENTS = [
     ("experts.jsonl", f'{{"step": 1, "load": {{"1": [{HUGE}, 1]}}}}'),
     ("experts.jsonl", '{"step": 1, "load": {"1": [1e308, 1]}}'),
     ("experts.jsonl", f'{{"step": 1, "load": {{"{HUGE}": [1, 1]}}}}'),
+    ("samples.jsonl", '{"step": 1, "samples": [{"prompt": 1, "text": "a"}]}\n{"step": 1, "samples": {}}\n{"samples": []}'),
+    ("samples.jsonl", '{"step": 1, "samples": [{"prompt": "\\ud800", "text": "</script>\\udfff"}]}'),
+    ("environment.jsonl", '{"step": 0}\n{"step": "two"}\n{"step": 2, "time": "noon", "ranks": [1]}\n{"step": 3, "time": 5}'),
+    ("metrics.jsonl", '{"step": 1, "step_seconds": NaN, "time/a": Infinity, "time/b": -1, "bits_per_byte/x": "1"}'),
     ("events.jsonl", '{"kind": ["failure"], "time": "noon", "step": {}, "node": NaN, "rank": Infinity}'),
     ("events.jsonl", f'{{"kind": "failure", "time": {HUGE}, "detail": NaN, "seconds": "long"}}'),
     ("events.jsonl", '{"kind": "failure", "detail": "\\ud83d", "time": NaN}'),
@@ -76,7 +80,7 @@ def test_each_has_a_page(folders: list[Path], tmp_path: Path, make_run: Make) ->
 
 def test_each_has_a_line(folders: list[Path], tmp_path: Path, make_run: Make) -> None:
     """And so have one that cannot be read, one whose name is no Unicode, and the good one among them, in any order."""
-    assert len(folders) == 32
+    assert len(folders) == 36
     unreadable = make_run(tmp_path / "runs" / "unreadable")
     (unreadable / "events.jsonl").unlink()
     (unreadable / "events.jsonl").mkdir()
@@ -91,7 +95,7 @@ def test_each_has_a_line(folders: list[Path], tmp_path: Path, make_run: Make) ->
     json.dumps(list(rows.values()), allow_nan=False)
     table = CliRunner().invoke(app, ["runs", str(tmp_path / "runs")])
     assert table.exit_code == 0
-    assert sum(row["name"] in table.output for row in rows.values()) == 35
+    assert sum(row["name"] in table.output for row in rows.values()) == 39
     assert all(len(report_data([folder])["runs"]) == 1 for folder in folders)
     assert yaml.safe_load(report_data([tmp_path / "runs" / "whole"])["runs"][0]["config"])["train"] == {"steps": 40}
 

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from optimus.cli import app
 from optimus.errors import UserError
 from optimus.report.folder import read_folder
 from optimus.report.page import report_data, write_report
@@ -87,6 +89,7 @@ def test_damaged_and_half_written_lines(tmp_path: Path, make_run: Make) -> None:
     [
         ("experts.jsonl", '{"step": 1, "load": {"1": 5}}\n{"step": 1, "load": {"x": [1]}}', 2),
         ("experts.jsonl", '{"step": 1, "load": {"1": [NaN]}}', 1),
+        ("samples.jsonl", '{"step": 1, "samples": [{"prompt": "a"}]}\n{"step": 1, "samples": 2}\n{"samples": []}', 3),
         ("timeline.json", '{"ranks": 2, "events": 3}', 1),
         ("timeline.json", '{"ranks": 2, "events": [[2, "forward", 0, 0, 0.0, 1.0]]}', 1),
         ("timeline.json", '{"ranks": 2.0, "events": [[1, "forward", 0, 0, 0.0, 1.0]]}', 1),
@@ -126,6 +129,59 @@ def test_a_hundred_thousand_steps(tmp_path: Path, make_run: Make) -> None:
     assert result["bytes"] == (tmp_path / "page.html").stat().st_size < 5e6
     loss = embedded((tmp_path / "page.html").read_text())["runs"][0]["series"]["loss"]
     assert {(3, 1e6 + 3), (54_321, 1e6 + 54_321)} <= set(zip(loss["step"], loss["value"]))
+
+
+def test_a_report_is_in_the_folder_of_its_run(tmp_path: Path, make_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several runs it is in the current folder, and no run's own report is written over."""
+    runs = [make_run(tmp_path / name) for name in ("$NO_SUCH_VARIABLE", "b")]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert write_report(runs[:1])["output"] == str(runs[0] / "report.html")
+    assert write_report(runs)["output"] == "comparison.html"
+    result = CliRunner().invoke(app, ["report", "../b"])
+    assert result.output.strip() == "../b/report.html: open it in a browser; it needs no network"
+    pages = [
+        tmp_path / "$NO_SUCH_VARIABLE" / "report.html",
+        tmp_path / "b" / "report.html",
+        tmp_path / "here" / "comparison.html",
+    ]
+    assert sorted(tmp_path.rglob("*.html")) == sorted(pages)
+
+
+def test_samples_come_newest_first(tmp_path: Path, make_run: Make) -> None:
+    """Of each step those that were written last."""
+    run = make_run(tmp_path / "run")
+    assert report_data([run])["runs"][0]["samples"] == []
+    rows = [(10, "a"), (20, "b"), (10, "c")]
+    text = "".join(json.dumps({"step": s, "samples": [{"prompt": "def", "text": t}]}) + "\n" for s, t in rows)
+    (run / "samples.jsonl").write_text(text)
+    found = report_data([run])["runs"][0]["samples"]
+    assert [(each["step"], each["samples"][0]["text"]) for each in found] == [(20, "b"), (10, "c")]
+
+
+def test_charts_that_are_0_throughout(tmp_path: Path, make_run: Make) -> None:
+    """They are known, if no run has anything else in them."""
+
+    def zero(*runs: Path) -> list[str]:
+        return [key for chart in report_data(runs)["charts"] if chart["zero"] for key in chart["keys"]]
+
+    runs = [
+        make_run(tmp_path / "a", z_loss=0.0, balance_loss=0.0, skipped_steps=0),
+        make_run(tmp_path / "b", z_loss=0.0, balance_loss=1.0, skipped_steps=math.nan),
+    ]
+    assert zero(runs[0]) == ["skipped_steps", "balance_loss", "z_loss"]
+    assert zero(runs[1]) == zero(*runs) == ["z_loss"]
+
+
+def test_resumes_are_among_the_events(tmp_path: Path, make_run: Make) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / "environment.jsonl").open("a") as file:
+        file.write('{"step": 20, "ranks": 4, "time": "2001-09-09T01:47:05+00:00"}\n')
+    found = report_data([run])["runs"][0]["events"]
+    assert [(each["kind"], each["step"], each["time"]) for each in found] == [
+        ("failure", 10, 1e9 + 21), ("resume", 20, 1e9 + 25), ("recovered", 11, 1e9 + 30)
+    ]  # fmt: skip
+    assert found[1]["detail"] == "on 4 ranks"
 
 
 def test_comparison(tmp_path: Path, make_run: Make) -> None:

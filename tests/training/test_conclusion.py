@@ -45,7 +45,7 @@ def test_stopped_finished_and_failed(small_run: dict[str, Any], tmp_path: Path) 
     assert "not finite" in why
     (found,) = embedded((folder / "report.html").read_text())["runs"]
     assert found["state"] == "failed"
-    assert [event["kind"] for event in found["events"]] == ["stopped", "error"]
+    assert [event["kind"] for event in found["events"]] == ["stopped", "resume", "error"]
     told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
     assert [(each["event"], each["run"]) for each in told] == [("stopped", str(folder)), ("failed", str(folder))]
     assert told[0]["step"] == 2

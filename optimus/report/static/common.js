@@ -10,14 +10,26 @@ function make(tag, properties = {}, ...children) {
   node.append(...children.filter(child => child !== null && child !== undefined));
   return node;
 }
+/* A colour of the style sheet, for a canvas; in light and dark it is another. */
+function shade(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+const dark = matchMedia("(prefers-color-scheme: dark)");
 function attributes(node, given) { for (const name in given) node.setAttribute(name, given[name]); return node; }
-function table(head, rows) {
+/* `stacked`: in a narrow window each row is a list of its cells, those with something in them. Roles are said, as a table whose
+   rows are no rows of the layout is none to a screen reader. */
+function table(head, rows, stacked) {
+  const role = name => stacked ? { role: name } : {};
   const box = attributes(make("div", { className: "scroll", tabIndex: 0 }), { role: "region", "aria-label": head.join(", ") });
-  box.append(make("table", {}, make("thead", {}, make("tr", {}, ...head.map(text => attributes(make("th", {}, text), { scope: "col" })))),
-    make("tbody", {}, ...rows.map(row => make("tr", {}, ...row.map(cell => make("td", {}, cell ?? "-")))))));
+  const cell = (content, i) => attributes(make("td", { className: content === "-" || (content ?? null) === null ? "nothing" : "" }, content ?? "-"), { ...role("cell"), "data-label": head[i] });
+  box.append(attributes(make("table", { className: stacked ? "stacked" : "" },
+    attributes(make("thead", {}, attributes(make("tr", {}, ...head.map(text => attributes(make("th", {}, text), { scope: "col", ...role("columnheader") }))), role("row"))), role("rowgroup")),
+    attributes(make("tbody", {}, ...rows.map(row => attributes(make("tr", {}, ...row.map(cell)), role("row")))), role("rowgroup"))), role("table")));
   return box;
 }
-function section(title) { const grid = make("div", { className: "grid" }); page.append(make("section", {}, make("h2", {}, title), grid)); return grid; }
+function section(title) {
+  const grid = make("div", { className: "grid" });
+  page.append(attributes(make("section", {}, make("h2", {}, title), grid), { "aria-label": title }));
+  return grid;
+}
 function panel(grid, title, note, wide) {
   const box = make("div", { className: wide ? "panel wide" : "panel" }, make("h3", {}, title, note ? make("small", {}, " " + note) : null));
   grid.append(box);

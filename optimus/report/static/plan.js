@@ -15,29 +15,38 @@ function bars(box, parts, show, most, limit) {
       "aria-label": `plan ${number + 1}, ${plan.name}: ${show(total)}: ` + names.filter(name => own[name] > 0).map(name => `${words(name)} ${show(own[name])}`).join(", ") });
     names.forEach(name => { if (own[name] > 0) bar.append(attributes(make("span", { title: `${words(name)}: ${show(own[name])}`,
       style: { width: 100 * own[name] / most + "%", background: colour(name) } }), {})); });
-    if (limit) { bar.style.position = "relative"; bar.append(make("span", { title: "can be used: " + show(limit), style: { position: "absolute", left: 100 * limit / most + "%", width: "2px", background: "#a3161a" } })); }
+    if (limit) { bar.style.position = "relative"; bar.append(make("span", { title: "can be used: " + show(limit), style: { position: "absolute", left: 100 * limit / most + "%", width: "2px", background: "var(--bad)" } })); }
     return make("div", { style: { marginBottom: "8px" } }, make("p", {}, `${number + 1}. ${plan.name}: ${show(total)}`), bar);
   });
   box.append(...rows, make("ul", { className: "keys" }, ...names.map(name => make("li", {}, swatch(colour(name)), words(name))),
-    limit ? make("li", {}, swatch("#a3161a"), "memory that can be used") : null));
+    limit ? make("li", {}, swatch("var(--bad)"), "memory that can be used") : null));
 }
 
 function scaling(box) {
   const x = data.scaling.map(point => Math.log2(point.ranks));
   const holder = attributes(make("div", { className: "chart", tabIndex: 0 }), { role: "group", "aria-label": "Scaling: " + data.scaling.map(point => `${point.ranks} ranks ${text(point.tokens_per_second)} tokens/s, efficiency ${(100 * point.efficiency).toFixed(1)} %`).join("; ") });
   box.append(holder);
-  const font = "12px system-ui, sans-serif", stroke = "#4d5768", grid = { stroke: "#e6e9ee", width: 1 };
+  const font = "12px system-ui, sans-serif";
   const first = data.scaling[0], ideal = data.scaling.map(point => first.tokens_per_second * point.ranks / first.ranks);
-  const chart = new uPlot({ width: Math.max(260, holder.clientWidth), height: 300, cursor: { drag: { x: false } },
+  let chart = null;
+  const legend = show => (chart, value, series, at) => show(at === null ? chart.data[series].at(-1) : value);  // without a cursor: of the most ranks
+  const percent = value => value === null ? "-" : value.toFixed(1) + " %";
+  const draw = () => {
+    const stroke = shade("--soft"), grid = { stroke: shade("--grid"), width: 1 };
+    chart?.destroy();
+    chart = new uPlot({ width: Math.max(260, holder.clientWidth), height: 300, cursor: { drag: { x: false } },
     scales: { x: { time: false, range: (_, min, max) => [min - 0.15, max + 0.15] }, y: { distr: 3 }, efficiency: { range: [0, 105] } },
     axes: [{ stroke, font, grid, splits: () => x, values: (_, ticks) => ticks.map(tick => text(Math.round(2 ** tick))), label: "ranks", labelFont: font, labelSize: 18, size: 32 },
       { stroke, font, grid, size: 64, values: (_, ticks) => ticks.map(tick => tick === null ? "" : short(tick)), label: "tokens/s", labelFont: font },
       { stroke, font, side: 1, scale: "efficiency", grid: { show: false }, values: (_, ticks) => ticks.map(tick => tick + " %"), label: "efficiency", labelFont: font }],
-    series: [{ label: "ranks", value: (_, value) => value === null ? "-" : text(Math.round(2 ** value)) },
-      { label: "tokens/s", stroke: "#0b57a4", width: 2, points: { show: true }, value: (_, value) => text(value) },
-      { label: "ideal", stroke: "#4d5768", dash: [6, 4], value: (_, value) => text(value) },
-      { label: "efficiency", scale: "efficiency", stroke: "#b3420c", width: 2, points: { show: true }, value: (_, value) => value === null ? "-" : value.toFixed(1) + " %" }] },
+    series: [{ label: "ranks", value: legend(value => value === null ? "-" : text(Math.round(2 ** value))) },
+      { label: "tokens/s", stroke: shade("--run-0"), width: 2, points: { show: true, fill: shade("--panel") }, value: legend(text) },
+      { label: "ideal", stroke, dash: [6, 4], value: legend(text) },
+      { label: "efficiency", scale: "efficiency", stroke: shade("--run-1"), width: 2, points: { show: true, fill: shade("--panel") }, value: legend(percent) }] },
     [x, data.scaling.map(point => point.tokens_per_second), ideal, data.scaling.map(point => 100 * point.efficiency)], holder);
+  };
+  draw();
+  dark.addEventListener("change", draw);
   addEventListener("resize", () => chart.setSize({ width: Math.max(260, holder.clientWidth), height: 300 }));
 }
 
@@ -57,7 +66,8 @@ function placement(box) {
   draw();
 }
 
-document.getElementById("written").textContent = `Written ${data.written}; a step has ${text(data.tokens)} tokens`;
+document.getElementById("written").textContent = `Written ${data.written}.`;
+page.append(make("p", { className: "soft" }, `A step has ${text(data.tokens)} tokens.`));
 const all = panel(section("Plans"), "", "", true);
 all.firstChild.remove();
 const columns = Object.keys(data.rows[0]);

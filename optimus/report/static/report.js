@@ -1,21 +1,35 @@
 /* Draws what `report_data` gives. Curves come as points; NaN and infinity come as text, a missing value as null. */
-const RUN_COLOURS = ["#0b57a4", "#b3420c", "#1b7a3d", "#7b3fa0", "#8a6100", "#a3165c", "#00707a", "#4d5768"];
+const RUN_COLOURS = Array.from({ length: 8 }, (_, number) => "--run-" + number);  // of the style sheet
+const runColour = number => RUN_COLOURS[number % RUN_COLOURS.length];
 const KIND_COLOURS = { forward: "#8fb8de", backward: "#f2b880", backward_input: "#f2d479", backward_weights: "#9fce9f",
   embed: "#c9c9c9", logits: "#c8a2c8", loss: "#a880b8", embed_backward: "#a9a9a9" };
 const BYTES = Array.from({ length: 50 }, (_, power) => 2 ** power);  // between the ticks of an axis of memory
 const HEIGHT = 240;  // pixels of a chart
-let axis = "step", smoothing = 0, drawn = [];
+const FEW = 40;  // points: of no more than these each is shown, and none is smoothed
+const AXES = { step: "steps", tokens: "tokens", seconds: "training time", share: "share of the run" };
+let axis = "step", smoothing = 0.9, drawn = [];
 const views = new Map();  // of charts by their labels: what is zoomed and hidden, for when they are drawn anew
 
-/* The axis: steps, or tokens and seconds by the run's clock, between whose points they grow evenly. */
+/* The axis: steps, per cent of those that the run is to have, or tokens and seconds by its clock, between whose points they grow
+   evenly. */
 function along(run, step) {
   if (axis === "step") return step;
+  if (axis === "share") return 100 * step / Math.max(1, run.facts.step, run.facts.steps ?? 0);
   const at = run.clock.step, to = run.clock[axis];
   let low = 0, high = at.length - 1;
   if (high < 0) return step;
   while (high - low > 1) { const middle = (low + high) >> 1; if (at[middle] <= step) low = middle; else high = middle; }
   if (at[high] === at[low]) return to[low];
   return to[low] + (to[high] - to[low]) * (step - at[low]) / (at[high] - at[low]);
+}
+/* The axes that all runs have; the clock of older runs may lack one. Runs that are not of one length are compared on tokens. */
+function axesOfAll() {
+  const has = name => data.runs.every(run => run.clock.step.length && run.clock[name].every(value => typeof value === "number"));
+  return Object.keys(AXES).filter(name => name === "step" || name === "share" || has(name));
+}
+function firstAxis() {
+  const lengths = new Set(data.runs.map(run => run.facts.step)), tokens = new Set(data.runs.map(run => run.facts.tokens));
+  return (lengths.size > 1 || tokens.size > 1) && axesOfAll().includes("tokens") ? "tokens" : "step";
 }
 function finite(values) { return values.map(value => typeof value === "number" ? value : null); }
 function smooth(values) {
@@ -31,46 +45,65 @@ function smooth(values) {
 function controls() {
   const bar = make("div", { className: "controls" });
   const select = make("select", { onchange: event => { axis = event.target.value; redraw(); } });
-  for (const [value, label] of [["step", "steps"], ["tokens", "tokens"], ["seconds", "training time"]])
-    select.append(make("option", { value, selected: value === axis }, label));
+  for (const value of axesOfAll()) select.append(make("option", { value, selected: value === axis }, AXES[value]));
   const slider = attributes(make("input", { type: "range", oninput: event => { smoothing = +event.target.value; redraw(); } }),
     { min: 0, max: 0.98, step: 0.02, value: smoothing });
   bar.append(make("label", {}, "Along ", select), make("label", {}, "Smoothing ", slider),
     make("button", { type: "button", onclick: () => drawn.forEach(each => each.reset()) }, "Whole curves"),
     make("span", { className: "soft" }, "Drag to zoom; or with the keys: Tab to a chart, arrows, + and −, 0 for all." +
-      (data.runs.some(run => run.events.length) ? " Vertical lines: failures, exclusions and rollbacks (red), restarts and recoveries (dashed), other events. " : "") +
+      (data.runs.some(run => run.events.length) ? (data.runs.length > 1 ? " Short vertical lines, each on the curve of its own run: " : " Vertical lines: ") +
+        "failures, exclusions and rollbacks (red), resumes, restarts and recoveries (dashed), other events." : "") +
       (data.charts.length ? " Red triangles: values that are not finite." : "")));
   return bar;
 }
 
-const alongName = () => axis === "seconds" ? "training time" : axis;
-const alongText = (x, number) => axis === "seconds" && x !== null ? duration(x) : number(x);
-const alongSeries = () => ({ label: alongName(), value: (_, x) => alongText(x, text) });
+const alongName = () => axis === "seconds" || axis === "share" ? AXES[axis] : axis;
+const alongText = (x, number) => x === null ? "-" : axis === "seconds" ? duration(x) : axis === "share" ? +x.toFixed(1) + " %" : number(x);
+/* A legend says what is under the cursor and, while there is none, the last values. */
+const alongSeries = () => ({ label: alongName(), value: (_, x, __, at) => at === null ? "last" : alongText(x, text) });
+/* Of a curve at the cursor, whose point of the axis another run may have and it has not: its value before that, or its last one.
+   The place that uPlot gives a legend is of the nearest value, which may come later. */
+function valueAt(chart, series) {
+  const values = chart.data[series];
+  const at = chart.cursor.idx;
+  let here = at;
+  while (here >= 0 && values[here] === undefined) here--;
+  const last = here === values.findLastIndex(value => value !== undefined);
+  return (here < 0 ? "-" : text(values[here])) + (here >= 0 && here < at && last ? " (last)" : "");
+}
 function axes(size) {
-  const font = "12px system-ui, sans-serif", grid = { stroke: "#e6e9ee", width: 1 }, soft = { stroke: "#4d5768", font, grid };
+  const font = "12px system-ui, sans-serif", grid = { stroke: shade("--grid"), width: 1 }, soft = { stroke: shade("--soft"), font, grid };
   return [
-    { ...soft, label: alongName(), labelFont: font, labelSize: 18, size: 32, values: (_, ticks) => ticks.map(tick => alongText(tick, short)), space: 70 },
+    { ...soft, label: alongName(), labelFont: font, labelSize: 18, size: 32, values: (_, ticks) => ticks.map(tick => alongText(tick, short)), space: 56 },
     { ...soft, size, values: (_, ticks) => ticks.map(tick => tick === null ? "" : short(tick)) },
   ];
 }
 /* Of a curve that is 0 all along, or of none, the y axis goes to 1. */
 function height(_, low, high) { return !low && !high ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true); }
-/* Events, and steps whose value is not finite, over a chart. */
+/* Events, and steps whose value is not finite, over a chart. Of one run the events are lines over the whole height; of several,
+   whose curves are `series`, each is a short line on the curve of its own run. */
 function marks(runs, bad) {
   return { hooks: { draw: chart => {
     const { ctx, bbox } = chart;
     ctx.save();
     ctx.lineWidth = 1.5;
-    for (const [run, colour] of runs) for (const event of run.events) {
-      if (event.step === null) continue;
+    const wrong = shade("--bad"), half = 9 * devicePixelRatio;
+    for (const [run, colour, series] of runs) for (const event of run.events) {
+      if (typeof event.step !== "number" || (series !== undefined && !chart.series[series].show)) continue;
       const x = chart.valToPos(along(run, event.step), "x", true);
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      ctx.strokeStyle = ["failure", "error", "exclusion", "rollback"].includes(event.kind) ? "#a3161a" : colour;
-      ctx.setLineDash(event.kind === "recovered" || event.kind === "restart" ? [4, 4] : []);
-      ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
+      let top = bbox.top, bottom = bbox.top + bbox.height;
+      if (series !== undefined) {
+        const y = heightAt(chart, series, along(run, event.step));
+        if (y === null) continue;
+        top = Math.max(top, y - half); bottom = Math.min(bottom, y + half);
+      }
+      ctx.strokeStyle = ["failure", "error", "exclusion", "rollback"].includes(event.kind) ? wrong : colour;
+      ctx.setLineDash(["recovered", "restart", "resume"].includes(event.kind) ? [4, 4] : []);
+      ctx.beginPath(); ctx.moveTo(x, top); ctx.lineTo(x, bottom); ctx.stroke();
     }
     ctx.setLineDash([]);
-    ctx.fillStyle = "#a3161a";
+    ctx.fillStyle = wrong;
     for (const [run, step] of bad) {
       const x = chart.valToPos(along(run, step), "x", true);
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
@@ -79,17 +112,31 @@ function marks(runs, bad) {
     ctx.restore();
   } } };
 }
-/* The entries of a legend show and hide their curves: by keys, too. */
+/* Where the curve of a series has its point nearest to x, in pixels of the canvas; null where it has none. */
+function heightAt(chart, series, x) {
+  const xs = chart.data[0], values = chart.data[series];
+  let best = -1;
+  for (let i = 0; i < xs.length; i++) if (typeof values[i] === "number" && (best < 0 || Math.abs(xs[i] - x) < Math.abs(xs[best] - x))) best = i;
+  return best < 0 ? null : chart.valToPos(values[best], "y", true);
+}
+/* The entries of a legend show and hide their curves, with what was measured where a curve is smoothed: by keys, too. */
 function byKeys(chart, holder) {
-  const entries = [...holder.querySelectorAll(".u-series th")].slice(1);
-  if (entries.length < 2) { entries.forEach(entry => { entry.style.pointerEvents = "none"; }); return; }  // it stays
-  entries.forEach((entry, number) => {
-    const say = () => entry.setAttribute("aria-pressed", chart.series[number + 1].show);
-    attributes(entry, { role: "button", tabindex: 0 });
-    entry.addEventListener("click", say);
-    entry.addEventListener("keydown", event => {
+  const rows = [...holder.querySelectorAll(".u-series")];
+  rows.forEach((row, number) => { if (chart.series[number].measured) row.style.display = "none"; });
+  const numbers = rows.map((_, number) => number).filter(number => number && !chart.series[number].measured);
+  const entry = number => rows[number].querySelector("th");
+  if (numbers.length < 2) { numbers.forEach(number => { entry(number).style.pointerEvents = "none"; }); return; }  // it stays
+  numbers.forEach(number => {
+    const say = () => entry(number).setAttribute("aria-pressed", chart.series[number].show);
+    attributes(entry(number), { role: "button", tabindex: 0 });
+    entry(number).addEventListener("click", () => {
+      const show = chart.series[number].show;
+      if (chart.series[number - 1].measured) chart.setSeries(number - 1, { show });
+      say();
+    });
+    entry(number).addEventListener("keydown", event => {
       if (event.key !== "Enter" && event.key !== " ") return;
-      event.preventDefault(); event.stopPropagation(); entry.click();
+      event.preventDefault(); event.stopPropagation(); entry(number).click();
     });
     say();
   });
@@ -98,6 +145,7 @@ function plot(box, label, build) {
   const holder = attributes(make("div", { className: "chart", tabIndex: 0 }), { role: "group", "aria-label": label });
   box.append(holder);
   let chart = null;
+  const legend = () => [...holder.querySelectorAll(".u-series")].filter(row => row.style.display !== "none").map(row => [...row.children].map(cell => cell.textContent).join(": ")).join(", ");
   const entry = {
     note() {
       if (!chart) return;
@@ -113,6 +161,7 @@ function plot(box, label, build) {
         ...options }, values, holder);
       if (view?.zoom && view.axis === axis) chart.setScale("x", view.zoom);
       byKeys(chart, holder);
+      queueMicrotask(() => holder.setAttribute("aria-label", `${label}: ${legend()}; arrow keys read values`));  // once uPlot has drawn
     },
     reset() { chart?.setData(chart.data); },
     size() { chart?.setSize({ width: Math.max(260, holder.clientWidth), height: HEIGHT }); },
@@ -125,6 +174,7 @@ function plot(box, label, build) {
       const hop = (event.shiftKey ? 20 : 1) * (event.key === "ArrowLeft" ? -1 : 1);
       const index = Math.min(xs.length - 1, Math.max(0, middle + hop));
       chart.setCursor({ left: chart.valToPos(xs[index], "x"), top: 10 });
+      document.getElementById("said").textContent = legend();
     } else if (event.key === "+" || event.key === "=" || event.key === "-") {
       const half = (max - min) * (event.key === "-" ? 1 : 0.25), centre = xs[Math.max(0, middle)];
       chart.setScale("x", { min: Math.max(xs[0], centre - half), max: Math.min(xs.at(-1), centre + half) });
@@ -138,24 +188,29 @@ function plot(box, label, build) {
 function curves(box, chart) {
   const several = data.runs.length > 1;
   plot(box, `${chart.title} of ${data.runs.map(run => run.name).join(", ")}`, () => {
-    const tables = [], series = [alongSeries()], bad = [];
+    const tables = [], series = [alongSeries()], bad = [], own = new Map();  // the curve of each run that has its marks
     data.runs.forEach((run, number) => chart.keys.forEach((key, part) => {
       const points = run.series[key];
       if (!points) return;
-      const colour = RUN_COLOURS[(several ? number : part) % RUN_COLOURS.length];
-      const x = points.step.map(step => along(run, step)), raw = finite(points.value), few = points.step.length < 40;
+      const colour = shade(runColour(several ? number : part));
+      const x = points.step.map(step => along(run, step)), raw = finite(points.value), few = points.step.length < FEW;
+      const smoothed = smoothing > 0 && !few && !chart.exact, values = smoothed ? smooth(raw) : raw;
       points.value.forEach((value, index) => { if (typeof value === "string") bad.push([run, points.step[index]]); });
       const names = [...(several ? [run.name] : []), ...(chart.keys.length > 1 || !several ? [key.replace(/^.*\//, "").replaceAll("_", " ")] : [])];
       const dash = several && part ? [6, 4] : undefined;
-      if (smoothing) {
+      if (smoothed) {
         tables.push([x, raw]);
-        series.push({ label: names.join(" ") + " as measured", stroke: colour + "45", width: 1, points: { show: false }, value: (_, value) => text(value) });
+        series.push({ label: names.join(" ") + " as measured", measured: true, stroke: colour + "45", width: 1, points: { show: false } });
       }
-      tables.push([x, smooth(raw)]);
-      series.push({ label: names.join(" "), stroke: colour, width: 1.75, dash, points: { show: few }, value: (_, value) => text(value) });
+      const odd = new Map(points.value.flatMap((value, index) => typeof value === "string" ? [[x[index], value]] : []));  // not finite
+      const last = raw.at(-1) === null ? points.value.at(-1) : values.at(-1);
+      tables.push([x, values]);
+      if (!own.has(run)) own.set(run, [run, colour, several ? series.length : undefined]);
+      series.push({ label: names.join(" "), stroke: colour, width: 1.75, dash, points: { show: few, fill: shade("--panel") },
+        value: (chart, _, number, at) => at === null ? text(last) : odd.get(chart.data[0][chart.cursor.idx]) ?? valueAt(chart, number) });
     }));
     const joined = tables.length ? uPlot.join(tables) : [[], ...tables];
-    return [{ series, scales: { x: { time: false }, y: { range: height } }, axes: axes(64), plugins: [marks(data.runs.map((run, number) => [run, RUN_COLOURS[number % RUN_COLOURS.length]]), bad)] }, joined];
+    return [{ series, scales: { x: { time: false }, y: { range: height } }, axes: axes(64), plugins: [marks([...own.values()], bad)] }, joined];
   });
 }
 
@@ -175,10 +230,10 @@ function stacked(box, run, kind) {
     names.forEach((name, i) => sums.push(finite(parts[name]).map((value, at) => (value ?? 0) + (i ? sums[i - 1][at] : 0))));
     const order = names.map((_, i) => i).reverse();  // the largest sum first, the smaller ones over it
     const series = [alongSeries(), ...order.map(i => ({ label: names[i], fill: PART_COLOURS[i % PART_COLOURS.length],
-      stroke: PART_COLOURS[i % PART_COLOURS.length], width: 1, points: { show: step.length < 3 }, value: (_, __, ___, at) => at === null ? "-" : show(finite(parts[names[i]])[at]) }))];
+      stroke: PART_COLOURS[i % PART_COLOURS.length], width: 1, points: { show: step.length < 3 }, value: (_, __, ___, at) => show(finite(parts[names[i]]).at(at ?? -1) ?? null) }))];
     const both = axes(84);
     Object.assign(both[1], { values: (_, ticks) => ticks.map(show) }, seconds ? {} : { incrs: BYTES });
-    return [{ series, legend: { show: true }, scales: { x: { time: false }, y: { range: (_, __, max) => [0, (max || 1) * 1.05] } }, axes: both, plugins: [marks([[run, "#4d5768"]], [])] },
+    return [{ series, legend: { show: true }, scales: { x: { time: false }, y: { range: (_, __, max) => [0, (max || 1) * 1.05] } }, axes: both, plugins: [marks([[run, shade("--soft")]], [])] },
       [step.map(each => along(run, each)), ...order.map(i => sums[i])]];
   });
 }
@@ -236,6 +291,11 @@ function heat(box, run) {
   draw();
 }
 
+/* A colour, mixed with white: the text on it is dark in dark windows, too. */
+function pale(colour, white) {
+  const parts = [1, 3, 5].map(at => parseInt(colour.slice(at, at + 2), 16));
+  return `rgb(${parts.map(part => Math.round(part + (255 - part) * white))})`;
+}
 function lanes(box, title, ranks, events) {
   const NS = "http://www.w3.org/2000/svg", computed = events.filter(event => KIND_COLOURS[event[1]]);
   const end = Math.max(...computed.map(event => event[5])), tall = 20, left = 56, wide = 1200;
@@ -243,50 +303,88 @@ function lanes(box, title, ranks, events) {
   const svg = attributes(document.createElementNS(NS, "svg"), { class: "lanes", viewBox: `0 0 ${left + wide} ${ranks * tall + 22}`, role: "img",
     "aria-label": `${title}: ${ranks} ranks, ${duration(end)}, bubble ${(100 * bubble).toFixed(1)} % of the computing time` });
   const add = (name, given, content) => { const node = attributes(document.createElementNS(NS, name), given); if (content) node.textContent = content; svg.append(node); };
-  for (let rank = 0; rank < ranks; rank++) add("text", { x: 0, y: rank * tall + 14, fill: "#1c2330" }, "rank " + rank);
+  for (let rank = 0; rank < ranks; rank++) add("text", { x: 0, y: rank * tall + 14, fill: "currentColor" }, "rank " + rank);
   const stages = Array.from({ length: ranks }, () => new Set());
   computed.forEach(event => stages[event[0]].add(event[2]));
   for (const [rank, kind, stage, microbatch, start, stop] of computed) {
     const x = left + start / end * wide, width = Math.max(0.5, (stop - start) / end * wide);
     const turn = [...stages[rank]].sort((a, b) => a - b).indexOf(stage), of = Math.max(1, stages[rank].size - 1);
-    add("rect", { x, y: rank * tall + 1, width, height: tall - 3, fill: KIND_COLOURS[kind], "fill-opacity": 1 - 0.5 * turn / of, stroke: "#4d5768", "stroke-width": 0.4 });
+    add("rect", { x, y: rank * tall + 1, width, height: tall - 3, fill: pale(KIND_COLOURS[kind], 0.5 * turn / of), stroke: "#4d5768", "stroke-width": 0.4 });
     if (width > 14) add("text", { x: x + width / 2, y: rank * tall + 14, "text-anchor": "middle", fill: "#1c2330" }, String(microbatch));
   }
-  for (let tick = 0; tick <= 4; tick++) add("text", { x: left + tick / 4 * wide, y: ranks * tall + 16, fill: "#4d5768", "text-anchor": tick === 4 ? "end" : "start" }, duration(tick / 4 * end));
+  for (let tick = 0; tick <= 4; tick++) add("text", { x: left + tick / 4 * wide, y: ranks * tall + 16, fill: "currentColor", "text-anchor": tick === 4 ? "end" : "start" }, duration(tick / 4 * end));
   box.append(make("p", {}, `${title}: ${duration(end)}, bubble ${(100 * bubble).toFixed(1)} % of the computing time`),
     attributes(make("div", { className: "scroll", tabIndex: 0 }, svg), { role: "region", "aria-label": title }));
   return new Set(computed.map(event => event[1]));
 }
 
 function overview() {
-  const grid = section("Runs"), box = panel(grid, "", "", true);
+  const grid = section(data.runs.length > 1 ? "Runs" : "The run"), box = panel(grid, "", "", true);
   box.firstChild.remove();
   const word = name => name.replaceAll("_", " "), names = Object.keys(data.runs[0].facts).filter(name => data.runs.some(run => run.facts[name] !== null));
   const state = run => make("span", {}, make("span", { className: "state " + run.state }, run.state), run.why ? ": " + run.why : "");
-  const rows = data.runs.map((run, number) => [make("span", { className: "name" }, swatch(RUN_COLOURS[number % RUN_COLOURS.length]), run.name), state(run), ...names.map(name => text(run.facts[name]))]);
+  const rows = data.runs.map((run, number) => [make("span", { className: "name" }, swatch(`var(${runColour(number)})`), run.name), state(run), ...names.map(name => text(run.facts[name]))]);
   if (data.runs.length > 1) box.append(table(["run", "state", ...names.map(word)], rows));
   else box.append(table(["run", data.runs[0].name], [["state", state(data.runs[0])], ...names.map(name => [word(name), text(data.runs[0].facts[name])])]));
   const again = data.runs.filter(run => run.superseded);
   again.forEach(run => box.append(make("p", { className: "soft" }, `${run.name}: ${text(run.superseded)} records are of steps that were run again later; the later ones are drawn.`)));
 }
 
+/* What a reader wants to know first: how it went, four numbers, and the loss; else what text is measured by. */
+function headline(chart) {
+  const several = data.runs.length > 1, state = several ? "" : " state " + data.runs[0].state;
+  page.append(make("p", { className: "verdict" + state }, data.verdict));
+  if (several) page.append(make("ul", { className: "verdicts" }, ...data.runs.map((run, number) =>
+    make("li", {}, swatch(`var(${runColour(number)})`), make("b", {}, run.name), ": " + run.verdict))));
+  page.append(make("dl", { className: "numbers" }, ...data.numbers.map(({ label, value, note }) =>
+    make("div", {}, make("dt", {}, label), make("dd", { className: "large" }, text(value)), note ? make("dd", { className: "soft" }, note) : null))));
+  if (!chart) return;
+  const grid = section(chart.title), box = panel(grid, "", "", true);
+  box.firstChild.remove();
+  grid.previousSibling.append(make("small", {}, " " + chart.unit));
+  curves(box, chart);
+}
+
+function samples() {
+  const runs = data.runs.filter(run => run.samples.length), grid = runs.length ? section("Generated text") : null;
+  const list = ({ step, samples }) => make("div", {}, make("p", { className: "soft" }, "step " + text(step)), make("dl", { className: "sample" },
+    ...samples.flatMap(({ prompt, text }) => [make("dt", {}, prompt || "(from the beginning of a document)"), make("dd", {}, attributes(make("pre", { tabIndex: 0 }, text || "(nothing)"), { role: "region", "aria-label": `Text after ${prompt || "nothing"} at step ${step}` }))])));
+  runs.forEach(run => {
+    const [newest, ...earlier] = run.samples, box = panel(grid, data.runs.length > 1 ? run.name : "What the model writes after each prompt", "", true);
+    box.append(list(newest));
+    if (earlier.length) box.append(make("details", {}, make("summary", {}, `Earlier: ${earlier.length} of steps ${text(earlier.at(-1).step)} to ${text(earlier[0].step)}`), ...earlier.map(list)));
+  });
+}
+
 function draw() {
   drawn = [];
   page.replaceChildren();
+  if (!axesOfAll().includes(axis)) axis = "step";
+  const first = data.charts.find(chart => chart.keys.includes("loss")) ?? data.charts.find(chart => chart.keys.includes("bits_per_byte"));
+  const several = data.runs.length > 1;
+  headline(first);
   document.getElementById("written").textContent = `Written ${data.written}` + (data.refresh ? `, again every ${data.refresh} s` : "");
   data.warnings.forEach(each => page.append(attributes(make("div", { className: "warning" }, each), { role: "note" })));
-  overview();
+  page.append(controls());
+  if (several) overview();
   if (data.differences.length) {
     const box = panel(section("Differences"), "", "", true);
     box.firstChild.remove();
     box.append(table(["key", ...data.runs.map(run => run.name)], data.differences.map(row => [row.key, ...row.values])));
   }
-  page.append(controls());
+  const charts = data.charts.filter(chart => chart !== first), zero = charts.filter(chart => chart.zero);
   let group = null, grid = null;
-  data.charts.forEach(chart => {
+  charts.filter(chart => !chart.zero).forEach(chart => {
     if (chart.group !== group) { group = chart.group; grid = section(group); }
     curves(panel(grid, chart.title, chart.unit), chart);
   });
+  if (zero.length) {
+    const inside = make("div", { className: "grid" });  // some browsers give it no width while it is folded
+    zero.forEach(chart => curves(panel(inside, chart.title, chart.unit), chart));
+    page.append(make("details", { className: "zero", ontoggle: () => drawn.forEach(each => each.size()) },
+      make("summary", {}, "0 throughout: " + zero.map(chart => chart.title).join(", ")), inside));
+  }
+  samples();
   const alone = data.runs.length === 1 ? data.runs[0] : null;
   let details = null;
   for (const kind in data.stacks) {
@@ -309,8 +407,8 @@ function draw() {
   const eventful = data.runs.filter(run => run.events.length);
   if (eventful.length) {
     const box = panel(section("Events"), "", "marked on the curves where the step is known", true);
-    box.append(table(["run", "time", "kind", "step", "node", "rank", "what"], eventful.flatMap(run => run.events.map(event => [run.name,
-      event.time === null ? "-" : new Date(event.time * 1000).toISOString().slice(0, 19).replace("T", " "), event.kind, text(event.step), event.node, text(event.rank), event.detail]))));
+    box.append(table([...(several ? ["run"] : []), "time", "kind", "step", "node", "rank", "what"], eventful.flatMap(run => run.events.map(event => [...(several ? [run.name] : []),
+      event.time === null ? "-" : new Date(event.time * 1000).toISOString().slice(0, 19).replace("T", " "), event.kind, text(event.step), event.node, text(event.rank), event.detail])), true));
   }
   const scored = data.runs.filter(run => run.evaluations.length);
   if (scored.length) {
@@ -319,6 +417,7 @@ function draw() {
     box.append(table(["run", "file", "step", "task or text", ...names.map(name => name.replaceAll("_", " "))], scored.flatMap(run => run.evaluations.map(row =>
       [run.name, row.file, text(row.step), row.what, ...names.map(name => text(row.scores[name]))]))));
   }
+  if (!several) overview();
   const files = section("Configuration and machine");
   data.runs.forEach(run => {
     const box = panel(files, run.name, run.folder);
@@ -342,7 +441,9 @@ function refresh(fresh) {
   window.scrollTo(0, at);
 }
 
+axis = firstAxis();
 draw();
+dark.addEventListener("change", redraw);
 let width = window.innerWidth;
 window.addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; drawn.forEach(each => each.size()); } });
 if (data.refresh) setInterval(async () => {

@@ -59,6 +59,7 @@ class Metrics(Hook):
                 **details,
             },
             record.expert_load or None,
+            record.samples,
         )
         if record.result.skipped:
             trainer.say(f"step {record.step} was skipped: no update was applied")

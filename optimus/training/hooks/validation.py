@@ -12,10 +12,12 @@ from optimus.errors import UserError
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
+_SAMPLE_TOKENS = 64  # at most, of a prompt's continuation: a few lines
+
 
 class Validation(Hook):
-    """Measures loss and bits per byte of each set of validation text, and tasks, every so many steps and at the last one; on
-    all ranks.
+    """Measures loss and bits per byte of each set of validation text, and tasks, every so many steps and at the last one,
+    and continues prompts where text is measured; on all ranks.
 
     Rank 0 alone reads the text and the tasks. Where it holds the whole model it measures alone; else all ranks do, each with
     its part of the model. What rank 0 fails to read ends the run on all ranks alike.
@@ -26,6 +28,8 @@ class Validation(Hook):
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         try:
             found = self._found(trainer, record.step)
+            if self._is_sampled(trainer, record.step):
+                record.samples += self._samples(trainer)
         except CollectiveError:
             raise
         except UserError as error:
@@ -37,11 +41,7 @@ class Validation(Hook):
 
     def _found(self, trainer: Trainer, step: int) -> dict[str, float]:
         """By name, what is due after a step."""
-        section, found = trainer.config.evaluate, dict[str, float]()
-
-        def due(every: int | None) -> bool:
-            return step == trainer.run.last_step or (every is not None and step % every == 0)
-
+        section, found, due = trainer.config.evaluate, dict[str, float](), partial(_is_due, trainer, step)
         if section.every is not None and section.text is not None and due(section.every):
             parts = self._text(trainer, section.text, max_bytes=section.max_bytes)
             found["bits_per_byte"] = self._measure(trainer, parts)["bits_per_byte"]
@@ -53,6 +53,39 @@ class Validation(Hook):
         if section.tasks_every is not None and due(section.tasks_every):
             found |= self._tasks(trainer)
         return found
+
+    def _is_sampled(self, trainer: Trainer, step: int) -> bool:
+        """Whether prompts are continued after a step: where some text is measured, and at the last one."""
+        section = trainer.config.evaluate
+        every = (section.every, *(each.every for each in trainer.config.validation))
+        return bool(section.prompts) and any(_is_due(trainer, step, each) for each in every)
+
+    def _samples(self, trainer: Trainer) -> list[dict[str, str]]:
+        """Of each prompt the `prompt` and the `text` that continues it; where the model has no room for both, the beginning
+        of a prompt is left out."""
+        from optimus.evaluation.generation import continuations, decode
+
+        prompts, world = trainer.config.evaluate.prompts, trainer.groups.world
+        data, context = trainer.run.data.first_folder, trainer.progress.phase.config.train.sequence_length
+        tokens = min(_SAMPLE_TOKENS, context // 2)
+
+        def encoded() -> list[list[int]]:
+            encode = tokenizer.encoder(self._encoder(trainer))
+            return [encode(prompt)[-(context - tokens) :] or [data.eos_id] for prompt in prompts]
+
+        def decoded() -> list[dict[str, str]]:
+            encoder = self._encoder(trainer)
+            return [
+                {"prompt": prompt, "text": decode(encoder, ids, new)}
+                for prompt, ids, new in zip(prompts, asked, found, strict=True)
+            ]
+
+        asked = world.on_first(encoded)
+        continue_all = partial(continuations, trainer.model, asked, max_tokens=tokens, eos_id=data.eos_id)
+        with trainer.state.evaluating():
+            together = trainer.run.forward_is_collective
+            found = continue_all(group=world) if together else world.on_first(continue_all)
+        return world.on_first(decoded)
 
     def _measure(self, trainer: Trainer, parts: Iterator[Any]) -> dict[str, Any]:
         from optimus.evaluation.text import measure
@@ -93,9 +126,8 @@ class Validation(Hook):
         from optimus.evaluation.tasks import load_tasks, run_tasks
 
         section, data = trainer.config.evaluate, trainer.run.data.first_folder
-        encoder = tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
         context = trainer.progress.phase.config.train.sequence_length
-        asking = HarnessModel(trainer.model, encoder, eos_id=data.eos_id, context=context, score=score)
+        asking = HarnessModel(trainer.model, self._encoder(trainer), eos_id=data.eos_id, context=context, score=score)
         tasks = load_tasks(section.tasks, Path(str(section.task_data)))
         found = run_tasks(tasks, asking, limit=section.tasks_limit)
         return {
@@ -112,12 +144,21 @@ class Validation(Hook):
 
         data = trainer.run.data.first_folder
         context = trainer.progress.phase.config.train.sequence_length
-        encoder = tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
+        encoder = self._encoder(trainer)
         yield from read_parts(
             encoder, text, eos_id=data.eos_id, context=context, max_bytes=max_bytes, max_tokens=max_tokens
         )
+
+    def _encoder(self, trainer: Trainer) -> Any:
+        """The `tokenizers.Tokenizer` of the data; for rank 0, which reads."""
+        data = trainer.run.data.first_folder
+        return tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
 
     def _rows(self, trainer: Trainer, path: str, tokens: int) -> Iterator[Any]:
         from optimus.evaluation.text import read_rows
 
         yield from read_rows(Shards(path, trainer.config.train.data_cache), tokens)
+
+
+def _is_due(trainer: Trainer, step: int, every: int | None) -> bool:
+    return step == trainer.run.last_step or (every is not None and step % every == 0)

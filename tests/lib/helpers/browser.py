@@ -35,8 +35,10 @@ _FOCUSED = """() => {
 }"""
 
 
-def opened(chromium: Any, page: Path, widths: Sequence[int] = (1280, 390)) -> tuple[Any, dict[str, Any]]:
-    """The page in a window of each of these widths, and what it shows in the last one.
+def opened(
+    chromium: Any, page: Path, widths: Sequence[int] = (1280, 390), scheme: str = "light"
+) -> tuple[Any, dict[str, Any]]:
+    """The page in a window of each of these widths, light or dark, and what it shows in the last one.
 
     Fails where its console says anything, it asks for anything, it is wider than its window, a chart is empty, and in the
     last width where a rule of axe-core is broken, or Tab does not come to every control in the order in which they stand.
@@ -44,7 +46,7 @@ def opened(chromium: Any, page: Path, widths: Sequence[int] = (1280, 390)) -> tu
     from axe_playwright_python.sync_playwright import Axe
 
     said: list[str] = []
-    shown = chromium.new_page()
+    shown = chromium.new_page(color_scheme=scheme)
     shown.on("console", lambda message: said.append(message.text))
     shown.on("pageerror", lambda error: said.append(str(error)))
     shown.goto(page.absolute().as_uri())

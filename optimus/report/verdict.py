@@ -1,0 +1,145 @@
+"""How a run went, in a sentence and in four numbers; of several runs, which is the best in what."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from optimus.report.folder import RunFolder, is_number, plain
+
+_NUMBERS = 4  # that are shown large
+_REASON = 100  # characters, at most, of why a run has ended
+_LAST = 100  # steps, at most, of what is said of the last ones
+
+
+def verdict(folder: RunFolder) -> str:
+    """How far it came in which time, the best of its validations (else the last loss), and what most time went into.
+
+    Such as "finished after 300 of 300 steps in 9 min; best 1.93 bits per byte; slowest: computation, 99.8 %".
+    """
+    state, why = folder.state
+    steps = f"{folder.step:,} of {folder.steps:,}" if folder.steps is not None else f"{folder.step:,}"
+    said = f"{state} after {steps} steps"
+    if (seconds := training_seconds(folder)) > 0:
+        said += f" in {duration(seconds)}"
+    parts = [said + (f" ({_shortened(why)})" if why else "")]
+    best, loss = best_bits(folder), last_loss(folder)
+    if best is not None:
+        at = "" if best[1] == folder.step else f" at step {best[1]:,}"
+        parts.append(f"best {best[0]:.4g} bits per byte{at}")
+    elif loss is not None and math.isfinite(loss):
+        parts.append(f"loss {loss:.4g}")
+    if loss is not None and not math.isfinite(loss):
+        parts.append("its last losses are not all finite")
+    if (slowest := _slowest(folder)) is not None:
+        parts.append(f"slowest: {slowest[0]}, {100 * slowest[1]:.1f} %")
+    return "; ".join(parts)
+
+
+def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
+    """The first four of those that are known: `label`, `value` as JSON can have it, and `note`, which says of what."""
+    best, over, seconds = best_bits(folder), _last_steps(folder), training_seconds(folder)
+    rate, tokens, parameters = median_rate(folder), folder.last("tokens"), folder.described("parameters")
+    known: list[tuple[str, float | None, str]] = [
+        ("bits per byte", best and best[0], f"best, at step {best[1]:,}" if best else ""),
+        ("loss", last_loss(folder), f"mean of the last {over:,} steps" if over > 1 else "of the last step"),
+        ("tokens per second", rate, f"median of the last {min(_LAST, len(folder.records)):,} steps"),
+        ("tokens", tokens, f"in {duration(seconds)} of training" if seconds > 0 else ""),
+        ("steps", float(folder.step), "" if folder.steps is None else f"of {folder.steps:,}"),
+        ("parameters", parameters if is_number(parameters) else None, ""),
+    ]
+    there = [(label, value, note) for label, value, note in known if value is not None]
+    return [{"label": label, "value": plain(value), "note": note} for label, value, note in there[:_NUMBERS]]
+
+
+def compared(runs: Mapping[str, RunFolder], with_loss: bool) -> tuple[str, list[dict[str, Any]]]:
+    """Of several runs by name, a sentence and the large numbers: the best of each, its run in `note`.
+
+    `with_loss`: their losses can be compared.
+    """
+    measures: list[tuple[str, Callable[[RunFolder], float | None], bool]] = [
+        ("lowest bits per byte", lambda run: (best := best_bits(run)) and best[0], True),
+        ("lowest loss", last_loss if with_loss else lambda _: None, True),
+        ("most tokens per second", median_rate, False),
+        ("most tokens", lambda run: run.last("tokens"), False),
+        ("most steps", lambda run: float(run.step), False),
+    ]
+    states = Counter(run.state[0] for run in runs.values())
+    parts = [", ".join(f"{number} {state}" for state, number in states.items())]
+    found = []
+    for label, measure, low in measures:
+        values = {
+            name: value for name, run in runs.items() if (value := measure(run)) is not None and math.isfinite(value)
+        }
+        if values:
+            name = min(values, key=lambda name: values[name] if low else -values[name])
+            found.append({"label": label, "value": values[name], "note": name})
+    of = {each["label"]: each for each in found}
+    if (each := of.get("lowest bits per byte")) is not None:
+        parts.append(f"best: {each['note']}, {each['value']:.4g} bits per byte")
+    elif (each := of.get("lowest loss")) is not None:
+        parts.append(f"best: {each['note']}, loss {each['value']:.4g}")
+    if (each := of.get("most tokens per second")) is not None:
+        parts.append(f"fastest: {each['note']}, {each['value']:,.0f} tokens/s")
+    return "; ".join(parts), found[:_NUMBERS]
+
+
+def best_bits(folder: RunFolder) -> tuple[float, int] | None:
+    """The lowest bits per byte of its validations and the step: of `evaluate.text`, else of the first set that has any."""
+    for key in ("bits_per_byte", *(name for name in folder.metrics if name.startswith("bits_per_byte/"))):
+        pairs = zip(folder.column(key), folder.records)
+        found = [(value, each["step"]) for value, each in pairs if value is not None and math.isfinite(value)]
+        if found:
+            return min(found)
+    return None
+
+
+def last_loss(folder: RunFolder) -> float | None:
+    """The mean loss of the last steps: of a tenth of them, and of 100 at most; not finite where one of them is not."""
+    values = [value for value in folder.column("loss")[-_last_steps(folder) :] if value is not None]
+    return sum(values) / len(values) if values else None
+
+
+def median_rate(folder: RunFolder) -> float | None:
+    """Tokens per second, of the last 100 steps."""
+    rates = sorted(value for value in folder.column("tokens_per_second")[-_LAST:] if value is not None)
+    return rates[len(rates) // 2] if rates else None
+
+
+def training_seconds(folder: RunFolder) -> float:
+    """What its steps and checkpoints have taken; 0 where it is not known."""
+    columns = (folder.column("step_seconds"), folder.column("checkpoint_seconds"))
+    return sum(value for column in columns for value in column if value is not None and math.isfinite(value))
+
+
+def duration(seconds: float) -> str:
+    """Such as 45 s, 9 min, 1.5 h or 2.1 days."""
+    for most, unit, name in ((90, 1, "s"), (5400, 60, "min")):
+        if seconds < most:
+            return f"{seconds / unit:.2g} {name}" if seconds < 10 else f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def _shortened(why: str) -> str:
+    """A verdict is read at a glance: the page has the whole reason below."""
+    return why if len(why) <= _REASON else f"{why[: _REASON - 1].rstrip()}…"
+
+
+def _last_steps(folder: RunFolder) -> int:
+    return max(1, min(_LAST, len(folder.records) // 10))
+
+
+def _slowest(folder: RunFolder) -> tuple[str, float] | None:
+    """What most of the measured time of a step went into, and its share."""
+    sums = {
+        name.removeprefix("time/"): sum(
+            value for value in folder.column(name) if value is not None and math.isfinite(value)
+        )
+        for name in folder.metrics
+        if name.startswith("time/")
+    }
+    whole = sum(sums.values())
+    if not math.isfinite(whole) or whole <= 0:
+        return None
+    name = max(sums, key=lambda name: sums[name])
+    return name.replace("_", " "), sums[name] / whole
