@@ -24,7 +24,7 @@ def main() -> None:
     if ROOT.exists():
         shutil.rmtree(ROOT)  # this script's own folder, made anew by every run
     say("1. Text, of Python's standard library, to training data, with a tokenizer of 4,096 entries trained on it")
-    run("sample-text", ROOT / "text")
+    run("sample-text", "--output", ROOT / "text")
     run("prepare", ROOT / "text" / "train", "--output", ROOT / "data", "--train-tokenizer", 4096, "--context", CONTEXT)
 
     steps = steps_in(TRAINING_SECONDS)

@@ -32,6 +32,7 @@ from optimus.config import RunConfig
 from optimus.config.load import other_names
 from optimus.observe import progress
 from optimus.observe.metrics import MetricsWriter
+from optimus.plan.machine_template import machine_template
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -88,7 +89,6 @@ SMALLER = {  # of text, tokenizer, context, model and run
     "train.steps=240": "train.steps=9",
     "cooldown_steps=40": "cooldown_steps=3",
     "--max-tokens 60": "--max-tokens 4",
-    'time" --temperature': 'time" --max-tokens 4 --temperature',
     "train.stop_at=150": "train.stop_at=5",
     "train.steps=500": "train.steps=2",
     "model: llama-3.2-1b": "model: {family: llama, hidden: 64, layers: 8, heads: 8, intermediate: 64, vocab: 4096}",
@@ -229,6 +229,7 @@ def planned(folder: Path) -> None:
     run = {"model": {**TINY, "experts_per_token": 2}, "data": {"path": "data"}, "train": train}
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
     shutil.copy(ROOT / "optimus" / "plan" / "machines" / "laptop.yaml", folder / "node.yaml")
+    (folder / "my-machine.yaml").write_text(machine_template())  # the reader's shell has no `>`
 
 
 class Hurried:

@@ -10,7 +10,7 @@ from optimus.cli.common import Json, ParseSpecial, app, but, show
 
 @app.command(name="sample-text")
 def sample_text(
-    output: Annotated[Path, Argument(help="Folder to make.")],
+    output: Annotated[Path, Option(help="Folder to make.")],
     as_json: Json = False,
 ) -> None:
     """Make some text for a first model: the sources of Python's standard library."""
