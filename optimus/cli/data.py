@@ -72,13 +72,15 @@ def _count(number: int, what: str) -> str:
 
 
 def _left_alone(index: dict[str, Any]) -> str:
-    """Lines about documents that were left out, and about files that were skipped because of their endings."""
+    """Lines about documents that were left out, and about files that were skipped, bad ones and those of other endings."""
+    from optimus.cli.program import with_options
+
     reasons = ("too_short", "too_long", "duplicates")
     left_out = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
     said = f"\nleft out: documents {left_out}" if left_out else ""
     if bad := index.get("bad_files", []):
         said += f"\nskipped: {_count(len(bad), 'file')} that cannot be read"
-        said += "".join(f"\n  {each['name']}: {each['what']}" for each in bad)
+        said += "".join(f"\n  {each['name']}: {with_options(each['what'])}" for each in bad)
     by_ending = index.get("skipped_by_ending", {})
     if not by_ending:
         return said

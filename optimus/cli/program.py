@@ -22,11 +22,11 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        sys.stderr.write(f"error: {_with_options(str(error))}\n")  # at once: other ranks write there too
+        sys.stderr.write(f"error: {with_options(str(error))}\n")  # at once: other ranks write there too
         sys.exit(error.code)
 
 
-def _with_options(message: str) -> str:
+def with_options(message: str) -> str:
     """A message of a function, which names its arguments as `resume=True` or `workers`, with the options for them."""
     group = typer.main.get_command(app)
     commands = [each for each in group.commands.values() if not hasattr(each, "commands")]  # type: ignore[attr-defined]

@@ -299,7 +299,7 @@ def _read_parquet(source: Source, start: Position, text_field: str, encode: Enco
             batches = file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns, use_threads=False)
             yield from _row_pieces(source, _records(source, batches, row, start), start, field, raw, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{source.path}: not a readable parquet file ({error})") from error
+        raise UserError(f"{source.path}: not a readable parquet file ({error}). Get or write it again.") from error
 
 
 def _read_arrow(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
@@ -319,7 +319,7 @@ def _read_arrow(source: Source, start: Position, text_field: str, encode: Encode
             rows = _records(source, (batch.select(columns) for batch in batches), 0, start)
             yield from _row_pieces(source, rows, start, field, raw, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{source.path}: not a readable Arrow file ({error})") from error
+        raise UserError(f"{source.path}: not a readable Arrow file ({error}). Get or write it again.") from error
 
 
 def _first_record(source: Source, batches: Iterable[Any]) -> dict[str, Any]:

@@ -107,7 +107,9 @@ class ChatField(TextField):
 def _value(record: Mapping[str, Any], name: str, place: str) -> str:
     found = _found(record, name, place)
     if not isinstance(found, str):
-        raise UserError(f"{place}: field '{name}' is {type(found).__name__}, not text")
+        raise UserError(
+            f"{place}: field '{name}' is {type(found).__name__}, not text. Mend it, or name another, `text_field`."
+        )
     return _checked(found, name, place)
 
 

@@ -5,6 +5,7 @@ import glob
 import gzip
 import hashlib
 import io
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,7 +89,7 @@ class BadFile:
     def entry(self) -> dict[str, Any]:
         """What `index.json` says of it, wherever and whenever it was written."""
         said = {name: value for name, value in asdict(self).items() if name != "modified_ns"}
-        return said | {"what": self.what.lstrip(": ")}
+        return said | {"what": re.sub(r"^:(\d+):", r"line \1:", self.what).lstrip(": ")}
 
 
 @dataclass(frozen=True)
@@ -264,9 +265,11 @@ def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             else:
                 yield raw, raw
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UserError(f"{source.path}: damaged or truncated compressed file ({error})") from error
+        raise UserError(f"{source.path}: damaged or truncated compressed file ({error}). Get it again.") from error
     except OSError as error:
-        raise UserError(f"{source.path}: cannot be read ({error.strerror or error})") from error
+        raise UserError(
+            f"{source.path}: cannot be read ({error.strerror or error}). Check what you may read, and the disk."
+        ) from error
 
 
 def unmarked_utf16(head: bytes) -> str | None:

@@ -7,6 +7,7 @@ time of the work. What is wrong further on in a large file is found while that i
 import codecs
 from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from optimus.data import files
 from optimus.data.documents import Position, decode, naming_bad_file, parse_lines, read_batches
@@ -15,6 +16,7 @@ from optimus.data.remote import RemoteFile
 
 LIMIT = 64 << 20  # bytes of text
 REMOTE_LIMIT = 1 << 20  # likewise, of a file that is fetched for it
+WHOLE = 4 << 30  # bytes of large files that are read to their ends where something is bad, so that one message has all
 LISTED = 1000  # files that a message lists at most
 _HEAD = 4096  # bytes by which a kind of file is known
 _KINDS = {
@@ -47,37 +49,41 @@ def looked_at(source: Source, whole: bool) -> int:
     return source.size if whole else min(source.size, limit)
 
 
-def look(text_field: str, whole: bool, source: Source) -> str | None:
-    """What is wrong with a file, None where nothing is; without its path, with which it begins.
+class Finding(NamedTuple):
+    """Of a file: `wrong` is what is wrong, None where nothing is, without the path with which it begins."""
 
-    Reads the beginning of a large file, unless `whole`. Raises `UserError` where a disk or a server fails.
-    """
+    wrong: str | None
+    whole: bool  # whether it was read to its end
+
+
+def look(text_field: str, whole: bool, source: Source) -> Finding:
+    """Reads a file, of a large one only the beginning unless `whole`. Raises `UserError` where a disk or a server fails."""
     try:
         with naming_bad_file(str(source.path)):
             wrong = _kind(source)
-            if wrong is None:
-                _read(source, text_field, whole)
-            return wrong
+            return Finding(wrong, True) if wrong else Finding(None, _read(source, text_field, whole))
     except BadFileError as error:
-        return with_encoding(source, error.what)
+        return Finding(with_encoding(source, error.what), True)
 
 
-def _read(source: Source, text_field: str, whole: bool) -> None:
-    limit = float("inf") if whole else REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
+def _read(source: Source, text_field: str, whole: bool) -> bool:
+    """Whether it comes to the end."""
+    left = float("inf") if whole else REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
     if files.ends_in(source.path, files.HTML_SUFFIXES):  # all of what can be decoded is a page
         with open_bytes(source) as (stream, _):
             for text in decode(source, stream, 0):
-                limit -= len(text)
-                if limit < 0:
-                    return
-        return
+                left -= len(text)
+                if left < 0:
+                    return False
+        return True
     for batch in read_batches(Sources(("",), (source,)), Position(0), text_field, lambda text: []):
         if batch.lines:
             for _ in parse_lines(batch, text_field):
                 pass
-        limit -= len(batch.lines) + sum(map(len, batch.texts))
-        if limit < 0:
-            return
+        left -= len(batch.lines) + sum(map(len, batch.texts))
+        if left < 0:
+            return False
+    return True
 
 
 def _kind(source: Source) -> str | None:
@@ -136,6 +142,8 @@ def with_encoding(source: Source, what: str) -> str:
     """What is wrong with a file, with the encoding that would read it where it is not UTF-8."""
     if ": not UTF-8" not in what or files.ends_in(source.path, (".parquet", ".arrow")):
         return what
+    if "unexpected end of data" in what:
+        return f"{what}. Its end is missing: get it again."
     encoding = "cp1252"
     with open_as_stored(source) as (stream, _):
         decoder = codecs.getincrementaldecoder(encoding)()
@@ -151,12 +159,14 @@ def with_encoding(source: Source, what: str) -> str:
     return f"{what}. {cure}."
 
 
-def listing(bad: Sequence[tuple[Source, str]], total: int) -> str:
-    """One message about bad files among `total`: a line for each, and what to do."""
+def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False) -> str:
+    """One message about bad files among `total`: a line for each, and what to do. `partly`: large files have been looked at
+    in part."""
+    note = f" Of large files, the first {LIMIT >> 20} MB have been looked at so far." if partly else ""
     if len(bad) == 1:
         ((source, what),) = bad
         more = " `skip_bad=True` goes on without this file." if total > 1 else ""
-        return f"{source.path}{what.removesuffix('.')}.{more}"
+        return f"{source.path}{what.removesuffix('.')}.{more}{note}"
     lines = [f"  {source.path}{what}" for source, what in islice(bad, LISTED)]
     if len(bad) > LISTED:
         lines.append(f"  and {len(bad) - LISTED:,} more")
@@ -165,4 +175,4 @@ def listing(bad: Sequence[tuple[Source, str]], total: int) -> str:
         cure += " (`text_field` is the same for all files: prepare those of another field apart)"
     if len(bad) < total:
         cure += ", or go on without them: `skip_bad=True`"
-    return "\n".join([f"{len(bad):,} of {total:,} input files cannot be read:", *lines, f"{cure}."])
+    return "\n".join([f"{len(bad):,} of {total:,} input files cannot be read:", *lines, f"{cure}.{note}"])

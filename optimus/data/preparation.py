@@ -35,7 +35,7 @@ from optimus.data.documents import DocumentBatch, Encode, Position, read_batches
 from optimus.data.fields import CHAT, field_of
 from optimus.data.files import BadFile, BadFileError
 from optimus.data.helpers import Helpers
-from optimus.data.inspection import listing, look, looked_at, with_encoding
+from optimus.data.inspection import WHOLE, listing, look, looked_at, with_encoding
 from optimus.data.journal import LEFT_OUT, Counts, Journal, Mark
 from optimus.data.packing import pack as pack_documents
 from optimus.data.selection import Dedup, Document, Selection, Signatures
@@ -92,11 +92,11 @@ class _Run:
         """The file whose rows are shuffled."""
         return self.partial / (STREAM if self.pack == "concatenate" else PACKED)
 
-    def leave_out(self, bad: Sequence[tuple[files.Source, str]]) -> None:
+    def leave_out(self, bad: Sequence[tuple[files.Source, str]], partly: bool = False) -> None:
         """Go on without these files. Raises `UserError`, which lists them, unless that is asked for and leaves some."""
         total = len(self.sources.files) + len(self.bad)
         if bad and (not self.skip_bad or len(bad) == len(self.sources.files)):
-            raise UserError(listing(bad, total))
+            raise UserError(listing(bad, total, partly))
         self.bad += [BadFile.of(*each) for each in bad]
         self.sources = self.sources.without((source.input, source.name) for source, _ in bad)
 
@@ -264,7 +264,7 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
     number = next(k for k, source in enumerate(run.sources.files) if str(source.path) == error.path)
     bad = [(run.sources.files[number], with_encoding(run.sources.files[number], error.what))]
     if not run.skip_bad:
-        bad += _look(run, run.sources.files[number + 1 :], whole=True)
+        bad += _look(run, run.sources.files[number + 1 :], whole=True)[0]
     run.leave_out(bad)
     settings = state.settings | {"inputs": run.sources.content_digest()}
     if run.train_tokenizer is not None:  # also on this file
@@ -275,19 +275,35 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
     return state
 
 
-def _look(run: _Run, sources: Sequence[files.Source], whole: bool) -> list[tuple[files.Source, str]]:
-    """The bad ones of these files, and what is wrong with each."""
+def _look_at_all(run: _Run) -> None:
+    """Leaves out what a look finds. Raises `UserError`, which lists it, unless bad files are skipped."""
+    # A tokenizer is trained on good files alone, so what is bad must be known before.
+    bad, partly = _look(run, run.sources.files, whole=run.train_tokenizer is not None)
+    if bad and not run.skip_bad and sum(source.size for source in partly) <= WHOLE:
+        bad += _look(run, partly, whole=True)[0]
+        order = {source.path: number for number, source in enumerate(run.sources.files)}
+        bad.sort(key=lambda each: order[each[0].path])
+        partly = []
+    run.leave_out(bad, partly=bool(partly))
+
+
+def _look(
+    run: _Run, sources: Sequence[files.Source], whole: bool
+) -> tuple[list[tuple[files.Source, str]], list[files.Source]]:
+    """The bad ones of these files with what is wrong with each, and those of which only the beginning was read."""
     bytes_of = {source.path: looked_at(source, whole) for source in sources}
-    total, done, bad = sum(bytes_of.values()), 0, list[tuple[files.Source, str]]()
+    total, done = sum(bytes_of.values()), 0
+    bad, partly = list[tuple[files.Source, str]](), list[files.Source]()
     with Helpers(run.workers, partial, look, run.text_field, whole) as helpers:
-        few = total <= LOOKED_AT_HERE
-        found = ((each, look(run.text_field, whole, each)) for each in sources)
-        for source, wrong in found if few else _in_order(helpers, iter(sources)):
+        here = ((each, look(run.text_field, whole, each)) for each in sources)
+        for source, found in here if total <= LOOKED_AT_HERE else _in_order(helpers, iter(sources)):
             done += bytes_of[source.path]
             run.progress("look at files", done, total)
-            if wrong is not None:
-                bad.append((source, wrong))
-    return bad
+            if found.wrong is not None:
+                bad.append((source, found.wrong))
+            elif not found.whole:
+                partly.append(source)
+    return bad, partly
 
 
 def _refuse(run: _Run, different: str) -> None:
@@ -317,8 +333,7 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
     same = [(each, known[each.input, each.name]) for each in run.sources.files if (each.input, each.name) in known]
     run.leave_out([(each, bad.what) for each, bad in same if BadFile.of(each, bad.what) == bad])
     if state is None or state.looked_at != run.sources.identity_digests[-1]:
-        # A tokenizer is trained on good files alone, so what is bad must be known before.
-        run.leave_out(_look(run, run.sources.files, whole=run.train_tokenizer is not None))
+        _look_at_all(run)
     settings = settings | {"inputs": run.sources.content_digest()}
     if state is None or (state.is_empty and journal.differences(state.settings, settings)):
         return _new_journal(run, settings)

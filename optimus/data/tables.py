@@ -45,9 +45,12 @@ def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> I
                 )
             yield {name: row[header.index(name)] for name in columns}
     except csv.Error as error:
-        raise UserError(f"{place}:{rows.line_num}: not readable as a table ({error})") from error
+        raise UserError(
+            f"{place}:{rows.line_num}: not readable as a table ({error}). Is a quote never closed?"
+        ) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}: not UTF-8 after line {rows.line_num} ({error.reason})") from error
+        line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # all whole lines before have been taken
+        raise UserError(f"{place}:{line}: not UTF-8 ({error.reason})") from error
 
 
 def _lines(text: io.TextIOWrapper) -> Iterator[str]:

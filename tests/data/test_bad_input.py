@@ -116,7 +116,7 @@ def test_bad_parquet(run: Callable[..., Any], tmp_path: Path) -> None:
         (b"id,text\n1,words\n2,more, words\n", r"bad\.csv:3: a row of 3 cells, where the first has 2"),
         (b'id,text\n1,"words\n2,more\n', r"bad\.csv:3: not readable as a table \(unexpected end of data\)"),
         (b'id,text\n1,"words" more\n', r"bad\.csv:2: not readable as a table"),
-        (b"id,text\n1,w\xff\n", r"bad\.csv: not UTF-8 after line \d"),
+        (b"id,text\n1,w\xff\n", r"bad\.csv:2: not UTF-8 \(invalid start byte\)"),
     ],
 )
 def test_bad_tables(run: Callable[..., Any], content: bytes, message: str) -> None:
@@ -263,7 +263,11 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, run: Callable[..., Any
         shutil.rmtree(folder)
 
 
-def test_unfinished_run_with_other_settings_or_input(tmp_path: Path, run: Callable[..., Any], no_look: None) -> None:
+def test_unfinished_run_with_other_settings_or_input(
+    tmp_path: Path, run: Callable[..., Any], no_look: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimus.data.documents.BLOCK", 600)
+    monkeypatch.setattr(preparation, "SIZE_SAMPLE", 100)
     with pytest.raises(UserError):
         run("a.jsonl", GOOD * 9 + b"bad\n", seed=1)
     journal = (tmp_path / "out.partial" / "journal.json").read_bytes()

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from optimus.data import documents, files, inspection, preparation
+from optimus.data import cutting, documents, files, inspection, preparation
 from optimus.data.preparation import prepare
 from optimus.errors import UserError
 
@@ -51,12 +51,12 @@ BAD: dict[str, tuple[bytes, str]] = {
     "1-latin.txt": (TEXT.encode("latin-1"), ": not UTF-8 at byte 13 (invalid continuation byte). Convert it to UTF-8, or "
                     "name its encoding: `encoding='cp1252'` reads it as Western text."),
     "1-latin.html": (b"<p>" + TEXT.encode("latin-1"), ": not UTF-8 at byte 16 "),
-    "1-latin.csv": (f'text\n"{TEXT}"\n'.encode("latin-1"), ": not UTF-8 after line "),
+    "1-latin.csv": (f'text\n"{TEXT}"\n'.encode("latin-1"), ":2: not UTF-8 (invalid continuation byte). Convert"),
     "1-latin.jsonl": (lines("x") + b'{"text": "d\xe9j\xe0"}\n', ":2: not UTF-8 at byte 11 of the line"),
     "1-utf16.txt": (TEXT.encode("utf-16"), ": not UTF-8 but UTF-16, from byte 0 on. `encoding='utf-16'` reads it."),
     "1-utf16-le.txt": (TEXT.encode("utf-16-le"), "`encoding='utf-16-le'` reads it."),
     "1-utf16-be.jsonl": (json.dumps({"text": TEXT}).encode("utf-16-be"), "`encoding='utf-16-be'` reads it."),
-    "1-cut.txt": ("déjà".encode()[:-1], ": not UTF-8 at byte 4 (unexpected end of data)"),
+    "1-cut.txt": ("déjà".encode()[:-1], ": not UTF-8 at byte 4 (unexpected end of data). Its end is missing"),
     # other kinds of files
     "2-document.txt": (PDF, ": a PDF document, by its first bytes. Extract its text"),
     "2-document.jsonl": (PDF, ": a PDF document"),
@@ -195,11 +195,11 @@ def test_complete_data_is_found_again(messy: Path, run: Callable[..., Any], stag
 
 def deep(kind: str) -> tuple[str, bytes]:
     """A file whose end is bad."""
-    many = lines(*(os.urandom(40).hex() for _ in range(300)))
+    many, compress = lines(*(os.urandom(40).hex() for _ in range(300))), zstandard.ZstdCompressor().compress
     return {
         "line": ("m.jsonl", many + b"words\n"),
         "gzip": ("m.jsonl.gz", gzip.compress(many)[:-9]),
-        "zstd": ("m.jsonl.zst", zstandard.ZstdCompressor().compress(many)[:-9]),
+        "zstd": ("m.jsonl.zst", compress(many) + compress(many)[:-9]),
         "text": ("m.txt", many + b"\xff"),
         "row": ("m.csv", b"text\n" + b"words\n" * 2000 + b"more, words\n"),
         "parquet": ("m.parquet", parquet(text=["words"] * 500 + [None])),
@@ -213,9 +213,10 @@ def test_what_is_bad_far_into_a_file(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tried: bool, dedup: str
 ) -> None:
     """The look does not reach it: the work finds it, and all others behind it."""
-    for module, name, value in ((inspection, "LIMIT", 100), (files, "READ", 256), (documents, "PIECE", 300)):
+    for module, name, value in ((inspection, "LIMIT", 100), (files, "READ", 256), (documents, "BLOCK", 600)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(documents, "BLOCK", 600)
+    for module, name, value in ((documents, "PIECE", 300), (cutting, "PIECE", 300), (cutting, "WINDOW", 40)):
+        monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(preparation, "SIZE_SAMPLE", 100)
     name, content = deep(kind)
@@ -354,6 +355,25 @@ def test_a_disk_that_fails_is_no_bad_file(
         with pytest.raises(UserError, match=r"d\.csv: cannot be read \(Input/output error\)"):
             run(skip_bad=True)
     assert run(skip_bad=True)["bad_files"] == []
+
+
+def test_large_files_are_looked_at_whole_where_something_is_bad(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a size in all; beyond that, the message says what has been looked at."""
+    for module, name, value in ((inspection, "LIMIT", 100), (documents, "BLOCK", 600)):
+        monkeypatch.setattr(module, name, value)
+    late = lines(*"abcdefgh" * 300) + b"words\n"
+    write(tmp_path / "in", {**GOOD, "b.jsonl.gz": gzip.compress(late), "m.jsonl": late, "o.txt": b"some words \xff"})
+    with pytest.raises(
+        UserError, match=r"(?s)^3 of .*b\.jsonl\.gz:2401: .*m\.jsonl:2401: .*o\.txt: .*`skip_bad=True`\.$"
+    ):
+        run()
+    monkeypatch.setattr(preparation, "WHOLE", 0)
+    with pytest.raises(
+        UserError, match=r"in/o\.txt: not UTF-8 .* Of large files, the first 0 MB have been looked at so far\.$"
+    ):
+        run()
 
 
 def test_helpers_look_at_much(run: Callable[..., Any], messy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
