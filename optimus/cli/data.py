@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from optimus.cli.common import Json, ParseSpecial, app, but, show
+from optimus.cli.common import Json, ParseSpecial, app, but, show, with_options
 
 
 @app.command()
@@ -73,8 +73,6 @@ def _count(number: int, what: str) -> str:
 
 def _left_alone(index: dict[str, Any]) -> str:
     """Lines about documents that were left out, and about files that were skipped, bad ones and those of other endings."""
-    from optimus.cli.program import with_options
-
     reasons = ("too_short", "too_long", "duplicates")
     left_out = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
     said = f"\nleft out: documents {left_out}" if left_out else ""

@@ -183,7 +183,9 @@ def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
             place = offset - held_back + error.start
-            raise UserError(f"{source.path}: not UTF-8 at byte {place} ({error.reason})") from error
+            raise UserError(
+                f"{source.path}: not UTF-8 at byte {place} ({error.reason}). Convert it to UTF-8."
+            ) from error
         offset += len(data)
         if text:
             yield text
@@ -267,7 +269,9 @@ def parse_line(line: bytes, place: str, number: int, text_field: str) -> list[Se
     try:
         decoded = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}:{number}: not UTF-8 at byte {error.start} of the line ({error.reason})") from error
+        raise UserError(
+            f"{place}:{number}: not UTF-8 at byte {error.start} of the line ({error.reason}). Convert it to UTF-8."
+        ) from error
     if not decoded.strip():
         return None
     try:

@@ -49,21 +49,21 @@ def looked_at(source: Source, whole: bool) -> int:
     return source.size if whole else min(source.size, limit)
 
 
-class Finding(NamedTuple):
+class Look(NamedTuple):
     """Of a file: `wrong` is what is wrong, None where nothing is, without the path with which it begins."""
 
     wrong: str | None
     whole: bool  # whether it was read to its end
 
 
-def look(text_field: str, whole: bool, source: Source) -> Finding:
+def look(text_field: str, whole: bool, source: Source) -> Look:
     """Reads a file, of a large one only the beginning unless `whole`. Raises `UserError` where a disk or a server fails."""
     try:
         with naming_bad_file(str(source.path)):
             wrong = _kind(source)
-            return Finding(wrong, True) if wrong else Finding(None, _read(source, text_field, whole))
+            return Look(wrong, True) if wrong else Look(None, _read(source, text_field, whole))
     except BadFileError as error:
-        return Finding(with_encoding(source, error.what), True)
+        return Look(with_encoding(source, error.what), True)
 
 
 def _read(source: Source, text_field: str, whole: bool) -> bool:
@@ -142,6 +142,7 @@ def with_encoding(source: Source, what: str) -> str:
     """What is wrong with a file, with the encoding that would read it where it is not UTF-8."""
     if ": not UTF-8" not in what or files.ends_in(source.path, (".parquet", ".arrow")):
         return what
+    what = what.removesuffix(". Convert it to UTF-8.")
     if "unexpected end of data" in what:
         return f"{what}. Its end is missing: get it again."
     encoding = "cp1252"

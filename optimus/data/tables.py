@@ -50,7 +50,7 @@ def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> I
         ) from error
     except UnicodeDecodeError as error:
         line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # all whole lines before have been taken
-        raise UserError(f"{place}:{line}: not UTF-8 ({error.reason})") from error
+        raise UserError(f"{place}:{line}: not UTF-8 ({error.reason}). Convert it to UTF-8.") from error
 
 
 def _lines(text: io.TextIOWrapper) -> Iterator[str]:

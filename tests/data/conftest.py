@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from optimus.data import preparation, tokenizer
-from optimus.data.inspection import Finding
+from optimus.data.inspection import Look
 from optimus.data.preparation import prepare
 
 
@@ -85,4 +85,4 @@ def stages() -> Any:
 @pytest.fixture
 def no_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """The look at the inputs finds nothing: what is bad lies further on in a file."""
-    monkeypatch.setattr(preparation, "look", lambda text_field, whole, source: Finding(None, True))
+    monkeypatch.setattr(preparation, "look", lambda text_field, whole, source: Look(None, True))

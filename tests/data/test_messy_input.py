@@ -259,6 +259,30 @@ def test_a_run_that_skipped_goes_on_after_an_interruption(
     assert {**index, "bad_files": []} == run(output="alone")
 
 
+def test_a_tokenizer_is_trained_on_good_files_alone(run: Callable[..., Any], tmp_path: Path, no_look: None) -> None:
+    """Also where a file turns out to be bad as the tokenizer is trained."""
+    write(tmp_path / "in", {**GOOD, "b.jsonl": lines("other words " * 99) + b"bad\n"})
+    write(tmp_path / "good", GOOD)
+    index = run(train_tokenizer=300, skip_bad=True)
+    (tmp_path / "in").rename(tmp_path / "all")
+    (tmp_path / "good").rename(tmp_path / "in")
+    assert {**index, "bad_files": []} == run(output="alone", train_tokenizer=300)
+
+
+def test_a_bad_file_that_is_mended_is_read(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a run that goes on from one which left it out."""
+    write(tmp_path / "in", {**GOOD, "zz.jsonl": b"bad\n"})
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation._StreamWriter, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(skip_bad=True)
+    write(tmp_path / "in", {"zz.jsonl": lines("mended")})
+    index = run()
+    assert (index["bad_files"], index["sources"][0]["files"]) == ([], len(GOOD) + 1)
+
+
 def test_the_field_that_is_named_reads_the_files(run: Callable[..., Any], tmp_path: Path) -> None:
     """With what the first attempt has left in the way."""
     table = f'id,content\n1,"{TEXT}"\n'.encode()
