@@ -259,8 +259,14 @@ def test_a_run_that_skipped_goes_on_after_an_interruption(
     assert {**index, "bad_files": []} == run(output="alone")
 
 
-def test_a_tokenizer_is_trained_on_good_files_alone(run: Callable[..., Any], tmp_path: Path, no_look: None) -> None:
-    """Also where a file turns out to be bad as the tokenizer is trained."""
+@pytest.mark.parametrize("later", [False, True])
+def test_a_tokenizer_is_trained_on_good_files_alone(
+    run: Callable[..., Any], tmp_path: Path, no_look: None, monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    """Also where a file turns out to be bad as the tokenizer is trained, or later."""
+    if later:
+        sample = lambda run: (source.path.read_bytes().decode(errors="replace") for source in run.sources.files)  # noqa: E731
+        monkeypatch.setattr(preparation, "_training_sample", sample)
     write(tmp_path / "in", {**GOOD, "b.jsonl": lines("other words " * 99) + b"bad\n"})
     write(tmp_path / "good", GOOD)
     index = run(train_tokenizer=300, skip_bad=True)
@@ -279,7 +285,7 @@ def test_a_bad_file_that_is_mended_is_read(
         with pytest.raises(KeyboardInterrupt):
             run(skip_bad=True)
     write(tmp_path / "in", {"zz.jsonl": lines("mended")})
-    index = run()
+    index = run(seed=1)  # nothing was tokenised, so that other settings are no matter
     assert (index["bad_files"], index["sources"][0]["files"]) == ([], len(GOOD) + 1)
 
 
