@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -84,6 +85,29 @@ def test_prepare_says_what_it_left_alone(
     code, out, _ = here(capsys, monkeypatch, *words, tmp_path / "second")
     assert code == 0
     assert out.splitlines()[1:] == ["skipped: 3 file(s) of other kinds (2 .jpg, 1 .pdf)"]
+
+
+def test_prepare_lists_what_cannot_be_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prepared: Path, tmp_path: Path
+) -> None:
+    """With options that work."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.jsonl").write_text(json.dumps({"content": "some words " * 50}))
+    (texts / "b.txt").write_bytes("déjà vu ".encode("latin-1") * 50)
+    words = ("prepare", texts, "--tokenizer", prepared, "--context", 8, "--workers", 1, "--output", tmp_path / "out")
+    code, _, err = here(capsys, monkeypatch, *words)
+    assert code == 2
+    assert "error: 2 of 2 input files cannot be read:" in err
+    code, out, _ = here(capsys, monkeypatch, *words, *re.findall(r"(--text-field) '(\w+)'", err)[0], "--skip-bad")
+    assert code == 0
+    assert " tokens of 1 document in " in out
+    assert out.splitlines()[1] == "skipped: 1 file that cannot be read"
+    assert out.splitlines()[2].startswith("  b.txt: not UTF-8 at byte 1 (invalid continuation byte). Convert it")
+    given = [part for name in ("text-field", "encoding") for part in re.findall(rf"(--{name}) '(\w+)'", err)[0]]
+    code, out, _ = here(capsys, monkeypatch, *words[:-1], tmp_path / "both", *given)
+    assert code == 0
+    assert " tokens of 2 documents in " in out
 
 
 def test_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What the commands share. Each is a thin call of a function below; heavy imports wait until a command runs."""
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,3 +71,18 @@ def show(result: Any, as_json: bool, text: str) -> None:
     """Print a result as JSON, or `text`, if there is any."""
     if as_json or text:
         print(json.dumps(result, indent=2, default=str) if as_json else text)
+
+
+def with_options(message: str) -> str:
+    """A message of a function, which names its arguments as `resume=True` or `workers`, with the options for them."""
+    group = typer.main.get_command(app)
+    commands = [each for each in group.commands.values() if not hasattr(each, "commands")]  # type: ignore[attr-defined]
+    options = {param.name: param.opts[0] for command in commands for param in command.params}
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        if not options.get(name, "").startswith("--"):
+            return match[0]
+        return options[name] if value in (None, "True") else f"{options[name]} {value}"
+
+    return re.sub(r"`(\w+)(?:=([^`]*))?`", option, message)

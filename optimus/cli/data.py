@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from optimus.cli.common import Json, ParseSpecial, app, but, show
+from optimus.cli.common import Json, ParseSpecial, app, but, show, with_options
 
 
 @app.command(name="sample-text")
@@ -51,6 +51,10 @@ def prepare(
         Literal["none", "exact", "minhash"],
         Option(help="Keep the first of documents that are the same (exact) or nearly so (minhash)."),
     ] = "none",
+    encoding: Annotated[str, Option(help="Encoding of files that are not UTF-8, such as cp1252 or utf-16.")] = "utf-8",
+    skip_bad: Annotated[
+        bool, Option("--skip-bad", help="Go on without files that cannot be read, and list them.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""
@@ -71,16 +75,24 @@ def prepare(
     show(
         index,
         as_json,
-        f"{output}: {index['tokens']:,} tokens of {index['documents']:,} documents in {index['instances']:,} sequences "
-        f"of {context}, {len(index['shards'])} shard(s); {rest}{_left_alone(index)}",
+        f"{output}: {index['tokens']:,} tokens of {_count(index['documents'], 'document')} in "
+        f"{_count(index['instances'], 'sequence')} of {context}, {_count(len(index['shards']), 'shard')}; "
+        f"{rest}{_left_alone(index)}",
     )
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def _left_alone(index: dict[str, Any]) -> str:
-    """Lines about documents that were left out, and about files that were skipped because of their endings."""
+    """Lines about documents that were left out, and about files that were skipped, bad ones and those of other endings."""
     reasons = ("too_short", "too_long", "duplicates")
     left_out = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
     said = f"\nleft out: documents {left_out}" if left_out else ""
+    if bad := index.get("bad_files", []):
+        said += f"\nskipped: {_count(len(bad), 'file')} that cannot be read"
+        said += "".join(f"\n  {each['name']}: {with_options(each['what'])}" for each in bad)
     by_ending = index.get("skipped_by_ending", {})
     if not by_ending:
         return said

@@ -7,6 +7,7 @@ documents, or a checked cut in a text file, from which reading can start again a
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
@@ -15,7 +16,7 @@ from optimus.data.chat import Conversation
 from optimus.data.cutting import LIMIT as PIECE_LIMIT
 from optimus.data.cutting import PIECE, UncuttableError, pieces
 from optimus.data.fields import TextField, field_of
-from optimus.data.files import Source, Sources, open_bytes
+from optimus.data.files import BadFileError, Source, Sources, open_bytes
 from optimus.data.markup import page_text
 from optimus.data.tables import records
 from optimus.disk import parse_json
@@ -77,7 +78,8 @@ def read_batches(
 ) -> Iterator[DocumentBatch]:
     """All batches from `start` on; the last one of each file leads to the beginning of the next.
 
-    `encode` gives the tokens of a text; cuts are checked with it. Raises `UserError`.
+    `encode` gives the tokens of a text; cuts are checked with it. Raises `BadFileError`, and `UserError` where a disk or a
+    server fails.
     """
     read_before = sum(source.size for source in sources.files[: start.file])
     pending = DocumentBatch(0)
@@ -88,8 +90,7 @@ def read_batches(
         if pending.texts and source.input != pending.input:
             yield pending
             pending = DocumentBatch(source.input)
-        read = next(read for suffixes, read in _READERS.items() if files.ends_in(source.path, suffixes))
-        for part in read(source, position, text_field, encode):
+        for part in _parts(source, position, text_field, encode):
             if isinstance(part, DocumentBatch):
                 if pending.texts:
                     yield pending
@@ -113,6 +114,32 @@ def read_batches(
         yield pending
 
 
+def _parts(
+    source: Source, start: Position, text_field: str | TextField, encode: Encode
+) -> "Iterator[DocumentBatch | _Piece]":
+    """What the reader of a file gives."""
+    read = next((read for suffixes, read in _READERS.items() if files.ends_in(source.path, suffixes)), None)
+    with naming_bad_file(str(source.path)):
+        if read is None:
+            raise UserError(files.unsupported(source.path))
+        yield from read(source, start, text_field, encode)
+
+
+@contextmanager
+def naming_bad_file(path: str) -> Iterator[None]:
+    """Turns what is wrong with a file into a `BadFileError`; an error of a disk or server stays what it is."""
+    try:
+        yield
+    except BadFileError:
+        raise
+    except UserError as error:
+        cause, is_named = error.__cause__, str(error).startswith(path)
+        unavailable = isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, PermissionError)
+        if unavailable or not is_named:
+            raise
+        raise BadFileError(path, str(error).removeprefix(path)) from error
+
+
 def read_texts(
     sources: Sources, text_field: str | TextField, encode: Encode = lambda text: []
 ) -> Iterator[tuple[str, bool]]:
@@ -130,8 +157,8 @@ def read_texts(
 def _read_text(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
     offset = start.offset
     with open_bytes(source) as (stream, _):
-        stream.seek(offset)
-        for text, last in _checked_pieces(str(source.path), _decode(source, stream, offset), encode):
+        files.skip(stream, offset)
+        for text, last in _checked_pieces(str(source.path), decode(source, stream, offset), encode):
             offset += len(text.encode())
             after = Position(start.file + 1) if last else Position(start.file, offset)
             yield _Piece(text, last, after, offset)
@@ -139,7 +166,7 @@ def _read_text(source: Source, start: Position, text_field: str | TextField, enc
 
 def _read_page(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
     with open_bytes(source) as (stream, raw):
-        text = page_text(_decode(source, stream, 0))
+        text = page_text(decode(source, stream, 0))
         for piece, last in _checked_pieces(str(source.path), text, encode):
             yield _Piece(piece, last, Position(start.file + 1) if last else None, raw.tell())
 
@@ -153,7 +180,7 @@ def _read_table(source: Source, start: Position, text_field: str | TextField, en
         yield from _row_pieces(source, behind, start, field, raw, encode)
 
 
-def _decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
+def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
     """The text of a stream from byte `offset` on, in chunks of at most `PIECE` characters."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     while True:
@@ -236,19 +263,24 @@ def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
 
 
 def parse_lines(batch: DocumentBatch, text_field: str | TextField) -> Iterator[Conversation]:
-    """The documents in the JSON lines of a batch. Raises `UserError` with file and line number."""
+    """The documents in the JSON lines of a batch. Raises `BadFileError` with the line number."""
     # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may hold.
     lines = enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), start=batch.first_line)
-    parsed = (parse_line(line, batch.place, number, text_field) for number, line in lines)
-    return (document for document in parsed if document is not None)
+    with naming_bad_file(batch.place):
+        for number, line in lines:
+            document = parse_line(line, batch.place, number, text_field)
+            if document is not None:
+                yield document
 
 
 def parse_line(line: bytes, place: str, number: int, text_field: str | TextField) -> Conversation | None:
     """The document in one JSON line, None for a blank line. Raises `UserError` naming file and line."""
     try:
-        decoded = line.decode()
+        decoded = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}:{number}: not UTF-8 at byte {error.start} of the line ({error.reason})") from error
+        raise UserError(
+            f"{place}:{number}: not UTF-8 at byte {error.start} of the line ({error.reason}). Convert it to UTF-8."
+        ) from error
     if not decoded.strip():
         return None
     try:
@@ -267,7 +299,9 @@ def _read_parquet(source: Source, start: Position, text_field: str | TextField, 
     try:
         with source.path.open("rb") as raw, pq.ParquetFile(raw, buffer_size=files.READ, pre_buffer=False) as file:
             field, row = field_of(text_field), 0
-            columns = field.columns(file.schema_arrow.names, str(source.path))
+            columns = field.columns(
+                file.schema_arrow.names, str(source.path), lambda: _first_record(source, file.iter_batches(1))
+            )
             groups: list[int] = []  # row groups before the position are not read at all
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
@@ -278,7 +312,7 @@ def _read_parquet(source: Source, start: Position, text_field: str | TextField, 
             batches = file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns, use_threads=False)
             yield from _row_pieces(source, _records(source, batches, row, start), start, field, raw, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{source.path}: not a readable parquet file ({error})") from error
+        raise UserError(f"{source.path}: not a readable parquet file ({error}). Get or write it again.") from error
 
 
 def _read_arrow(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
@@ -291,12 +325,19 @@ def _read_arrow(source: Source, start: Position, text_field: str | TextField, en
             raw.seek(0)
             reader = pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw)
             field = field_of(text_field)
-            columns = field.columns(reader.schema.names, str(source.path))
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+            columns = field.columns(
+                reader.schema.names, str(source.path), lambda: _first_record(source, (b[:1] for b in batches))
+            )
             rows = _records(source, (batch.select(columns) for batch in batches), 0, start)
             yield from _row_pieces(source, rows, start, field, raw, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{source.path}: not a readable Arrow file ({error})") from error
+        raise UserError(f"{source.path}: not a readable Arrow file ({error}). Get or write it again.") from error
+
+
+def _first_record(source: Source, batches: Iterable[Any]) -> dict[str, Any]:
+    """All cells of the first row, or nothing where there is none."""
+    return next((record for _, record in _records(source, batches, 0, Position(0))), {})
 
 
 def _records(source: Source, batches: Iterable[Any], row: int, start: Position) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -4,7 +4,7 @@ Of a conversation (`chat:messages`) only what the assistant says is predicted (`
 """
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -36,14 +36,13 @@ class TextField:
         self.names: Sequence[str] = names or [said]
         self._is_template = bool(names)
 
-    def columns(self, known: Sequence[str], place: str) -> list[str]:
-        """Those of the columns `known` that it needs. Raises `UserError` when one is not there."""
+    def columns(self, known: Sequence[str], place: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
+        """Those of the columns `known` that it needs. Raises `UserError` when one is not there; by the `first` row it says
+        which other one may be meant."""
         found = dict.fromkeys(name if name in known else name.split(".")[0] for name in self.names)
         for name in found:
             if name not in known:
-                raise UserError(
-                    f"{place}: no column '{name}' ({nearest(name, known)}). Name the column of the text, `text_field`."
-                )
+                raise UserError(f"{place}: no column '{name}' ({nearest(name, known)}). {_how_to_name(first())}")
         return list(found)
 
     def of(self, record: Mapping[str, Any], place: str) -> str:
@@ -70,7 +69,7 @@ class ChatField(TextField):
         super().__init__(said.removeprefix(CHAT))
         self.template, self._special, self._parse_special = template, special, parse_special
 
-    def columns(self, known: Sequence[str], place: str) -> list[str]:
+    def columns(self, known: Sequence[str], place: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
         """Tables hold texts only."""
         raise UserError(f"{place}: conversations (`text_field` {CHAT}...) are read from JSON lines: convert it")
 
@@ -104,7 +103,9 @@ def _is_message(message: Any) -> bool:
 def _value(record: Mapping[str, Any], name: str, place: str) -> str:
     found = _found(record, name, place)
     if not isinstance(found, str):
-        raise UserError(f"{place}: field '{name}' is {type(found).__name__}, not text")
+        raise UserError(
+            f"{place}: field '{name}' is {type(found).__name__}, not text. Mend it, or name another, `text_field`."
+        )
     return _checked(found, name, place)
 
 
@@ -113,11 +114,20 @@ def _found(record: Mapping[str, Any], name: str, place: str) -> Any:
     for part in [name] if name in record else name.split("."):
         if not isinstance(found, Mapping) or part not in found:
             known = found if isinstance(found, Mapping) else {}
-            raise UserError(
-                f"{place}: no field '{name}' ({nearest(part, known)}). Name the field that holds the text, `text_field`."
-            )
+            raise UserError(f"{place}: no field '{name}' ({nearest(part, known)}). {_how_to_name(record)}")
         found = found[part]
     return found
+
+
+def _how_to_name(record: Mapping[str, Any]) -> str:
+    """The cure for a record whose text is elsewhere: most often in the field that holds the longest one."""
+    texts = {name: value for name, value in record.items() if isinstance(value, str) and value.strip()}
+    if not texts:
+        return "Name the one that holds the text, `text_field`."
+    longest = max(texts, key=lambda name: len(texts[name]))
+    if "{" in longest or "}" in longest or longest.startswith(CHAT):
+        return f"Its longest text is in {longest!r}: give that field another name."
+    return f"Its longest text is in '{longest}': `text_field={longest!r}` reads that."
 
 
 def _checked(found: str, name: str, place: str) -> str:

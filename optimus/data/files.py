@@ -1,14 +1,16 @@
 """The files that the inputs of `prepare` stand for, and opening each of them as a stream of bytes."""
 
+import codecs
 import glob
 import gzip
 import hashlib
 import io
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,17 +44,52 @@ READ = 1 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """One input file. `name` is its path below the input that it came from, which is number `input`."""
+    """One input file. `name` is its path below the input that it came from, which is number `input`.
+
+    `encoding` is what its text is read in where it is not UTF-8.
+    """
 
     path: Path | RemoteFile
     input: int
     name: str
     size: int
     modified_ns: int
+    encoding: str = "utf-8"
 
     @property
     def text_bytes_estimate(self) -> float:
         return self.size * EXPANSION.get(self.path.suffix.lower(), 1.0)
+
+
+class BadFileError(UserError):
+    """What is wrong with one input file, at `path`: `what` begins with the place in it, and ends with the cure."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(path, what)  # as it is pickled
+        self.path, self.what = path, what
+
+    def __str__(self) -> str:
+        return f"{self.path}{self.what}"
+
+
+@dataclass(frozen=True)
+class BadFile:
+    """A file that is left out, as it cannot be read, and `what` is wrong with it."""
+
+    input: int
+    name: str
+    size: int
+    modified_ns: int
+    what: str
+
+    @classmethod
+    def of(cls, source: Source, what: str) -> "BadFile":
+        return cls(source.input, source.name, source.size, source.modified_ns, what)
+
+    def entry(self) -> dict[str, Any]:
+        """What `index.json` says of it, wherever and whenever it was written."""
+        said = {name: value for name, value in asdict(self).items() if name != "modified_ns"}
+        return said | {"what": re.sub(r"^:(\d+):", r"line \1:", self.what).lstrip(": ")}
 
 
 @dataclass(frozen=True)
@@ -62,6 +99,12 @@ class Sources:
     inputs: tuple[str, ...]
     files: tuple[Source, ...]
     skipped: dict[str, int] = field(default_factory=dict)
+
+    def without(self, bad: Iterable[tuple[int, str]]) -> "Sources":
+        """All but the files of these inputs and names."""
+        left_out = set(bad)
+        kept = tuple(source for source in self.files if (source.input, source.name) not in left_out)
+        return Sources(self.inputs, kept, self.skipped)
 
     def content_digest(self) -> str:
         """Says which files go in, wherever and whenever they were written."""
@@ -83,10 +126,10 @@ def _digest(rows: Iterable[tuple[object, ...]]) -> str:
     return digest.hexdigest()
 
 
-def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Sources:
+def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encoding: str = "utf-8") -> Sources:
     """Files, folders (walked in sorted order, hidden names left out) and globs, also of fsspec's URLs, each file once.
 
-    Raises `UserError`.
+    A file that is named is there whatever its ending. Raises `UserError`.
 
     What lies in the folders `leave_out` does not exist here: an output may lie in an input folder.
     """
@@ -95,18 +138,19 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Sou
     skipped: set[Path | RemoteFile] = set()
     for number, given in enumerate(inputs):
         matches = 0
+        named = None if remote.is_remote(given) else user_path(given)
         with naming_read_errors(Path(given)):
             for path, name in _expand(given):
                 if any(path.resolve().is_relative_to(folder) for folder in hidden):
                     continue
-                if not ends_in(path, SUFFIXES):
+                if path != named and not ends_in(path, SUFFIXES):
                     skipped.add(path.resolve())
                     continue
                 matches += 1
                 if isinstance(path, RemoteFile):
-                    source = Source(path, number, name, path.size, path.version)
+                    source = Source(path, number, name, path.size, path.version, encoding)
                 else:
-                    source = Source(path, number, name, path.stat().st_size, path.stat().st_mtime_ns)
+                    source = Source(path, number, name, path.stat().st_size, path.stat().st_mtime_ns, encoding)
                 found.setdefault(path.resolve(), source)
         if not matches:
             raise UserError(f"no input files in {given}: nothing there ends in {_SUPPORTED}")
@@ -114,6 +158,31 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Sou
         raise UserError("no input given: name files, folders or globs")
     by_ending = Counter(map(_ending, skipped))
     return Sources(tuple(Path(given).name for given in inputs), tuple(found.values()), dict(sorted(by_ending.items())))
+
+
+def check_encoding(encoding: str) -> str:
+    """The one name of an encoding. Raises `UserError` for none, and where its text cannot be told from UTF-8."""
+    try:
+        name = codecs.lookup(encoding).name
+        if not isinstance(codecs.getincrementaldecoder(name)().decode(b"", True), str):
+            raise LookupError("bytes to bytes")
+    except (LookupError, ValueError) as error:
+        raise UserError(
+            f"`encoding` {encoding!r} is no encoding of text: name one, such as cp1252 or utf-16"
+        ) from error
+    if name.startswith(("iso2022", "hz", "utf-7", "unicode_escape", "raw_unicode_escape", "idna", "punycode")):
+        raise UserError(f"`encoding` {name} cannot be told from UTF-8: convert its files to UTF-8")
+    return name
+
+
+def unsupported(path: Path | RemoteFile) -> str:
+    """Why a file of this ending is not read, and what to do."""
+    cures = {
+        ".pdf": "extract its text into a .txt file",
+        ".json": "name it .jsonl if each of its lines is an object; of an array, make lines with `jq -c '.[]'`",
+    }
+    cure = cures.get(_ending(path), f"supported are {_SUPPORTED}")
+    return f"{path}: unsupported file type: {cure}"
 
 
 def ends_in(path: Path | RemoteFile, suffixes: tuple[str, ...]) -> bool:
@@ -134,8 +203,6 @@ def _expand(given: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
         return
     path = user_path(given)
     if path.is_file():
-        if not ends_in(path, SUFFIXES):
-            raise UserError(f"unsupported file type: {path}. Supported: {_SUPPORTED}")
         yield path, path.name
     elif path.is_dir():
         for file in _walk(path):
@@ -174,12 +241,23 @@ def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
 @contextmanager
 def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The decompressed stream of a file, and the file itself (whose position tells the progress).
+    """The decompressed stream of a file, in UTF-8, and the file itself (whose position tells the progress).
 
-    A damaged compressed file or an unreadable one is a `UserError` that names it.
+    A damaged compressed file or an unreadable one is a `UserError` that names it. Bytes that are not of the file's encoding
+    are one too, but where that is UTF-8, which whoever reads the stream sees.
     """
+    recode = source.encoding != "utf-8" and not _is_utf8(source)
+    with open_as_stored(source) as (stream, raw):
+        yield (io.BufferedReader(_Recoded(stream, source), READ) if recode else stream), raw
+
+
+@contextmanager
+def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """As `open_bytes`, in the encoding of the file."""
     try:
         with source.path.open("rb") as raw:
+            if not source.size and ends_in(source.path, (".gz", ".zst")):
+                raise EOFError("it is empty")
             if ends_in(source.path, (".gz",)):
                 yield gzip.GzipFile(fileobj=raw), raw  # type: ignore[misc]
             elif ends_in(source.path, (".zst",)):
@@ -187,9 +265,39 @@ def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             else:
                 yield raw, raw
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UserError(f"{source.path}: damaged or truncated compressed file ({error})") from error
+        raise UserError(f"{source.path}: damaged or truncated compressed file ({error}). Get it again.") from error
     except OSError as error:
-        raise UserError(f"cannot read {source.path}: {error.strerror or error}") from error
+        raise UserError(
+            f"{source.path}: cannot be read ({error.strerror or error}). Check what you may read, and the disk."
+        ) from error
+
+
+def unmarked_utf16(head: bytes) -> str | None:
+    """UTF-16 without a byte order mark, by the beginning of a text: every other byte of most scripts is null there.
+
+    Such text may well be valid UTF-8, with null characters.
+    """
+    for name, nulls, others in (("utf-16-le", head[1::2], head[::2]), ("utf-16-be", head[::2], head[1::2])):
+        if nulls.count(0) > len(nulls) // 2 and others.count(0) <= len(others) // 10:
+            return name
+    return None
+
+
+def _is_utf8(source: Source) -> bool:
+    """Whether all of a file is. One encoding is said for all files, and those in UTF-8 beside others must not change."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open_as_stored(source) as (stream, _):
+        data = stream.read(READ)
+        if unmarked_utf16(data):
+            return False
+        try:
+            while data:
+                decoder.decode(data)
+                data = stream.read(READ)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return False
+    return True
 
 
 def skip(stream: BinaryIO, offset: int) -> None:
@@ -202,6 +310,42 @@ def skip(stream: BinaryIO, offset: int) -> None:
         if not read:
             raise EOFError("shorter than before")
         offset -= read
+
+
+class _Recoded(io.RawIOBase):
+    """Text of another encoding in UTF-8, without a byte order mark."""
+
+    def __init__(self, stream: BinaryIO, source: Source) -> None:
+        self._stream = stream
+        self._source = source
+        self._decoder = codecs.getincrementaldecoder(source.encoding)()
+        self._read = 0  # bytes
+        self._begun = False
+        self._ended = False
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._ready and not self._ended:
+            data = self._stream.read(READ)
+            place = self._read - len(self._decoder.getstate()[0])
+            try:
+                text = self._decoder.decode(data, final=not data)
+            except UnicodeError as error:
+                at = f" at byte {place + error.start}" if isinstance(error, UnicodeDecodeError) else ""
+                raise UserError(
+                    f"{self._source.path}: neither UTF-8 nor {self._source.encoding}{at}. Convert it to UTF-8."
+                ) from error
+            self._read += len(data)
+            self._ended = not data
+            self._ready = (text if self._begun else text.removeprefix("\ufeff")).encode()
+            self._begun = self._begun or bool(text)
+        taken = min(len(buffer), len(self._ready))
+        buffer[:taken] = self._ready[:taken]
+        self._ready = self._ready[taken:]
+        return taken
 
 
 class _ZstdStream(io.RawIOBase):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.data.documents import Position
-from optimus.data.files import Sources
+from optimus.data.files import BadFile, Sources
 from optimus.data.selection import Document
 from optimus.data.shards import EARLIER
 from optimus.disk import parse_json, write_json
@@ -80,6 +80,13 @@ class Journal:
     instances: int | None = None  # known once everything is tokenised
     shards: dict[str, str] = field(default_factory=dict)  # finished ones: name and checksum
     packed: dict[str, int] = field(default_factory=dict)  # what packing has counted, once it is done
+    looked_at: str = ""  # the identity of the files that were looked at and found good
+    bad: list[BadFile] = field(default_factory=list)  # files that are left out
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is lost with it."""
+        return self.instances is None and not self.mark.tokens
 
     def write(self, folder: Path) -> None:
         content = asdict(self)
@@ -100,6 +107,7 @@ def read(folder: Path) -> Journal | None:
             counts = [Counts(**count) for count in mark["counts"]]
             document = Document(**mark.get("document", {}))
             stored[name] = Mark(Position(*mark["position"]), counts, mark["files"], document)
+        stored["bad"] = [BadFile(**bad) for bad in stored.get("bad", ())]
         return Journal(**stored)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error}). Delete {folder} and run again.") from error

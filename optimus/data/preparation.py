@@ -20,11 +20,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, BinaryIO, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -34,7 +34,9 @@ from optimus.data import tokenizer as tokenizers
 from optimus.data.chat import ChatTemplate, special_texts
 from optimus.data.documents import DocumentBatch, Encode, Position, read_batches, read_texts
 from optimus.data.fields import CHAT, ChatField, TextField, field_of
+from optimus.data.files import BadFile, BadFileError
 from optimus.data.helpers import Helpers
+from optimus.data.inspection import WHOLE, listing, look, looked_at, with_encoding
 from optimus.data.journal import LEFT_OUT, Counts, Journal, Mark
 from optimus.data.packing import pack as pack_documents
 from optimus.data.selection import Dedup, Document, Selection, Signatures
@@ -44,6 +46,7 @@ from optimus.disk import sync, user_path, write_json
 from optimus.errors import UserError
 
 Progress = Callable[[str, int, int | None], None]
+Item = TypeVar("Item")
 
 STREAM = "tokens.bin"
 PACKED = "packed.bin"
@@ -54,6 +57,7 @@ COMMIT_SECONDS = 5.0
 # Bytes of text that a tokenizer is trained on: taken evenly from all files, as more text hardly changes the merges.
 TRAINING_SAMPLE = 64 << 20
 TEXTS_AT_ONCE = 64  # that are sent to the process which trains a tokenizer
+LOOKED_AT_HERE = 16 << 20  # bytes that are looked at sooner than helper processes start
 SIZE_SAMPLE = 1 << 17  # characters
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
 
@@ -74,8 +78,11 @@ class _Run:
     text_field: str
     parse_special: bool
     pack: Pack
+    encoding: str
     selection: Selection
-    field: TextField  # what `text_field` says; conversations are written by its template
+    skip_bad: bool
+    fields: TextField  # what `text_field` says; conversations are written by its template
+    bad: list[BadFile] = field(default_factory=list)  # left out of the sources
 
     @property
     def masked(self) -> bool:
@@ -86,6 +93,14 @@ class _Run:
     def rows(self) -> Path:
         """The file whose rows are shuffled."""
         return self.partial / (STREAM if self.pack == "concatenate" else PACKED)
+
+    def leave_out(self, bad: Sequence[tuple[files.Source, str]], partly: bool = False) -> None:
+        """Go on without these files. Raises `UserError`, which lists them, unless that is asked for and leaves some."""
+        total = len(self.sources.files) + len(self.bad)
+        if bad and (not self.skip_bad or len(bad) == len(self.sources.files)):
+            raise UserError(listing(bad, total, partly))
+        self.bad += [BadFile.of(*each) for each in bad]
+        self.sources = self.sources.without((source.input, source.name) for source, _ in bad)
 
 
 def prepare(
@@ -106,6 +121,8 @@ def prepare(
     min_tokens: int = 0,
     max_tokens: int | None = None,
     dedup: Dedup = "none",
+    encoding: str = "utf-8",
+    skip_bad: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of its `index.json`.
@@ -121,6 +138,9 @@ def prepare(
     shorter than the context is cut; what is left of an instance is padding, which is not trained on.
     Documents with less than `min_characters` or `min_tokens` (with the end of text), or more than the largest numbers, are
     left out and counted. Of documents that are the same (`dedup` exact) or nearly so (minhash) the first is kept.
+    Text is UTF-8; files that are not UTF-8 throughout are read in `encoding`, if another one is given.
+    All files are looked at first, and one error lists those that cannot be read; `skip_bad` goes on without them, as if they
+    were not there, and the index lists them as `bad_files`.
     `progress(stage, done, total)` is called now and then; `total` may be None.
 
     An interrupted call goes on where it stopped when it is called again; when `output` is complete already with the
@@ -141,7 +161,8 @@ def prepare(
     if info is not None and not parse_special:
         tokenizers.check_text_stays_text(info)
     partial = output.with_name(f"{output.name}.partial")
-    sources = files.resolve(inputs, leave_out=(output, partial))
+    encoding = files.check_encoding(encoding)
+    sources = files.resolve(inputs, leave_out=(output, partial), encoding=encoding)
     progress = progress or (lambda stage, done, total: None)
     given: dict[str, Any] = {
         "context": context,
@@ -150,13 +171,25 @@ def prepare(
         "text_field": text_field,
         "parse_special": parse_special,
         "pack": pack,
+        "encoding": encoding,
     }
     trained_or_given = info.sha256 if info else f"trained to {train_tokenizer}"
-    settings = {"inputs": sources.content_digest(), "tokenizer": trained_or_given, **given, **asdict(selection)}
+    settings = {"inputs": "", "tokenizer": trained_or_given, **given, **asdict(selection)}
     if isinstance(field, ChatField):
         field = _chat_field(text_field, info, parse_special)
         settings["chat_template"] = field.template.digest
-    run = _Run(sources, output, partial, workers, train_tokenizer, progress, **given, selection=selection, field=field)
+    run = _Run(
+        sources,
+        output,
+        partial,
+        workers,
+        train_tokenizer,
+        progress,
+        **given,
+        selection=selection,
+        skip_bad=skip_bad,
+        fields=field,
+    )
     with _disk_errors(run):
         if output.exists() and not (output.is_dir() and not any(output.iterdir())):
             return _finished_before(run, settings)
@@ -194,10 +227,17 @@ def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
     if not (run.output / shards.INDEX).exists():
         raise UserError(f"{run.output} exists and is not prepared data. Choose another `output`.")
     index = shards.read_index(run.output)
-    if different := journal.differences(index["settings"], settings):
+    if different := _differences(run, index, settings):
         raise UserError(f"{run.output} is the output of another run ({different}). Choose another `output`.")
     run.progress("complete already", 1, 1)
     return index
+
+
+def _differences(run: _Run, index: dict[str, Any], settings: dict[str, Any]) -> str:
+    """What differs between what an index was made of and this run, without the files that were left out there."""
+    left_out = [(bad["input"], bad["name"]) for bad in index.get("bad_files", ()) if run.skip_bad]
+    inputs = run.sources.without(left_out).content_digest()
+    return journal.differences(index["settings"], settings | {"inputs": inputs})
 
 
 @contextmanager
@@ -221,20 +261,73 @@ def _disk_errors(run: _Run) -> Iterator[None]:
 def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) -> dict[str, Any]:
     if (run.partial / shards.INDEX).exists():  # only the last steps are missing
         index = shards.read_index(run.partial)
-        _refuse(run, journal.differences(index["settings"], settings))
+        _refuse(run, _differences(run, index, settings))
         return _finish(run, index)
     state = _open_journal(run, settings)
     for stale in run.partial.glob("*.tmp"):
         stale.unlink()
-    info = _install_tokenizer(run, info)
-    if state.instances is None:
-        _tokenise(run, state, info)
-    instances = state.instances or _pack(run, state, info)
-    _shard(run, state, instances, info)
-    _join_sums(run, instances, info)
-    index = _index(run, state, instances, info)
+    while True:
+        try:
+            made = _install_tokenizer(run, info)
+            if state.instances is None:
+                _tokenise(run, state, made)
+            break
+        except BadFileError as error:
+            state = _without_bad_file(run, state, error)
+    instances = state.instances or _pack(run, state, made)
+    _shard(run, state, instances, made)
+    _join_sums(run, instances, made)
+    index = _index(run, state, instances, made)
     write_json(run.partial / shards.INDEX, index)
     return _finish(run, index)
+
+
+def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal:
+    """Where to go on without a file that the look found good. Raises `UserError`, which lists all bad files, unless bad
+    files are skipped."""
+    number = next(k for k, source in enumerate(run.sources.files) if str(source.path) == error.path)
+    bad = [(run.sources.files[number], with_encoding(run.sources.files[number], error.what))]
+    if not run.skip_bad:
+        bad += _look(run, run.sources.files[number + 1 :], whole=True)[0]
+    run.leave_out(bad)
+    settings = state.settings | {"inputs": run.sources.content_digest()}
+    if run.train_tokenizer is not None:  # also on this file
+        return _new_journal(run, settings)
+    state.settings, state.mark, state.bad = settings, state.file_mark, run.bad
+    state.looked_at = run.sources.identity_digests[-1]
+    state.write(run.partial)
+    return state
+
+
+def _look_at_all(run: _Run) -> None:
+    """Leaves out what a look finds. Raises `UserError`, which lists it, unless bad files are skipped."""
+    # A tokenizer is trained on good files alone, so what is bad must be known before.
+    bad, partly = _look(run, run.sources.files, whole=run.train_tokenizer is not None)
+    if bad and not run.skip_bad and sum(source.size for source in partly) <= WHOLE:
+        bad += _look(run, partly, whole=True)[0]
+        order = {source.path: number for number, source in enumerate(run.sources.files)}
+        bad.sort(key=lambda each: order[each[0].path])
+        partly = []
+    run.leave_out(bad, partly=bool(partly))
+
+
+def _look(
+    run: _Run, sources: Sequence[files.Source], whole: bool
+) -> tuple[list[tuple[files.Source, str]], list[files.Source]]:
+    """The bad ones of these files with what is wrong with each, and those of which only the beginning was read."""
+    bytes_of = {source.path: looked_at(source, whole) for source in sources}
+    total, done = sum(bytes_of.values()), 0
+    bad, partly = list[tuple[files.Source, str]](), list[files.Source]()
+    with Helpers(run.workers, partial, look, run.fields, whole) as helpers:
+        here = ((each, look(run.fields, whole, each)) for each in sources)
+        for source, found in here if total <= LOOKED_AT_HERE else _in_order(helpers, iter(sources)):
+            done += bytes_of[source.path]
+            run.progress("look at files", done, total)
+            if found.wrong is not None:
+                bad.append((source, found.wrong))
+            elif not found.whole:
+                partly.append(source)
+    return bad, partly
 
 
 def _refuse(run: _Run, different: str) -> None:
@@ -247,16 +340,27 @@ def _refuse(run: _Run, different: str) -> None:
 
 
 def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
-    """The journal to go on with: that of an interrupted run, taken back to what still holds, or a new one."""
+    """The journal to go on with: that of an interrupted run, taken back to what still holds, or a new one.
+
+    The bad files that it knows of, or that a look finds, are left out.
+    """
     state = journal.read(run.partial)
     if state is None:
         others = [path.name for path in run.partial.iterdir() if path.name != journal.LOCK]
         if not all(name.endswith(".tmp") for name in others):
             raise UserError(f"{run.partial} exists and is not an unfinished run. Choose another `output`.")
-        nothing = Mark(Position(0), [Counts() for _ in run.sources.inputs])
-        state = Journal(settings, nothing, nothing)
-        state.write(run.partial)
-        return state
+    elif different := journal.differences({**state.settings, "inputs": ""}, settings):
+        if not state.is_empty:
+            _refuse(run, different)
+        state = None
+    known = {(bad.input, bad.name): bad for bad in (state.bad if state else ())}
+    same = [(each, known[each.input, each.name]) for each in run.sources.files if (each.input, each.name) in known]
+    run.leave_out([(each, bad.what) for each, bad in same if BadFile.of(each, bad.what) == bad])
+    if state is None or state.looked_at != run.sources.identity_digests[-1]:
+        _look_at_all(run)
+    settings = settings | {"inputs": run.sources.content_digest()}
+    if state is None or (state.is_empty and journal.differences(state.settings, settings)):
+        return _new_journal(run, settings)
     # While reading, files that were not reached yet may change: a mended file must not cost the work before it. Not so
     # with a tokenizer trained on all of them.
     reading = state.instances is None and run.train_tokenizer is None
@@ -266,7 +370,18 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
         if not (reading and state.file_mark.holds(run.sources)):
             _refuse(run, "changed input files")
         state.mark = state.file_mark
-    state.settings = settings
+    state.settings, state.bad, state.looked_at = settings, run.bad, run.sources.identity_digests[-1]
+    return state
+
+
+def _new_journal(run: _Run, settings: dict[str, Any]) -> Journal:
+    """That of a run which begins, in place of all that is there."""
+    for path in run.partial.iterdir():
+        if path.name != journal.LOCK:
+            path.unlink()
+    nothing = Mark(Position(0), [Counts() for _ in run.sources.inputs])
+    state = Journal(settings, nothing, nothing, looked_at=run.sources.identity_digests[-1], bad=run.bad)
+    state.write(run.partial)
     return state
 
 
@@ -324,9 +439,9 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
             raise UserError(f"{run.partial / STREAM} is shorter than its journal says. Delete {run.partial}.")
         stream.seek(state.mark.tokens * item)
         writer = _StreamWriter(run, state, stream, item)
-        batches = read_batches(run.sources, state.mark.position, run.field, encode)
+        batches = read_batches(run.sources, state.mark.position, run.fields, encode)
         try:
-            with Helpers(run.workers, encoder, info, run.field, run.parse_special, run.selection.dedup) as helpers:
+            with Helpers(run.workers, encoder, info, run.fields, run.parse_special, run.selection.dedup) as helpers:
                 for batch, encoded in _in_order(helpers, batches):
                     writer.write(batch, encoded)
                     run.progress("tokenise", batch.read, total)
@@ -338,12 +453,13 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
             writer.close()
 
 
-def _in_order(helpers: Helpers, batches: Iterator[DocumentBatch]) -> Iterator[tuple[DocumentBatch, Encoded]]:
-    """Batches with their tokens. Few are under way at a time, so that memory is bounded.
+def _in_order(helpers: Helpers, batches: Iterator[Item]) -> Iterator[tuple[Item, Any]]:
+    """Batches with their tokens, or other items with what the helpers say of them. Few are under way at a time, so that
+    memory is bounded.
 
     Where reading fails, what was read before still comes out, so that none of it is done again after the cure.
     """
-    waiting: deque[tuple[DocumentBatch, Future[Encoded]]] = deque()
+    waiting: deque[tuple[Item, Future[Any]]] = deque()
     failure: UserError | None = None
     while True:
         try:
@@ -454,7 +570,7 @@ def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
 def _estimate(run: _Run, encode: Encode, item: int) -> float:
     """Bytes that the token stream and the shards will need, judged by the tokens of the first documents."""
     sample = ""
-    for text, _ in read_texts(run.sources, run.text_field):
+    for text, _ in read_texts(run.sources, run.fields):
         sample += text[: SIZE_SAMPLE - len(sample)]
         if len(sample) == SIZE_SAMPLE:
             break
@@ -541,7 +657,7 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
         "seed": run.seed,
         "dtype": info.dtype,
         **({"masked": True} if run.masked else {}),
-        **({"chat": run.field.template.written()} if isinstance(run.field, ChatField) else {}),
+        **({"chat": run.fields.template.written()} if isinstance(run.fields, ChatField) else {}),
         "instances": instances,
         "tokens": used,
         "dropped_tokens": max(0, state.mark.tokens - used),
@@ -552,6 +668,7 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
         "text_bytes": sum(c.text_bytes for c in counts),
         "skipped_files": sum(run.sources.skipped.values()),
         "skipped_by_ending": run.sources.skipped,
+        "bad_files": [bad.entry() for bad in sorted(run.bad, key=lambda bad: (bad.input, bad.name))],
         "sources": [
             {"name": name, "files": sum(source.input == k for source in run.sources.files), **asdict(counts[k])}
             for k, name in enumerate(run.sources.inputs)

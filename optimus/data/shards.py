@@ -31,7 +31,7 @@ CACHE = "~/.cache/optimus/data"  # copies of what lies at URLs
 FORMAT = "optimus-tokens"
 VERSION = 1
 # What `prepare` did before there was a setting for it.
-EARLIER = {"parse_special": True, "pack": "concatenate", **asdict(Selection())}
+EARLIER = {"parse_special": True, "pack": "concatenate", "encoding": "utf-8", **asdict(Selection())}
 
 
 def read_index(folder: Path) -> dict[str, Any]:

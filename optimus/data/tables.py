@@ -7,12 +7,14 @@ closed, is an error: text would be lost or run together without a word.
 import csv
 import io
 from collections.abc import Iterator
+from itertools import chain
 from typing import BinaryIO
 
 from optimus.data.fields import TextField
 from optimus.errors import UserError
 
 LONGEST_CELL = 64 << 20  # characters
+_DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 
 def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> Iterator[dict[str, str]]:
@@ -22,8 +24,18 @@ def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> I
     rows = csv.reader(_lines(text), delimiter=delimiter, strict=True)
     try:
         header = next(rows, [])
-        columns = field.columns(header, place) if header else []
-        for row in rows:
+        first = next(rows, [])
+        other = next((each for each in _DELIMITERS if each != delimiter and each in "".join(header)), None)
+        if (
+            len(header) == 1
+            and other
+            and len(next(csv.reader(header, delimiter=other))) > 1
+            and header[0] not in field.names
+        ):
+            cure = {",": "Name it .csv", "\t": "Name it .tsv"}.get(other, "Save it with commas")
+            raise UserError(f"{place}:1: {_DELIMITERS[other]} part its columns, not {_DELIMITERS[delimiter]}. {cure}.")
+        columns = field.columns(header, place, lambda: dict(zip(header, first))) if header else []
+        for row in chain([first], rows):
             if not row:  # a blank line
                 continue
             if len(row) != len(header):
@@ -33,11 +45,12 @@ def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> I
                 )
             yield {name: row[header.index(name)] for name in columns}
     except csv.Error as error:
-        raise UserError(f"{place}:{rows.line_num}: not readable as a table ({error})") from error
-    except UnicodeDecodeError as error:
         raise UserError(
-            f"{place}: not UTF-8 after line {rows.line_num} ({error.reason}). Convert it to UTF-8."
+            f"{place}:{rows.line_num}: not readable as a table ({error}). Is a quote never closed?"
         ) from error
+    except UnicodeDecodeError as error:
+        line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # all whole lines before have been taken
+        raise UserError(f"{place}:{line}: not UTF-8 ({error.reason}). Convert it to UTF-8.") from error
 
 
 def _lines(text: io.TextIOWrapper) -> Iterator[str]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from optimus.data import tokenizer
+from optimus.data import preparation, tokenizer
+from optimus.data.inspection import Look
 from optimus.data.preparation import prepare
 
 
@@ -79,3 +80,9 @@ def stages() -> Any:
             self.seen.add(stage)
 
     return Stages()
+
+
+@pytest.fixture
+def no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look at the inputs finds nothing: what is bad lies further on in a file."""
+    monkeypatch.setattr(preparation, "look", lambda text_field, whole, source: Look(None, True))

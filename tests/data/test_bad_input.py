@@ -42,7 +42,7 @@ def run(tmp_path: Path, tokenizer_file: Path) -> Callable[..., dict[str, Any]]:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"body": "words"}', r"no field 'text' \(valid: body\).*`text_field`"),
+        (b'{"body": "words"}', r"no field 'text' \(valid: body\).*`text_field='body'`"),
         (b'{"texts": "words"}', r"no field 'text' \(did you mean 'texts'\?\)"),
         (b'{"text": "wor', "not valid JSON"),
         (b'{"text": ' + 20_000 * b"[" + 20_000 * b"]" + b"}", "not valid JSON .it is nested too deep"),
@@ -112,11 +112,11 @@ def test_bad_parquet(run: Callable[..., Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"id,body\n1,words\n", r"bad\.csv: no column 'text' \(valid: body, id\).*`text_field`"),
+        (b"id,body\n1,words\n", r"bad\.csv: no column 'text' \(valid: body, id\).*`text_field='body'`"),
         (b"id,text\n1,words\n2,more, words\n", r"bad\.csv:3: a row of 3 cells, where the first has 2"),
         (b'id,text\n1,"words\n2,more\n', r"bad\.csv:3: not readable as a table \(unexpected end of data\)"),
         (b'id,text\n1,"words" more\n', r"bad\.csv:2: not readable as a table"),
-        (b"id,text\n1,w\xff\n", r"bad\.csv: not UTF-8 after line \d"),
+        (b"id,text\n1,w\xff\n", r"bad\.csv:2: not UTF-8 \(invalid start byte\)"),
     ],
 )
 def test_bad_tables(run: Callable[..., Any], content: bytes, message: str) -> None:
@@ -163,7 +163,7 @@ def test_no_input(tmp_path: Path, tokenizer_file: Path, run: Callable[..., Any])
         ([tmp_path / "nowhere"], "input not found: .*nowhere"),
         ([str(tmp_path / "*.txt")], r"input not found: .*\*\.txt .*no file matches"),
         ([tmp_path / "empty"], "no input files in .*empty: nothing there ends in .txt"),
-        ([tmp_path / "picture.png"], r"unsupported file type: .*picture\.png\. Supported: \.txt"),
+        ([tmp_path / "picture.png"], r"picture\.png: unsupported file type: supported are \.txt"),
     ):
         with pytest.raises(UserError, match=message):
             prepare(inputs, tmp_path / "out", tokenizer=tokenizer_file)
@@ -263,7 +263,11 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, run: Callable[..., Any
         shutil.rmtree(folder)
 
 
-def test_unfinished_run_with_other_settings_or_input(tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_unfinished_run_with_other_settings_or_input(
+    tmp_path: Path, run: Callable[..., Any], no_look: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimus.data.documents.BLOCK", 600)
+    monkeypatch.setattr(preparation, "SIZE_SAMPLE", 100)
     with pytest.raises(UserError):
         run("a.jsonl", GOOD * 9 + b"bad\n", seed=1)
     journal = (tmp_path / "out.partial" / "journal.json").read_bytes()
@@ -278,7 +282,7 @@ def test_unfinished_run_with_other_settings_or_input(tmp_path: Path, run: Callab
             run("a.jsonl", GOOD * 9, seed=1)
 
 
-def test_changed_input_that_was_read_already(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_changed_input_that_was_read_already(tmp_path: Path, tokenizer_file: Path, no_look: None) -> None:
     first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
     first.write_bytes(GOOD * 200)
     second.write_bytes(b"bad\n")

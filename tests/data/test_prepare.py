@@ -441,7 +441,7 @@ def test_stopped_at_any_rename_or_removal_resumes(
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])  # the error is found by a helper, by the reader
 def test_a_mended_file_does_not_cost_the_work_before_it(
-    tmp_path: Path, sources: list[str], tokenizer_file: Path, encode: Encode, kind: str
+    tmp_path: Path, sources: list[str], tokenizer_file: Path, encode: Encode, kind: str, no_look: None
 ) -> None:
     first = "".join(sources)
     (tmp_path / "a.txt").write_text(first, encoding="utf-8")
@@ -479,7 +479,7 @@ def test_complete_output_is_returned_and_nothing_written(
 
 def test_progress_names_the_stages(tmp_path: Path, lines_file: Path, stages: Any) -> None:
     prepare([lines_file], tmp_path / "out", train_tokenizer=300, context=64, workers=1, progress=stages)
-    assert stages.seen == {"train tokenizer", "tokenise", "shard"}
+    assert stages.seen == {"look at files", "train tokenizer", "tokenise", "shard"}
 
 
 @pytest.mark.slow

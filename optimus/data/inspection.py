@@ -1,0 +1,180 @@
+"""A look at each input file before the work, so that one message lists all that cannot be read.
+
+The look reads a file as `prepare` will, without tokenising, up to `LIMIT`: all of most files. It takes a few percent of the
+time of the work. What is wrong further on in a large file is found while that is tokenised.
+"""
+
+import codecs
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from optimus.data import files
+from optimus.data.documents import Position, decode, naming_bad_file, parse_lines, read_batches
+from optimus.data.fields import TextField
+from optimus.data.files import BadFileError, Source, Sources, open_as_stored, open_bytes
+from optimus.data.remote import RemoteFile
+
+LIMIT = 64 << 20  # bytes of text
+REMOTE_LIMIT = 1 << 20  # likewise, of a file that is fetched for it
+WHOLE = 4 << 30  # bytes of large files that are read to their ends where something is bad, so that one message has all
+LISTED = 1000  # files that a message lists at most
+_HEAD = 4096  # bytes by which a kind of file is known
+_KINDS = {
+    b"%PDF-": "a PDF document",
+    b"PK\x03\x04": "a ZIP archive (as .docx and .xlsx are)",
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"PAR1": "a parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "a picture",
+    b"\x7fELF": "a program",
+    b"SQLite format 3": "a database",
+}
+_ENDINGS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet", b"ARROW1": ".arrow"}
+_MARKS = {  # of encodings, the longer first
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b\x1a"})
+
+
+def looked_at(source: Source, whole: bool) -> int:
+    """How many bytes of a file a look takes."""
+    limit = REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
+    return source.size if whole else min(source.size, limit)
+
+
+class Look(NamedTuple):
+    """Of a file: `wrong` is what is wrong, None where nothing is, without the path with which it begins."""
+
+    wrong: str | None
+    whole: bool  # whether it was read to its end
+
+
+def look(text_field: TextField, whole: bool, source: Source) -> Look:
+    """Reads a file, of a large one only the beginning unless `whole`. Raises `UserError` where a disk or a server fails."""
+    try:
+        with naming_bad_file(str(source.path)):
+            wrong = _kind(source)
+            return Look(wrong, True) if wrong else Look(None, _read(source, text_field, whole))
+    except BadFileError as error:
+        return Look(with_encoding(source, error.what), True)
+
+
+def _read(source: Source, text_field: TextField, whole: bool) -> bool:
+    """Whether it comes to the end."""
+    left = float("inf") if whole else REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
+    if files.ends_in(source.path, files.HTML_SUFFIXES):  # all of what can be decoded is a page
+        with open_bytes(source) as (stream, _):
+            for text in decode(source, stream, 0):
+                left -= len(text)
+                if left < 0:
+                    return False
+        return True
+    for batch in read_batches(Sources(("",), (source,)), Position(0), text_field, lambda text: []):
+        if batch.lines:
+            for _ in parse_lines(batch, text_field):
+                pass
+        left -= len(batch.lines) + sum(map(len, batch.texts))
+        if left < 0:
+            return False
+    return True
+
+
+def _kind(source: Source) -> str | None:
+    """What is wrong with a text file, JSON lines or a table by its first bytes."""
+    if files.ends_in(source.path, (".parquet", ".arrow")) or not files.ends_in(source.path, files.SUFFIXES):
+        return None
+    with open_as_stored(source) as (stream, _):
+        head = stream.read(_HEAD)
+    for magic, kind in _KINDS.items():
+        if head.startswith(magic):
+            return f": {kind}, by its first bytes. {_kind_cure(source, magic)}"
+    encoding = next((name for mark, name in _MARKS.items() if head.startswith(mark)), None) or files.unmarked_utf16(
+        head
+    )
+    if encoding:
+        if source.encoding == "utf-8":
+            return f": not UTF-8 but {encoding.upper()}, from byte 0 on. `encoding={encoding!r}` reads it."
+        return None
+    if _is_binary(head):
+        return ": binary data, not text. Leave it out, or extract its text."
+    if files.ends_in(source.path, files.LINES_SUFFIXES):
+        return _lines_kind(head.removeprefix(codecs.BOM_UTF8))
+    return None
+
+
+def _kind_cure(source: Source, magic: bytes) -> str:
+    ending = _ENDINGS.get(magic)
+    if ending in (".gz", ".zst"):
+        named = f"{source.path.name}{ending}".lower()
+        return f"Add {ending} to its name." if named.endswith(files.SUFFIXES) else "Decompress it."
+    return f"Let its name end in {ending}." if ending else "Extract its text into a .txt file."
+
+
+def _is_binary(head: bytes) -> bool:
+    """Whether one byte of a hundred, and more than three, is a control character that texts do not have."""
+    controls = len(head) - len(head.translate(None, _CONTROLS))
+    return controls > max(3, len(head) // 100)
+
+
+def _lines_kind(head: bytes) -> str | None:
+    lines = head.split(b"\n")
+    first = next((number for number, line in enumerate(lines, start=1) if line.strip()), 0)
+    begin = lines[first - 1].strip() if first else b""
+    if begin.startswith(b"["):
+        return (
+            f":{first}: a JSON array, where each line must be one JSON object. Convert it: jq -c '.[]' OLD > NEW.jsonl"
+        )
+    if begin == b"{":
+        return (
+            f":{first}: a JSON object of several lines, where each must be on one. Convert it: jq -c . OLD > NEW.jsonl"
+        )
+    return None
+
+
+def with_encoding(source: Source, what: str) -> str:
+    """What is wrong with a file, with the encoding that would read it where it is not UTF-8."""
+    if ": not UTF-8" not in what or files.ends_in(source.path, (".parquet", ".arrow")):
+        return what
+    what = what.removesuffix(". Convert it to UTF-8.")
+    if "unexpected end of data" in what:
+        return f"{what}. Its end is missing: get it again."
+    encoding = "cp1252"
+    with open_as_stored(source) as (stream, _):
+        decoder = codecs.getincrementaldecoder(encoding)()
+        while data := stream.read(files.READ):
+            if _is_binary(data):
+                return f"{what}. Binary data: leave it out, or extract its text."
+            try:
+                decoder.decode(data)
+            except UnicodeDecodeError:
+                encoding = "latin-1"
+                break
+    cure = f"Convert it to UTF-8, or name its encoding: `encoding={encoding!r}` reads it as Western text"
+    return f"{what}. {cure}."
+
+
+def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False) -> str:
+    """One message about bad files among `total`: a line for each, and what to do. `partly`: large files have been looked at
+    in part."""
+    note = f" Of large files, the first {LIMIT >> 20} MB have been looked at so far." if partly else ""
+    if len(bad) == 1:
+        ((source, what),) = bad
+        more = " `skip_bad=True` goes on without this file." if total > 1 else ""
+        return f"{source.path}{what.removesuffix('.')}.{more}{note}"
+    lines = [f"  {source.path}{what}" for source, what in islice(bad, LISTED)]
+    if len(bad) > LISTED:
+        lines.append(f"  and {len(bad) - LISTED:,} more")
+    cure = "Mend them"
+    if any("`text_field=" in what for _, what in bad):
+        cure += " (`text_field` is the same for all files: prepare those of another field apart)"
+    if len(bad) < total:
+        cure += ", or go on without them: `skip_bad=True`"
+    return "\n".join([f"{len(bad):,} of {total:,} input files cannot be read:", *lines, f"{cure}.{note}"])

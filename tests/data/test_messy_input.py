@@ -1,0 +1,416 @@
+"""Inputs of which some cannot be read: one message lists them all, the cures in it work, and the rest can be prepared."""
+
+import gzip
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from optimus.data import cutting, documents, files, inspection, preparation
+from optimus.data.preparation import prepare
+from optimus.errors import UserError
+
+TEXT = "some words, déjà vu and more of them: " * 30
+
+
+def lines(*texts: str, field: str = "text") -> bytes:
+    return b"".join(json.dumps({"id": "1", field: text}).encode() + b"\n" for text in texts)
+
+
+def parquet(**columns: Any) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer)
+    return buffer.getvalue()
+
+
+GOOD = {
+    "a.txt": TEXT.encode(),
+    "c/b.jsonl": lines(TEXT, TEXT[:50]),
+    "d.csv": f'id,text\n1,"{TEXT}"\n'.encode(),
+    "empty.jsonl": b"",
+    "empty.py": b"",
+    "k.parquet": parquet(text=[TEXT[5:], "x"]),
+    "marked.jsonl": b"\xef\xbb\xbf" + lines(TEXT[7:]),
+    "n.html": b"<p>some page",
+    "z.jsonl.gz": gzip.compress(lines(TEXT[9:])),
+}
+# Of ten kinds: what each file holds, and what is said of it.
+COMPRESSED = gzip.compress(lines(*(os.urandom(40).hex() for _ in range(300))))
+ZSTD = zstandard.ZstdCompressor().compress(lines(*(os.urandom(40).hex() for _ in range(300))))
+PDF = b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n" + os.urandom(3000)
+BAD: dict[str, tuple[bytes, str]] = {
+    # encodings
+    "1-latin.txt": (TEXT.encode("latin-1"), ": not UTF-8 at byte 13 (invalid continuation byte). Convert it to UTF-8, or "
+                    "name its encoding: `encoding='cp1252'` reads it as Western text."),
+    "1-latin.html": (b"<p>" + TEXT.encode("latin-1"), ": not UTF-8 at byte 16 "),
+    "1-latin.csv": (f'text\n"{TEXT}"\n'.encode("latin-1"), ":2: not UTF-8 (invalid continuation byte). Convert"),
+    "1-latin.jsonl": (lines("x") + b'{"text": "d\xe9j\xe0"}\n', ":2: not UTF-8 at byte 11 of the line"),
+    "1-utf16.txt": (TEXT.encode("utf-16"), ": not UTF-8 but UTF-16, from byte 0 on. `encoding='utf-16'` reads it."),
+    "1-utf16-le.txt": (TEXT.encode("utf-16-le"), "`encoding='utf-16-le'` reads it."),
+    "1-utf16-be.jsonl": (json.dumps({"text": TEXT}).encode("utf-16-be"), "`encoding='utf-16-be'` reads it."),
+    "1-cut.txt": ("déjà".encode()[:-1], ": not UTF-8 at byte 4 (unexpected end of data). Its end is missing"),
+    # other kinds of files
+    "2-document.txt": (PDF, ": a PDF document, by its first bytes. Extract its text"),
+    "2-document.jsonl": (PDF, ": a PDF document"),
+    "2-archive.md": (b"PK\x03\x04" + os.urandom(99), ": a ZIP archive"),
+    "2-noise.txt": (bytes(range(256)) * 9, ": binary data, not text"),
+    "2-zipped.jsonl": (COMPRESSED, ": compressed with gzip, by its first bytes. Add .gz to its name."),
+    "2-zipped.txt": (COMPRESSED, ": compressed with gzip, by its first bytes. Decompress it."),
+    # separators
+    "3-semicolons.csv": (b"id;text\n1;words\n", ":1: semicolons part its columns, not commas. Save it with commas."),
+    "3-tabs.csv": (b"id\ttext\n1\twords\n", ":1: tabs part its columns, not commas. Name it .tsv."),
+    "3-commas.tsv": (b"id,text\n1,words\n", ":1: commas part its columns, not tabs. Name it .csv."),
+    # columns
+    "4-column.csv": (b"id,content\n1,some words\n", ": no column 'text' (did you mean 'content'?). "
+                     "Its longest text is in 'content': `text_field='content'` reads that."),
+    "4-column.parquet": (parquet(id=["1"], body=["some words"]), ": no column 'text' (valid: body, id). "
+                         "Its longest text is in 'body': `text_field='body'` reads that."),
+    "4-number.parquet": (parquet(text=[1, 2]), ": row 1: field 'text' is int, not text"),
+    "4-null.parquet": (parquet(text=["x", None]), ": row 2: field 'text' is NoneType, not text"),
+    # fields
+    "5-field.jsonl": (lines(TEXT, field="content"), "`text_field='content'` reads that."),
+    "5-field.jsonl.gz": (gzip.compress(lines(TEXT, field="content")), ":1: no field 'text'"),
+    "5-number.jsonl": (lines("x") + b'{"text": 5}\n', ":2: field 'text' is int, not text"),
+    "5-list.jsonl": (b'{"text": ["a"]}\n', ":1: field 'text' is list, not text"),
+    "5-surrogate.jsonl": (b'{"text": "\\ud800"}\n', ":1: field 'text' is not valid Unicode"),
+    # arrays
+    "6-array.jsonl": (b'[{"text": "x"}, {"text": "y"}]', ":1: a JSON array, where each line must be one JSON object. "
+                      "Convert it: jq -c '.[]' OLD > NEW.jsonl"),
+    "6-array.json.gz": (gzip.compress(b'\n[\n{"text": "x"}\n]\n'), ":2: a JSON array"),
+    "6-pretty.jsonl": (b'{\n "text": "x"\n}\n', ":1: a JSON object of several lines"),
+    # broken lines
+    "7-cut.jsonl": (lines("x", "y") + b'{"text": "wor', ":3: not valid JSON"),
+    "7-middle.jsonl": (lines("x") + b"words\n" + lines("y"), ":2: not valid JSON"),
+    "7-cells.csv": (b"id,text\n1,words\n2,more, words\n", ":3: a row of 3 cells, where the first has 2."),
+    "7-quote.csv": (b'id,text\n1,"words\n2,more\n', ":3: not readable as a table"),
+    # compression
+    "8-cut.jsonl.gz": (COMPRESSED[:-50], ": damaged or truncated compressed file"),
+    "8-changed.jsonl.gz": (COMPRESSED[:2000] + bytes(50) + COMPRESSED[2050:], ": damaged or truncated compressed file"),
+    "8-cut.jsonl.zst": (ZSTD[:-50], ": damaged or truncated compressed file"),
+    "8-empty.jsonl.gz": (b"", ": damaged or truncated compressed file (it is empty)"),
+    # Parquet and Arrow
+    "9-cut.parquet": (parquet(text=["words"])[:-9], ": not a readable parquet file"),
+    "9-empty.parquet": (b"", ": not a readable parquet file"),
+    "9-other.arrow": (TEXT.encode(), ": not a readable Arrow file"),
+}  # fmt: skip
+REFUSED = "10-private.txt"  # may not be read
+
+
+def write(folder: Path, contents: dict[str, bytes]) -> Path:
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer_file: Path) -> Callable[..., dict[str, Any]]:
+    """Prepares the folder `in`, or another, into `out`, or another."""
+
+    def run(folder: str = "in", output: str = "out", **given: Any) -> dict[str, Any]:
+        settings = {"context": 16, "workers": 1, **given}
+        if "train_tokenizer" not in settings:
+            settings["tokenizer"] = tokenizer_file
+        return prepare([tmp_path / folder], tmp_path / output, **settings)
+
+    return run
+
+
+@pytest.fixture
+def messy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder `in` of good files among bad ones, and one `good` without these."""
+    folder = write(tmp_path / "in", GOOD | {name: content for name, (content, _) in BAD.items()} | {REFUSED: b"words"})
+    write(tmp_path / "good", GOOD)
+    opened = Path.open
+
+    def refuse(path: Path, *given: Any, **named: Any) -> Any:
+        if path.name == REFUSED:  # as root may read all
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *given, **named)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    return folder
+
+
+def test_one_message_lists_all(messy: Path, run: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        run()
+    first, *said, last = str(raised.value).splitlines()
+    assert len(BAD) == 40
+    assert first == f"41 of {len(GOOD) + 41} input files cannot be read:"
+    assert len(said) == 41
+    for name, what in {
+        **{name: what for name, (_, what) in BAD.items()},
+        REFUSED: ": cannot be read (Permission",
+    }.items():
+        (line,) = [line for line in said if line.startswith(f"  {messy / name}:")]
+        assert what in line
+        assert line.count(str(messy)) == 1
+    assert last.startswith("Mend them")
+    assert last.endswith("or go on without them: `skip_bad=True`.")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("given", [{}, {"train_tokenizer": 300}, {"dedup": "exact", "pack": "best-fit"}], ids=str)
+@pytest.mark.parametrize("tried", [False, True])
+def test_the_rest_is_prepared_as_if_it_were_alone(
+    messy: Path, run: Callable[..., Any], tmp_path: Path, given: dict[str, Any], tried: bool
+) -> None:
+    if tried:
+        with pytest.raises(UserError, match="41 of"):
+            run(**given, seed=1)  # also with other settings: nothing was done
+    index = run(**given, skip_bad=True)
+    (tmp_path / "in").rename(tmp_path / "all")
+    (tmp_path / "good").rename(tmp_path / "in")
+    alone = run(output="alone", **given)
+    found, expected = bytes_of(tmp_path / "out"), bytes_of(tmp_path / "alone")
+    assert {**found, "index.json": b""} == {**expected, "index.json": b""}
+    bad = index.pop("bad_files")
+    assert [each["name"] for each in bad] == sorted([*BAD, REFUSED])
+    assert not any(str(tmp_path) in each["what"] for each in bad)
+    assert alone.pop("bad_files") == []
+    assert index == alone
+
+
+def test_complete_data_is_found_again(messy: Path, run: Callable[..., Any], stages: Any, tmp_path: Path) -> None:
+    index = run(skip_bad=True)
+    assert run(skip_bad=True, progress=stages) == index
+    assert stages.seen == {"complete already"}
+    with pytest.raises(UserError, match=r"out is the output of another run \(other input files\)"):
+        run()
+
+
+def deep(kind: str) -> tuple[str, bytes]:
+    """A file whose end is bad."""
+    many, compress = lines(*(os.urandom(40).hex() for _ in range(300))), zstandard.ZstdCompressor().compress
+    return {
+        "line": ("m.jsonl", many + b"words\n"),
+        "gzip": ("m.jsonl.gz", gzip.compress(many)[:-9]),
+        "zstd": ("m.jsonl.zst", compress(many) + compress(many)[:-9]),
+        "text": ("m.txt", many + b"\xff"),
+        "row": ("m.csv", b"text\n" + b"words\n" * 2000 + b"more, words\n"),
+        "parquet": ("m.parquet", parquet(text=["words"] * 500 + [None])),
+    }[kind]
+
+
+@pytest.mark.parametrize("dedup", ["none", "exact"])
+@pytest.mark.parametrize("kind", ["line", "gzip", "zstd", "text", "row", "parquet"])
+@pytest.mark.parametrize("tried", [False, True])
+def test_what_is_bad_far_into_a_file(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tried: bool, dedup: str
+) -> None:
+    """The look does not reach it: the work finds it, and all others behind it."""
+    for module, name, value in ((inspection, "LIMIT", 100), (files, "READ", 256), (documents, "BLOCK", 600)):
+        monkeypatch.setattr(module, name, value)
+    for module, name, value in ((documents, "PIECE", 300), (cutting, "PIECE", 300), (cutting, "WINDOW", 40)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(preparation, "SIZE_SAMPLE", 100)
+    name, content = deep(kind)
+    write(
+        tmp_path / "in",
+        {**GOOD, name: content, "o.jsonl": lines(TEXT, *"abcdefgh" * 30) + b"words\n", "p.txt": b"words"},
+    )
+    write(tmp_path / "good", {**GOOD, "p.txt": b"words"})
+    if tried:
+        with pytest.raises(UserError) as raised:
+            run(dedup=dedup)
+        first, *said, _ = str(raised.value).splitlines()
+        assert first == f"2 of {len(GOOD) + 3} input files cannot be read:"
+        assert [f"/{name}:" in said[0], "/o.jsonl:242: not valid JSON" in said[1], len(said)] == [True, True, 2]
+        assert json.loads((tmp_path / "out.partial" / "journal.json").read_bytes())["mark"]["position"][0] > 0
+    index = run(skip_bad=True, dedup=dedup)
+    assert [each["name"] for each in index["bad_files"]] == [name, "o.jsonl"]
+    (tmp_path / "in").rename(tmp_path / "all")
+    (tmp_path / "good").rename(tmp_path / "in")
+    alone = run(output="alone", dedup=dedup)
+    found, expected = bytes_of(tmp_path / "out"), bytes_of(tmp_path / "alone")
+    assert {**found, "index.json": b""} == {**expected, "index.json": b""}
+    assert {**index, "bad_files": []} == alone
+
+
+def test_a_run_that_skipped_goes_on_after_an_interruption(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_look: None
+) -> None:
+    write(tmp_path / "in", {**GOOD, "b.jsonl": lines(TEXT) + b"bad\n"})
+    write(tmp_path / "good", GOOD)
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "_pack", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(skip_bad=True)
+    with pytest.raises(UserError, match=r"in/b\.jsonl:2: not valid JSON.*`skip_bad=True` goes on without this file\."):
+        run()
+    index = run(skip_bad=True)
+    (tmp_path / "in").rename(tmp_path / "all")
+    (tmp_path / "good").rename(tmp_path / "in")
+    assert {**index, "bad_files": []} == run(output="alone")
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_tokenizer_is_trained_on_good_files_alone(
+    run: Callable[..., Any], tmp_path: Path, no_look: None, monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    """Also where a file turns out to be bad as the tokenizer is trained, or later."""
+    if later:
+        sample = lambda run: (source.path.read_bytes().decode(errors="replace") for source in run.sources.files)  # noqa: E731
+        monkeypatch.setattr(preparation, "_training_sample", sample)
+    write(tmp_path / "in", {**GOOD, "b.jsonl": lines("other words " * 99) + b"bad\n"})
+    write(tmp_path / "good", GOOD)
+    index = run(train_tokenizer=300, skip_bad=True)
+    (tmp_path / "in").rename(tmp_path / "all")
+    (tmp_path / "good").rename(tmp_path / "in")
+    assert {**index, "bad_files": []} == run(output="alone", train_tokenizer=300)
+
+
+def test_a_bad_file_that_is_mended_is_read(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a run that goes on from one which left it out."""
+    write(tmp_path / "in", {**GOOD, "zz.jsonl": b"bad\n"})
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation._StreamWriter, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(skip_bad=True)
+    write(tmp_path / "in", {"zz.jsonl": lines("mended")})
+    index = run(seed=1)  # nothing was tokenised, so that other settings are no matter
+    assert (index["bad_files"], index["sources"][0]["files"]) == ([], len(GOOD) + 1)
+
+
+def test_the_field_that_is_named_reads_the_files(run: Callable[..., Any], tmp_path: Path) -> None:
+    """With what the first attempt has left in the way."""
+    table = f'id,content\n1,"{TEXT}"\n'.encode()
+    write(
+        tmp_path / "in", {"a.jsonl": lines(TEXT, field="content"), "b.parquet": parquet(content=[TEXT]), "c.csv": table}
+    )
+    with pytest.raises(UserError) as raised:
+        run()
+    assert str(raised.value).count("`text_field='content'` reads that.") == 3
+    assert (tmp_path / "out.partial").exists()
+    assert run(text_field="content")["documents"] == 3
+
+
+@pytest.mark.parametrize("name", ["utf-16", "utf-16-le", "utf-16-be", "latin-1", "utf-32"])
+@pytest.mark.parametrize("kind", ["a.txt", "a.jsonl", "a.csv.gz", "a.html", "a.jsonl.zst"])
+def test_the_encoding_that_is_named_reads_the_files(
+    run: Callable[..., Any], tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the same text in UTF-8, also beside files in UTF-8, which stay what they are."""
+    monkeypatch.setattr(files, "READ", 97)
+    text = {
+        "jsonl": json.dumps({"text": TEXT}, ensure_ascii=False),
+        "csv": f'text\n"{TEXT}"',
+        "html": f"<p>{TEXT}",
+    }.get(kind.split(".")[1], TEXT)
+
+    def stored(encoding: str) -> bytes:
+        content = text.encode(encoding)
+        return {"gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress}.get(kind.split(".")[-1], bytes)(
+            content
+        )
+
+    write(tmp_path / "in", {kind: stored(name), "b.txt": TEXT.encode()})
+    with pytest.raises(UserError) as raised:
+        run()
+    encoding = str(raised.value).partition("`encoding='")[2].partition("'")[0]
+    assert encoding == {"latin-1": "cp1252"}.get(name, name)
+    index = run(encoding=encoding)
+    shutil.rmtree(tmp_path / "in")
+    write(tmp_path / "in", {kind: stored("utf-8"), "b.txt": TEXT.encode()})
+    assert run(output="plain")["shards"] == index["shards"]
+    assert index["settings"]["encoding"] == encoding
+
+
+def test_encodings(run: Callable[..., Any], tmp_path: Path) -> None:
+    write(tmp_path / "in", {"a.txt": TEXT.encode("latin-1"), "b.txt": "日本".encode("euc-jp") * 20})
+    for encoding, message in (
+        ("nonsense", "`encoding` 'nonsense' is no encoding of text"),
+        ("base64", "`encoding` 'base64' is no encoding of text"),
+        ("iso-2022-jp", "cannot be told from UTF-8"),
+        ("euc-jp", r"a\.txt: neither UTF-8 nor euc_jp at byte \d+"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(encoding=encoding)
+    assert [each["name"] for each in run(encoding="euc-jp", skip_bad=True)["bad_files"]] == ["a.txt"]
+
+
+def test_files_that_are_named(tmp_path: Path, tokenizer_file: Path) -> None:
+    """One of a kind that is not read is listed with the others; in a folder it is no input."""
+    write(tmp_path, {"a.txt": TEXT.encode(), "b.pdf": PDF, "c.json": b"[]", "d.jsonl": b"bad\n"})
+    inputs = [tmp_path / name for name in ("a.txt", "b.pdf", "c.json", "d.jsonl")]
+    with pytest.raises(UserError) as raised:
+        prepare(inputs, tmp_path / "out", tokenizer=tokenizer_file, context=16, workers=1)
+    first, *said, _ = str(raised.value).splitlines()
+    assert first == "3 of 4 input files cannot be read:"
+    assert "b.pdf: unsupported file type: extract its text into a .txt file" in said[0]
+    assert "c.json: unsupported file type: name it .jsonl" in said[1]
+    index = prepare(inputs, tmp_path / "out", tokenizer=tokenizer_file, context=16, workers=1, skip_bad=True)
+    assert [source["files"] for source in index["sources"]] == [1, 0, 0, 0]
+
+
+def test_nothing_good_is_left(run: Callable[..., Any], tmp_path: Path) -> None:
+    write(tmp_path / "in", {"a.jsonl": b"bad\n", "b.jsonl": b"bad\n"})
+    with pytest.raises(UserError) as raised:
+        run(skip_bad=True)
+    assert str(raised.value).startswith("2 of 2 input files cannot be read:")
+    assert "skip_bad" not in str(raised.value)
+
+
+def test_a_disk_that_fails_is_no_bad_file(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left out must not depend on the weather."""
+    write(tmp_path / "in", GOOD)
+    opened = Path.open
+
+    def fail(path: Path, *given: Any, **named: Any) -> Any:
+        if path.name == "d.csv":
+            raise OSError(5, "Input/output error", str(path))
+        return opened(path, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fail)
+        with pytest.raises(UserError, match=r"d\.csv: cannot be read \(Input/output error\)"):
+            run(skip_bad=True)
+    assert run(skip_bad=True)["bad_files"] == []
+
+
+def test_large_files_are_looked_at_whole_where_something_is_bad(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a size in all; beyond that, the message says what has been looked at."""
+    for module, name, value in ((inspection, "LIMIT", 100), (documents, "BLOCK", 600)):
+        monkeypatch.setattr(module, name, value)
+    late = lines(*"abcdefgh" * 300) + b"words\n"
+    write(tmp_path / "in", {**GOOD, "b.jsonl.gz": gzip.compress(late), "m.jsonl": late, "o.txt": b"some words \xff"})
+    with pytest.raises(
+        UserError, match=r"(?s)^3 of .*b\.jsonl\.gz:2401: .*m\.jsonl:2401: .*o\.txt: .*`skip_bad=True`\.$"
+    ):
+        run()
+    monkeypatch.setattr(preparation, "WHOLE", 0)
+    with pytest.raises(
+        UserError, match=r"in/o\.txt: not UTF-8 .* Of large files, the first 0 MB have been looked at so far\.$"
+    ):
+        run()
+
+
+def test_helpers_look_at_much(run: Callable[..., Any], messy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (messy / REFUSED).unlink()
+    with pytest.raises(UserError) as here:
+        run()
+    monkeypatch.setattr(preparation, "LOOKED_AT_HERE", 0)
+    with pytest.raises(UserError) as there:
+        run(workers=2)
+    assert str(there.value) == str(here.value)
