@@ -293,12 +293,7 @@ def _events(folder: RunFolder) -> list[dict[str, Any]]:
                 _event({"kind": "resume", "time": _seconds(each.get("time")), "step": step, "detail": detail})
             )
 
-    def order(event: Mapping[str, Any]) -> float:
-        if not is_number(event["time"]):
-            return math.inf
-        return event["time"] + (1 if event["kind"] == "resume" else 0)  # whose time is in whole seconds, rounded down
-
-    return sorted(events, key=order)
+    return sorted(events, key=lambda event: event["time"] if is_number(event["time"]) else math.inf)
 
 
 def _seconds(moment: Any) -> float | None:

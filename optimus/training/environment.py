@@ -45,7 +45,7 @@ def _record_environment(run: Run, step: int) -> None:
     """Append the record of this start, with the host and the devices of this rank."""
     path, mesh, counted = run.folder / "environment.jsonl", run.groups.mesh, count_parameters(run.config.model)
     record = {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "step": step,
         "command": command_line(),
         "folder": str(Path.cwd()),
