@@ -360,6 +360,25 @@ def test_every_command_has_the_same_options() -> None:
 
 ADDS = {"bench collectives": {"--write"}}
 
+FUNCTIONS = {  # of `optimus.api`, where they have other names than their commands
+    "import": "import_folder", "sample-text": "sample_text", "config show": "config", "checkpoint list": "list_checkpoints",
+    "checkpoint show": "show_checkpoint", "checkpoint verify": "verify_checkpoints", "checkpoint convert": "convert_checkpoint",
+}  # fmt: skip
+NO_FUNCTIONS = {  # and why
+    "launch": "a program on each node", "rendezvous": "a program of its own", "lab": "a rehearsal of programs",
+    "schedule": "`optimus.pipeline` has schedules", "config diff": "`config` gives what it compares",
+}  # fmt: skip
+
+
+def test_every_command_is_a_function() -> None:
+    from optimus import api
+
+    own = {words for words in commands() if not words.startswith("bench ")} - NO_FUNCTIONS.keys()
+    assert own >= FUNCTIONS.keys() | {"train", "plan", "report", "runs", "doctor"}
+    for words in own:
+        assert callable(getattr(api, FUNCTIONS.get(words, words))), words
+
+
 # Or to places that the configuration names: the run folder.
 WRITES_NOTHING = {
     "config diff", "config show", "doctor", "runs",
