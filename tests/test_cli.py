@@ -362,7 +362,8 @@ ADDS = {"bench collectives": {"--write"}}
 
 FUNCTIONS = {  # of `optimus.api`, where they have other names than their commands
     "import": "import_folder", "sample-text": "sample_text", "config show": "config", "checkpoint list": "list_checkpoints",
-    "checkpoint show": "show_checkpoint", "checkpoint verify": "verify_checkpoints", "checkpoint convert": "convert_checkpoint",
+    "checkpoint show": "show_checkpoint", "checkpoint verify": "verify_checkpoints",
+    "checkpoint convert": "convert_checkpoint",
 }  # fmt: skip
 NO_FUNCTIONS = {  # and why
     "launch": "a program on each node", "rendezvous": "a program of its own", "lab": "a rehearsal of programs",
