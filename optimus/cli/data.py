@@ -77,12 +77,22 @@ def prepare(
         as_json,
         f"{output}: {index['tokens']:,} tokens of {_count(index['documents'], 'document')} in "
         f"{_count(index['instances'], 'sequence')} of {context}, {_count(len(index['shards']), 'shard')}; "
-        f"{rest}{_left_alone(index)}",
+        f"{rest}{_template(index)}{_left_alone(index)}",
     )
 
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _template(index: dict[str, Any]) -> str:
+    """Which chat template has written conversations."""
+    from optimus.data.chat import OURS
+
+    if "chat" not in index:
+        return ""
+    ours = "ours (`<|user|>`, a line for each turn): the tokenizer has none"
+    return f"\nchat template: {ours if index['chat']['template'] == OURS else 'that of the tokenizer'}"
 
 
 def _left_alone(index: dict[str, Any]) -> str:

@@ -108,11 +108,9 @@ class ChatTemplate(NamedTuple):
 
     def check(self, place: str) -> None:
         """Raise `UserError` unless it is a template."""
-        import jinja2
-
         try:
             _compiled(self.source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # whatever somebody's code leads to
             raise UserError(
                 f"{place}: its chat_template is no Jinja template ({error}): mend it, or take it away"
             ) from None
@@ -129,11 +127,9 @@ class ChatTemplate(NamedTuple):
     ) -> str:
         """The text of a conversation; with what begins an `answer`, where one is asked for. Between `marks` is what the
         template says that the assistant generates. Raises `UserError` for a conversation that the template cannot take."""
-        import jinja2
-
         template = _compiled(self.source)
         try:
-            return template.render(
+            text: str = template.render(
                 **dict(self.tokens),
                 messages=[_plain(message) for message in messages],
                 tools=tools,
@@ -142,8 +138,10 @@ class ChatTemplate(NamedTuple):
                 strftime_now=day.strftime,
                 generation_marks=marks,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-            raise UserError(f"{place}: the chat template cannot take this conversation: {error}") from error
+            return text
+        except Exception as error:  # whatever somebody's code leads to
+            why = str(error) or type(error).__name__
+            raise UserError(f"{place}: the chat template cannot take this conversation: {why}") from error
 
     def conversation(
         self,
@@ -159,21 +157,33 @@ class ChatTemplate(NamedTuple):
 
         Raises `UserError` as `render` does, and where it cannot be told what the assistant has said.
         """
-        begin, end, quote = _unused(json.dumps([messages, tools], ensure_ascii=False, default=str), place)
-        quoted = [message if parse_special else _quoted(message, special, quote) for message in messages]
+        begin, end, quote = marks = _unused(json.dumps([messages, tools], ensure_ascii=False, default=str), place)
+        for number, message in enumerate(messages, 1):
+            if not parse_special and any(token in message["role"] for token in special):
+                raise UserError(f"{place}: the role of message {number} spells a special token: {message['role']!r}")
+        given, tools = (
+            ([*messages], tools)
+            if parse_special
+            else (_quoted([*messages], special, quote), _quoted(tools, special, quote))
+        )
         if _GENERATION.search(self.source):
-            whole, predicted, stays = _unmarked(
-                self.render(quoted, place, tools=tools, marks=(begin, end)), (begin, end, quote), special
-            )
+            found = self.render(given, place, tools=tools, marks=(begin, end))
+            whole, predicted, stays = _unmarked(found, marks, special, place)
             if not predicted:
                 raise UserError(f"{place}: nothing in it is the assistant's, so nothing of it would be predicted")
+            said = [text for text in map(_said, messages) if text]
+            if said and not any(text in whole for text in said):
+                raise UserError(
+                    f"{place}: the chat template leaves out what the messages say: it may need `content` as a list of parts"
+                )
             return Conversation(whole, predicted, stays)
-        found = self.render(quoted, place, tools=tools)
-        whole, _, stays = _unmarked(found, (begin, end, quote), special)
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        borders = [self._answer(quoted, number, found, place, tools, special) for number in answers]
-        spans = [tuple(len(_unmarked(found[:to], (begin, end, quote), special)[0]) for to in each) for each in borders]
-        return Conversation(whole, tuple((first, last) for first, last in spans), stays)
+        found, spans, is_open = self.render(given, place, tools=tools), list[tuple[int, int]](), False
+        whole, _, stays = _unmarked(found, marks, special, place)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                first, last, is_open = self._answer(given, number, found, place, tools, special, begin)
+                spans.append(tuple(len(_unmarked(found[:to], marks, special, place)[0]) for to in (first, last)))  # type: ignore[arg-type]
+        return Conversation(whole, tuple(spans), stays, is_open)
 
     def _answer(
         self,
@@ -183,30 +193,70 @@ class ChatTemplate(NamedTuple):
         place: str,
         tools: Any,
         special: Sequence[str],
-    ) -> tuple[int, int]:
-        """Where in the `whole` the assistant's message of this number is: behind what comes before it with what asks for an
-        answer, as far as it is written as where the conversation ends with it."""
-        said, asked = str(messages[number].get("content") or "").strip(), messages[:number]
-        least = _common(whole, self.render(asked, place, tools=tools)) if number else 0
-        first = _common(whole, self.render(asked, place, answer=True, tools=tools)) if number else 0
-        if said:  # what asks for an answer may begin it, as by <think>
-            first = min(first, max(least, whole.find(said, least)))
-        last = _common(whole, self.render(messages[: number + 1], place, tools=tools))
-        for token in special:  # the one that follows may begin as the one that would end the conversation
-            begins = whole.find(token, max(0, last - len(token) + 1), last + len(token) - 1)
-            last = begins if 0 <= begins < last else last
-        if said not in whole[first:last]:
+        mark: str,
+    ) -> tuple[int, int, bool]:
+        """Where in the `whole` the assistant's message of this number is, and whether the text ends with it before anything
+        says so.
+
+        It begins behind what asks for it, and goes as far as it is written as where the conversation ends with it. Both
+        conversations, without it and with it, must be beginnings of the whole but for what ends them.
+        """
+        asked, message = messages[:number], messages[number]
+        answered = self.render(messages[: number + 1], place, tools=tools)
+        last, same = _reaches(whole, answered, special)
+        content = last, last  # where there is none, as where it calls a tool
+        if said := _said(message):
+            kept = mark if isinstance(message["content"], str) else [{"type": "text", "text": mark}]
+            changed = [*messages[:number], {**message, "content": kept}, *messages[number + 1 :]]
+            before, _, behind = self.render(changed, place, tools=tools).partition(mark)
+            content = len(before), len(whole) - len(behind)
+            same &= whole.startswith(before) and whole.endswith(behind) and said in whole[slice(*content)]
+        first = content[0]
+        with suppress(UserError):  # of no messages yet, some templates know nothing
+            if asked:
+                same &= _reaches(whole, self.render(asked, place, tools=tools), special)[1]
+            first = min(first, _common(whole, self.render(asked, place, answer=True, tools=tools)))
+        if not same or not first <= content[0] <= content[1] <= last:
+            later = " where the conversation goes on" if answered != whole else " than it says"
             raise UserError(
-                f"{place}: turn {number + 1}, the assistant's, is rendered otherwise where the conversation goes on, so "
-                "that it is not known which tokens are its own: give a chat template with {% generation %} around what the "
-                f"assistant says ({FILE} beside tokenizer.json), or let the conversation end there"
+                f"{place}: turn {number + 1}, the assistant's, is rendered otherwise{later}, so that it is not known which "
+                "tokens are its own: give a chat template with {% generation %} around what the assistant says "
+                f"({FILE} beside tokenizer.json)" + (", or let the conversation end there" if answered != whole else "")
             )
-        return first, last
+        if not said or whole[content[1] : last].strip():
+            return first, last, False
+        ending = next((token for token in special if whole.startswith(token, last)), "")
+        return first, last + len(ending), not ending and not whole[last:].strip()
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """What a message says, without white space around it."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return "".join(text for text in texts if isinstance(text, str)).strip()
 
 
 def _common(one: str, other: str) -> int:
     """Characters that two texts begin with."""
-    return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def _reaches(whole: str, beginning: str, special: Sequence[str]) -> tuple[int, bool]:
+    """How far a text is the `beginning` of another one, and whether what is left of it are special tokens and space."""
+    reached = _common(whole, beginning)
+    for token in special:  # the one that follows may begin as the one that would end the conversation
+        for text in (whole, beginning):
+            at = text.find(token, max(0, reached - len(token) + 1), reached + len(token) - 1)
+            reached = at if 0 <= at < reached else reached
+    left = beginning[reached:]
+    for token in special:
+        left = left.replace(token, "")
+    return reached, not left.strip()
 
 
 class Conversation(NamedTuple):
@@ -215,6 +265,8 @@ class Conversation(NamedTuple):
     text: str
     predicted: Spans | None = None
     quoted: Spans = ()
+    is_open: bool = False
+    """Whether it ends with what the assistant says, so that the end of text is the assistant's, too."""
 
     def encoded(self, as_tokens: Any, as_text: Any) -> tuple[list[int], list[bool]]:
         """Token ids, and whether each is predicted: where any of its characters is. `as_tokens` and `as_text` are the
@@ -240,7 +292,7 @@ def _prepared(index: Path) -> ChatTemplate | None:
         return None
 
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @lru_cache(maxsize=16)
@@ -302,12 +354,13 @@ def _quoted(value: Any, special: Sequence[str], quote: str) -> Any:
             value = value.replace(token, f"{quote}{number}{quote}")
         return value
     if isinstance(value, Mapping):
-        return {name: each if name == "role" else _quoted(each, special, quote) for name, each in value.items()}
+        return {_quoted(name, special, quote): _quoted(each, special, quote) for name, each in value.items()}
     return [_quoted(each, special, quote) for each in value] if isinstance(value, list) else value
 
 
-def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str]) -> tuple[str, Spans, Spans]:
-    """The text without its marks, what was marked as generated, and what was quoted."""
+def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], place: str) -> tuple[str, Spans, Spans]:
+    """The text without its marks, what was marked as generated, and what was quoted. Raises `UserError` where the template
+    has taken quotes apart."""
     begin, end, quote = marks
     made, generated, quoted, began = "", list[tuple[int, int]](), list[tuple[int, int]](), 0
     for part in re.split(f"([{begin}{end}]|{quote}[0-9]+{quote})", text):
@@ -317,7 +370,10 @@ def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str]) ->
             if began < len(made):
                 generated.append((began, len(made)))
         elif part.startswith(quote):
-            token = special[int(part.strip(quote))]
+            number = int(part.strip(quote))
+            if number >= len(special):
+                raise UserError(f"{place}: the chat template takes apart a text that spells a special token")
+            token = special[number]
             quoted.append((len(made), len(made) + len(token)))
             made += token
         else:
@@ -346,7 +402,7 @@ class Answering(NamedTuple):
         begin, end, quote = _unused(said, place)
         asked = {"role": "user", "content": said}
         text = template.render([_quoted(asked, special, quote)], place, answer=True, day=today)
-        whole, _, quoted = _unmarked(text, (begin, end, quote), special)
+        whole, _, quoted = _unmarked(text, (begin, end, quote), special, place)
         answer, ends, stops = {"role": "assistant", "content": begin}, "", list[int]()
         for following in ([], [{"role": "user", "content": end}]):
             with suppress(UserError):  # a template may take no such conversation

@@ -80,24 +80,47 @@ class ChatField(TextField):
     def conversation(self, record: Mapping[str, Any], place: str) -> Conversation:
         """Raises `UserError` where it is no conversation, has no answer, or is none that the template can take."""
         messages = _found(record, self.said, place)
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        if not isinstance(messages, list):
             raise UserError(
                 f"{place}: field '{self.said}' is no conversation: give a list of objects with `role` and `content`"
             )
-        if not any(message["role"] == "assistant" for message in messages):
-            raise UserError(f"{place}: no message has the role 'assistant', so nothing of it would be predicted")
-        found = self.template.conversation(
-            messages, place, record.get("tools"), self._special, parse_special=self._parse_special
-        )
+        for number, message in enumerate(messages, 1):
+            if problem := _problem(message):
+                raise UserError(
+                    f"{place}: field '{self.said}' is no conversation: message {number} {problem}: give a list of objects "
+                    "with `role` and `content`"
+                )
+        roles = {message["role"]: None for message in messages}
+        if "assistant" not in roles:
+            raise UserError(
+                f"{place}: no message has the role 'assistant' (there are: {', '.join(roles) or 'none'}), so nothing of it "
+                "would be predicted"
+            )
+        tools = record.get("tools")
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(each, Mapping) for each in tools)):
+            raise UserError(f"{place}: field 'tools' is no list of objects: leave it out, or give what tools there are")
+        found = self.template.conversation(messages, place, tools, self._special, parse_special=self._parse_special)
         _checked(found.text, self.said, place)
         return found
 
 
-def _is_message(message: Any) -> bool:
-    """Whether it has a role and says something, or calls tools."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        return False
-    return isinstance(message.get("content"), str) or isinstance(message.get("tool_calls"), list)
+def _problem(message: Any) -> str:
+    """Why it is no message; empty where it has a role, and says something or calls tools."""
+    if not isinstance(message, Mapping):
+        return f"is a {type(message).__name__}"
+    if not isinstance(message.get("role"), str):
+        return "has `from` in place of `role`" if "from" in message else "has no `role`"
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = all(isinstance(each, Mapping) and isinstance(each.get("type"), str) for each in content)
+        return "" if parts else "has a list as `content` that is not of parts with a `type`"
+    if content is None and isinstance(message.get("tool_calls"), list):
+        return ""
+    return (
+        ""
+        if isinstance(content, str)
+        else f"has {'no' if content is None else type(content).__name__ + ' as'} `content`"
+    )
 
 
 def _value(record: Mapping[str, Any], name: str, place: str) -> str:

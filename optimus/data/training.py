@@ -104,6 +104,13 @@ def open_folders(config: RunConfig) -> dict[str, Shards]:
     one, *others = folders.values()
     for other in others:
         check_same_tokenizer(one, other)
+    first, *more = [shards for shards in folders.values() if "chat" in shards.index] or [one]
+    for other in more:
+        if other.index["chat"] != first.index["chat"]:
+            raise UserError(
+                f"{other.folder} has its conversations by another chat template than {first.folder}: a model has one. "
+                f"Prepare it again with `tokenizer={first.folder}`"
+            )
     return folders
 
 

@@ -75,7 +75,7 @@ def _of_conversations(info: TokenizerInfo) -> _TokensOf:
         for piece in pieces:
             ids, predicted = piece.encoded(as_tokens, as_text)
             if ids and ids[-1] != info.eos_id:
-                ids, predicted = [*ids, info.eos_id], [*predicted, False]
+                ids, predicted = [*ids, info.eos_id], [*predicted, piece.is_open]
             marked = [id if said else id | NOT_PREDICTED for id, said in zip(ids, predicted)]
             yield [*(each | INSIDE if id == info.eos_id else each for id, each in zip(ids[:-1], marked)), *marked[-1:]]
 

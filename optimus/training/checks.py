@@ -26,6 +26,7 @@ from optimus.data.documents import read_texts
 from optimus.data.shards import Shards
 from optimus.data.training import TrainingData, check_same_tokenizer
 from optimus.errors import UserError
+from optimus.evaluation.text import read_rows
 from optimus.hub import read_model_folder
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory, whole_memory
@@ -73,7 +74,13 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
         if each.text is not None:
             _check_text(each.text, f"validation.{number}.text")
         elif each.path is not None:
-            check_same_tokenizer(data.first_folder, Shards(each.path, config.train.data_cache))
+            shards = Shards(each.path, config.train.data_cache)
+            check_same_tokenizer(data.first_folder, shards)
+            if shards.masked and not any(part.tokens for part in read_rows(shards, each.tokens)):
+                raise UserError(
+                    f"validation.{number}.path: of the first {each.tokens:,} tokens of {each.path} none is predicted: raise "
+                    "validation.tokens, or prepare it with a longer `context`"
+                )
     if config.evaluate.text is not None:
         _check_text(config.evaluate.text, "evaluate.text")
     if config.evaluate.tasks:

@@ -60,7 +60,7 @@ def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
     has changed the record itself.
     """
     for each in fields(StepRecord):
-        if each.name != "values" and getattr(after, each.name) is not getattr(before, each.name):
+        if each.name != "values" and getattr(after, each.name) != getattr(before, each.name):
             raise UserError(f"record.{each.name} is not its own: leave it as it is")
     if not isinstance(after.values, Mapping):
         raise UserError(f"record.values is a {type(after.values).__name__}: give numbers by name")

@@ -40,10 +40,10 @@ def chats(tmp_path: Path) -> tuple[Path, list[list[dict[str, str]]]]:
 
 def test_a_conversation_is_prompts_and_answers() -> None:
     chat = [message("user", "hi"), message("assistant", "yes?"), message("user", "2+2"), message("assistant", "4")]
-    text, predicted, _ = field_of("chat:messages").conversation({"messages": chat}, "here")
+    text, predicted, *_ = field_of("chat:messages").conversation({"messages": chat}, "here")
     assert text == "<|user|>\nhi\n<|assistant|>\nyes?\n<|user|>\n2+2\n<|assistant|>\n4"
     assert [text[first:last] for first, last in predicted or ()] == ["yes?\n<|user|>", "4"]
-    open_end, predicted, _ = field_of("chat:messages").conversation(
+    open_end, predicted, *_ = field_of("chat:messages").conversation(
         {"messages": [*chat, message("user", "thanks")]}, "here"
     )
     assert open_end == text + "\n<|user|>\nthanks\n"

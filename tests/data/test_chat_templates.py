@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 import optimus
 from optimus.data import chat
 from optimus.data.chat import OURS, ChatTemplate, Conversation, special_texts
+from optimus.data.fields import field_of
 from optimus.data.loader import TokenLoader
 from optimus.data.preparation import prepare
 from optimus.data.shards import INSIDE, NOT_PREDICTED, Shards
@@ -174,6 +175,114 @@ def test_an_answer_that_is_written_otherwise_later_is_named(name: str) -> None:
         UserError, match=r"data\.jsonl:3: turn 2, the assistant's, is rendered otherwise .* \{% generation %\}"
     ):
         ChatTemplate(source_of(name)).conversation(messages, "data.jsonl:3")
+
+
+def turn(role: str, content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+CALL = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "ROME"}}}]
+SPECIAL = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start|>",
+    "<|end|>",
+    "<|return|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|call|>",
+    "</s>",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "predicted"),
+    [
+        ("qwen2_5", [turn("user", "a or b?"), turn("assistant", "a")], ["a<|im_end|>\n"]),
+        ("qwen2_5", [turn("user", "who?"), turn("assistant", "assistant")], ["assistant<|im_end|>\n"]),
+        ("qwen2_5", [turn("assistant", "hello"), turn("user", "hi")], ["hello<|im_end|>\n"]),
+        ("gptoss", [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")],
+         ["<|channel|>final<|message|>b<|end|>", "<|channel|>final<|message|>d<|return|>"]),
+        ("qwen2_5", [turn("user", "a"), turn("assistant", None, tool_calls=CALL), turn("tool", "S"), turn("assistant", "ok")],
+         ['<tool_call>\n{"name": "weather", "arguments": {"city": "ROME"}}\n</tool_call><|im_end|>\n', "ok<|im_end|>\n"]),
+    ],
+)  # fmt: skip
+def test_what_is_predicted_by_templates_without_marks(
+    name: str, messages: list[dict[str, Any]], predicted: list[str]
+) -> None:
+    """What the assistant says and its end; not a heading that has the same letters, nor what a tool says."""
+    own = ChatTemplate(source_of(name)).conversation(messages, "here", special=SPECIAL)
+    assert [own.text[first:last] for first, last in own.predicted or ()] == predicted
+
+
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("gptoss", [turn("user", "a"), turn("assistant", None, tool_calls=CALL, reasoning_content="look"),
+                    turn("tool", "SUN"), turn("assistant", "sunny", reasoning_content="so")]),
+        ("qwen3", [turn("user", "a"), turn("assistant", "", tool_calls=CALL), turn("tool", "SUN"), turn("assistant", "b")]),
+        ("qwen3", [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]),
+    ],
+)  # fmt: skip
+def test_turns_that_cannot_be_told_apart(name: str, messages: list[dict[str, Any]]) -> None:
+    with pytest.raises(
+        UserError, match=r"here: turn 2, the assistant's, is rendered otherwise where the conversation goes on"
+    ):
+        ChatTemplate(source_of(name)).conversation(messages, "here", special=SPECIAL)
+
+
+def test_the_end_of_text_is_the_assistants_where_nothing_else_ends_its_turn() -> None:
+    plain = ChatTemplate("{% for message in messages %}{{ message['role'] + ': ' + message['content'] }} {% endfor %}"
+                         "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    own = plain.conversation([turn("user", "a"), turn("assistant", "b")], "here")
+    assert own.is_open
+    assert [own.text[first:last] for first, last in own.predicted or ()] == ["b "]
+    assert not ChatTemplate(CHATML).conversation([turn("assistant", "b")], "here", special=SPECIAL).is_open
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "problem"),
+    [
+        ("ours", turn("user</s>", "a"), "the role of message 1 spells a special token"),
+        (
+            "smolvlm_training",
+            turn("user", "a"),
+            "leaves out what the messages say: it may need `content` as a list of parts",
+        ),
+        ("{{ '{0}'.format() }}", turn("user", "a"), "the chat template cannot take this conversation"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", turn("user", "a"), "cannot take this conversation"),
+        ("{{ 'a'.encode('nope') }}", turn("user", "a"), "cannot take this conversation"),
+        ("{{ messages[1].content|upper }}", turn("user", "a"), "is rendered otherwise than it says"),
+    ],
+)
+def test_templates_and_messages_that_do_not_go_together(source: str, message: dict[str, Any], problem: str) -> None:
+    template = ChatTemplate(source if "{" in source else source_of(source))
+    with pytest.raises(UserError, match=f"here: .*{problem}"):
+        template.conversation([message, turn("assistant", "an answer")], "here", special=SPECIAL)
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"from": "human", "value": "a"}, "message 2 has `from` in place of `role`"),
+        ({"content": "a"}, "message 2 has no `role`"),
+        (turn("user", None), "message 2 has no `content`"),
+        ({"role": "user", "content": 5}, "message 2 has int as `content`"),
+        ("hi", "message 2 is a str"),
+        (turn("Assistant", "a"), r"no message has the role 'assistant' \(there are: user, Assistant\)"),
+    ],
+)
+def test_messages_that_are_none(message: Any, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        field_of("chat:messages").conversation({"messages": [turn("user", "a"), message]}, "here")
+
+
+def test_names_of_arguments_and_tools_stay_text_too() -> None:
+    call = [{"type": "function", "function": {"name": "f", "arguments": {"</s>": 1}}}]
+    said = [turn("user", "a"), turn("assistant", "b", tool_calls=call)]
+    tools = [{"type": "function", "function": {"name": "f", "description": "</s>", "parameters": {}}}]
+    own = ChatTemplate(source_of("qwen2_5_training")).conversation(said, "here", tools, SPECIAL)
+    assert own.text.count("</s>") == len(own.quoted) == 2
 
 
 def test_what_a_message_spells_stays_text(folder_of: Any) -> None:

@@ -529,6 +529,39 @@ def test_what_a_step_has_given_stays(small_run: dict[str, Any], hooks: str) -> N
         optimus.train(with_hooks(small_run, f"{hooks}.Replaces"))
 
 
+def test_whatever_a_hook_raises_or_changes_is_said(small_run: dict[str, Any]) -> None:
+    """An error that cannot be said in words, one that ends a task, a change inside of what a step has given."""
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise KeyError("nothing")
+
+    def raising(error: BaseException) -> Any:
+        def hook(trainer: optimus.Trainer, record: optimus.StepRecord) -> None:
+            raise error
+
+        return hook
+
+    def changing(trainer: optimus.Trainer, record: optimus.StepRecord) -> None:
+        record.times.by_kind["x"] = "bad"
+
+    for number, (what, said) in enumerate(
+        [
+            (raising(Mute()), "after_step: Mute"),
+            (raising(GeneratorExit()), "after_step: GeneratorExit"),
+            (changing, r"after_step: UserError: record\.times is not its own"),
+        ]
+    ):
+
+        class Fails(optimus.Hook):
+            after_step = staticmethod(what)
+
+        run = small_run | {"train": small_run["train"] | {"output": f"{small_run['train']['output']}-{number}"}}
+        with pytest.raises(UserError, match=rf"step 1: the hook .*Fails failed in {said}"):
+            optimus.train(run, hooks=[Fails()])
+        assert steps_of(run) == [1]
+
+
 @pytest.mark.parametrize("given", [None, "low", torch.ones(2), math.nan])
 def test_what_is_no_limit(small_run: dict[str, Any], given: Any) -> None:
     class Limits(optimus.Hook):

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from copy import deepcopy
 from typing import Any, TypeVar
 
 from optimus.comm import CollectiveError
@@ -70,12 +70,14 @@ class GuardedHook(Hook):
             ) from error
 
     def _measure(self, trainer: Trainer, record: StepRecord) -> None:
-        given = replace(record, values=dict(record.values))
+        given = deepcopy(record)
         self._hook.after_step(trainer, given)
         record.values |= added_values(record, given)
 
     def _read_state(self) -> None:
         state = self._hook.state_dict()
+        if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+            raise UserError("it gives no dictionary by text")
         json.dumps(state, allow_nan=False)
         self._state = dict(state)
 
@@ -103,7 +105,9 @@ class GuardedHook(Hook):
                 return call()
         except (EndedError, CollectiveError):
             raise
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # that of asyncio, or of sys.exit
             rank = f" on rank {trainer.groups.rank}" if trainer.groups.world.size > 1 else ""
             step = trainer.progress.step + (event in _BEFORE)
             self._failure = UserError(f"step {step}: the hook {self.name} failed in {event}{rank}: {said(error)}")
@@ -130,5 +134,8 @@ def _limit(given: Any) -> float:
 
 def said(error: BaseException) -> str:
     """What a user's code has raised, in a message of ours."""
-    text = str(error).replace("`", "'")  # between which our own messages name arguments
+    try:
+        text = str(error).replace("`", "'")  # between which our own messages name arguments
+    except Exception:
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
