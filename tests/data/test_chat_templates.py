@@ -203,7 +203,8 @@ SPECIAL = [
         ("qwen2_5", [turn("assistant", "hello"), turn("user", "hi")], ["hello<|im_end|>\n"]),
         ("gptoss", [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")],
          ["<|channel|>final<|message|>b<|end|>", "<|channel|>final<|message|>d<|return|>"]),
-        ("qwen2_5", [turn("user", "a"), turn("assistant", None, tool_calls=CALL), turn("tool", "S"), turn("assistant", "ok")],
+        ("qwen2_5", [turn("user", "a"), turn("assistant", None, tool_calls=CALL), turn("tool", "S"),
+          turn("assistant", "ok")],
          ['<tool_call>\n{"name": "weather", "arguments": {"city": "ROME"}}\n</tool_call><|im_end|>\n', "ok<|im_end|>\n"]),
     ],
 )  # fmt: skip
