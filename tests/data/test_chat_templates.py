@@ -247,7 +247,7 @@ def test_the_end_of_text_is_the_assistants_where_nothing_else_ends_its_turn() ->
         ("ours", turn("user</s>", "a"), "the role of message 1 spells a special token"),
         (
             "smolvlm_training",
-            turn("user", "a"),
+            turn("user", "a question"),
             "leaves out what the messages say: it may need `content` as a list of parts",
         ),
         ("{{ '{0}'.format() }}", turn("user", "a"), "the chat template cannot take this conversation"),
