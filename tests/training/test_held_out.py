@@ -71,7 +71,7 @@ def test_only_the_first_rank_is_asked_for_the_text(
     monkeypatch.setenv("RANK", "1")
     check_run(tree, data, mesh_of(tree, 2, 2), False)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UserError, match=r"evaluate\.text: .*absent does not exist"):
+    with pytest.raises(UserError, match=r"evaluate\.text: input not found: .*absent"):
         check_run(tree, data, mesh_of(tree, 2, 2), False)
 
 

@@ -121,7 +121,7 @@ def test_train_begins_with_a_summary_and_says_when_it_ends(
     assert said[: len(expected)] == expected
     assert said[len(expected) - 1].startswith("warning: the warm-up takes more than half of the run")
     assert said[len(expected)].startswith("memory per rank: ")
-    assert sum(line.startswith("training: about ") and " left, until " in line for line in said) == 1
+    assert sum(line.startswith("time: about ") and " left, until " in line for line in said) == 1
 
 
 def test_check_warns_as_the_run_does(small_run: dict[str, Any]) -> None:
