@@ -79,9 +79,11 @@ class ChatTemplate(NamedTuple):
         tokens = {"eos_token": eos_token} | {role: each for role, each in texts.items() if isinstance(each, str)}
         source = files.get(FILE, said.get("chat_template"))
         if isinstance(source, list):  # several, by name
-            source = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}.get(
-                "default"
-            )
+            by_name = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+            if "default" not in by_name:
+                names = ", ".join(map(str, by_name))
+                raise UserError(f"{place}: it has several chat templates ({names}), none of which is named default")
+            source = by_name["default"]
         if source is None:
             return None
         if not isinstance(source, str):

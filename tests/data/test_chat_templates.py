@@ -353,6 +353,10 @@ def test_prepared_data_has_the_template_of_its_tokenizer(folder_of: Any, tmp_pat
         ({"tokenizer_config.json": '{"chat_template": "{% for %}"}'}, "its chat_template is no Jinja template"),
         ({"chat_template.jinja": "{{ messages"}, "its chat_template is no Jinja template"),
         ({"tokenizer_config.json": '{"chat_template": 5}'}, "its chat_template is a int: it must be a text"),
+        (
+            {"tokenizer_config.json": '{"chat_template": [{"name": "tool_use", "template": "a"}]}'},
+            r"it has several chat templates \(tool_use\), none of which is named default",
+        ),
         ({"tokenizer_config.json": "[1]"}, r"tokenizer_config\.json cannot be read as a JSON object"),
     ],
 )
