@@ -28,11 +28,11 @@ class RollCall:
     """Ranks wait for each other by the store, where a collective would meet another one of ranks that are out of step."""
 
     def __init__(self, name: str, ranks: int, seconds: float) -> None:
-        self._name, self._ranks, self._limit = name, ranks, timedelta(seconds=seconds)
+        self._name, self._ranks, self._seconds = name, ranks, seconds
         self._calls = 0
 
-    def __call__(self) -> None:
-        """Return when all ranks have called so often. Raises `CollectiveError` after the limit."""
+    def __call__(self, share: float = 1.0) -> None:
+        """Return when all ranks have called so often. Raises `CollectiveError` after this share of the seconds."""
         if self._ranks == 1:
             return
         store, self._calls = dist.distributed_c10d._get_default_store(), self._calls + 1
@@ -43,7 +43,6 @@ class RollCall:
             store.set(f"{here} done", "")
             return
         try:
-            store.wait([f"{here} done"], self._limit)
+            store.wait([f"{here} done"], timedelta(seconds=share * self._seconds))
         except RuntimeError as error:
-            seconds = self._limit.total_seconds()
-            raise CollectiveError(f"not all ranks have come back from it within {seconds:g} s") from error
+            raise CollectiveError(f"not all ranks have come back from it within {share * self._seconds:g} s") from error

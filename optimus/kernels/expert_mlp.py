@@ -112,8 +112,6 @@ def expert_mlp(
         routing = x_TH, weights_TK, indices_TK
         return kernels.ExpertMLP.apply(*routing, gate_up_EJH, down_EHI, buffers, choices, bias_EJ, clamped)
     routes = make_routes(indices_TK, len(down_EHI), weights_TK.dtype, choices)
-    if x_TH.is_meta:  # where only memory is counted, few experts tell what all would take
-        routes = routes._replace(slices=routes.fullest)
     return _ExpertMLP.apply(x_TH, weights_TK, gate_up_EJH, down_EHI, bias_EJ, routes, buffers, forms, kind)
 
 
@@ -152,7 +150,9 @@ class _ExpertMLP(torch.autograd.Function):
         y_PH = x_TH.new_empty(len(token_P), x_TH.shape[1])
         x_scratch = x_TH.new_empty(routes.most, x_TH.shape[1])
         h_scratch = x_TH.new_empty(routes.most, down_EHI.shape[2])
-        for e, rows in routes.slices:
+        # Where only memory is counted, few experts tell what all would take, unless what they leave waits.
+        slices = routes.fullest if x_TH.is_meta else routes.slices
+        for e, rows in slices:
             x, h = (scratch[: rows.stop - rows.start] for scratch in (x_scratch, h_scratch))
             torch.index_select(x_TH, 0, token_P[rows], out=x)
             matmul(x, gate_up_EJH[e].T, out=z_PJ[rows], rows_vary=True, forms=forms)
@@ -162,7 +162,7 @@ class _ExpertMLP(torch.autograd.Function):
             matmul(h, down_EHI[e].T, out=y_PH[rows], rows_vary=True, forms=forms)
         # The index too, so that recomputing the block frees it.
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
-        ctx.slices, ctx.buffers, ctx.forms = routes.slices, buffers, forms
+        ctx.slices, ctx.every, ctx.buffers, ctx.forms = slices, routes.slices, buffers, forms
         ctx.kind = kind
         if routes.skipped_TK is not None:
             weights_TK = weights_TK.masked_fill(routes.skipped_TK, 0)
@@ -174,7 +174,8 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (y_grad_TH,), forms = grads, ctx.forms
         x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *index = ctx.saved_tensors
-        routes = Routes._make([*index, ctx.slices])
+        deferred = any(buffer is not None and buffer.deferred for buffer in ctx.buffers)
+        routes = Routes._make([*index, ctx.every if deferred else ctx.slices])
         token_P = routes.choice_P // weights_TK.shape[1]
         weight_P1 = (weights_TK.flatten()[routes.choice_P] * routes.real_P)[:, None]
         weight_grad_P = torch.empty_like(routes.real_P)

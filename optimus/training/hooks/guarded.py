@@ -119,7 +119,8 @@ class GuardedHook(Hook):
         if self._roll_call is None:
             seconds = trainer.config.resilience.timeout
             self._roll_call = RollCall(self.name, trainer.groups.world.size, seconds)
-        self._roll_call()
+        # One that has failed says so before those that wait for it in a collective give it up.
+        self._roll_call(1.0 if self._failure is None else 0.5)
 
 
 _BEFORE = ("before_training", "before_step", "loss_limit")  # the step that comes
