@@ -447,3 +447,42 @@ def test_a_model_without_conversations_has_no_template(small_run: dict[str, Any]
     optimus.train(small_run)
     with pytest.raises(UserError, match=r"knows no chat template: it was trained on no conversations"):
         optimus.generate(small_run["train"]["output"], "hi", chat=True)
+
+
+def test_data_that_does_not_go_together_is_refused_by_the_check(folder_of: Any, tmp_path: Path) -> None:
+    """Folders of two templates, as a model has one; and validation of which nothing is predicted."""
+    one, other = folder_of(CHATML), folder_of(CHATML)
+    (other / "chat_template.jinja").write_text(CHATML + " ")
+    said = [turn("user", "a long question " * 100), turn("assistant", "b")]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"messages": said}) + "\n" for _ in range(20)))
+    for name, tokenizer in (("one", one), ("other", other)):
+        prepare([chats], tmp_path / name, tokenizer=tokenizer, context=32, workers=1, text_field="chat:messages")
+    sources = [{"path": str(tmp_path / "one")}, {"path": str(tmp_path / "other")}]
+    run = {
+        "model": {"family": "llama", "hidden": 32, "layers": 1, "heads": 2, "intermediate": 32, "vocab": 640},
+        "data": {"path": str(tmp_path / "one")},
+        "train": {
+            "output": str(tmp_path / "run"),
+            "steps": 2,
+            "global_batch": 1,
+            "micro_batch": 1,
+            "sequence_length": 32,
+        },
+    }
+    with pytest.raises(
+        UserError, match=r"other has its conversations by another chat template than .*one: a model has one"
+    ):
+        optimus.train(run | {"data": sources}, check=True)
+    shards = Shards(tmp_path / "one")
+    unpredicted = next(
+        n
+        for n in range(shards.instances + 1)
+        if n == shards.instances or (shards.stored_rows(n, n + 1)[0, 1:] < NOT_PREDICTED).any()
+    )
+    assert 0 < unpredicted < shards.instances
+    tokens = 32 * unpredicted
+    validation = [{"name": "v", "path": str(tmp_path / "one"), "every": 1, "tokens": tokens}]
+    with pytest.raises(UserError, match=rf"validation\.0\.path: of the first {tokens} tokens of .* none is predicted"):
+        optimus.train(run | {"validation": validation}, check=True)
+    assert optimus.train(run | {"validation": [validation[0] | {"tokens": 10_000}]}, check=True)["ok"]
