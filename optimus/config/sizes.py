@@ -16,9 +16,7 @@ def parse_size(text: str) -> int:
 def parse_count(text: str) -> int:
     """The number in a text such as "300B", "1.5 M" or "4096". Raises `UserError`."""
     units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-    return round(
-        _parsed(text, units, "a number of them", "Write a number, or one with a unit, such as 2e9, 2B or 1.5T.")
-    )
+    return round(_parsed(text, units, "a number", "Write a number, or one with a unit, such as 2e9, 2B or 1.5T."))
 
 
 def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> float:

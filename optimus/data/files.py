@@ -65,11 +65,11 @@ class BadFileError(UserError):
     """What is wrong with one input file, at `path`: `what` begins with the place in it, and ends with the cure."""
 
     def __init__(self, path: str, what: str) -> None:
-        super().__init__(path, what)  # as it is pickled
+        super().__init__(f"{path}{what}")
         self.path, self.what = path, what
 
-    def __str__(self) -> str:
-        return f"{self.path}{self.what}"
+    def __reduce__(self) -> tuple[type["BadFileError"], tuple[str, str]]:
+        return BadFileError, (self.path, self.what)
 
 
 @dataclass(frozen=True)

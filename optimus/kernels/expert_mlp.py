@@ -150,9 +150,7 @@ class _ExpertMLP(torch.autograd.Function):
         y_PH = x_TH.new_empty(len(token_P), x_TH.shape[1])
         x_scratch = x_TH.new_empty(routes.most, x_TH.shape[1])
         h_scratch = x_TH.new_empty(routes.most, down_EHI.shape[2])
-        # Where only memory is counted, few experts tell what all would take, unless what they leave waits.
-        slices = routes.fullest if x_TH.is_meta else routes.slices
-        for e, rows in slices:
+        for e, rows in routes.fullest if x_TH.is_meta else routes.slices:  # few tell the memory that all would take
             x, h = (scratch[: rows.stop - rows.start] for scratch in (x_scratch, h_scratch))
             torch.index_select(x_TH, 0, token_P[rows], out=x)
             matmul(x, gate_up_EJH[e].T, out=z_PJ[rows], rows_vary=True, forms=forms)
@@ -162,7 +160,7 @@ class _ExpertMLP(torch.autograd.Function):
             matmul(h, down_EHI[e].T, out=y_PH[rows], rows_vary=True, forms=forms)
         # The index too, so that recomputing the block frees it.
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
-        ctx.slices, ctx.every, ctx.buffers, ctx.forms = slices, routes.slices, buffers, forms
+        ctx.slices, ctx.buffers, ctx.forms = routes.slices, buffers, forms
         ctx.kind = kind
         if routes.skipped_TK is not None:
             weights_TK = weights_TK.masked_fill(routes.skipped_TK, 0)
@@ -174,19 +172,20 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (y_grad_TH,), forms = grads, ctx.forms
         x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *index = ctx.saved_tensors
+        routes = Routes._make([*index, ctx.slices])
         deferred = any(buffer is not None and buffer.deferred for buffer in ctx.buffers)
-        routes = Routes._make([*index, ctx.every if deferred else ctx.slices])
+        slices = routes.fullest if x_TH.is_meta and not deferred else routes.slices  # what is deferred is of all
         token_P = routes.choice_P // weights_TK.shape[1]
         weight_P1 = (weights_TK.flatten()[routes.choice_P] * routes.real_P)[:, None]
         weight_grad_P = torch.empty_like(routes.real_P)
         x_grad_PH = x_TH.new_empty(len(token_P), x_TH.shape[1])
-        busy = [e for e, _ in routes.slices]
+        busy = [e for e, _ in slices]
         gate_up = WeightGradient(gate_up_EJH, ctx.buffers[0], busy, ctx.needs_input_grad[2], forms)
         down = WeightGradient(down_EHI, ctx.buffers[1], busy, ctx.needs_input_grad[3], forms)
         bias_grad_EJ = z_PJ.new_zeros(gate_up_EJH.shape[:2]) if ctx.needs_input_grad[4] else None
         x_scratch, g_scratch = x_TH.new_empty(2, routes.most, x_TH.shape[1])
         h_scratch = x_TH.new_empty(routes.most, down_EHI.shape[2])
-        for e, rows in routes.slices:
+        for e, rows in slices:
             x, g, h_grad = (scratch[: rows.stop - rows.start] for scratch in (x_scratch, g_scratch, h_scratch))
             torch.index_select(x_TH, 0, token_P[rows], out=x)
             torch.index_select(y_grad_TH, 0, token_P[rows], out=g)

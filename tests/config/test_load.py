@@ -116,7 +116,7 @@ def test_a_model_folder_brings_its_sections(tmp_path: Path) -> None:
         (["train.warmup_steps=5"], r"unknown key 'train\.warmup_steps': did you mean 'lr_schedule\.warmup_steps'\?"),
         (["peak=5"], r"unknown key 'peak': did you mean 'lr_schedule\.peak'\?"),
         (["optimizer.zzz=1"], r"unknown key 'optimizer\.zzz': valid: betas, clip_during_warmup, clip_norm, eps, groups"),
-        (["train.steps=ten"], r"train\.steps: not a number of them: 'ten'"),
+        (["train.steps=ten"], r"train\.steps: not a number: 'ten'"),
         (["train.seed=ten"], r"'train\.seed' is 'ten': it must be a whole number"),
         (["train.steps=1.5"], r"'train\.steps' is 1\.5: it must be a whole number"),
         (["train.output=7"], r"'train\.output' is 7: it must be text"),
@@ -149,7 +149,7 @@ def test_several_problems_are_reported_at_once() -> None:
     text = message(base(), "train.sed=1", "train.steps=ten", "lr_schedule.name=triangle", "modl=3")
     for part in (
         "'train.sed'",
-        "train.steps: not a number of them: 'ten'",
+        "train.steps: not a number: 'ten'",
         "'lr_schedule.name' is 'triangle'",
         "did you mean 'model'?",
     ):

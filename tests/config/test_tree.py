@@ -100,7 +100,7 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
             r"train: the length of the run is one of .* but it is missing: give one of them",
         ),
         (DENSE, {"train": TRAIN | {"steps": None, "tokens": 256, "stop_at": 2}}, r"train: stop_at 2 is beyond steps 1"),
-        (DENSE, {"train": TRAIN | {"steps": None, "tokens": "2X"}}, r"train\.tokens: not a number of them: '2X'"),
+        (DENSE, {"train": TRAIN | {"steps": None, "tokens": "2X"}}, r"train\.tokens: not a number: '2X'"),
         (DENSE, {"train": TRAIN | {"steps": None, "tokens": 0.5}}, r"'train\.tokens' is 0\.5"),
         (DENSE, {"evaluate": {"every": 5}}, r"evaluate: every is set but text is not"),
         (DENSE, {"moe": {}}, r"moe: the model is dense: remove the section moe"),

@@ -431,7 +431,7 @@ def test_hooks_that_are_no_list(small_run: dict[str, Any], given: Any) -> None:
 
 
 def test_attributes_of_its_own_are_its_own(small_run: dict[str, Any], hooks: str) -> None:
-    optimus.train(with_hooks(small_run, f"{hooks}.RaisesElsewhere"), check=True)
+    assert optimus.train(with_hooks(small_run, f"{hooks}.RaisesElsewhere"), check=True)["ok"]
 
 
 @pytest.mark.usefixtures("warm_ranks")
