@@ -10,9 +10,11 @@ _LINE_SECONDS = 10.0  # between plain lines
 
 
 def seconds_text(seconds: float) -> str:
-    """In a unit of which they are at least two: 12 min."""
-    unit, size = next((each for each in (("d", 86400), ("h", 3600), ("min", 60)) if seconds >= 2 * each[1]), ("s", 1))
-    return f"{seconds / size:.0f} {unit}"
+    """Such as 45 s, 9 min, 1.5 h or 2.1 days."""
+    for most, unit, name in ((90, 1, "s"), (5400, 60, "min")):
+        if seconds < most:
+            return f"{seconds / unit:.2g} {name}" if seconds < 10 else f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 def time_left(seconds: float, now: float) -> str:

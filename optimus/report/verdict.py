@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from optimus.observe.progress import seconds_text
 from optimus.report.folder import RunFolder, is_number, plain
 
 _NUMBERS = 4  # that are shown large
@@ -21,7 +22,7 @@ def verdict(folder: RunFolder) -> str:
     steps = f"{folder.step:,} of {folder.steps:,}" if folder.steps is not None else f"{folder.step:,}"
     said = f"{state} after {steps} steps"
     if (seconds := training_seconds(folder)) > 0:
-        said += f" in {duration(seconds)}"
+        said += f" in {seconds_text(seconds)}"
     parts = [said + (f" ({_shortened(why)})" if why else "")]
     best, loss = best_bits(folder), last_loss(folder)
     if best is not None:
@@ -44,7 +45,7 @@ def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
         ("bits per byte", best and best[0], f"best, at step {best[1]:,}" if best else ""),
         ("loss", last_loss(folder), f"mean of the last {over:,} steps" if over > 1 else "of the last step"),
         ("tokens per second", rate, f"median of the last {min(_LAST, len(folder.records)):,} steps"),
-        ("tokens", tokens, f"in {duration(seconds)} of training" if seconds > 0 else ""),
+        ("tokens", tokens, f"in {seconds_text(seconds)} of training" if seconds > 0 else ""),
         ("steps", float(folder.step), "" if folder.steps is None else f"of {folder.steps:,}"),
         ("parameters", parameters if is_number(parameters) else None, ""),
     ]
@@ -110,14 +111,6 @@ def training_seconds(folder: RunFolder) -> float:
     """What its steps and checkpoints have taken; 0 where it is not known."""
     columns = (folder.column("step_seconds"), folder.column("checkpoint_seconds"))
     return sum(value for column in columns for value in column if value is not None and math.isfinite(value))
-
-
-def duration(seconds: float) -> str:
-    """Such as 45 s, 9 min, 1.5 h or 2.1 days."""
-    for most, unit, name in ((90, 1, "s"), (5400, 60, "min")):
-        if seconds < most:
-            return f"{seconds / unit:.2g} {name}" if seconds < 10 else f"{seconds / unit:.0f} {name}"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 def _shortened(why: str) -> str:

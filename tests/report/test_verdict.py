@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from optimus.observe.progress import seconds_text
 from optimus.report.folder import read_folder
 from optimus.report.page import report_data
-from optimus.report.verdict import duration, large_numbers, verdict
+from optimus.report.verdict import large_numbers, verdict
 
 Make = Callable[..., Path]
 
@@ -108,4 +109,4 @@ def test_several_runs(tmp_path: Path, make_run: Make) -> None:
     ],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert seconds_text(seconds) == text
