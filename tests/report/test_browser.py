@@ -179,7 +179,8 @@ def has_the_colours(shown: Any, dark: bool) -> None:
     before = picture(shown)
     for other in (True, False):
         shown.emulate_media(color_scheme="dark" if dark != other else "light")
-        shown.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
+        is_so = "([before, other]) => (document.querySelector('canvas').toDataURL() !== before) === other"
+        shown.wait_for_function(is_so, arg=[before, other])  # a busy machine draws it later
         assert (picture(shown) != before) == other
 
 
