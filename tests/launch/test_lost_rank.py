@@ -211,6 +211,8 @@ BROKEN = "CollectiveError: step 7: all_reduce failed on rank {}: closed"
         ),
         ([(-9, 130, None), (2, 100, BROKEN)], "rank 0 did not answer and was ended; the others stopped: step 7: .*"),
         ([(2, 100, BROKEN), (2, 101, "UserError: no room")], "rank 1 failed: no room"),
+        ([(2, 100, BROKEN), (2, 101, "BadFileError: a.txt: not UTF-8")], "rank 1 failed: a.txt: not UTF-8"),
+        ([(2, 100, BROKEN), (2, 101, "EndedError: step 3: no memory")], "rank 1 failed: step 3: no memory"),
         ([(-15, 100, None), (1, 100, "KeyError: 'x'")], "rank 1 failed: KeyError: 'x'"),
         (
             [(2, 101, BROKEN), (2, 100, BROKEN)],
