@@ -1,5 +1,7 @@
 """The benchmark of checkpoints measures what it says: bytes and readers are exact, whatever the times are."""
 
+from typing import Any
+
 import pytest
 
 from benchmarks.checkpoint import run
@@ -8,13 +10,15 @@ MODEL = {"family": "olmo", "hidden": 64, "layers": 2, "heads": 2, "intermediate"
 
 
 @pytest.mark.in_turn(2, 5)
-def test_rows_and_ratios() -> None:
-    found = run(model=MODEL, loaded=MODEL, ranks=2, rounds=1)
+@pytest.mark.parametrize(("precision", "bytes_"), [("float32", 4), ("bfloat16", 2)])
+def test_rows_and_ratios(precision: Any, bytes_: int) -> None:
+    found = run(model=MODEL, loaded=MODEL, ranks=2, rounds=1, precision=precision)
     saving, ratios, loading, nodes = found.rows, found.ratios, found.more["loading"], found.more["nodes"]
     assert ratios["model_only.bytes"] is not None
     assert [row["way"] for row in saving] == ["at once", "beside the training", "DCP save", "DCP async_save"]
     assert all(row["stall_s"] > 0 for row in saving)
-    assert 0.15 < ratios["model_only.bytes"] < 0.19  # 2 of 12 bytes per parameter, and the rest of a folder
+    # Of each parameter, its working copy instead of weight and two moments in float32, 12 bytes; and the rest of a folder.
+    assert bytes_ / 12 - 0.02 < ratios["model_only.bytes"] < bytes_ / 12 + 0.02
     for row in loading:
         once = row["way"] != "none"
         assert row["ranks_that_read"] == (1 if once else 2)
