@@ -60,7 +60,7 @@ def prepare(
     """Tokenise, shuffle and shard text into training data."""
     given = but(locals(), "shard_size", "as_json")
     from optimus.api import prepare as run
-    from optimus.config.sizes import parse_size
+    from optimus.config.sizes import counted, parse_size
     from optimus.observe.progress import ProgressBar
     from optimus.observe.signals import ended_by_signals
 
@@ -75,14 +75,10 @@ def prepare(
     show(
         index,
         as_json,
-        f"{output}: {index['tokens']:,} tokens of {_count(index['documents'], 'document')} in "
-        f"{_count(index['instances'], 'sequence')} of {context}, {_count(len(index['shards']), 'shard')}; "
+        f"{output}: {index['tokens']:,} tokens of {counted(index['documents'], 'document')} in "
+        f"{counted(index['instances'], 'sequence')} of {context}, {counted(len(index['shards']), 'shard')}; "
         f"{rest}{_template(index)}{_left_alone(index)}",
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _template(index: dict[str, Any]) -> str:
@@ -97,11 +93,13 @@ def _template(index: dict[str, Any]) -> str:
 
 def _left_alone(index: dict[str, Any]) -> str:
     """Lines about documents that were left out, and about files that were skipped, bad ones and those of other endings."""
+    from optimus.config.sizes import counted
+
     reasons = ("too_short", "too_long", "duplicates")
     left_out = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
     said = f"\nleft out: documents {left_out}" if left_out else ""
     if bad := index.get("bad_files", []):
-        said += f"\nskipped: {_count(len(bad), 'file')} that cannot be read"
+        said += f"\nskipped: {counted(len(bad), 'file')} that cannot be read"
         said += "".join(f"\n  {each['name']}: {with_options(each['what'])}" for each in bad)
     by_ending = index.get("skipped_by_ending", {})
     if not by_ending:

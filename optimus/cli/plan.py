@@ -164,7 +164,7 @@ def _dry_run(job: Any, rank: int, as_json: bool) -> None:
 
     found = dry_run(job, rank)
     total = sum(found.values())
-    fits, said = verdict(total, job.machine)
+    fits, said = verdict(total, job)
     if as_json:
         told = {"rank": rank, "bytes": {"total": total, **found}, "memory": job.machine.memory, "fits": fits}
         print(json.dumps(told, indent=2))

@@ -32,6 +32,16 @@ def size_text(size: float, digits: int = 3) -> str:
     return f"{size / 1000**unit:.{digits}g} {['B', 'kB', 'MB', 'GB', 'TB'][unit]}"
 
 
+def counted(number: int, noun: str) -> str:
+    """So many of them, such as "1 file" or "1,000 batches"."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
+def rounded(number: float) -> str:
+    """In three digits, such as "48,000" or "0.125"."""
+    return f"{float(f'{number:.3g}'):,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
 def count_text(number: float) -> str:
     """A number in three digits and a unit, such as "1.5 B"."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):

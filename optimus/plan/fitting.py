@@ -10,18 +10,20 @@ from typing import NamedTuple
 from optimus.config import ModelConfig
 from optimus.config.tree import ShardRanks
 from optimus.pipeline.estimates import largest
+from optimus.plan.communicators import buffers_of
 from optimus.plan.divisions import BlockTiming, Candidate
 from optimus.plan.job import Job
 from optimus.plan.memory import (
+    FRAGMENTS,
     KINDS,
     ActivationSizes,
     Rank,
     activations_of,
     ranks_of,
-    room_of,
     run_activations,
     stages_of_each,
     state_of,
+    usable,
 )
 from optimus.plan.offloading import host_room
 from optimus.plan.parameter_groups import Counts
@@ -43,7 +45,7 @@ class Timed(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """To hold the state, and the bytes that it leaves of each rank of `Fitting._ranks_of`."""
+    """To hold the state, and the bytes that it leaves of each rank of `Fitting._ranks_of` and of communicators' buffers."""
 
     shard: Shard
     width: int | ShardRanks | None
@@ -59,6 +61,7 @@ class Fitting:
         self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
         self._ways: dict[tuple[object, ...], list[_Way]] = {}
         self._kept: dict[tuple[BlockTiming, bool, frozenset[str]], ActivationSizes] = {}
+        self._buffers: dict[tuple[object, ...], float] = {}
         self._sets = recomputations(job.model)
         profile = job.profile
         self._hides = profile.overlap_data >= profile.overlap_gather and not profile.broadcast
@@ -93,7 +96,8 @@ class Fitting:
             if not places:
                 too_slow |= {width} if shard == "optimizer" else set()
                 continue
-            recompute, places = self._least(places, room, sizes, in_time)
+            buffers = self._buffers_of(places[0])
+            recompute, places = self._least(places, [free - buffers for free in room], sizes, in_time)
             if not places or (slower and enough.get(width) == recompute):
                 continue
             enough[width] = recompute
@@ -116,6 +120,14 @@ class Fitting:
             ways = (_Way(*way, state_room(counts, held(job, *way))) for way in sharded(job))
             self._ways[key] = [way for way in ways if min(way.room) > 0]
         return self._ways[key]
+
+    def _buffers_of(self, job: Job) -> float:
+        """Of what can be used of its machine, bytes that its communicators' buffers take."""
+        parallel, state = job.parallel, job.state
+        key = job.mesh, parallel.schedule, parallel.stages_per_rank, state.shard, state.shard_ranks
+        if key not in self._buffers:
+            self._buffers[key] = buffers_of(job) * (1 - FRAGMENTS)
+        return self._buffers[key]
 
     def _ranks_of(self, job: Job) -> list[Rank]:
         """Of ranks whose stages are alike one, which keeps what any of them does."""
@@ -159,7 +171,7 @@ class Fitting:
 
 def state_room(ranks: Sequence[Counts], job: Job) -> list[float]:
     """Bytes that its state leaves of the device of each of `ranks`; none where the host has no room for it."""
-    room, beside = room_of(job.machine), host_room(job)
+    room, beside = usable(job.machine), host_room(job)
     return [
         room - sum(parts.values()) if elsewhere.host <= beside else -math.inf
         for parts, elsewhere in state_of(ranks, job)

@@ -15,6 +15,7 @@ from optimus.model.count import count_parameters
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, stages_of_ranks
+from optimus.plan.communicators import buffers_of
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.offloading import (
@@ -186,6 +187,12 @@ def run_activations(job: Job) -> ActivationSizes:
     return sizes
 
 
-def room_of(machine: Machine) -> float:
-    """Bytes of a rank that a run may take: what fragments waste is left out."""
+def usable(machine: Machine) -> float:
+    """Bytes of a rank without what fragments waste."""
     return machine.memory * (1 - FRAGMENTS)
+
+
+def room_of(job: Job) -> float:
+    """Bytes of a rank that state and activations may take: what communicators' buffers take and fragments waste is left
+    out."""
+    return (job.machine.memory - buffers_of(job)) * (1 - FRAGMENTS)

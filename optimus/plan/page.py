@@ -35,7 +35,7 @@ def page_data(plans: Sequence[Plan], points: Sequence[ScalingPoint]) -> dict[str
         "title": f"Plans of {job.model.family} with {parameters} parameters on {job.machine.name}",
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         "tokens": job.tokens,
-        "room": room_of(job.machine),
+        "room": room_of(job),
         "memory": job.machine.memory,
         "rows": rows_of(plans, wide=True),
         "plans": [

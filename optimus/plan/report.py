@@ -7,17 +7,16 @@ from typing import Any
 
 from optimus.comm.algorithms import OWN
 from optimus.config.load import dump_config
-from optimus.config.sizes import count_text, size_text
+from optimus.config.sizes import count_text, counted, rounded, size_text
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
 from optimus.mesh.strided import StridedGroup
 from optimus.model.count import count_parameters
-from optimus.plan.blocks import examples
 from optimus.plan.collectives import algorithm_named
+from optimus.plan.communicators import buffers_of, communicators_of
 from optimus.plan.job import Job
 from optimus.plan.largest import MOST_LAYERS
-from optimus.plan.machine import Machine
 from optimus.plan.memory import room_of
 from optimus.plan.offloading import device_share, ranks_of_node, sends_gradients
 from optimus.plan.prediction import Plan
@@ -25,9 +24,7 @@ from optimus.plan.proposal import config_of, layout_of
 from optimus.plan.rank_costs import RankCosts
 from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
-from optimus.resolve.groups import Communicators, communicators
 from optimus.resolve.length import length
-from optimus.resolve.parameters import layouts_of
 
 _COSTS = 3  # named in a row
 _ALGORITHMS = {  # those that are no names of `comm.algorithms`
@@ -37,15 +34,6 @@ _ALGORITHMS = {  # those that are no names of `comm.algorithms`
     "hierarchical": "node by node",
     "pccl": "PCCL",
 }
-
-
-def communicators_of(job: Job) -> tuple[list[Communicators], float]:
-    """(the communicators of the rank whose buffers take most, the bytes of these)."""
-    config, mesh, kind = job.config, job.mesh, job.machine.communicator
-    layouts = layouts_of(examples(config.model)[0], config)  # of blocks that are alike one says what all do
-    ranks = communicators(config, mesh, layouts, [mesh.block * stage for stage in range(mesh.pp)])
-    found = [(theirs, sum(each.number * kind.memory(each.size) for each in theirs)) for theirs in ranks]
-    return max(found, key=lambda each: each[1])
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -141,19 +129,19 @@ def below_table(plan: Plan) -> list[str]:
     job, machine, run = plan.job, plan.job.machine, plan.job.run or plan.job.config
     number, size = job.microbatches, job.train.micro_batch
     lines = [
-        f"batch {number}x{size}: a step of each data-parallel rank has {number:,} microbatches of {size:,} sequences."
+        f"batch {number}x{size}: a step of each data-parallel rank has {counted(number, 'microbatch')} of "
+        f"{counted(size, 'sequence')}."
     ]
     if not run.phases:
         steps = length(run, job.sequences).values.get("train.steps", run.train.steps)
         seconds = steps * plan.step.seconds
         hours = seconds / 3600 * job.mesh.size
-        days = f"{seconds / 86400:,.3g} days" if seconds > 86400 else f"{seconds / 3600:.3g} hours"
+        days = f"{rounded(seconds / 86400)} days" if seconds > 86400 else f"{rounded(seconds / 3600)} hours"
         tokens = count_text(float(steps * job.tokens))
         lines.append(
-            f"The run, {steps:,} steps or {tokens} tokens, takes {days} with plan 1: {hours:,.3g} device hours."
+            f"The run, {steps:,} steps or {tokens} tokens, takes {days} with plan 1: {rounded(hours)} device hours."
         )
     _, buffers = communicators_of(job)
-    buffers = 0.0 if machine.host.shared else buffers
     left, beside = machine.memory - plan.memory.total - buffers, f" and {size_text(buffers)} of communicators' buffers"
     lines.append(
         f"Of {size_text(machine.memory)} a rank it leaves {size_text(max(0.0, left))} beside state and activations"
@@ -239,11 +227,13 @@ def _collectives(job: Job) -> Iterator[str]:
         yield f"  {where:<34}{'; '.join(each)}"
 
 
-def verdict(size: float, machine: Machine) -> tuple[bool, str]:
-    """(whether so many bytes fit on a rank of `machine`, the same in words)."""
-    room, memory = room_of(machine), machine.memory
+def verdict(size: float, job: Job) -> tuple[bool, str]:
+    """(whether so many bytes fit on a rank of the job's machine, the same in words)."""
+    room, memory = room_of(job), job.machine.memory
     fits = size <= room
-    left = "" if fits or size > memory else f" ({size_text(room)} of them can be used; fragments waste the rest)"
+    buffers = buffers_of(job)
+    beside = f"communicators' buffers take {size_text(buffers)} and fragments" if buffers else "fragments waste"
+    left = "" if fits or size > memory else f" ({size_text(room)} of them can be used; {beside} the rest)"
     return fits, f"{size_text(size)} on {size_text(memory)}{left}: {'fits' if fits else 'does not fit'}"
 
 

@@ -20,12 +20,13 @@ from heapq import heapify, heappop, heappush
 from optimus.config.sizes import size_text
 from optimus.errors import UserError
 from optimus.pipeline.schedules import DEFAULT
+from optimus.plan.communicators import buffers_of
 from optimus.plan.divisions import candidates
 from optimus.plan.fitting import Fitting, Timed, residencies
 from optimus.plan.job import Job
 from optimus.plan.links import even, exchanged
 from optimus.plan.machine import load_machine, machine_names
-from optimus.plan.memory import FRAGMENTS, memory_of, room_of, state_size
+from optimus.plan.memory import FRAGMENTS, memory_of, room_of, state_size, usable
 from optimus.plan.offloading import host_room
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.step import step_time
@@ -56,7 +57,7 @@ def search_residency(job: Job, best: int) -> list[Plan]:
     least = machine = job.machine
     for _ in range(_TRIES):
         found = [predict(replace(each.job, machine=machine)) for each in _search(replace(job, machine=least), best)]
-        over = max((plan.memory.total - room_of(machine) for plan in found), default=0.0)
+        over = max((plan.memory.total - room_of(plan.job) for plan in found), default=0.0)
         if over <= 0:
             break
         least = least.model_copy(update={"memory": least.memory - over / (1 - FRAGMENTS)})
@@ -65,7 +66,7 @@ def search_residency(job: Job, best: int) -> list[Plan]:
 
 def _fits(plan: Plan) -> bool:
     job, memory = plan.job, plan.memory
-    return memory.total <= room_of(job.machine) and memory.elsewhere.host <= host_room(job)
+    return memory.total <= room_of(job) and memory.elsewhere.host <= host_room(job)
 
 
 def _search(job: Job, best: int) -> list[Timed]:
@@ -120,9 +121,9 @@ def _rearranged(timed: Timed) -> Timed:
 
 def fits(job: Job) -> bool:
     """Whether the tightest of its layouts do."""
-    room, beside = room_of(job.machine), host_room(job)
-    memories = (memory_of(each) for size, each in _tightest(job) if size <= room)
-    return any(memory.total <= room and memory.elsewhere.host <= beside for memory in memories)
+    room, beside = usable(job.machine), host_room(job)
+    tight = ((each, memory_of(each)) for size, each in _tightest(job) if size <= room)
+    return any(memory.total <= room_of(each) and memory.elsewhere.host <= beside for each, memory in tight)
 
 
 def _tightest(job: Job) -> list[tuple[float, Job]]:
@@ -143,7 +144,7 @@ def _too_large(job: Job) -> UserError:
     for size, each in _tightest(job):
         if size >= least:  # whatever its activations take
             break
-        least = min(least, memory_of(each).total)
+        least = min(least, memory_of(each).total + buffers_of(each))
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})
     enough = [f"{name} ({size_text(size)})" for size, name in rooms if least <= size * 0.92]
     cure = f"the smallest machine that has it is {enough[0]}" if enough else "no known machine has it"

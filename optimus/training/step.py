@@ -36,6 +36,7 @@ class StepResult(NamedTuple):
     skipped: bool
     divergence: float = 0.0  # from the teacher, nats per predicted token, times the square of the temperature
     clipped_norm: float = 0.0  # of the gradients, once they were clipped
+    predicted: int = 0  # tokens
     source_losses: Sequence[float | None] = ()  # as `loss`, by source, where asked for; None where nothing is predicted
 
     @property
@@ -70,7 +71,7 @@ def training_step(
     watch = state.groups.watch
     watch.begin()
     with watch.on(), region(lambda: "forward and backward passes"):
-        losses = accumulate_gradients(model, state, batch, config, sources)
+        losses, predicted = accumulate_gradients(model, state, batch, config, sources)
         # Over all ranks, also those of a grid, which find the same: bit by bit, as each decides by it what is applied.
         finish = state.groups.world.all_reduce_async(losses)
         norm = state.reduce_gradients()
@@ -79,7 +80,7 @@ def training_step(
     loss, balance, z, divergence, *of_sources = (losses / with_losses).tolist()
     lr, scale = step_learning_rate(config, step), clip_scale(config, step, norm)
     by_source = [nats / count if count else None for nats, count in zip(of_sources[::2], of_sources[1::2])]
-    result = StepResult(loss, balance, z, norm, lr, False, divergence, norm * scale, by_source)
+    result = StepResult(loss, balance, z, norm, lr, False, divergence, norm * scale, predicted, by_source)
     skipped = result.unfit or loss > loss_limit
     with region(lambda: "optimizer step"):
         if skipped:
@@ -93,9 +94,10 @@ def training_step(
 
 def accumulate_gradients(
     model: Staged, state: ModelState, given: Tensor | Batch, config: RunConfig, sources: int = 0
-) -> Tensor:
+) -> tuple[Tensor, int]:
     """Forward and backward over this rank's microbatches; their mean losses [4] (see `terms`), fp32. Behind these, of each
-    of so many `sources`, the sum of its cross-entropies and the number of its predicted tokens.
+    of so many `sources`, the sum of its cross-entropies and the number of its predicted tokens. With them, how many tokens
+    of the global batch are predicted.
 
     The losses are zero but on the ranks of the last stage.
 
@@ -111,20 +113,20 @@ def accumulate_gradients(
         objective.count_choices(model.router_statistics(microbatches))
     reported = model.train_microbatches(microbatches, objective, state)
     total = torch.stack(reported).sum(0) if reported else torch.zeros(4, device=batch.tokens_BS.device)
-    return torch.cat([(total / len(microbatches)).float(), objective.sources_K2.flatten()])
+    return torch.cat([(total / len(microbatches)).float(), objective.sources_K2.flatten()]), predicted
 
 
 def predicted_tokens(batch: Batch, data: Group) -> int:
-    """Predicted tokens of the global batch, of which each rank of `data` has as many sequences; at least 1.
+    """Predicted tokens of the global batch, of which each rank of `data` has as many sequences.
 
     Without a mask and documents the shape says it. Else all ranks must call, none without either.
     """
     count = batch.predicted()
     if batch.counted_by_shape or data.size == 1:
-        return max(1, count * data.size)
+        return count * data.size
     total_1 = torch.tensor([count], device=batch.tokens_BS.device)
     data.unwatched.all_reduce(total_1)
-    return max(1, int(total_1))
+    return int(total_1)
 
 
 class _Objective:
@@ -141,7 +143,7 @@ class _Objective:
     ) -> None:
         self.sources_K2, self.add_rows = sources_K2, self._add_rows if len(sources_K2) else None
         parts = microbatches * state.groups.along(*DATA).size  # whose mean are the losses of the global batch
-        self.count, self.scale = predicted / parts, 1 / parts
+        self.count, self.scale = max(1, predicted) / parts, 1 / parts
         self._config, self._data = config, state.groups.along("dp")
         self._global = config.moe.balance_scope == "global" and config.model.experts is not None
         self._choices_E: Tensor | None = None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from optimus.api import train
 from optimus.data.fields import field_of
 from optimus.data.loader import TokenLoader
 from optimus.data.preparation import prepare
@@ -16,6 +17,7 @@ from optimus.data.shards import Shards
 from optimus.data.training import DataPhase
 from optimus.errors import UserError
 from optimus.evaluation.text import read_rows
+from optimus.observe.metrics import read_metrics
 
 CONTEXT = 256
 
@@ -85,6 +87,25 @@ def test_answers_alone_are_predicted(
         assert found == wanted
         masked = batch.tokens_BS[batch.target_mask_BS].size
         assert masked == sum(len(ids) * times for ids, times in wanted.items())
+
+
+def test_a_step_of_which_nothing_is_predicted_has_no_loss(
+    tmp_path: Path, tokenizer_file: Path, small_run: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A long question, then a short answer: one sequence to a step, so most steps see of it the question alone."""
+    chat, asked = tmp_path / "chat.jsonl", [message("user", "why? " * 200), message("assistant", "because")]
+    chat.write_text(2 * f"{json.dumps({'messages': asked})}\n")
+    prepare([chat], tmp_path / "asked", tokenizer=tokenizer_file, context=32, text_field="chat:messages")
+    small_run["model"]["vocab"] = 600
+    small_run["data"]["path"] = str(tmp_path / "asked")
+    small_run["train"] |= {"steps": Shards(tmp_path / "asked").instances, "global_batch": 1, "micro_batch": 1}
+    summary = train(small_run)
+    losses = [record["loss"] for record in read_metrics(Path(summary["output"]))]
+    assert 1 <= sum(loss is not None for loss in losses) <= 4
+    assert all(loss is None or loss > 1 for loss in losses)
+    said = capsys.readouterr().err
+    assert said.count("no token of its batch is predicted") == losses.count(None)
+    assert "loss -" in said
 
 
 def test_a_tokenizer_is_trained_on_all_of_it(tmp_path: Path, chats: tuple[Path, Any]) -> None:

@@ -88,13 +88,13 @@ def test_the_search_goes_to_the_host_where_the_device_has_no_room() -> None:
     (plan,) = search(job(SMALL, machine(4.5e9)), best=1)
     state = StateConfig(**layout_of(plan.job)["state"])
     assert state.residency == "optimizer"
-    assert plan.memory.total <= room_of(plan.job.machine)
+    assert plan.memory.total <= room_of(plan.job)
     assert f"state.residency {state.residency}: the state of" in explained(plan)
     assert as_json(plan)["host_bytes"] == plan.memory.elsewhere.host > 0
     share = state.device_states
     assert isinstance(share, float)
     more = plan.job.changed(state={"device_states": share + 1 / 16})
-    assert memory_of(more).total > room_of(plan.job.machine)
+    assert memory_of(more).total > room_of(plan.job)
     (tight,) = search(job(SMALL, machine(2.5e9, host=2e9)), best=1)
     assert tight.job.state.residency == "disk"
 
@@ -157,7 +157,7 @@ def most_tokens(model: ModelConfig, kind: Machine, ranks: int, **state: Any) -> 
     found = None
     for micro_batch in range(4, 68, 4):
         asked = job(model, kind, ranks, micro_batch, **state)
-        if memory_of(asked).total > room_of(kind):
+        if memory_of(asked).total > room_of(asked):
             break
         found = predict(asked)
     assert found is not None

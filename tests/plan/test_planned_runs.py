@@ -156,7 +156,7 @@ def test_a_plan_is_the_run_that_it_resolves_to(monkeypatch: pytest.MonkeyPatch, 
             assert run.config.recompute == job.config.recompute
             accounts, shared = memories(run, job.imbalance), job.machine.host.shared
             totals = [account.total + shared * account.copies for account in accounts]
-            assert plan.memory.total == max(totals) <= room_of(job.machine)
+            assert plan.memory.total == max(totals) <= room_of(job)
             here = memory(run, rank := run.stage_ranks[plan.memory.rank], job.imbalance)
             alone = dry_run(job, rank)
             assert sum(alone.values()) == here.total + shared * here.copies

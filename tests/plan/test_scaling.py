@@ -15,7 +15,7 @@ from optimus.config.load import model_config_from, resolve_model
 from optimus.mesh import Mesh
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine, load_machine
-from optimus.plan.memory import room_of
+from optimus.plan.memory import usable
 from optimus.plan.step import step_time
 
 TILES = (384, 768, 1536, 3072, 6144, 12288)
@@ -96,7 +96,7 @@ def grids(model: ModelConfig, machine: Machine, ranks: int) -> Iterator[Job]:
                     shard_ranks=None if z == 1 else z,
                     recompute={"block"},
                 )
-                if framework_memory(asked, AXONN).total <= room_of(machine):
+                if framework_memory(asked, AXONN).total <= usable(machine):
                     yield asked
                     break
 

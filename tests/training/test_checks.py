@@ -362,7 +362,7 @@ def test_an_accelerator_that_runs_out_of_memory(small_run: dict[str, Any], monke
 
     fits = 1
 
-    def no_more_than_fits(model: Any, state: Any, tokens: torch.Tensor, config: Any) -> torch.Tensor:
+    def no_more_than_fits(model: Any, state: Any, tokens: torch.Tensor, config: Any) -> Any:
         if len(tokens) > fits:
             raise torch.OutOfMemoryError("out of memory")
         return right(model, state, tokens, config)

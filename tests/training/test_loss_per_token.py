@@ -76,6 +76,9 @@ def test_masked_targets_are_those_of_one_process(model: str, ranks: int, overrid
     alone = train_masked(run_config(model, *(each for each in overrides if each.startswith(("model", "moe")))), MASKS)
     for rank, found in enumerate(run_ranks(train_masked, ranks, run_config(model, *overrides), MASKS)):
         compare(found, alone, f"{ranks} ranks, {overrides}, rank {rank}", 2e-5)
+    train = run_config(model)["train"]
+    masks = [mask_of(kind, n, (train["global_batch"], train["sequence_length"])) for n, kind in enumerate(MASKS)]
+    assert [each.predicted for each in alone.steps] == [int(mask_BS[:, 1:].sum()) for mask_BS in masks]
 
 
 def reference(model: Transformer, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -99,7 +102,8 @@ def test_uneven_microbatches_are_one_mean(masked: bool) -> None:
     initialize(model, steps.config.train.seed, steps.config.model.init_std)
     loss, gradients = reference(model, batch)
     steps.state.begin_step()
-    found = accumulate_gradients(steps.model, steps.state, batch, steps.config)
+    found, predicted = accumulate_gradients(steps.model, steps.state, batch, steps.config)
+    assert predicted == (7 * 23 if mask_BS is None else int(mask_BS[:, 1:].sum()))
     torch.testing.assert_close(found[0].double(), loss, rtol=1e-6, atol=0)
     for name, parameter in steps.model.model.named_parameters():
         error = float((parameter.grad.double() - gradients[name]).norm() / gradients[name].norm())  # type: ignore[union-attr]

@@ -20,9 +20,9 @@ def spiking(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     assert checks  # imported before it is replaced: its dry run is no step
     right, calls = step.accumulate_gradients, iter(range(1000))
 
-    def accumulate(*inputs: Any) -> torch.Tensor:
-        losses = right(*inputs)
-        return losses * 10 if next(calls) in steps else losses
+    def accumulate(*inputs: Any) -> tuple[torch.Tensor, int]:
+        losses, predicted = right(*inputs)
+        return losses * 10 if next(calls) in steps else losses, predicted
 
     monkeypatch.setattr(step, "accumulate_gradients", accumulate)
 

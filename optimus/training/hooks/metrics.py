@@ -31,6 +31,7 @@ class Metrics(Hook):
         saving, self._saved = saved - self._saved, saved
         rate = phase.step_tokens / record.times.whole
         flops = flops_per_token(trainer.config.model, phase.config.train.sequence_length)
+        loss = record.result.loss if record.result.predicted else None
         details: dict[str, float] = {}
         if trainer.progress.step % trainer.config.observe.log_every == 0:
             memory = memory_by_kind(trainer.run)
@@ -41,7 +42,7 @@ class Metrics(Hook):
                 "step": trainer.progress.step,
                 "tokens": trainer.progress.tokens,
                 "time": round(time.time(), 3),
-                "loss": record.result.loss,
+                "loss": loss,
                 "balance_loss": record.result.balance_loss,
                 "z_loss": record.result.z_loss,
                 **({} if trainer.config.train.teacher is None else {"teacher_divergence": record.result.divergence}),
@@ -63,8 +64,12 @@ class Metrics(Hook):
         )
         if record.result.skipped:
             trainer.say(f"step {record.step} was skipped: no update was applied")
+        if loss is None:
+            trainer.say(
+                f"step {record.step}: no token of its batch is predicted, so it has no loss; check the data's masks"
+            )
         taken = "" if self._memory is None else f"  {size_text(self._memory)}"
-        said = f"loss {record.result.loss:.3f}  {rate:,.0f} tokens/s{taken}"
+        said = f"loss {'-' if loss is None else f'{loss:.3f}'}  {rate:,.0f} tokens/s{taken}"
         display.update("training", record.step, trainer.run.last_step, said)
 
     def after_training(self, trainer: Trainer) -> None:

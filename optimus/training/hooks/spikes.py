@@ -45,7 +45,7 @@ class Spikes(Hook):
         return self._limit
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        if not math.isfinite(record.result.loss):
+        if not record.result.predicted or not math.isfinite(record.result.loss):
             return
         if not record.result.loss > self._limit:
             self._in_a_row = 0
