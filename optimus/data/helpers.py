@@ -2,7 +2,7 @@
 
 Why not multiprocessing: its children import the caller's main module again, which breaks in scripts without a
 `__main__` guard, and they outlive a parent that is killed. A helper is a fresh interpreter at the end of two pipes; it
-imports what its function needs, and it ends when its pipe closes, however the parent ended.
+imports what its function needs, and it ends when its pipe closes or the parent is gone, however that ended.
 """
 
 import os
@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from optimus.errors import UserError
+from optimus.parent import end_after
 
 
 class Helpers:
@@ -60,7 +61,7 @@ class Helpers:
         """In each thread: starts the helper that this thread speaks to."""
         environment = {**os.environ, **self._environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+            [sys.executable, "-c", f"from {__name__} import serve; serve({os.getpid()})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -90,8 +91,10 @@ class Helpers:
         return value
 
 
-def serve() -> None:
-    """The life of a helper: answers calls from its standard input on its standard output until the input ends."""
+def serve(parent: int) -> None:
+    """The life of a helper: answers calls from its standard input on its standard output until the input ends, or the
+    process `parent` does, which may be in the middle of a call."""
+    end_after(parent)
     calls = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not mix with the answers

@@ -28,9 +28,9 @@ from optimus.config.yaml_text import parse_yaml
 from optimus.cores import usable_cores
 from optimus.errors import UserError
 from optimus.launch.local import name_interface
-from optimus.launch.parent import end_with
 from optimus.launch.store import LOOPBACK
 from optimus.observe.machine import use_device
+from optimus.parent import end_with
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
 from optimus.resolve.ranks import ranks_per_node

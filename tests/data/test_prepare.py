@@ -515,12 +515,15 @@ def test_importing_the_room_loads_nothing_heavy() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-def test_helpers_end_with_a_killed_parent() -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_helpers_end_with_a_killed_parent(busy: bool) -> None:
+    """Also in the middle of a call."""
     code = (
         "import functools, os, time\n"
         "from optimus.data.helpers import Helpers\n"
-        "with Helpers(1, functools.partial, os.getpid) as helpers:\n"
-        "    print(helpers.submit().result(), flush=True)\n"
+        "with Helpers(1, functools.partial, eval) as helpers:\n"
+        "    print(helpers.submit('__import__(\"os\").getpid()').result(), flush=True)\n"
+        f"    helpers.submit('all(zero == 0 for zero in iter(int, 1))' if {busy} else '0')\n"
         "    time.sleep(60)"
     )
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -1,5 +1,6 @@
 """Hooks of users: what they can do, in files outside of the project, and the one message about each that cannot."""
 
+import copy
 import json
 import math
 import os
@@ -560,6 +561,33 @@ def test_whatever_a_hook_raises_or_changes_is_said(small_run: dict[str, Any]) ->
         with pytest.raises(UserError, match=rf"step 1: the hook .*Fails failed in {said}"):
             optimus.train(run, hooks=[Fails()])
         assert steps_of(run) == [1]
+
+
+@pytest.mark.parametrize("what", ["step", "progress", "folder"])
+def test_what_a_hook_leaves_as_it_is(
+    small_run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It is put back, so that the step's record and checkpoint are right."""
+
+    class Moves(optimus.Hook):
+        def before_step(self, trainer: optimus.Trainer) -> None:
+            if what == "step":
+                trainer.progress.step += 3
+            elif what == "progress":
+                trainer.progress = copy.copy(trainer.progress)
+            else:
+                os.chdir("/")
+
+    monkeypatch.chdir(tmp_path)
+    small_run["train"]["output"] = "run"
+    changed = "working folder" if what == "folder" else r"trainer\.progress"
+    with pytest.raises(
+        UserError, match=rf"step 1: the hook .*Moves failed in before_step: UserError: it changes .*{changed}"
+    ):
+        optimus.train(small_run, hooks=[Moves()])
+    assert Path.cwd() == tmp_path
+    assert steps_of(small_run) == [1]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 @pytest.mark.parametrize("given", [None, "low", torch.ones(2), math.nan])

@@ -2,8 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from optimus.comm import CollectiveError
@@ -99,10 +102,11 @@ class GuardedHook(Hook):
 
     def _caught(self, trainer: Trainer, event: str, call: Callable[[], T], otherwise: T, *, together: bool) -> T:
         try:
-            if together and self.ranks == "together":
-                return call()
-            with RefuseCollectives("its ranks are not 'together'" if together else "it may call none there"):
-                return call()
+            with _left_as_it_is(trainer):
+                if together and self.ranks == "together":
+                    return call()
+                with RefuseCollectives("its ranks are not 'together'" if together else "it may call none there"):
+                    return call()
         except (EndedError, CollectiveError):
             raise
         except KeyboardInterrupt:
@@ -121,6 +125,34 @@ class GuardedHook(Hook):
             self._roll_call = RollCall(self.name, trainer.groups.world.size, seconds)
         # One that has failed says so before those that wait for it in a collective give it up.
         self._roll_call(1.0 if self._failure is None else 0.5)
+
+
+@contextmanager
+def _left_as_it_is(trainer: Trainer) -> Iterator[None]:
+    """Puts back what a hook must not change, and raises `UserError` for it."""
+    progress, place = trainer.progress, _working_folder()
+    before = replace(progress)
+    try:
+        yield
+    finally:
+        changed = trainer.progress is not progress or progress != before
+        trainer.progress = progress
+        progress.phases, progress.step, progress.skipped = before.phases, before.step, before.skipped
+        moved = _working_folder() != place
+        if moved and place is not None:
+            os.chdir(place)
+    if changed:
+        raise UserError("it changes trainer.progress, by which the run counts its steps")
+    if moved:
+        raise UserError("it changes the working folder, from which the run's paths count")
+
+
+def _working_folder() -> str | None:
+    """None where it is gone."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
 
 
 _BEFORE = ("before_training", "before_step", "loss_limit")  # the step that comes
