@@ -1,5 +1,7 @@
 """Makes the pictures of reports in docs/figures from nothing: runs of a small model, one that fails and is resumed, plans.
 
+Those of the first run are wide and narrow, light and dark; README and tutorial show how its report begins.
+
 `python -m benchmarks.report_pictures` takes some minutes on two cores. It needs Chromium and Playwright, and network
 namespaces for the run that fails (Linux, root). `--keep FOLDER` keeps the runs, and those that it has are not made again.
 """
@@ -24,7 +26,9 @@ from optimus.testing.lab import rehearse
 
 RATES = {"demo": 2e-3, "lr-5e-4": 5e-4, "lr-1e-4": 1e-4}
 PLAN = "mula-7b-a1b --machine dgx-h100 --ranks 32 --best 4 --scale 32,64,128,256"
-_WIDE, _NARROW = (1280, 5000), (390, 2400)  # pixels: the width, and the most that is shown of a page's height
+# In pixels of the page: the width, and the most that is shown of its height.
+_WIDE, _NARROW = (1280, 5000), (390, 2400)
+_TOP = 1120  # the width of a picture within a text: narrower, as its letters are to be read there
 
 
 def main() -> None:
@@ -41,7 +45,13 @@ def main() -> None:
         with browser() as chromium:
             for name, page in pages.items():
                 photograph(chromium, page, output / f"report-{name}.png", *_WIDE)
-            photograph(chromium, pages["demo"], output / "report-390.png", *_NARROW)
+            for dark, mode in ((False, ""), (True, "-dark")):
+                first = pages["demo"]
+                photograph(chromium, first, output / f"report-390{mode}.png", *_NARROW, dark=dark)
+                photograph(
+                    chromium, first, output / f"report-top{mode}.png", _TOP, dark=dark, until=".panel", scale=8 / 7
+                )
+            photograph(chromium, pages["demo"], output / "report-dark.png", *_WIDE, dark=True)
 
 
 def make_pages(root: Path) -> dict[str, Path]:

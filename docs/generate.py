@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import optimus
-from optimus import cli
+from optimus import api, cli
 from optimus.config import RunConfig, load_config, resolve_model
 from optimus.config.models import models
 
@@ -254,15 +254,18 @@ def _placeholder(kind: Any) -> str:
 
 
 def functions() -> str:
-    """Signature and docstring of everything that `import optimus` offers."""
-    return "\n".join(_function(name) for name in sorted(optimus.__all__, key=str.lower))
+    """Signature and docstring of everything that `import optimus` offers, then of what only `optimus.api` has."""
+    rest = set(api.__all__) - set(optimus.__all__)
+    names = [f"optimus.{name}" for name in sorted(optimus.__all__, key=str.lower)]
+    return "\n".join(map(_function, [*names, *(f"optimus.api.{name}" for name in sorted(rest))]))
 
 
-def _function(name: str) -> str:
-    value = getattr(optimus, name)
+def _function(path: str) -> str:
+    name = path.rpartition(".")[2]
+    value = getattr(api, name)
     main = getattr(value, name) if inspect.ismodule(value) else value
     text, _, example = (inspect.getdoc(main) or "").partition("Example:\n")
-    parts = [f"## `optimus.{name}`\n", f"```py\n{_signature(name, main)}\n```\n", text.strip() + "\n"]
+    parts = [f"## `{path}`\n", f"```py\n{_signature(name, main)}\n```\n", text.strip() + "\n"]
     if example:
         parts.append(f"```py\n{textwrap.dedent(example).strip()}\n```\n")
     return "\n".join(parts)

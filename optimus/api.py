@@ -93,7 +93,11 @@ __getattr__, __dir__ = lazy_exports(
 
 def config(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Iterable[str] = ()) -> "RunConfig":
     """The configuration of a YAML file or a mapping, with its includes, preset and defaults, and with `overrides`, texts
-    `key.path=value`. Raises `UserError` naming each wrong key by its path."""
+    `key.path=value`. Raises `UserError` naming each wrong key by its path.
+
+    Example:
+        api.config("first.yaml", ["train.steps=500"]).lr_schedule.peak
+    """
     from optimus.config import load_config
     from optimus.hub import read_model_folder
 

@@ -27,7 +27,7 @@ from pydantic import BaseModel
 import optimus
 from helpers.pages import Step, masked, missing, steps
 from helpers.sweep import in_turns
-from optimus import cli
+from optimus import api, cli
 from optimus.config import RunConfig
 from optimus.config.load import other_names
 from optimus.observe import progress
@@ -62,15 +62,17 @@ TINY = {"family": "olmoe", "hidden": 16, "layers": 8, "heads": 2, "intermediate"
 TINY_MODEL = yaml.safe_dump({**TINY, "experts_per_token": 2}, default_flow_style=True, width=200).strip()
 
 SMALLER = {  # of text, tokenizer, context, model and run
-    "$lib/*.py": "$lib/a[bn]*.py",
-    "$lib/asyncio/*.py": "$lib/asyncio/q*.py",
+    "prepare text/train ": "prepare text/train/json ",
+    "text: text/held-out": "text: text/train/json/tool.py",
+    "--text text/held-out": "--text text/train/json/tool.py",
+    'text="text/held-out"': 'text="text/train/json/tool.py"',
     "prepare hello/text/train ": "prepare hello/text/train/json ",
     "--text hello/text/held-out": "--text hello/text/train/json/tool.py",
     '__init__(self" --temperature': '__init__(self" --max-tokens 4 --temperature',
     "--train-tokenizer 4096": "--train-tokenizer 400",
     "train_tokenizer=2048": "train_tokenizer=400",
     "--context 256": "--context 32",
-    "sequence_length: 256}": "sequence_length: 32, precision: bfloat16}",  # else what the machine is faster in
+    "sequence_length: 256}": "sequence_length: 32, precision: float32}",  # else what the machine is faster in
     "context=128": "context=32",
     '"sequence_length": 128': '"sequence_length": 32',
     "steps: 1000": "steps: 2",
@@ -103,6 +105,7 @@ SMALLER = {  # of text, tokenizer, context, model and run
     "plan mula-220b-a10b --machine": "plan mula-7b-a1b --best 1 --machine",
     "--ranks 3072": "--ranks 96",
 }
+_ENTERS = re.compile(r"mkdir (\w+) && cd \1$")  # what a page does in a folder of its own
 STOPPED = 5  # the step after which the tutorial's reader presses Ctrl-C
 
 
@@ -115,7 +118,13 @@ class Reader:
         self.variables = ""  # of the shell
 
     def read(self, page: Path) -> None:
-        for step in sorted(steps(page), key=lambda step: step.kind != "file"):  # a page may speak of them before
+        found = steps(page)
+        if enters := next((match for step in found if (match := _ENTERS.match(step.text))), None):
+            self.folder /= enters[1]
+            self.folder.mkdir()
+            os.chdir(self.folder)
+            found = [step for step in found if not _ENTERS.match(step.text)]
+        for step in sorted(found, key=lambda step: step.kind != "file"):  # a page may speak of them before
             for printed, smaller in SMALLER.items():
                 step.text = step.text.replace(printed, smaller)
             self.do(step, f"{page.name}:{step.line}: {step.text}")
@@ -260,7 +269,9 @@ def test_tutorial(reader: Reader, monkeypatch: pytest.MonkeyPatch, times: float)
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(MetricsWriter, "write", write_and_press)
+    outside = reader.folder
     reader.read(ROOT / "docs" / "tutorial.md")
+    assert [path.name for path in outside.iterdir()] == ["tutorial"]  # neither README's folder nor that of `make demo`
 
 
 def test_readme(reader: Reader) -> None:
@@ -328,8 +339,10 @@ def test_the_site_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["README", "CONTRIBUTING"])
 def test_links_of_pages_beside_the_site(name: str) -> None:
     """mkdocs checks those of `docs/` only."""
-    links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", (ROOT / f"{name}.md").read_text(encoding="utf-8"))
+    text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text)
     assert links
+    links += [(path, "") for path in re.findall(r'(?:href|src|srcset)="([^"]*)"', text)]
     for path, anchor in links:
         assert (ROOT / path).exists(), path
         if anchor:
@@ -444,6 +457,8 @@ def test_everything_public_is_in_the_reference_of_python() -> None:
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     for name in optimus.__all__:
         assert f"## `optimus.{name}`\n" in text
+    for name in set(api.__all__) - set(optimus.__all__):
+        assert f"## `optimus.api.{name}`\n" in text
 
 
 def test_everything_that_is_excepted_is_there() -> None:

@@ -39,7 +39,13 @@ def _judged(what: str, wrong: bool, found: str, mend: str, status: Status = "war
 
 
 def examine(folder: str | Path = ".") -> list[Finding]:
-    """Look at everything; `folder` is where runs would be written, or one above it that is there."""
+    """Look at everything; `folder` is where runs would be written, or one above it that is there.
+
+    A finding says `what` was looked at, its `status` (ok, warning, problem), what was `found` and how to `mend` it.
+
+    Example:
+        [finding for finding in api.doctor("runs") if finding.status != "ok"]
+    """
     place = user_path(folder).absolute()
     while not place.is_dir():
         place = place.parent

@@ -56,6 +56,10 @@ def plan(
 
     Tokens of the most loaded rank's experts are `imbalance` times the mean; `what_if` changes the machine or the library,
     and `links` is a file of the bandwidth between nodes. Raises `UserError` where nothing fits, or for what cannot be.
+
+    Example:
+        plans = api.plan("mula-7b-a1b", machine="dgx-h100", ranks=8, best=3).plans
+        plans[0].tokens_per_second, plans[0].job.mesh
     """
     number = _counted(ranks)
     job = asked(configured(model, overrides, number), machine, number, what_if, imbalance, links)

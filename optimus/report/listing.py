@@ -19,14 +19,16 @@ COLUMNS = (
 def runs(
     folder: str | Path, *, state: str | None = None, match: str | None = None, sort: str = "name", reverse: bool = False
 ) -> list[dict[str, Any]]:
-    """The runs in `folder` and the folders below it: `COLUMNS`, `tokens`, `path` and `skipped_lines` of each.
+    """The runs in `folder` and the folders below it, a mapping each.
 
-    Args:
-        state: only those that are running, finished, stopped or failed; those that cannot be read are `unreadable`.
-        match: only those whose path or model has this text in it.
-        sort: the column to sort by; what is missing comes last.
+    Its keys are `name`, `state`, `step`, `steps`, `loss`, `bits_per_byte`, `tokens_per_second`, `parameters`, `model`,
+    `why`, `tokens`, `path` and `skipped_lines`. `state` asks only for those that are running, finished, stopped or failed;
+    those that cannot be read are `unreadable`. `match` asks only for those whose path or model has this text in it. They
+    are sorted by the column `sort`; what is missing comes last. Raises `UserError` for a folder that is not there or has no
+    run in it, and for an unknown column.
 
-    Raises `UserError` for a folder that is not there or has no run in it, and for an unknown column.
+    Example:
+        [(run["name"], run["loss"]) for run in api.runs("runs", state="finished")]
     """
     root = user_path(folder)
     if sort not in COLUMNS:

@@ -58,7 +58,7 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     folder, and for a file that cannot be written.
 
     Example:
-        optimus.report(["demo/run"])
+        api.report(["demo/run"])["output"]
     """
     data = report_data(runs)
     if output is not None:

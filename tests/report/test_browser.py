@@ -130,7 +130,13 @@ def test_a_value_that_is_not_finite_is_said(tmp_path: Path, make_run: Callable[.
 
 
 def write_samples(run: Path) -> None:
-    rows = [{"step": step, "samples": [{"prompt": "def f(", "text": f"x{step}\n" * 30}]} for step in (10, 20)]
+    rows = [
+        {
+            "step": step,
+            "samples": [{"prompt": "def f(", "text": f"x{step}\n" * 30}, {"prompt": "import", "text": " \n"}],
+        }
+        for step in (10, 20)
+    ]
     (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -169,7 +175,7 @@ def comes_first(shown: Any, text: str) -> None:
     numbers = [each.inner_text() for each in shown.locator(".numbers .large").all()]
     assert numbers == ["2", "4.037", "256", "20,480"]
     assert shown.locator("section h2").first.inner_text().startswith("Loss")
-    assert text.index("x20") < text.index("Earlier")  # generated text, newest first
+    assert text.index("x20") < text.index("(white space alone)") < text.index("Earlier")  # generated text, newest first
 
 
 def has_the_colours(shown: Any, dark: bool) -> None:

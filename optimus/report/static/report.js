@@ -200,7 +200,7 @@ function curves(box, chart) {
       const dash = several && part ? [6, 4] : undefined;
       if (smoothed) {
         tables.push([x, raw]);
-        series.push({ label: names.join(" ") + " as measured", measured: true, stroke: colour + "45", width: 1, points: { show: false } });
+        series.push({ label: names.join(" ") + " as measured", measured: true, stroke: colour + (dark.matches ? "80" : "45"), width: 1, points: { show: false } });
       }
       const odd = new Map(points.value.flatMap((value, index) => typeof value === "string" ? [[x[index], value]] : []));  // not finite
       const last = raw.at(-1) === null ? points.value.at(-1) : values.at(-1);
@@ -348,7 +348,7 @@ function headline(chart) {
 function samples() {
   const runs = data.runs.filter(run => run.samples.length), grid = runs.length ? section("Generated text") : null;
   const list = ({ step, samples }) => make("div", {}, make("p", { className: "soft" }, "step " + text(step)), make("dl", { className: "sample" },
-    ...samples.flatMap(({ prompt, text }) => [make("dt", {}, prompt || "(from the beginning of a document)"), make("dd", {}, attributes(make("pre", { tabIndex: 0 }, text || "(nothing)"), { role: "region", "aria-label": `Text after ${prompt || "nothing"} at step ${step}` }))])));
+    ...samples.flatMap(({ prompt, text }) => [make("dt", {}, prompt || "(from the beginning of a document)"), make("dd", {}, attributes(make("pre", { tabIndex: 0 }, text.trimEnd() || (text ? "(white space alone)" : "(nothing)")), { role: "region", "aria-label": `Text after ${prompt || "nothing"} at step ${step}` }))])));
   runs.forEach(run => {
     const [newest, ...earlier] = run.samples, box = panel(grid, data.runs.length > 1 ? run.name : "What the model writes after each prompt", "", true);
     box.append(list(newest));
