@@ -1,5 +1,5 @@
 """What a run can do beside its steps, drawn together: pruning, rewinding, state off the device, checkpoints beside the
-training, beginnings, phases, teachers, low-rank factors, frozen parameters, hooks of users, and kills.
+training, beginnings, phases, teachers, low-rank factors, frozen parameters, hooks of users, measured text, prompts, kills.
 
 A run that has all this is killed, and goes on; it has the losses and the state, bit for bit, of one that kept its state on
 the device, stopped for its checkpoints and was never killed. Of many draws a covering array is tested, which has every pair
@@ -8,6 +8,7 @@ of values that any draw has; others have turns.
 
 import copy
 import itertools
+import json
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -71,10 +72,11 @@ class Draw(NamedTuple):
     every: int
     kills: tuple[int, ...]
     hook: bool  # one of the user's, which has a state
+    measured: bool  # text is measured, prompts are continued, and all that is decided is said
 
     def plain(self) -> "Draw":
         """The same numbers, unkilled and without what must not change them."""
-        return self._replace(residency="device", beside=False, kills=())
+        return self._replace(residency="device", beside=False, kills=(), measured=False)
 
 
 def drawn(number: int) -> Draw:
@@ -99,6 +101,7 @@ def drawn(number: int) -> Draw:
         every=of((1, 2)),
         kills=of(((), (2,), (3,), (4, 5), (6,))),
         hook=of((False, True)),
+        measured=of((False, True)),
     )
     if draw.residency == "device":
         draw = draw._replace(update_on="device")
@@ -164,6 +167,9 @@ def config_of(draw: Draw, data: Path, place: Path, output: Path) -> dict[str, An
         config["train"]["lora_rank"] = 2
     if draw.hook:
         config["train"]["hooks"] = ["helpers.counting.Counting"]
+    if draw.measured:
+        config["evaluate"] = {"text": __file__, "every": 2, "max_bytes": 300, "prompts": ["def", ""]}
+        config["observe"]["verbose"] = True
     if draw.teacher:
         config["train"]["teacher"] = {"checkpoints": [str(place / "teacher")], "weight": 0.5}
     if draw.phases:
@@ -232,6 +238,10 @@ def check(draw: Draw, data: Path, place: Path, tmp_path: Path, monkeypatch: pyte
         train(config, [step for step in each.kills if step > begins], monkeypatch)
     plain, run = ([(each["step"], each["loss"]) for each in read_metrics(output)] for output in outputs)
     assert run == plain
+    if draw.measured:
+        lines = map(json.loads, (outputs[1] / "samples.jsonl").read_text().splitlines())
+        sampled = {line["step"]: [each["prompt"] for each in line["samples"]] for line in lines}
+        assert sampled == {step: ["def", ""] for step in (2, 4, 6) if step > begins}
     (there, counters), (here, own) = map(last, outputs)
     assert own == counters
     assert own.get("hooks") == ({"helpers.counting.Counting": {"steps": STEPS}} if draw.hook else None)
