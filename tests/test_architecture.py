@@ -29,6 +29,7 @@ BELOW_ALL = [
     "measurements",
     "disk",
     "cores",
+    "parent",
     "lazy",
     "errors",
     "version",
