@@ -56,7 +56,7 @@ def test_numbers_and_short_texts_stay_on_one_line(shown: Any) -> None:
 def test_a_row_is_one_line_of_a_file(shown: Any) -> None:
     """However long: whoever searches a file finds the row."""
     long = "words " * 100 + "end"
-    assert f"│ one │ {long} │" in shown([{"name": "one", "text": long}])
+    assert f"│ one │ {long} │" in shown([{"key": "one", "text": long}])
     assert "\x1b" not in shown(ROWS)
 
 
