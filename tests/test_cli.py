@@ -72,6 +72,28 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str], monkeypatc
         assert f"  {command} " in out
 
 
+@pytest.mark.parametrize("group", ["", "config", "checkpoint", "bench"])
+def test_the_help_of_a_group_has_whole_sentences(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    _, out, _ = here(capsys, monkeypatch, *group.split(), "--help")
+    commands = out.partition("\nCommands:\n")[2]
+    assert commands
+    assert "..." not in commands
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", ["train", "prepare", "doctor", "merge"])
+def test_usage_has_each_mark_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Brackets and dots around arguments come from typer."""
+    usage = here(capsys, monkeypatch, command, "--help")[1].partition("\n\n")[0]
+    assert "[[" not in usage
+    assert usage.count("...") <= 1
+
+
 def test_prepare_says_what_it_left_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prepared: Path, tmp_path: Path
 ) -> None:

@@ -7,11 +7,23 @@ from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
+from typer.core import TyperGroup
 
 from optimus.config.completion import complete_key
 from optimus.version import __version__
 
+
+class Group(TyperGroup):
+    """Commands whose first sentences its help has in full; typer cuts them to a line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in commands if each])
+
+
 app = typer.Typer(
+    cls=Group,
     name="optimus",
     help="Pretrain dense and Mixture-of-Experts language models, from raw text to an evaluated checkpoint.",
     no_args_is_help=True,
@@ -22,7 +34,7 @@ app = typer.Typer(
 Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="[KEY.PATH=VALUE]...", autocompletion=complete_key),
+    Argument(metavar="KEY.PATH=VALUE", help="Changes keys of the configuration.", autocompletion=complete_key),
 ]
 Settings = Annotated[
     list[str] | None,

@@ -12,7 +12,7 @@ from optimus.cli.common import Json, app, show
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folder, or several to compare.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Run folder, or several to compare.")],
     output: Annotated[
         Path | None,
         Option(
@@ -72,7 +72,7 @@ def runs(
 
 @app.command()
 def doctor(
-    folder: Annotated[Path, Argument(metavar="[FOLDER]", help="Where runs would be written.")] = Path("."),
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Where runs would be written.")] = Path("."),
     as_json: Json = False,
 ) -> None:
     """Look at this machine and say what to mend: devices, memory, network, disk, clock; exit code 1 for a problem."""
