@@ -150,6 +150,26 @@ def test_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert [line.split()[0] for line in out.splitlines()] == preset_names()
 
 
+@pytest.mark.parametrize("columns", [80, 40, None])
+def test_a_list_is_wrapped_between_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int | None
+) -> None:
+    """On a terminal; elsewhere each entry is a line."""
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    lines = here(capsys, monkeypatch, "models", "--families")[1].splitlines()
+    presets = "mula-7b-a1b, mula-20b-a2b, mula-100b-a7b, mula-220b-a10b, mula-tiny-moe"
+    begin = next(at for at, line in enumerate(lines) if line.startswith("olmoe "))
+    if columns is None:
+        assert lines[begin] == f"olmoe            {presets}"
+        return
+    assert max(map(len, lines)) <= columns
+    end = next(at for at, line in enumerate(lines) if line.startswith("opt "))
+    assert all(line.startswith(" " * min(17, columns // 2)) for line in lines[begin + 1 : end])
+    assert " ".join(" ".join(lines[begin:end]).split()) == f"olmoe {presets}"
+
+
 def test_an_error_is_one_line() -> None:
     done = optimus("train", "no-such-file.yaml", code=2)
     assert done.stderr == "error: config file no-such-file.yaml does not exist\n"

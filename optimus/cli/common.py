@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,6 +86,15 @@ def show(result: Any, as_json: bool, text: str) -> None:
     """Print a result as JSON, or `text`, if there is any."""
     if as_json or text:
         print(json.dumps(result, indent=2, default=str) if as_json else text)
+
+
+def folded(line: str, indent: int) -> str:
+    """A line of a list; on a terminal wrapped between words, with what is wrapped under its own column."""
+    if not sys.stdout.isatty():
+        return line
+    columns = shutil.get_terminal_size().columns
+    begin = " " * min(indent, columns // 2)
+    return textwrap.fill(line, columns, subsequent_indent=begin, break_on_hyphens=False, break_long_words=False)
 
 
 def with_options(message: str) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from optimus.cli.common import Group, Json, Overrides, Settings, app, show
+from optimus.cli.common import Group, Json, Overrides, Settings, app, folded, show
 from optimus.errors import UserError
 
 config_app = typer.Typer(
@@ -78,7 +78,8 @@ def models(
 
     if families:
         known = families_known()
-        show(known, as_json, "\n".join(f"{row['name']:16} {', '.join(row['presets'])}".rstrip() for row in known))
+        lines = [folded(f"{row['name']:16} {', '.join(row['presets'])}".rstrip(), 17) for row in known]
+        show(known, as_json, "\n".join(lines))
         return
     rows = run()
     lines = []

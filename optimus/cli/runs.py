@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from optimus.cli.common import Json, app, show
+from optimus.cli.common import Json, app, folded, show
 
 
 @app.command()
@@ -79,10 +79,11 @@ def doctor(
     from optimus.api import doctor as examine
 
     found = examine(folder)
-    lines = [
-        f"{each.status:8} {each.what:22} {each.found}" + (f"\n{'':9}-> {each.mend}" if each.mend else "")
-        for each in found
-    ]
+    lines = []
+    for each in found:
+        lines.append(folded(f"{each.status:8} {each.what:22} {each.found}", 32))
+        if each.mend:
+            lines.append(folded(f"{'':9}-> {each.mend}", 12))
     show([each._asdict() for each in found], as_json, "\n".join(lines))
     if any(each.status == "problem" for each in found):
         raise typer.Exit(1)
