@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from optimus.cli.common import Group, Json, app, show
+from optimus.cli.common import CommandGroup, Json, app, show
 from optimus.errors import UserError
 
 checkpoint_app = typer.Typer(
-    help="List, verify, show and convert checkpoints.", no_args_is_help=True, rich_markup_mode=None, cls=Group
+    help="List, verify, show and convert checkpoints.", no_args_is_help=True, rich_markup_mode=None, cls=CommandGroup
 )
 app.add_typer(checkpoint_app, name="checkpoint")
 

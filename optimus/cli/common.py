@@ -16,7 +16,7 @@ from optimus.config.completion import complete_key
 from optimus.version import __version__
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Commands whose first sentences its help has in full; typer cuts them to a line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -26,7 +26,7 @@ class Group(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     name="optimus",
     help="Pretrain dense and Mixture-of-Experts language models, from raw text to an evaluated checkpoint.",
     no_args_is_help=True,

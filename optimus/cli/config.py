@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from optimus.cli.common import Group, Json, Overrides, Settings, app, folded, show
+from optimus.cli.common import CommandGroup, Json, Overrides, Settings, app, folded, show
 from optimus.errors import UserError
 
 config_app = typer.Typer(
-    help="Show and compare configurations.", no_args_is_help=True, rich_markup_mode=None, cls=Group
+    help="Show and compare configurations.", no_args_is_help=True, rich_markup_mode=None, cls=CommandGroup
 )
 app.add_typer(config_app, name="config")
 

@@ -1,4 +1,4 @@
-"""Numbers of bytes, and of tokens, as people write them."""
+"""Numbers of bytes, of tokens and of seconds, as people write them."""
 
 import re
 
@@ -40,3 +40,11 @@ def count_text(number: float) -> str:
         if rounded >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
+
+
+def seconds_text(seconds: float) -> str:
+    """Such as 45 s, 9 min, 1.5 h or 2.1 days."""
+    for most, unit, name in ((90, 1, "s"), (5400, 60, "min")):
+        if seconds < most:
+            return f"{seconds / unit:.2g} {name}" if seconds < 10 else f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"

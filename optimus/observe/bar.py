@@ -9,8 +9,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from optimus.config.sizes import count_text
-from optimus.observe.progress import seconds_text
+from optimus.config.sizes import count_text, seconds_text
 
 _WITH_BAR = 70  # columns of a terminal that has room for the bar itself beside numbers
 _WIDE = 100

@@ -4,17 +4,10 @@ import sys
 import time
 from typing import Any
 
+from optimus.config.sizes import seconds_text
 from optimus.observe.terminal import can_redraw, letting_go
 
 _LINE_SECONDS = 10.0  # between plain lines
-
-
-def seconds_text(seconds: float) -> str:
-    """Such as 45 s, 9 min, 1.5 h or 2.1 days."""
-    for most, unit, name in ((90, 1, "s"), (5400, 60, "min")):
-        if seconds < most:
-            return f"{seconds / unit:.2g} {name}" if seconds < 10 else f"{seconds / unit:.0f} {name}"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 def time_left(seconds: float, now: float) -> str:
