@@ -84,6 +84,19 @@ def test_the_help_of_a_group_has_whole_sentences(
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_help_breaks_no_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are broken after hyphens, too: --, and account=physics on the next one."""
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+
+    def commands(group: Any, *words: str) -> Iterator[tuple[str, ...]]:
+        for name, command in group.commands.items():
+            yield from commands(command, *words, name) if hasattr(command, "commands") else [(*words, name)]
+
+    for words in commands(typer.main.get_command(cli.app)):
+        lines = here(capsys, monkeypatch, *words, "--help")[1].splitlines()
+        assert [line for line in lines if line.endswith("-") or len(line) > 80] == [], words
+
+
 @pytest.mark.parametrize("command", ["train", "prepare", "doctor", "merge"])
 def test_usage_has_each_mark_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
