@@ -229,8 +229,9 @@ def _command(name: str, command: Any) -> str:
         unset = any(param.default is each for each in (None, False)) or param.default == ""
         default = "required" if param.required else "" if unset else f"`{param.default}`"
         if not param.opts[0].startswith("-"):
-            usage.append(str(param.metavar))
-            rows.append([f"`{param.metavar}`", default, param.help or "Changes keys of the configuration."])
+            argument = (param.metavar if param.required else f"[{param.metavar}]") + ("..." if param.nargs != 1 else "")
+            usage.append(argument)
+            rows.append([f"`{argument}`", default, param.help or ""])
         elif options_of(command).keys() & set(param.opts):
             follows = [] if param.is_flag else [param.metavar or _placeholder(kinds[param.name])]
             option = " ".join([*param.opts, *param.secondary_opts, *follows])

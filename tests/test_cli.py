@@ -72,6 +72,41 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str], monkeypatc
         assert f"  {command} " in out
 
 
+@pytest.mark.parametrize("group", ["", "config", "checkpoint", "bench"])
+def test_the_help_of_a_group_has_whole_sentences(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    _, out, _ = here(capsys, monkeypatch, *group.split(), "--help")
+    commands = out.partition("\nCommands:\n")[2]
+    assert commands
+    assert "..." not in commands
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_help_breaks_no_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are broken after hyphens, too: --, and account=physics on the next one."""
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+
+    def commands(group: Any, *words: str) -> Iterator[tuple[str, ...]]:
+        for name, command in group.commands.items():
+            yield from commands(command, *words, name) if hasattr(command, "commands") else [(*words, name)]
+
+    for words in commands(typer.main.get_command(cli.app)):
+        lines = here(capsys, monkeypatch, *words, "--help")[1].splitlines()
+        assert [line for line in lines if line.endswith("-") or len(line) > 80] == [], words
+
+
+@pytest.mark.parametrize("command", ["train", "prepare", "doctor", "merge"])
+def test_usage_has_each_mark_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Brackets and dots around arguments come from typer."""
+    usage = here(capsys, monkeypatch, command, "--help")[1].partition("\n\n")[0]
+    assert "[[" not in usage
+    assert usage.count("...") <= 1
+
+
 def test_prepare_says_what_it_left_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prepared: Path, tmp_path: Path
 ) -> None:
@@ -126,6 +161,26 @@ def test_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
             ), name
     _, out, _ = here(capsys, monkeypatch, "models")
     assert [line.split()[0] for line in out.splitlines()] == preset_names()
+
+
+@pytest.mark.parametrize("columns", [80, 40, None])
+def test_a_list_is_wrapped_between_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int | None
+) -> None:
+    """On a terminal; elsewhere each entry is a line."""
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    lines = here(capsys, monkeypatch, "models", "--families")[1].splitlines()
+    presets = "mula-7b-a1b, mula-20b-a2b, mula-100b-a7b, mula-220b-a10b, mula-tiny-moe"
+    begin = next(at for at, line in enumerate(lines) if line.startswith("olmoe "))
+    if columns is None:
+        assert lines[begin] == f"olmoe            {presets}"
+        return
+    assert max(map(len, lines)) <= columns
+    end = next(at for at, line in enumerate(lines) if line.startswith("opt "))
+    assert all(line.startswith(" " * min(17, columns // 2)) for line in lines[begin + 1 : end])
+    assert " ".join(" ".join(lines[begin:end]).split()) == f"olmoe {presets}"
 
 
 def test_an_error_is_one_line() -> None:

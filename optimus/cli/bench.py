@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
-from optimus.cli.common import app
+from optimus.cli.common import CommandGroup, app
 from optimus.disk import user_path
 from optimus.errors import UserError
 
@@ -51,7 +51,7 @@ class _Later(TyperCommand):
         return self._command.make_context(*arguments, **more)
 
 
-class _Bench(TyperGroup):
+class _Bench(CommandGroup):
     """Has the benchmarks of a checkout, and says where they are that an installed package does not have."""
 
     def __init__(self, **options: Any) -> None:

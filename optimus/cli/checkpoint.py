@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from optimus.cli.common import Json, app, show
+from optimus.cli.common import CommandGroup, Json, app, show
 from optimus.errors import UserError
 
 checkpoint_app = typer.Typer(
-    help="List, verify, show and convert checkpoints.", no_args_is_help=True, rich_markup_mode=None
+    help="List, verify, show and convert checkpoints.", no_args_is_help=True, rich_markup_mode=None, cls=CommandGroup
 )
 app.add_typer(checkpoint_app, name="checkpoint")
 
@@ -110,7 +110,7 @@ def rollback(
 @app.command()
 def merge(
     checkpoints: Annotated[
-        list[str], Argument(metavar="CHECKPOINT[=WEIGHT]...", help="Checkpoints or run folders, each with its weight.")
+        list[str], Argument(metavar="CHECKPOINT[=WEIGHT]", help="Checkpoints or run folders, each with its weight.")
     ],
     output: Annotated[Path, Option(help="Checkpoint folder to make.")],
     last: Annotated[int | None, Option(help="Average this many of the last checkpoints of the one run.")] = None,

@@ -2,16 +2,31 @@
 
 import json
 import re
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
+from typer.core import TyperGroup
 
 from optimus.config.completion import complete_key
 from optimus.version import __version__
 
+
+class CommandGroup(TyperGroup):
+    """Commands whose first sentences its help has in full; typer cuts them to a line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in commands if each])
+
+
 app = typer.Typer(
+    cls=CommandGroup,
     name="optimus",
     help="Pretrain dense and Mixture-of-Experts language models, from raw text to an evaluated checkpoint.",
     no_args_is_help=True,
@@ -22,7 +37,7 @@ app = typer.Typer(
 Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="[KEY.PATH=VALUE]...", autocompletion=complete_key),
+    Argument(metavar="KEY.PATH=VALUE", help="Changes keys of the configuration.", autocompletion=complete_key),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -71,6 +86,15 @@ def show(result: Any, as_json: bool, text: str) -> None:
     """Print a result as JSON, or `text`, if there is any."""
     if as_json or text:
         print(json.dumps(result, indent=2, default=str) if as_json else text)
+
+
+def folded(line: str, indent: int) -> str:
+    """A line of a list; on a terminal wrapped between words, with what is wrapped under its own column."""
+    if not sys.stdout.isatty():
+        return line
+    columns = shutil.get_terminal_size().columns
+    begin = " " * min(indent, columns // 2)
+    return textwrap.fill(line, columns, subsequent_indent=begin, break_on_hyphens=False, break_long_words=False)
 
 
 def with_options(message: str) -> str:

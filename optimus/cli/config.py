@@ -6,10 +6,12 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from optimus.cli.common import Json, Overrides, Settings, app, show
+from optimus.cli.common import CommandGroup, Json, Overrides, Settings, app, folded, show
 from optimus.errors import UserError
 
-config_app = typer.Typer(help="Show and compare configurations.", no_args_is_help=True, rich_markup_mode=None)
+config_app = typer.Typer(
+    help="Show and compare configurations.", no_args_is_help=True, rich_markup_mode=None, cls=CommandGroup
+)
 app.add_typer(config_app, name="config")
 
 
@@ -42,7 +44,7 @@ def configshow(
 
 @config_app.command(name="diff")
 def config_diff(
-    configs: Annotated[list[Path], Argument(metavar="CONFIG...", help="YAML files or run folders, two or more.")],
+    configs: Annotated[list[Path], Argument(metavar="CONFIG", help="YAML files or run folders, two or more.")],
     as_json: Json = False,
 ) -> None:
     """Show the keys whose values are not the same in all of these configurations, defaults included."""
@@ -76,7 +78,8 @@ def models(
 
     if families:
         known = families_known()
-        show(known, as_json, "\n".join(f"{row['name']:16} {', '.join(row['presets'])}".rstrip() for row in known))
+        lines = [folded(f"{row['name']:16} {', '.join(row['presets'])}".rstrip(), 17) for row in known]
+        show(known, as_json, "\n".join(lines))
         return
     rows = run()
     lines = []

@@ -24,7 +24,7 @@ def sample_text(
 
 @app.command()
 def prepare(
-    inputs: Annotated[list[str], Argument(metavar="INPUT...", help="Files, folders or globs of text, or their URLs.")],
+    inputs: Annotated[list[str], Argument(metavar="INPUT", help="Files, folders or globs of text, or their URLs.")],
     output: Annotated[Path, Option(help="Folder to make.")],
     tokenizer: Annotated[Path | None, Option(help="tokenizer.json, or a folder that holds one.")] = None,
     train_tokenizer: Annotated[int | None, Option(help="Train a tokenizer of this many entries.")] = None,

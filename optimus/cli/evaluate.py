@@ -11,7 +11,7 @@ from optimus.errors import UserError
 
 @app.command()
 def evaluate(
-    checkpoint: Annotated[list[Path], Argument(metavar="CHECKPOINT...", help="Checkpoint or run folder.")],
+    checkpoint: Annotated[list[Path], Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
     tasks: Annotated[list[str] | None, Option(help="Tasks, repeated or separated by commas.")] = None,
     task_data: Annotated[Path | None, Option(help="Folder of local task data.")] = None,
     text: Annotated[Path | None, Option(help="File or folder of text for bits per byte.")] = None,

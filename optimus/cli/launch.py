@@ -33,7 +33,7 @@ def launch(
     output: Annotated[Path | None, Option(help="With --scheduler: batch script to write.")] = None,
     time: Annotated[str, Option(help="Time limit in the batch script, HOURS:MINUTES:SECONDS.")] = "12:00:00",
     directive: Annotated[
-        list[str] | None, Option(help="Line for the batch system, such as '--account=physics'; repeated.")
+        list[str] | None, Option(help="For the batch system, such as '--account=physics'; repeated.")
     ] = None,
     check: Annotated[bool, Option("--check", help="Validate without starting or contacting anything.")] = False,
     verbose: Verbose = False,

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from optimus.cli.common import Json, app, show
+from optimus.cli.common import Json, app, folded, show
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folder, or several to compare.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Run folder, or several to compare.")],
     output: Annotated[
         Path | None,
         Option(
@@ -72,17 +72,18 @@ def runs(
 
 @app.command()
 def doctor(
-    folder: Annotated[Path, Argument(metavar="[FOLDER]", help="Where runs would be written.")] = Path("."),
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Where runs would be written.")] = Path("."),
     as_json: Json = False,
 ) -> None:
     """Look at this machine and say what to mend: devices, memory, network, disk, clock; exit code 1 for a problem."""
     from optimus.api import doctor as examine
 
     found = examine(folder)
-    lines = [
-        f"{each.status:8} {each.what:22} {each.found}" + (f"\n{'':9}-> {each.mend}" if each.mend else "")
-        for each in found
-    ]
+    lines = []
+    for each in found:
+        lines.append(folded(f"{each.status:8} {each.what:22} {each.found}", 32))
+        if each.mend:
+            lines.append(folded(f"{'':9}-> {each.mend}", 12))
     show([each._asdict() for each in found], as_json, "\n".join(lines))
     if any(each.status == "problem" for each in found):
         raise typer.Exit(1)

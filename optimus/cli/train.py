@@ -37,7 +37,7 @@ def train(
 ) -> None:
     """Train a model."""
     from optimus.api import train as run
-    from optimus.observe.progress import seconds_text
+    from optimus.config.sizes import seconds_text
 
     overrides, automatic = [*(overrides or []), *(settings or [])], resume and "auto" in (overrides or [])
     overrides = [text for text in overrides if text != "auto"] if automatic else overrides

@@ -1,4 +1,4 @@
-"""Numbers of bytes, and of tokens, as people write them."""
+"""Numbers of bytes, of tokens and of seconds, as people write them."""
 
 import re
 
@@ -28,7 +28,8 @@ def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> float:
 
 def size_text(size: float, digits: int = 3) -> str:
     """Bytes as people read them, such as "1.5 GB" or "10 B", in so many digits."""
-    unit = max((power for power in range(5) if size >= 1000**power), default=0)
+    rounded = float(f"{size:.{digits}g}")  # which may have the next unit
+    unit = max((power for power in range(5) if rounded >= 1000**power), default=0)
     return f"{size / 1000**unit:.{digits}g} {['B', 'kB', 'MB', 'GB', 'TB'][unit]}"
 
 
@@ -44,7 +45,16 @@ def rounded(number: float) -> str:
 
 def count_text(number: float) -> str:
     """A number in three digits and a unit, such as "1.5 B"."""
+    rounded = float(f"{number:.3g}")  # which may have the next unit
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
+        if rounded >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
+
+
+def seconds_text(seconds: float) -> str:
+    """Such as 45 s, 9 min, 1.5 h or 2.1 days."""
+    for most, unit, name in ((90, 1, "s"), (5400, 60, "min")):
+        if seconds < most:
+            return f"{seconds / unit:.2g} {name}" if seconds < 10 else f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"

@@ -413,7 +413,7 @@ def _training_sample(run: _Run) -> Iterator[str]:
     """Documents to train a tokenizer on: the beginning of every file, the same share of each."""
     whole = sum(source.text_bytes_estimate for source in run.sources.files)
     share = min(1.0, TRAINING_SAMPLE / max(1.0, whole))
-    done = 0
+    total, done = int(whole * share), 0
     for source in run.sources.files:
         left = int(source.text_bytes_estimate * share)
         one = files.Sources(run.sources.inputs, (source,))
@@ -421,9 +421,10 @@ def _training_sample(run: _Run) -> Iterator[str]:
             yield text[: max(0, left)]
             left -= len(text)
             done += len(text)
-            run.progress("train tokenizer", min(done, int(whole * share)), int(whole * share))
+            run.progress("train tokenizer", min(done, total), total)
             if left <= 0 and share < 1:
                 break
+    run.progress("train tokenizer", total, total)  # the bytes were an estimate, and a character may have several
 
 
 def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:

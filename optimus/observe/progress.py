@@ -4,17 +4,10 @@ import sys
 import time
 from typing import Any
 
-from optimus.observe.terminal import letting_go
+from optimus.config.sizes import seconds_text
+from optimus.observe.terminal import can_redraw, letting_go
 
 _LINE_SECONDS = 10.0  # between plain lines
-
-
-def seconds_text(seconds: float) -> str:
-    """Such as 45 s, 9 min, 1.5 h or 2.1 days."""
-    for most, unit, name in ((90, 1, "s"), (5400, 60, "min")):
-        if seconds < most:
-            return f"{seconds / unit:.2g} {name}" if seconds < 10 else f"{seconds / unit:.0f} {name}"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 def time_left(seconds: float, now: float) -> str:
@@ -32,34 +25,15 @@ class ProgressBar:
     def __init__(self, *, every: int | None = None) -> None:
         self._every = every
         self._bar: Any = None
-        self._tasks: dict[str, Any] = {}
         self._last_line = time.monotonic()
         self._began: dict[str, tuple[float, int]] = {}  # of a stage: when it was first heard of, and how much was done
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-            from rich.progress import Progress as RichProgress
-
-            self._bar = RichProgress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("elapsed"),
-                TimeRemainingColumn(),
-                TextColumn("left"),
-                TextColumn("{task.fields[note]}"),
-                console=Console(stderr=True),
-            )
-            self._bar.start()
+        self._on_terminal = can_redraw(sys.stderr.isatty())
 
     def update(self, stage: str, done: int, total: int | None, note: str = "") -> None:
         """`done` of `total` units of `stage` are done; `note` stands beside the bar."""
-        if self._bar is not None:
-            if stage not in self._tasks:
-                self._tasks[stage] = self._bar.add_task(stage, total=total, note=note)
+        if self._on_terminal:
             with letting_go():
-                self._bar.update(self._tasks[stage], completed=done, total=total, note=note)
+                self._bar_of(stage, total).show(done, total, note)
             return
         self._began.setdefault(stage, (time.monotonic(), done))
         silent = time.monotonic() - self._last_line
@@ -67,6 +41,16 @@ class ProgressBar:
             self._last_line = time.monotonic()
             share = f"{done:,}/{total:,}" if total else f"{done:,}"
             self.print(f"{stage}: {share} {note}".rstrip() + self._left(stage, done, total))
+
+    def _bar_of(self, stage: str, total: int | None) -> Any:
+        """The bar, one at a time: what a signal's handler writes is then on its line, or below, and stays."""
+        if self._bar is None or self._bar.stage != stage:
+            from optimus.observe.bar import Bar  # rich takes its time
+
+            self.close()
+            self._bar = Bar(stage, total)
+            self._bar.start()
+        return self._bar
 
     def _left(self, stage: str, done: int, total: int | None) -> str:
         """How long it will still take, where that is more than some seconds."""
@@ -80,7 +64,10 @@ class ProgressBar:
         """A line above the bar."""
         with letting_go():
             if self._bar is not None:
-                self._bar.console.print(line, highlight=False)
+                from rich.text import Text
+
+                # In a plain string, [words] would be markup. The terminal wraps it: it is copied in one piece.
+                self._bar.console.print(Text(line), soft_wrap=True)
             else:
                 print(line, file=sys.stderr, flush=True)
 
@@ -89,6 +76,7 @@ class ProgressBar:
         if self._bar is not None:
             with letting_go():
                 self._bar.stop()
+            self._bar = None
 
     def __enter__(self) -> "ProgressBar":
         return self

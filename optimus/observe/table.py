@@ -2,26 +2,112 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-_FILE_WIDTH = 220  # characters of a table that no terminal limits
+_WHOLE = 12  # characters of a cell that is not wrapped, such as "46.1 %"
+_NO_LIMIT = 100_000  # characters of a line in a file
+
+
+class _Column(NamedTuple):
+    head: str
+    is_text: bool
+    cells: tuple[str, ...]
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = None) -> None:
-    """Print rows of equal keys as a table; with a `width` in at most so many characters, and with fewer lines."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    """Print rows of equal keys as a table; with a `width` in at most so many characters, and with fewer lines.
 
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    form: dict[str, Any] = {} if width is None else {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
-    table = Table(title=title, title_justify="left", **form)
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="left" if isinstance(rows[0].get(column), str) else "right")
-    for row in rows:
-        table.add_row(*(_cell(row.get(column)) for column in columns))
-    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
-    console.print(table, width=None if width is None else min(width, console.width))
+    Nothing is cut where there is too little room, as on a narrow terminal. There the table has fewer lines, and what is
+    the same in all rows is said once, above it. If it must be, text is wrapped between words; where that is not enough,
+    each row becomes lines of key and value.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else _NO_LIMIT)
+    room = min(console.width, width or _NO_LIMIT)
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    columns = [
+        _Column(key.replace("_", " "), isinstance(rows[0].get(key), str), tuple(_cell(row.get(key)) for row in rows))
+        for key in keys
+    ]
+
+    def write(line: str, style: str = "") -> None:
+        """A line that a terminal wraps, not we: whoever copies it gets it in one piece."""
+        console.print(Text(line, style=style), soft_wrap=True)
+
+    write(title, "italic")
+    table = _natural(columns, room, compact=width is not None) or _natural(columns, room, compact=True)
+    if table is None and len(rows) > 1:
+        same = [column for column in columns[1:] if len(set(column.cells)) == 1]
+        columns = [column for column in columns if column not in same]
+        if same:
+            write("in all rows: " + "; ".join(f"{column.head} {column.cells[0]}" for column in same))
+    table = table or _wrapped(columns, room)
+    if table is not None:
+        console.print(table)
+        return
+    margin = max(len(column.head) for column in columns)
+    for first, *others in zip(*([(column.head, cell) for cell in column.cells] for column in columns)):
+        write(" ".join(first).strip(), "bold")
+        for head, cell in others:
+            write(f"  {head:<{margin}}  {cell}")
+
+
+def _natural(columns: list[_Column], room: int, *, compact: bool) -> Any:
+    """The table with every cell on one line, or None where that takes more room."""
+    table = _table(columns, _widths(columns), compact=compact)
+    return table if _measured(table) <= room else None
+
+
+def _wrapped(columns: list[_Column], room: int) -> Any:
+    """The compact table with its text wrapped between words, the longest first, or None where that takes more room."""
+    widths = _widths(columns)
+    excess = _measured(_table(columns, widths, compact=True)) - room
+    spare = [width - _least(column) for width, column in zip(widths, columns)]
+    if excess > sum(spare):
+        return None
+    for _ in range(excess):
+        at = max((at for at in range(len(widths)) if spare[at]), key=widths.__getitem__)
+        widths[at] -= 1
+        spare[at] -= 1
+    return _table(columns, widths, compact=True)
+
+
+def _table(columns: list[_Column], widths: list[int], *, compact: bool) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    form: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False} if compact else {}
+    table = Table(**form)
+    for column, width in zip(columns, widths):
+        table.add_column(Text(column.head), justify="left" if column.is_text else "right", width=width)
+    for row in zip(*(column.cells for column in columns)):
+        table.add_row(*map(Text, row))  # as it is: in a plain string, [words] would be markup
+    return table
+
+
+def _measured(table: Any) -> int:
+    from rich.console import Console
+
+    return Console(width=_NO_LIMIT).measure(table).maximum
+
+
+def _widths(columns: list[_Column]) -> list[int]:
+    from rich.cells import cell_len
+
+    return [max(map(cell_len, (column.head, *column.cells))) for column in columns]
+
+
+def _least(column: _Column) -> int:
+    """The width that takes numbers and short texts as a whole, and of others the words."""
+    from rich.cells import cell_len
+
+    parts = column.head.split()
+    for cell in column.cells:
+        parts += cell.split() if column.is_text and cell_len(cell) > _WHOLE else [cell]
+    return max(map(cell_len, parts), default=0)
 
 
 def _cell(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A terminal that may go away while a run goes on: from then on, writing to it fails."""
+"""What a terminal can do; and that it may go away while a run goes on: from then on, writing to it fails."""
 
 import os
 import stat
@@ -6,11 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 
+def can_redraw(is_terminal: bool) -> bool:
+    """Whether a terminal understands escape sequences, with which a line is written anew."""
+    return is_terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
 def say_at_once(line: str) -> None:
     """A line on stderr, from a signal handler too, whatever is being written there."""
     let_go_if_gone()
     with suppress(OSError):
-        os.write(2, f"{line}\n".encode())
+        instead = "\r\x1b[K" if can_redraw(os.isatty(2)) else ""  # of the ^C that a terminal shows, and of a bar
+        os.write(2, f"{instead}{line}\n".encode())
 
 
 def let_go_if_gone() -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from optimus.observe.progress import seconds_text
+from optimus.config.sizes import seconds_text
 from optimus.report.folder import RunFolder, is_number, plain
 
 _NUMBERS = 4  # that are shown large

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from optimus.observe.progress import seconds_text
+from optimus.config.sizes import seconds_text
 from optimus.report.folder import read_folder
 from optimus.report.page import report_data
 from optimus.report.verdict import large_numbers, verdict

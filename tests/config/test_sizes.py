@@ -1,0 +1,21 @@
+"""Numbers as people write them."""
+
+import pytest
+
+from optimus.config.sizes import count_text, size_text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (1500, "1.5 K"), (999_499, "999 K"), (999_885_952, "1 B"), (1e15, "1e+03 T")],
+)
+def test_three_digits_and_a_unit(number: float, text: str) -> None:
+    assert count_text(number) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "digits", "text"),
+    [(0, 3, "0 B"), (10, 3, "10 B"), (999_700, 3, "1 MB"), (999_700, 4, "999.7 kB"), (1.5e9, 3, "1.5 GB")],
+)
+def test_a_size_in_so_many_digits(size: float, digits: int, text: str) -> None:
+    assert size_text(size, digits) == text
