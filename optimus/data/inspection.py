@@ -75,7 +75,7 @@ def look(text_field: TextField, whole: bool, source: Source) -> Look:
 
 def check_beginning(sources: Sources, most: float) -> int:
     """How many bytes of text the beginning of all files has: at least `most`, or all. Raises `UserError`, which lists the
-    files that `prepare` would refuse, as far as they are read for this. Who asks can name no `encoding` and no `text_field`."""
+    files that `prepare` would refuse, as far as they are read for this. Who asks can name no `encoding` or `text_field`."""
     bad, text_bytes = list[tuple[Source, str]](), 0
     for source in sources.files:
         try:
@@ -99,7 +99,7 @@ def check_beginning(sources: Sources, most: float) -> int:
 def _without_arguments(what: str) -> str:
     """What is wrong with a file, with cures for those who cannot say how it is read."""
     what = _NEEDED.sub("Convert it to UTF-8", what).replace(", or name another, `text_field`.", ".")
-    what = what.replace("Name the one that holds the text, `text_field`.", "Name the one that holds the text so.")
+    what = what.replace("Name the one that holds the text, `text_field`.", "Name the one that holds the text 'text'.")
     return re.sub(r"`text_field=[^`]*` reads that", "name it 'text'", what)
 
 
