@@ -177,7 +177,7 @@ def check_encoding(encoding: str) -> str:
         raise UserError(
             f"`encoding` {encoding!r} is no encoding of text: name one, such as cp1252 or utf-16"
         ) from error
-    if name.startswith(("iso2022", "hz", "utf-7", "unicode_escape", "raw_unicode_escape", "idna", "punycode")):
+    if name.startswith(("iso2022", "hz", "utf-7", "unicode-escape", "raw-unicode-escape", "idna", "punycode")):
         raise UserError(f"`encoding` {name} cannot be told from UTF-8: convert its files to UTF-8")
     return name
 

@@ -340,6 +340,7 @@ def test_encodings(run: Callable[..., Any], tmp_path: Path) -> None:
         ("nonsense", "`encoding` 'nonsense' is no encoding of text"),
         *((name, f"`encoding` '{name}' is no encoding of text") for name in ("base64", "rot13", "zlib", "bz2", "hex")),
         ("iso-2022-jp", "cannot be told from UTF-8"),
+        ("unicode_escape", "cannot be told from UTF-8"),
         ("euc-jp", r"a\.txt: neither UTF-8 nor euc_jp at byte \d+"),
     ):
         with pytest.raises(UserError, match=message):
