@@ -12,6 +12,7 @@ from optimus.errors import UserError
 
 _LONGEST, _LONGEST_PATH = 255, 4095  # bytes that Linux takes
 _LONGEST_NAME = 200  # bytes, of the 255 that file systems take: what is not complete has a longer one
+_UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
 
 
@@ -42,6 +43,18 @@ def _can_be_a_path(text: str) -> bool:
         path = os.fsencode(text)
         return b"\0" not in path and len(path) <= _LONGEST_PATH and all(len(n) <= _LONGEST for n in path.split(b"/"))
     return False
+
+
+def printable(text: str, keep: str = "") -> str:
+    """A line of text, such as a file's name, as files and terminals take it: what is no Unicode, commands a terminal, or
+    turns the direction of what follows, is written as an escape. All but `keep`."""
+    return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
+
+
+def _escape(character: str) -> str:
+    """A byte of a name that is not UTF-8, which Python has as a surrogate, is written as that byte."""
+    code = ord(character)
+    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else character.encode("unicode_escape").decode()
 
 
 def plain_name(name: object) -> str:

@@ -94,15 +94,18 @@ def _template(index: dict[str, Any]) -> str:
 def _left_alone(index: dict[str, Any]) -> str:
     """Lines about documents that were left out, and about files that were skipped, bad ones and those of other endings."""
     from optimus.config.sizes import counted
+    from optimus.disk import printable
 
     reasons = ("too_short", "too_long", "duplicates")
     left_out = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
     said = f"\nleft out: documents {left_out}" if left_out else ""
     if bad := index.get("bad_files", []):
         said += f"\nskipped: {counted(len(bad), 'file')} that cannot be read"
-        said += "".join(f"\n  {each['name']}: {with_options(each['what'])}" for each in bad)
+        said += "".join(f"\n  {each['name']}: {printable(with_options(each['what']))}" for each in bad)
     by_ending = index.get("skipped_by_ending", {})
     if not by_ending:
         return said
-    counts = ", ".join(f"{count:,} {ending}" for ending, count in sorted(by_ending.items(), key=lambda one: -one[1]))
+    counts = ", ".join(
+        f"{count:,} {printable(ending)}" for ending, count in sorted(by_ending.items(), key=lambda one: -one[1])
+    )
     return f"{said}\nskipped: {index['skipped_files']:,} file(s) of other kinds ({counts})"

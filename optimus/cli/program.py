@@ -4,6 +4,7 @@ import io
 import sys
 
 from optimus.cli.common import app, with_options
+from optimus.disk import printable
 from optimus.errors import UserError
 
 # isort: off
@@ -19,5 +20,7 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        sys.stderr.write(f"error: {with_options(str(error))}\n")  # at once: other ranks write there too
+        # A name in it must not command the terminal.
+        said = printable(with_options(str(error)), keep="\n\t")
+        sys.stderr.write(f"error: {said}\n")  # at once: other ranks write there too
         sys.exit(error.code)

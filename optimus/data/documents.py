@@ -15,7 +15,7 @@ from optimus.data import files
 from optimus.data.chat import Conversation
 from optimus.data.cutting import LIMIT as PIECE_LIMIT
 from optimus.data.cutting import PIECE, UncuttableError, pieces
-from optimus.data.fields import TextField, field_of
+from optimus.data.fields import TextField, field_of, kind_of
 from optimus.data.files import BadFileError, Source, Sources, open_bytes
 from optimus.data.markup import page_text
 from optimus.data.tables import records
@@ -288,7 +288,7 @@ def parse_line(line: bytes, place: str, number: int, text_field: str | TextField
     except ValueError as error:
         raise UserError(f"{place}:{number}: not valid JSON ({error}). Each line must be one JSON object.") from error
     if not isinstance(record, dict):
-        raise UserError(f"{place}:{number}: a JSON {type(record).__name__}, where an object with the text is expected")
+        raise UserError(f"{place}:{number}: {kind_of(record)}, where an object with the text is expected")
     return field_of(text_field).conversation(record, f"{place}:{number}")
 
 

@@ -4,7 +4,7 @@ Of a conversation (`chat:messages`) only what the assistant says is predicted (`
 """
 
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -42,7 +42,8 @@ class TextField:
         found = dict.fromkeys(name if name in known else name.split(".")[0] for name in self.names)
         for name in found:
             if name not in known:
-                raise UserError(f"{place}: no column '{name}' ({nearest(name, known)}). {_how_to_name(first())}")
+                others = nearest(name, known) if known else "it has none"
+                raise UserError(f"{place}: no column '{name}' ({others}). {_how_to_name(first(), name)}")
         return list(found)
 
     def of(self, record: Mapping[str, Any], place: str) -> str:
@@ -107,7 +108,7 @@ class ChatField(TextField):
 def _problem(message: Any) -> str:
     """Why it is no message; empty where it has a role, and says something or calls tools."""
     if not isinstance(message, Mapping):
-        return f"is a {type(message).__name__}"
+        return f"is {kind_of(message)}"
     if not isinstance(message.get("role"), str):
         return "has `from` in place of `role`" if "from" in message else "has no `role`"
     content = message.get("content")
@@ -116,18 +117,22 @@ def _problem(message: Any) -> str:
         return "" if parts else "has a list as `content` that is not of parts with a `type`"
     if content is None and isinstance(message.get("tool_calls"), list):
         return ""
-    return (
-        ""
-        if isinstance(content, str)
-        else f"has {'no' if content is None else type(content).__name__ + ' as'} `content`"
-    )
+    return "" if isinstance(content, str) else f"has {'no' if content is None else kind_of(content) + ' as'} `content`"
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in the words of JSON."""
+    kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list", bytes: "binary data"}
+    if value is None:
+        return "null"
+    return "an object" if isinstance(value, Mapping) else kinds.get(type(value), f"a {type(value).__name__}")
 
 
 def _value(record: Mapping[str, Any], name: str, place: str) -> str:
     found = _found(record, name, place)
     if not isinstance(found, str):
         raise UserError(
-            f"{place}: field '{name}' is {type(found).__name__}, not text. Mend it, or name another, `text_field`."
+            f"{place}: field '{name}' is {kind_of(found)}, not text. Mend it, or name another, `text_field`."
         )
     return _checked(found, name, place)
 
@@ -136,15 +141,36 @@ def _found(record: Mapping[str, Any], name: str, place: str) -> Any:
     found: Any = record
     for part in [name] if name in record else name.split("."):
         if not isinstance(found, Mapping) or part not in found:
-            known = found if isinstance(found, Mapping) else {}
-            raise UserError(f"{place}: no field '{name}' ({nearest(part, known)}). {_how_to_name(record)}")
+            raise UserError(f"{place}: no field '{name}' ({_there(found, part)}). {_how_to_name(record, name)}")
         found = found[part]
     return found
 
 
-def _how_to_name(record: Mapping[str, Any]) -> str:
-    """The cure for a record whose text is elsewhere: most often in the field that holds the longest one."""
-    texts = {name: value for name, value in record.items() if isinstance(value, str) and value.strip()}
+def _there(found: Any, part: str) -> str:
+    """What is where the field `part` is looked for."""
+    if not isinstance(found, Mapping):
+        return f"what should hold '{part}' is {kind_of(found)}"
+    return nearest(part, found) if found else "the object is empty"
+
+
+def _texts(record: Mapping[str, Any], above: str = "", deep: int = 4) -> Iterator[tuple[str, str]]:
+    """The texts of a record and of the objects in it, each by the name that reads it."""
+    for name, value in record.items():
+        if above and "." in name:
+            continue  # no name reads it
+        if isinstance(value, str) and value.strip():
+            yield above + name, value
+        elif isinstance(value, Mapping) and deep and "." not in name:
+            yield from _texts(value, f"{above}{name}.", deep - 1)
+
+
+def _how_to_name(record: Mapping[str, Any], missing: str) -> str:
+    """The cure for a record whose text is elsewhere: in a field of that name in an object, or most often in the field that
+    holds the longest one."""
+    texts = dict(_texts(record))
+    within = next((name for name in texts if name.endswith(f".{missing}")), None)
+    if within and not {"{", "}"} & set(within) and not within.startswith(CHAT):
+        return f"It is in '{within}': `text_field={within!r}` reads that."
     if not texts:
         return "Name the one that holds the text, `text_field`."
     longest = max(texts, key=lambda name: len(texts[name]))

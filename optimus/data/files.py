@@ -5,6 +5,7 @@ import glob
 import gzip
 import hashlib
 import io
+import os
 import re
 import zlib
 from collections import Counter
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO
 
 from optimus.data import remote
 from optimus.data.remote import RemoteFile
-from optimus.disk import user_path
+from optimus.disk import printable, user_path
 from optimus.errors import UserError, naming_read_errors
 
 CODE_SUFFIXES = (
@@ -77,14 +78,14 @@ class BadFile:
     """A file that is left out, as it cannot be read, and `what` is wrong with it."""
 
     input: int
-    name: str
+    name: str  # printable, as it is written down
     size: int
     modified_ns: int
     what: str
 
     @classmethod
     def of(cls, source: Source, what: str) -> "BadFile":
-        return cls(source.input, source.name, source.size, source.modified_ns, what)
+        return cls(source.input, printable(source.name), source.size, source.modified_ns, what)
 
     def entry(self) -> dict[str, Any]:
         """What `index.json` says of it, wherever and whenever it was written."""
@@ -101,9 +102,9 @@ class Sources:
     skipped: dict[str, int] = field(default_factory=dict)
 
     def without(self, bad: Iterable[tuple[int, str]]) -> "Sources":
-        """All but the files of these inputs and names."""
+        """All but the files of these inputs and printable names."""
         left_out = set(bad)
-        kept = tuple(source for source in self.files if (source.input, source.name) not in left_out)
+        kept = tuple(source for source in self.files if (source.input, printable(source.name)) not in left_out)
         return Sources(self.inputs, kept, self.skipped)
 
     def content_digest(self) -> str:
@@ -115,7 +116,7 @@ class Sources:
         """Entry k says exactly which the first k files are on this machine, and when they were last modified."""
         digests = [""]
         for source in self.files:
-            digests.append(_digest([(digests[-1], str(source.path.resolve()), source.size, source.modified_ns)]))
+            digests.append(_digest([(digests[-1], str(_real(source.path)), source.size, source.modified_ns)]))
         return digests
 
 
@@ -129,7 +130,8 @@ def _digest(rows: Iterable[tuple[object, ...]]) -> str:
 def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encoding: str = "utf-8") -> Sources:
     """Files, folders (walked in sorted order, hidden names left out) and globs, also of fsspec's URLs, each file once.
 
-    A file that is named is there whatever its ending. Raises `UserError`.
+    A file that is named is there whatever its ending. So is what is no file, such as a link to nothing: a look finds it bad.
+    Raises `UserError`.
 
     What lies in the folders `leave_out` does not exist here: an output may lie in an input folder.
     """
@@ -141,36 +143,41 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encodi
         named = None if remote.is_remote(given) else user_path(given)
         with naming_read_errors(Path(given)):
             for path, name in _expand(given):
-                if any(path.resolve().is_relative_to(folder) for folder in hidden):
+                real = _real(path)
+                if any(real.is_relative_to(folder) for folder in hidden):
                     continue
                 if path != named and not ends_in(path, SUFFIXES):
-                    skipped.add(path.resolve())
+                    skipped.add(real)
                     continue
                 matches += 1
                 if isinstance(path, RemoteFile):
                     source = Source(path, number, name, path.size, path.version, encoding)
-                else:
+                elif path.is_file():
                     source = Source(path, number, name, path.stat().st_size, path.stat().st_mtime_ns, encoding)
-                found.setdefault(path.resolve(), source)
+                else:
+                    source = Source(path, number, name, 0, path.lstat().st_mtime_ns, encoding)
+                found.setdefault(real, source)
         if not matches:
             raise UserError(f"no input files in {given}: nothing there ends in {_SUPPORTED}")
     if not found:
         raise UserError("no input given: name files, folders or globs")
     by_ending = Counter(map(_ending, skipped))
-    return Sources(tuple(Path(given).name for given in inputs), tuple(found.values()), dict(sorted(by_ending.items())))
+    return Sources(
+        tuple(printable(Path(given).name) for given in inputs), tuple(found.values()), dict(sorted(by_ending.items()))
+    )
 
 
 def check_encoding(encoding: str) -> str:
     """The one name of an encoding. Raises `UserError` for none, and where its text cannot be told from UTF-8."""
     try:
         name = codecs.lookup(encoding).name
-        if not isinstance(codecs.getincrementaldecoder(name)().decode(b"", True), str):
-            raise LookupError("bytes to bytes")
+        b" ".decode(name, "ignore")  # which tells codecs of bytes to bytes, and of text to text
+        codecs.getincrementaldecoder(name)
     except (LookupError, ValueError) as error:
         raise UserError(
             f"`encoding` {encoding!r} is no encoding of text: name one, such as cp1252 or utf-16"
         ) from error
-    if name.startswith(("iso2022", "hz", "utf-7", "unicode_escape", "raw_unicode_escape", "idna", "punycode")):
+    if name.startswith(("iso2022", "hz", "utf-7", "unicode-escape", "raw-unicode-escape", "idna", "punycode")):
         raise UserError(f"`encoding` {name} cannot be told from UTF-8: convert its files to UTF-8")
     return name
 
@@ -202,19 +209,24 @@ def _expand(given: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
         yield from remote.expand(str(given), SUFFIXES)
         return
     path = user_path(given)
-    if path.is_file():
-        yield path, path.name
-    elif path.is_dir():
+    if path.is_dir():
         for file in _walk(path):
             yield file, file.relative_to(path).as_posix()
+    elif os.path.lexists(path):
+        yield path, path.name
     else:
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         if not matches:
             raise UserError(f"input not found: {given} (no such file or folder, and no file matches it as a glob)")
         root = _fixed_part(path)
         for match in matches:
-            for file in _walk(match) if match.is_dir() else filter(Path.is_file, [match]):
+            for file in _walk(match) if match.is_dir() else [match]:
                 yield file, file.relative_to(root).as_posix()
+
+
+def _real(path: Path | RemoteFile) -> Path | RemoteFile:
+    """The one path of a file that links may give several; of a link to nothing, or to itself, its own."""
+    return path.resolve() if isinstance(path, RemoteFile) or path.exists() else path.absolute()
 
 
 def _fixed_part(pattern: Path) -> Path:
@@ -235,7 +247,7 @@ def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
         if path.is_dir():
             if path.resolve() not in above:  # a link to a folder above would never end
                 yield from _walk(path, above)
-        elif path.is_file():
+        else:
             yield path
 
 
@@ -272,13 +284,19 @@ def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         ) from error
 
 
-def unmarked_utf16(head: bytes) -> str | None:
-    """UTF-16 without a byte order mark, by the beginning of a text: every other byte of most scripts is null there.
+def unmarked(head: bytes) -> str | None:
+    """UTF-16 or UTF-32 without a byte order mark, by the beginning of a text: every other byte of most scripts is
+    null there, or more of them.
 
-    Such text may well be valid UTF-8, with null characters.
+    Such text may well be valid UTF-8, with null characters, and is valid in every encoding of a byte a character.
     """
-    for name, nulls, others in (("utf-16-le", head[1::2], head[::2]), ("utf-16-be", head[::2], head[1::2])):
-        if nulls.count(0) > len(nulls) // 2 and others.count(0) <= len(others) // 10:
+    for name, nulls, others in (
+        ("utf-16-le", (head[1::2],), head[::2]),
+        ("utf-16-be", (head[::2],), head[1::2]),
+        ("utf-32-le", (head[2::4], head[3::4]), head[::4]),
+        ("utf-32-be", (head[::4], head[1::4]), head[3::4]),
+    ):
+        if all(each.count(0) > len(each) // 2 for each in nulls) and others.count(0) <= len(others) // 10:
             return name
     return None
 
@@ -288,7 +306,7 @@ def _is_utf8(source: Source) -> bool:
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_as_stored(source) as (stream, _):
         data = stream.read(READ)
-        if unmarked_utf16(data):
+        if unmarked(data):
             return False
         try:
             while data:

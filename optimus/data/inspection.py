@@ -5,15 +5,20 @@ time of the work. What is wrong further on in a large file is found while that i
 """
 
 import codecs
+import os
+import re
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from optimus.data import files
-from optimus.data.documents import Position, decode, naming_bad_file, parse_lines, read_batches
+from optimus.data.documents import Position, decode, naming_bad_file, parse_lines, read_batches, read_texts
 from optimus.data.fields import TextField
 from optimus.data.files import BadFileError, Source, Sources, open_as_stored, open_bytes
 from optimus.data.remote import RemoteFile
+from optimus.disk import printable
+from optimus.errors import UserError
 
 LIMIT = 64 << 20  # bytes of text
 REMOTE_LIMIT = 1 << 20  # likewise, of a file that is fetched for it
@@ -35,12 +40,13 @@ _KINDS = {
     b"SQLite format 3": "a database",
 }
 _ENDINGS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet", b"ARROW1": ".arrow"}
-_MARKS = {  # of encodings, the longer first
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
+_MARKS = {  # of encodings, the longer first: the name that reads them, and the one that reads them too
+    codecs.BOM_UTF32_LE: ("utf-32", "utf-32-le"),
+    codecs.BOM_UTF32_BE: ("utf-32", "utf-32-be"),
+    codecs.BOM_UTF16_LE: ("utf-16", "utf-16-le"),
+    codecs.BOM_UTF16_BE: ("utf-16", "utf-16-be"),
 }
+_NEEDED = re.compile(r"`encoding='([^`]*)'` reads it")
 _CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b\x1a"})
 
 
@@ -61,10 +67,50 @@ def look(text_field: TextField, whole: bool, source: Source) -> Look:
     """Reads a file, of a large one only the beginning unless `whole`. Raises `UserError` where a disk or a server fails."""
     try:
         with naming_bad_file(str(source.path)):
-            wrong = _kind(source)
+            wrong = _no_file(source) or _kind(source)
             return Look(wrong, True) if wrong else Look(None, _read(source, text_field, whole))
     except BadFileError as error:
         return Look(with_encoding(source, error.what), True)
+
+
+def check_beginning(sources: Sources, most: float) -> int:
+    """How many bytes of text the beginning of all files has: at least `most`, or all. Raises `UserError`, which lists the
+    files that `prepare` would refuse, as far as they are read for this. Who asks can name no `encoding` or `text_field`."""
+    bad, text_bytes = list[tuple[Source, str]](), 0
+    for source in sources.files:
+        try:
+            with naming_bad_file(str(source.path)):
+                if wrong := _no_file(source) or _kind(source):
+                    bad.append((source, _without_arguments(wrong)))
+                    continue
+                for text, _ in read_texts(Sources(("",), (source,)), "text"):
+                    text_bytes += len(text.encode())
+                    if text_bytes > most:
+                        break
+        except BadFileError as error:
+            bad.append((source, _without_arguments(error.what)))
+        if text_bytes > most:
+            break
+    if bad:
+        raise UserError(listing(bad, len(sources.files), skip=False))
+    return text_bytes
+
+
+def _without_arguments(what: str) -> str:
+    """What is wrong with a file, with cures for those who cannot say how it is read."""
+    what = _NEEDED.sub("Convert it to UTF-8", what).replace(", or name another, `text_field`.", ".")
+    what = what.replace("Name the one that holds the text, `text_field`.", "Name the one that holds the text 'text'.")
+    return re.sub(r"`text_field=[^`]*` reads that", "name it 'text'", what)
+
+
+def _no_file(source: Source) -> str | None:
+    """What is there in place of a file. To open a pipe would wait for its other end."""
+    path = source.path
+    if not isinstance(path, Path) or path.is_file():
+        return None
+    if path.is_symlink() and not path.exists():
+        return f": is a link to nothing, {printable(os.readlink(path))}. Remove it, or link it to a file."
+    return ": is no file, but a pipe, a socket or a device. Write what it gives into a file."
 
 
 def _read(source: Source, text_field: TextField, whole: bool) -> bool:
@@ -96,13 +142,15 @@ def _kind(source: Source) -> str | None:
     for magic, kind in _KINDS.items():
         if head.startswith(magic):
             return f": {kind}, by its first bytes. {_kind_cure(source, magic)}"
-    encoding = next((name for mark, name in _MARKS.items() if head.startswith(mark)), None) or files.unmarked_utf16(
-        head
-    )
-    if encoding:
-        if source.encoding == "utf-8":
-            return f": not UTF-8 but {encoding.upper()}, from byte 0 on. `encoding={encoding!r}` reads it."
-        return None
+    # Before all else: an encoding of a byte a character would read them without an error.
+    readers = next((names for mark, names in _MARKS.items() if head.startswith(mark)), None)
+    if readers is None and (found := files.unmarked(head)):
+        readers = (found, found)
+    if readers:
+        if source.encoding in readers:
+            return None
+        named = "UTF-8" if source.encoding == "utf-8" else source.encoding
+        return f": not {named} but {readers[0].upper()}, from byte 0 on. `encoding={readers[0]!r}` reads it."
     if _is_binary(head):
         return ": binary data, not text. Leave it out, or extract its text."
     if files.ends_in(source.path, files.LINES_SUFFIXES):
@@ -161,20 +209,34 @@ def with_encoding(source: Source, what: str) -> str:
     return f"{what}. {cure}."
 
 
-def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False) -> str:
+def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False, skip: bool = True) -> str:
     """One message about bad files among `total`: a line for each, and what to do. `partly`: large files have been looked at
-    in part."""
+    in part. `skip`: the caller can go on without some."""
+    skip = skip and len(bad) < total
+    apart = _apart(bad, total)
     note = f" Of large files, the first {LIMIT >> 20} MB have been looked at so far." if partly else ""
     if len(bad) == 1:
         ((source, what),) = bad
-        more = " `skip_bad=True` goes on without this file." if total > 1 else ""
-        return f"{source.path}{what.removesuffix('.')}.{more}{note}"
-    lines = [f"  {source.path}{what}" for source, what in islice(bad, LISTED)]
+        more = f" {apart[0].upper()}{apart[1:]}." if apart else ""
+        more += " `skip_bad=True` goes on without this file." if skip else ""
+        return f"{printable(str(source.path))}{what.removesuffix('.')}.{more}{note}"
+    lines = [f"  {printable(str(source.path))}{printable(what)}" for source, what in islice(bad, LISTED)]
     if len(bad) > LISTED:
         lines.append(f"  and {len(bad) - LISTED:,} more")
     cure = "Mend them"
     if any("`text_field=" in what for _, what in bad):
         cure += " (`text_field` is the same for all files: prepare those of another field apart)"
-    if len(bad) < total:
+    if apart:
+        cure += f" ({apart})"
+    if skip:
         cure += ", or go on without them: `skip_bad=True`"
     return "\n".join([f"{len(bad):,} of {total:,} input files cannot be read:", *lines, f"{cure}.{note}"])
+
+
+def _apart(bad: Sequence[tuple[Source, str]], total: int) -> str:
+    """What to do where no one encoding reads all files: another one is named already, or the bad ones need several."""
+    needed = {cure for _, what in bad for cure in _NEEDED.findall(what)}
+    named = {source.encoding for source, what in bad if _NEEDED.search(what)} - {"utf-8"}
+    if not (len(needed) > 1 or (named and total > 1)):
+        return ""
+    return "one encoding is named for all files that are not UTF-8: prepare those of another one apart"

@@ -42,7 +42,7 @@ from optimus.data.packing import pack as pack_documents
 from optimus.data.selection import Dedup, Document, Selection, Signatures
 from optimus.data.tokenizer import TokenizerInfo
 from optimus.data.work import SUMS, Encoded, encoder, tokenizer_trainer, write_shard
-from optimus.disk import sync, user_path, write_json
+from optimus.disk import printable, sync, user_path, write_json
 from optimus.errors import UserError
 
 Progress = Callable[[str, int, int | None], None]
@@ -99,8 +99,9 @@ class _Run:
         total = len(self.sources.files) + len(self.bad)
         if bad and (not self.skip_bad or len(bad) == len(self.sources.files)):
             raise UserError(listing(bad, total, partly))
-        self.bad += [BadFile.of(*each) for each in bad]
-        self.sources = self.sources.without((source.input, source.name) for source, _ in bad)
+        left_out = [BadFile.of(*each) for each in bad]
+        self.bad += left_out
+        self.sources = self.sources.without((each.input, each.name) for each in left_out)
 
 
 def prepare(
@@ -355,7 +356,8 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
             _refuse(run, different)
         state = None
     known = {(bad.input, bad.name): bad for bad in (state.bad if state else ())}
-    same = [(each, known[each.input, each.name]) for each in run.sources.files if (each.input, each.name) in known]
+    named = [(each, (each.input, printable(each.name))) for each in run.sources.files]
+    same = [(each, known[name]) for each, name in named if name in known]
     run.leave_out([(each, bad.what) for each, bad in same if BadFile.of(each, bad.what) == bad])
     if state is None or state.looked_at != run.sources.identity_digests[-1]:
         _look_at_all(run)

@@ -45,7 +45,10 @@ class Selection:
         """Raise `UserError` where it keeps nothing, or needs a package that is not there."""
         for unit in ("characters", "tokens"):
             least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
-            if least < 0 or (most is not None and most < max(1, least)):
+            for name, value, fewest in ((f"min_{unit}", least, 0), (f"max_{unit}", most, 1)):
+                if value is not None and value < fewest:
+                    raise UserError(f"`{name}` is {value}: it must be at least {fewest}")
+            if most is not None and most < least:
                 raise UserError(
                     f"no document has at least {least} and at most {most} {unit}: choose another `min_{unit}` or "
                     f"`max_{unit}`"

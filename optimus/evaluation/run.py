@@ -10,12 +10,12 @@ from optimus.checkpoint.folder import Description, find_checkpoint, read_descrip
 from optimus.checkpoint.store import load_model
 from optimus.data.chat import ChatTemplate
 from optimus.data.tokenizer import inspect, load
-from optimus.disk import user_path, write_json
+from optimus.disk import printable, user_path, write_json
 from optimus.errors import UserError
 from optimus.evaluation.generation import answer, generate
 from optimus.evaluation.names import TASKS
 from optimus.evaluation.tasks import check_lm_eval, load_tasks, run_tasks
-from optimus.evaluation.text import bits_per_byte
+from optimus.evaluation.text import bits_per_byte, check_text
 from optimus.model import Transformer
 from optimus.model.ensemble import Ensemble
 from optimus.observe.machine import use_device, versions
@@ -65,6 +65,8 @@ def evaluate(
     if not paths:
         raise UserError("no checkpoint to evaluate: name one, or several as an ensemble")
     path = paths[0]
+    if text is not None:
+        check_text(text, max_bytes)
     local_tasks = load_tasks(tasks, user_path(task_data), fewshot or 0) if tasks and task_data is not None else []
     loaded = _load_together(paths, device, parse_special)
     results: dict[str, Any] = {"tasks": {}, "bits_per_byte": None}
@@ -88,12 +90,12 @@ def evaluate(
                 eos_id=loaded.eos_id,
                 context=loaded.description.context,
                 max_bytes=max_bytes,
-                progress=lambda done: progress.update("bits per byte", done, None, "bytes"),
+                progress=lambda done: progress.update("text measured", done, None, "bytes"),
             )
             bits = results["bits_per_byte"] = found["bits_per_byte"]
             if not math.isfinite(bits):
                 raise UserError(f"{path} has diverged (bits per byte {bits}): use an earlier checkpoint")
-            results["text"] = {"path": str(text), "bytes": found["bytes"], "tokens": found["tokens"]}
+            results["text"] = {"path": printable(str(text)), "bytes": found["bytes"], "tokens": found["tokens"]}
     results["splits"] = {task.name: task.split for task in local_tasks}
     results["settings"] = {
         "fewshot": fewshot or 0,
@@ -101,9 +103,13 @@ def evaluate(
         "max_bytes": max_bytes,
         "parse_special": parse_special,
     }
-    results["checkpoint"] = {"path": str(path), "step": loaded.description.step, "context": loaded.description.context}
+    results["checkpoint"] = {
+        "path": printable(str(path)),
+        "step": loaded.description.step,
+        "context": loaded.description.context,
+    }
     if len(paths) > 1:
-        results["checkpoint"]["ensemble"] = [str(each) for each in paths]
+        results["checkpoint"]["ensemble"] = [printable(str(each)) for each in paths]
     results["model"] = loaded.description.model.model_dump()
     results["versions"] = versions("tokenizers", *(["lm-eval", "datasets"] if local_tasks else []))
     if target is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from optimus.comm import Group
 from optimus.data.documents import read_texts
 from optimus.data.files import resolve
+from optimus.data.inspection import check_beginning
 from optimus.data.packing import padding_BS
 from optimus.data.shards import INSIDE, NOT_PREDICTED, Shards
 from optimus.data.tokenizer import encoder
@@ -79,6 +80,19 @@ def measure(
     return found | {"bytes": part.bytes, "tokens": part.tokens}
 
 
+def check_text(text_path: str | Path, max_bytes: int | None = None) -> None:
+    """Raises `UserError` where a text, up to `max_bytes`, has files that `prepare` would refuse, or nothing at all.
+
+    To be asked before long work, at the end of which it would be read.
+    """
+    if not check_beginning(resolve([text_path]), math.inf if max_bytes is None else max_bytes):
+        raise UserError(_no_text(text_path))
+
+
+def _no_text(text_path: str | Path) -> str:
+    return f"no text in {text_path}: bits per byte needs at least one document that is not empty"
+
+
 def read_parts(
     tokenizer: Any,
     text_path: str | Path,
@@ -109,7 +123,7 @@ def read_parts(
             held, given = [], tokens
     held += cutter.cut([], True)  # a document that `max_bytes` has cut short
     if not tokens:
-        raise UserError(f"no text in {text_path}: bits per byte needs at least one document that is not empty")
+        raise UserError(_no_text(text_path))
     yield Part(held, seen_bytes, tokens)
 
 

@@ -15,7 +15,7 @@ import psutil
 
 from optimus.config.renamed import with_new_names
 from optimus.config.yaml_text import parse_yaml
-from optimus.disk import parse_json, user_path
+from optimus.disk import parse_json, printable, user_path
 from optimus.errors import UserError
 
 _BEAT, _SILENCE = 15.0, 60.0  # seconds: a lease as young is a living run's; older than the second it is a dead one's
@@ -23,6 +23,7 @@ _TOGETHER = 1000  # lines that are read at once
 _EXPERT_STEPS = 400  # whose load of experts is read
 _SAMPLE_STEPS = 50  # whose generated text is read
 _DIGITS = 16  # of whole numbers that a page can have exactly
+_KEPT = "\n\r\t"  # of what a terminal would obey: text may have several lines
 _RANKS = 1 << 20  # of a timeline that can be drawn
 _ENDINGS = ("failure", "error", "stopped", "recovered", "finished")  # events that say how a run is
 
@@ -218,10 +219,10 @@ def _parsed(text: bytes) -> Any:
 
 def _with_printable_text(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {printable(key): _with_printable_text(value) for key, value in tree.items()}
+        return {printable(key, _KEPT): _with_printable_text(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return list(map(_with_printable_text, tree))
-    return printable(tree) if isinstance(tree, str) else tree
+    return printable(tree, _KEPT) if isinstance(tree, str) else tree
 
 
 def _config(path: Path, skipped: dict[str, int]) -> dict[str, Any]:
@@ -322,8 +323,3 @@ def number(value: Any) -> float | None:
 def plain(value: float | None) -> float | str | None:
     """A number as JSON can have it: what is not finite as text."""
     return value if value is None or math.isfinite(value) else str(value)
-
-
-def printable(text: str) -> str:
-    """Text as every output takes it: what is no Unicode, as in a file's name, as a question mark."""
-    return text.encode("utf-8", "replace").decode()

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from optimus.disk import user_path
+from optimus.disk import printable, user_path
 from optimus.errors import UserError, naming_read_errors, nearest
-from optimus.report.folder import is_run, printable, read_folder
+from optimus.report.folder import is_run, read_folder
 from optimus.report.page import facts
 
 _DEPTH = 4  # folders below the given one

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 
 from optimus.config.yaml_text import Dumper
-from optimus.disk import user_path
+from optimus.disk import printable, user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.report.compare import differences, has_other_tokenizer
 from optimus.report.downsample import downsample
-from optimus.report.folder import RunFolder, is_number, mapping, number, plain, printable, read_folder
+from optimus.report.folder import RunFolder, is_number, mapping, number, plain, read_folder
 from optimus.report.verdict import compared, large_numbers, median_rate, verdict
 
 _POINTS = 2500  # of a curve

@@ -21,12 +21,10 @@ from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.config import ModelConfig, RunConfig, load_config
-from optimus.data import files
-from optimus.data.documents import read_texts
 from optimus.data.shards import Shards
 from optimus.data.training import TrainingData, check_same_tokenizer
 from optimus.errors import UserError
-from optimus.evaluation.text import read_rows
+from optimus.evaluation.text import check_text, read_rows
 from optimus.hub import read_model_folder
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory, whole_memory
@@ -39,6 +37,8 @@ from optimus.state.plan import bytes_by_kind
 from optimus.training.beginning import is_model_folder
 from optimus.training.run import Run
 from optimus.training.step import accumulate_gradients
+
+_BYTES_PER_TOKEN = 8  # more than most tokenizers have: text is looked into about as far as it is read, or further
 
 
 def check_references(config: RunConfig, resume: bool) -> None:
@@ -72,7 +72,7 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
     another tokenizer."""
     for number, each in enumerate(config.validation):
         if each.text is not None:
-            _check_text(each.text, f"validation.{number}.text")
+            _check_text(each.text, f"validation.{number}.text", _BYTES_PER_TOKEN * each.tokens)
         elif each.path is not None:
             shards = Shards(each.path, config.train.data_cache)
             check_same_tokenizer(data.first_folder, shards)
@@ -82,7 +82,7 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
                     "validation.tokens, or prepare it with a longer `context`"
                 )
     if config.evaluate.text is not None:
-        _check_text(config.evaluate.text, "evaluate.text")
+        _check_text(config.evaluate.text, "evaluate.text", config.evaluate.max_bytes)
     if config.evaluate.tasks:
         from optimus.evaluation.tasks import check_lm_eval, load_tasks
 
@@ -90,11 +90,11 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
         load_tasks(config.evaluate.tasks, Path(str(config.evaluate.task_data)))
 
 
-def _check_text(text: str, key: str) -> None:
-    """Raise `UserError` where `text` is not there, or nothing in its beginning can be read."""
+def _check_text(text: str, key: str, max_bytes: int) -> None:
+    """Raise `UserError` where `text` is not there, is none, or cannot be read as far as it will be: it would stop the run at
+    its first validation."""
     try:
-        if not any(piece for piece, _ in read_texts(files.resolve([text]), "text")):
-            raise UserError(f"there is no text in {text}")
+        check_text(text, max_bytes)
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
 

@@ -46,8 +46,8 @@ def run(tmp_path: Path, tokenizer_file: Path) -> Callable[..., dict[str, Any]]:
         (b'{"texts": "words"}', r"no field 'text' \(did you mean 'texts'\?\)"),
         (b'{"text": "wor', "not valid JSON"),
         (b'{"text": ' + 20_000 * b"[" + 20_000 * b"]" + b"}", "not valid JSON .it is nested too deep"),
-        (b'["text"]', "a JSON list, where an object with the text is expected"),
-        (b'{"text": null}', "field 'text' is NoneType, not text"),
+        (b'["text"]', "a list, where an object with the text is expected"),
+        (b'{"text": null}', "field 'text' is null, not text"),
         (b'{"text": "\xff"}', "not UTF-8 at byte 10 of the line"),
         (b'{"text": "\\ud800"}', "field 'text' is not valid Unicode"),
     ],
@@ -100,8 +100,8 @@ def test_bad_parquet(run: Callable[..., Any], tmp_path: Path) -> None:
 
     for content, message in (
         (parquet(body=["a"]), r"bad\.parquet: no column 'text' \(valid: body\)"),
-        (parquet(text=["some words", None]), r"bad\.parquet: row 2: field 'text' is NoneType"),
-        (parquet(text=[1, 2]), r"bad\.parquet: row 1: field 'text' is int"),
+        (parquet(text=["some words", None]), r"bad\.parquet: row 2: field 'text' is null"),
+        (parquet(text=[1, 2]), r"bad\.parquet: row 1: field 'text' is a number"),
         (parquet(text=["a"])[:-20], r"bad\.parquet: not a readable parquet file"),
     ):
         with pytest.raises(UserError, match=message):

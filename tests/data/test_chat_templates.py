@@ -268,8 +268,8 @@ def test_templates_and_messages_that_do_not_go_together(source: str, message: di
         ({"from": "human", "value": "a"}, "message 2 has `from` in place of `role`"),
         ({"content": "a"}, "message 2 has no `role`"),
         (turn("user", None), "message 2 has no `content`"),
-        ({"role": "user", "content": 5}, "message 2 has int as `content`"),
-        ("hi", "message 2 is a str"),
+        ({"role": "user", "content": 5}, "message 2 has a number as `content`"),
+        ("hi", "message 2 is a text"),
         (turn("Assistant", "a"), r"no message has the role 'assistant' \(there are: user, Assistant\)"),
     ],
 )

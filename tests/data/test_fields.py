@@ -50,7 +50,7 @@ def test_every_format_gives_the_same_text(tmp_path: Path, kind: str) -> None:
     for wrong, expected in (("answer.txt", r"did you mean 'text'|valid: by, text"), ("questions", "'question'")):
         with pytest.raises(UserError, match=expected):
             texts(path, wrong)
-    with pytest.raises(UserError, match="field 'answer' is dict, not text"):
+    with pytest.raises(UserError, match="field 'answer' is an object, not text"):
         texts(path, "answer")
 
 
@@ -96,3 +96,29 @@ def test_an_arrow_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.arrow").write_bytes(b"ARROW1 and no more")
     with pytest.raises(UserError, match=r"bad\.arrow: not a readable Arrow file"):
         texts(tmp_path / "bad.arrow", "text")
+
+
+@pytest.mark.parametrize(
+    ("record", "said", "expected"),
+    [
+        ({"text": None}, "text", "field 'text' is null, not text"),
+        ({"text": {"a": "b"}}, "text", "field 'text' is an object, not text"),
+        ({"text": 1.5}, "text", "field 'text' is a number, not text"),
+        ({"text": True}, "text", "field 'text' is a boolean, not text"),
+        ({"text": "words"}, "text.foo", r"no field 'text\.foo' \(what should hold 'foo' is a text\)"),
+        ({}, "text", r"no field 'text' \(the object is empty\)\. Name"),
+        (
+            {"id": "a long one", "meta": {"text": "x"}},
+            "text",
+            r"It is in 'meta\.text': `text_field='meta\.text'` reads",
+        ),
+        ({"id": "1", "meta": {"a": {"body": "words"}}}, "text", r"`text_field='meta\.a\.body'` reads that"),
+        ({"id": "1", "meta": {"a.b": "words"}}, "text", "`text_field='id'` reads that"),
+    ],
+)
+def test_a_record_without_the_text(record: dict[str, Any], said: str, expected: str) -> None:
+    field = TextField(said)
+    with pytest.raises(UserError, match=expected) as raised:
+        field.of(record, "a.jsonl:1")
+    proposed = str(raised.value).partition("`text_field='")[2].partition("'")[0]
+    assert not proposed or TextField(proposed).of(record, "")

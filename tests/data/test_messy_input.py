@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,13 @@ BAD: dict[str, tuple[bytes, str]] = {
                      "Its longest text is in 'content': `text_field='content'` reads that."),
     "4-column.parquet": (parquet(id=["1"], body=["some words"]), ": no column 'text' (valid: body, id). "
                          "Its longest text is in 'body': `text_field='body'` reads that."),
-    "4-number.parquet": (parquet(text=[1, 2]), ": row 1: field 'text' is int, not text"),
-    "4-null.parquet": (parquet(text=["x", None]), ": row 2: field 'text' is NoneType, not text"),
+    "4-number.parquet": (parquet(text=[1, 2]), ": row 1: field 'text' is a number, not text"),
+    "4-null.parquet": (parquet(text=["x", None]), ": row 2: field 'text' is null, not text"),
     # fields
     "5-field.jsonl": (lines(TEXT, field="content"), "`text_field='content'` reads that."),
     "5-field.jsonl.gz": (gzip.compress(lines(TEXT, field="content")), ":1: no field 'text'"),
-    "5-number.jsonl": (lines("x") + b'{"text": 5}\n', ":2: field 'text' is int, not text"),
-    "5-list.jsonl": (b'{"text": ["a"]}\n', ":1: field 'text' is list, not text"),
+    "5-number.jsonl": (lines("x") + b'{"text": 5}\n', ":2: field 'text' is a number, not text"),
+    "5-list.jsonl": (b'{"text": ["a"]}\n', ":1: field 'text' is a list, not text"),
     "5-surrogate.jsonl": (b'{"text": "\\ud800"}\n', ":1: field 'text' is not valid Unicode"),
     # arrays
     "6-array.jsonl": (b'[{"text": "x"}, {"text": "y"}]', ":1: a JSON array, where each line must be one JSON object. "
@@ -337,8 +338,9 @@ def test_encodings(run: Callable[..., Any], tmp_path: Path) -> None:
     write(tmp_path / "in", {"a.txt": TEXT.encode("latin-1"), "b.txt": "日本".encode("euc-jp") * 20})
     for encoding, message in (
         ("nonsense", "`encoding` 'nonsense' is no encoding of text"),
-        ("base64", "`encoding` 'base64' is no encoding of text"),
+        *((name, f"`encoding` '{name}' is no encoding of text") for name in ("base64", "rot13", "zlib", "bz2", "hex")),
         ("iso-2022-jp", "cannot be told from UTF-8"),
+        ("unicode_escape", "cannot be told from UTF-8"),
         ("euc-jp", r"a\.txt: neither UTF-8 nor euc_jp at byte \d+"),
     ):
         with pytest.raises(UserError, match=message):
@@ -414,3 +416,83 @@ def test_helpers_look_at_much(run: Callable[..., Any], messy: Path, monkeypatch:
     with pytest.raises(UserError) as there:
         run(workers=2)
     assert str(there.value) == str(here.value)
+
+
+@pytest.mark.parametrize("stored", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("named", ["cp1252", "latin-1", "utf-16-be", "utf-16"])
+def test_wide_text_is_not_read_in_another_encoding(
+    run: Callable[..., Any], tmp_path: Path, stored: str, named: str
+) -> None:
+    """Of which most take any bytes, and give garbage."""
+    write(tmp_path / "in", {"a.txt": TEXT.encode(stored), "b.txt": TEXT.encode("latin-1")})
+    if named == stored:
+        (tmp_path / "in" / "b.txt").unlink()
+        assert run(encoding=named)["text_bytes"] == len(TEXT.encode())
+        return
+    with pytest.raises(UserError) as raised:
+        run(encoding=named)
+    said = str(raised.value)
+    assert (
+        f"a.txt: not {files.check_encoding(named)} but {stored.upper()}, from byte 0 on. `encoding='{stored}'`" in said
+    )
+    assert "prepare those of another one apart" in said
+
+
+def test_files_of_different_encodings(run: Callable[..., Any], tmp_path: Path) -> None:
+    write(tmp_path / "in", {"a.txt": TEXT.encode("utf-16"), "b.txt": TEXT.encode("latin-1")})
+    with pytest.raises(UserError, match="one encoding is named for all files that are not UTF-8: prepare those of an"):
+        run()
+    (tmp_path / "in" / "b.txt").unlink()
+    with pytest.raises(UserError) as raised:
+        run()
+    assert "apart" not in str(raised.value)
+
+
+def test_what_is_no_file(run: Callable[..., Any], tmp_path: Path) -> None:
+    """It is listed, and opened by nobody: a pipe would wait."""
+    folder = write(tmp_path / "in", GOOD)
+    (folder / "b.txt").symlink_to(tmp_path / "gone.txt")
+    (folder / "l.txt").symlink_to("l.txt")
+    os.mkfifo(folder / "p.jsonl")
+    with pytest.raises(UserError) as raised:
+        run()
+    _, *said, _ = str(raised.value).splitlines()
+    assert said == [
+        f"  {folder}/b.txt: is a link to nothing, {tmp_path}/gone.txt. Remove it, or link it to a file.",
+        f"  {folder}/l.txt: is a link to nothing, l.txt. Remove it, or link it to a file.",
+        f"  {folder}/p.jsonl: is no file, but a pipe, a socket or a device. Write what it gives into a file.",
+    ]
+    for name, what in (("b.txt", "is a link to nothing"), ("p.jsonl", "is no file"), ("[bp]*.txt", "is a link to no")):
+        with pytest.raises(UserError, match=what):
+            run(folder=f"in/{name}")
+    assert [each["name"] for each in run(skip_bad=True)["bad_files"]] == ["b.txt", "l.txt", "p.jsonl"]
+
+
+def test_names_that_are_not_printable(run: Callable[..., Any], tmp_path: Path, stages: Any) -> None:
+    """They are written as escapes, and found again."""
+    folder = write(tmp_path / "in", GOOD)
+    names = [b"n\xff.jsonl", b"esc\x1b[31m.jsonl", "turned\u202e.jsonl".encode(), b"two\nlines.jsonl"]
+    for name in names:
+        Path(os.fsdecode(bytes(folder) + b"/" + name)).write_bytes(b"bad\n")
+    with pytest.raises(UserError) as raised:
+        run()
+    said = str(raised.value)
+    assert said.count("\n") == 5
+    assert not {"\x1b", "\u202e", "\udcff"} & set(said)
+    index = run(skip_bad=True)
+    expected = {r"n\xff.jsonl", r"esc\x1b[31m.jsonl", r"turned\u202e.jsonl", r"two\nlines.jsonl"}
+    assert {each["name"] for each in index["bad_files"]} == expected
+    assert run(skip_bad=True, progress=stages) == index
+    assert stages.seen == {"complete already"}
+
+
+def test_no_name_commands_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from optimus.cli.program import main
+
+    monkeypatch.setattr("sys.argv", ["optimus", "prepare", "gone\x1b[31m\u202e.txt", "--output", str(tmp_path / "out")])
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--train-tokenizer", "300"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert r"input not found: gone\x1b[31m\u202e.txt" in capsys.readouterr().err

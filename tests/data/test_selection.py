@@ -152,8 +152,8 @@ def test_minhashes_of_pieces_join() -> None:
     ("given", "message"),
     [
         ({"min_characters": 9, "max_characters": 8}, "at least 9 and at most 8 characters"),
-        ({"max_tokens": 0}, "at most 0 tokens"),
-        ({"min_tokens": -1}, "at least -1"),
+        ({"max_tokens": 0}, "`max_tokens` is 0: it must be at least 1"),
+        ({"min_tokens": -1}, "`min_tokens` is -1: it must be at least 0"),
         ({"dedup": "fuzzy"}, "`dedup` is 'fuzzy'"),
     ],
 )

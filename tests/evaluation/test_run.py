@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,6 +41,42 @@ def test_bits_per_byte_of_a_checkpoint(
     assert results["model"]["vocab"] == 328
     assert results["versions"]["torch"] == torch.__version__
     assert [path.name for path in output.parent.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", "words".encode("utf-16-le"), "not UTF-8 but UTF-16-LE, from byte 0 on. Convert it to UTF-8."),
+        ("a.txt", b"%PDF-1.7 words", "a PDF document, by its first bytes. Extract its text into a .txt file."),
+        ("a.jsonl", b'[{"text": "x"}]', "a JSON array"),
+        ("a.jsonl", b'{"body": "x"}', "Its longest text is in 'body': name it 'text'."),
+        ("a.txt", None, "is no file"),
+    ],
+)
+def test_text_that_prepare_refuses(
+    checkpoint: Path, tmp_path: Path, name: str, content: bytes | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found before the model is loaded, with other files and alone."""
+    monkeypatch.setattr("optimus.evaluation.run._load_together", lambda *_: pytest.fail("loaded"))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "0.txt").write_text("some words")
+    (folder / name).write_bytes(content) if content is not None else os.mkfifo(folder / name)
+    for text in (folder, folder / name):
+        with pytest.raises(UserError) as raised:
+            evaluate(checkpoint, text=text, device="cpu")
+        assert expected in str(raised.value)
+        assert "skip_bad" not in str(raised.value)
+
+
+def test_progress_of_text_has_not_the_name_of_the_result(
+    checkpoint: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimus.observe.progress._LINE_SECONDS", -1.0)
+    evaluate(checkpoint, text=text, device="cpu")
+    said = capsys.readouterr().err
+    assert "text measured: " in said
+    assert "bits per byte" not in said
 
 
 def test_all_tasks_on_shared_data(

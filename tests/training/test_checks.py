@@ -1,6 +1,7 @@
 """What is found to be wrong before the first step or in the middle of a run, each with its message."""
 
 import copy
+import gzip
 import json
 import os
 import re
@@ -402,6 +403,11 @@ def test_the_run_folder_keeps_an_earlier_configuration(small_run: dict[str, Any]
 
 def test_what_is_needed_later_is_looked_for_first(small_run: dict[str, Any], tmp_path: Path) -> None:
     missing, not_utf8, empty = tmp_path / "nowhere", tmp_path / "a.txt", tmp_path / "b.txt"
+    line, cut, late = tmp_path / "c.jsonl", tmp_path / "d.jsonl.gz", tmp_path / "e.jsonl"
+    good = [json.dumps({"text": f"words {number}"}) for number in range(11)]
+    line.write_text("\n".join([*good[:5], '{"text": ', *good[6:]]))
+    cut.write_bytes(gzip.compress("\n".join(good * 3).encode())[:-9])
+    late.write_text("\n".join([*good, "bad"]))
     not_utf8.write_bytes(b"a\xff")
     empty.touch()
     assert message(edited(small_run, checkpoint={"initial": str(missing)}), check=True) == (
@@ -410,7 +416,9 @@ def test_what_is_needed_later_is_looked_for_first(small_run: dict[str, Any], tmp
     for text, problem in (
         (missing, "input not found: "),
         (not_utf8, "not UTF-8 at byte 1"),
-        (empty, "there is no text in"),
+        (empty, "no text in"),
+        (line, f"{line}:6: not valid JSON"),
+        (cut, "damaged or truncated compressed file"),
     ):
         found = message(edited(small_run, evaluate={"every": 2, "text": str(text)}), check=True)
         assert found.startswith("evaluate.text: ")
@@ -419,6 +427,7 @@ def test_what_is_needed_later_is_looked_for_first(small_run: dict[str, Any], tmp
         assert found.startswith("validation.0.text: ")
         assert problem in found
     assert not Path(small_run["train"]["output"]).exists()
+    optimus.train(edited(small_run, evaluate={"text": str(late), "max_bytes": 20}), check=True)  # it is not read so far
 
 
 def test_initial_weights_of_another_model_are_refused_by_the_check(small_run: dict[str, Any], tmp_path: Path) -> None:
