@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from benchmarks.moe_inputs import Shape, Weights
 from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
 from optimus.model.moe.layer import MoeLayer
-from optimus.model.parts import Parts
 from optimus.observe.machine import free_memory
 
 
@@ -61,7 +60,8 @@ class Ours(Block):
         weights, gradients = setting.weights, setting.gradients
         self._buffers: dict[nn.Parameter, GradientBuffer] = {}
         with torch.device("meta"):
-            layer = MoeLayer(*setting.shape[1:], routing="learned", parts=Parts(gradient_buffers=self._buffers))
+            layer = MoeLayer(*setting.shape[1:], routing="learned")
+        layer.router.gradients = layer.experts.gradients = self._buffers
         layer.router.weight = nn.Parameter(weights.router_EH)
         layer.experts.gate_up = nn.Parameter(weights.gate_up_EJH.unflatten(1, (2, -1)))
         layer.experts.down = nn.Parameter(weights.down_EHI)

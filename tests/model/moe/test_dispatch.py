@@ -5,13 +5,12 @@ from torch import Tensor, nn
 
 from optimus.model.moe.dispatch import NOTHING, Dispatch, Overlapped, local_dispatch, local_indices
 from optimus.model.moe.layer import MoeLayer
-from optimus.model.parts import Parts
 
 
 def layer(dispatch: Dispatch = local_dispatch) -> MoeLayer:
     torch.manual_seed(0)
-    parts = Parts(dispatch=lambda experts: dispatch)
-    made = MoeLayer(hidden=8, intermediate=4, experts=6, experts_per_token=2, routing="learned", parts=parts)
+    made = MoeLayer(hidden=8, intermediate=4, experts=6, experts_per_token=2, routing="learned")
+    made.dispatch = dispatch
     for parameter in made.parameters():
         nn.init.normal_(parameter)
     return made
