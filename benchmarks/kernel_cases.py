@@ -27,7 +27,8 @@ from optimus.kernels.rms_norm import rms_norm, rms_norm_reference
 from optimus.kernels.rotary import rotary, rotary_reference, rotary_table
 from optimus.model.architecture import ModelConfig
 from optimus.model.count import count_parameters
-from optimus.model.moe.router import Choosing, Router
+from optimus.model.moe.choices import Choosing
+from optimus.model.moe.router import Router
 from optimus.optim.adamw import AdamW, adamw_reference
 from optimus.optim.rule import OptimizerStep, Tile
 

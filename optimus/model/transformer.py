@@ -19,8 +19,8 @@ from optimus.model.attention import Attention, AttentionPositions, LayerCache
 from optimus.model.batch import Batch, moved
 from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
 from optimus.model.latent import LatentAttention
+from optimus.model.moe.choices import Routing
 from optimus.model.moe.layer import MoeLayer
-from optimus.model.moe.router import Choosing, Routing
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.parameters import Size, declare
 from optimus.model.positions import LearnedPositions, tables
@@ -80,14 +80,14 @@ class Block(nn.Module):
         self.attention = LatentAttention(config, config.latent) if config.latent else Attention(config, layer)
         self.attention_out_norm = _norm(config) if after else None
         self.mlp_norm = _norm(config) if before else None
-        if experts := config.experts_of(layer):
-            self.moe = _sparse(config, experts, routing)
+        if config.experts_of(layer):
+            self.moe = MoeLayer(config, layer, routing)
         else:
             sizes = config.hidden, config.intermediate
             self.mlp = DenseMlp(*sizes, kind=config.activation, gated=config.gated, bias=config.mlp_bias)
         self.mlp_out_norm = _norm(config) if after else None
         self.attend = Unit("attention", self.attention, self.attention_norm, self.attention_out_norm)
-        kind = "moe" if experts else "mlp"
+        kind = "moe" if config.experts_of(layer) else "mlp"
         self.feed_forward = Unit(kind, getattr(self, kind), self.mlp_norm, self.mlp_out_norm)
 
     def forward(
@@ -97,21 +97,6 @@ class Block(nn.Module):
         x_TH = x_TH + self.attend(x_TH, places, cache)
         y_TH, stats = self.feed_forward(x_TH, places.position_T)
         return x_TH + y_TH, stats
-
-
-def _sparse(config: ModelConfig, experts: int, routing: Routing) -> MoeLayer:
-    return MoeLayer(
-        config.hidden,
-        config.expert_intermediate,
-        experts,
-        config.experts_per_token or 0,
-        routing,
-        Choosing.of(config),
-        config.shared_intermediate,
-        among=config if len(config.expert_counts) > 1 else None,  # else sums of layers are of one length
-        kind=config.activation,
-        bias=config.expert_bias,
-    )
 
 
 class Blocks(nn.ModuleList):

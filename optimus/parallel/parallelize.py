@@ -19,8 +19,8 @@ from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
 from optimus.model import Transformer
 from optimus.model.linear import LocalProduct, Product
+from optimus.model.moe.choices import Routing
 from optimus.model.moe.dispatch import Dispatch, local_dispatch
-from optimus.model.moe.router import Routing
 from optimus.model.moe.tokens import LocalTokens, TokenSplit
 from optimus.model.norms import LocalNorms, Norms
 from optimus.model.parameters import Dim

@@ -12,6 +12,7 @@ from torch import Tensor
 from optimus.comm import Groups
 from optimus.comm.functional import local_rows
 from optimus.mesh import Mesh
+from optimus.model.architecture import ModelConfig
 from optimus.model.init import initialize
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.tokens import LocalTokens, TokenSplit
@@ -83,7 +84,8 @@ def test_every_token_once_and_whole(form: Form) -> None:
 
 
 def layer_of(tokens: TokenSplit | None = None) -> MoeLayer:
-    layer = MoeLayer(H, intermediate=8, experts=4, experts_per_token=2)
+    sizes = {"hidden": H, "heads": 1, "intermediate": 8, "experts": 4, "experts_per_token": 2}
+    layer = MoeLayer(ModelConfig.model_validate({"family": "olmoe", "layers": 1, "vocab": 8, **sizes}))
     layer.tokens = tokens or LocalTokens()
     initialize(layer, 0, 0.5)
     return layer

@@ -13,8 +13,9 @@ from optimus.kernels.expert_mlp import expert_mlp
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.model.architecture import ModelConfig
 from optimus.model.dense import DenseMlp
+from optimus.model.moe.choices import Choosing, Routing
 from optimus.model.moe.dispatch import NOTHING, Dispatch, Overlapped, local_dispatch
-from optimus.model.moe.router import SOFTMAX, Choosing, Router, Routing
+from optimus.model.moe.router import Router
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.moe.tokens import LocalTokens, TokenSplit
 from optimus.model.parameters import Size, declare
@@ -58,40 +59,27 @@ class Experts(nn.Module):
 
 
 class MoeLayer(nn.Module):
-    """Router, then experts; beside them, if its width is not 0, a `shared` one that every token meets.
+    """Router, then experts; beside them, if its width is not 0, a shared one that every token meets.
 
-    `among`: the model, where the statistics of its layers are of different lengths, so that they can be added.
-
-    With `bias` the router and the projections of the experts have one. That of the last projection is added here, where the
+    With a bias the router and the projections of the experts have one. That of the last projection is added here, where the
     tokens are: every rank has it of all experts, and neither parts of an expert nor its tokens elsewhere have to know of it.
     `tokens` say which tokens this device works on, and `dispatch` carries them to their experts.
     """
 
     replaceable = "tokens", "dispatch"
 
-    def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        experts: int,
-        experts_per_token: int,
-        routing: Routing = "learned",
-        choosing: Choosing = SOFTMAX,
-        shared: int = 0,
-        *,
-        among: ModelConfig | None = None,
-        kind: Activation = "silu",
-        bias: bool = False,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0, routing: Routing = "learned") -> None:
         super().__init__()
-        self.among = among
-        self.tokens: TokenSplit = LocalTokens()
-        self.dispatch: Dispatch = local_dispatch
-        self.router = Router(hidden, experts, experts_per_token, routing, choosing)
-        self.experts = Experts(experts, hidden, intermediate, kind=kind, bias=bias)
+        hidden, experts, kind = config.hidden, config.experts_of(layer), config.activation
+        self.router = Router(hidden, experts, config.experts_per_token or 0, routing, Choosing.of(config))
+        self.experts = Experts(experts, hidden, config.expert_intermediate, kind=kind, bias=config.expert_bias)
+        shared, biased = config.shared_intermediate, config.expert_bias
         self.shared = DenseMlp(hidden, shared, kind=kind) if shared else None
         sizes = Size("all_experts", experts), Size("hidden", hidden)
-        self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial="zeros") if bias else None
+        self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial="zeros") if biased else None
+        self.tokens: TokenSplit = LocalTokens()
+        self.dispatch: Dispatch = local_dispatch
+        self._model = config if len(config.expert_counts) > 1 else None  # else sums of layers are of one length
 
     @property
     def expert_count(self) -> int:
@@ -113,7 +101,7 @@ class MoeLayer(nn.Module):
             y_UH = torch.addmm(y_UH, weights_UE.scatter(1, indices_UK, weights_UK), self.down_bias)
         y_TH = self.tokens.put_back(y_UH).view_as(x_TH)
         stats = self.tokens.sum(stats)
-        stats = stats if self.among is None else stats.among(self.among)
+        stats = stats if self._model is None else stats.among(self._model)
         return y_TH if shared is None else y_TH + shared.y_TH, stats
 
 

@@ -4,43 +4,17 @@ Legend: T tokens, H hidden, E experts, K experts per token.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimus.kernels import backend
 from optimus.kernels.backend import compute_dtype
-from optimus.model.architecture import ModelConfig
 from optimus.model.linear import Projection
-from optimus.model.moe.dispatch import choices_of
+from optimus.model.moe.choices import SOFTMAX, Choosing, Routing, choices_of
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.parameters import Size, declare
 from optimus.step_context import StepContext
-
-Routing = Literal["learned", "uniform"]
-
-
-class Choosing(NamedTuple):
-    """How a router scores, chooses and weighs experts, beyond how many; see `Router`."""
-
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    renormalise: bool = False
-    scale: float = 1.0
-    groups: int = 1
-    groups_per_token: int = 1
-    bias: bool = False
-    logit_bias: bool = False
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> "Choosing":
-        """That of a model."""
-        chosen = config.expert_groups, config.groups_per_token
-        biases = config.router_bias, config.expert_bias
-        return cls(config.score, config.renormalise, config.routed_scale, *chosen, *biases)
-
-
-SOFTMAX = Choosing()
 
 
 class Router(Projection):
