@@ -13,9 +13,11 @@ A chunk of frozen parameters is this and nothing more; what training adds is in 
 parts are compressed, and whole parameters are expanded, in place, when they have been gathered.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +29,39 @@ from optimus.model.parameters import Initial
 from optimus.state.buffers import ManagedBuffer, Residency
 from optimus.state.disk import DiskStates, StateFile
 from optimus.state.masks import Mask, unpacked_bits
+from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan
 from optimus.state.transfers import Transfers
+from optimus.step_context import StepContext
 
 NOTHING_ON_DISK: AbstractContextManager[Mapping[str, Tensor]] = nullcontext({})
+
+
+@dataclass(frozen=True)
+class ChunkContext:
+    """What a chunk works with beside its plan."""
+
+    groups: Sequence[Group]
+    """Of the steps in which it is sharded."""
+    copies: Group
+    """The ranks that keep the same part of it, whose gradients are summed last."""
+    transfers: Transfers
+    step: StepContext = field(default_factory=StepContext)
+    """May defer gradients."""
+    file: StateFile | None = None
+    """On the disk."""
+    block: int = 0
+    """Bytes that whole parameters are given."""
+    tile: int | None = None
+    """Elements by which a pruned chunk is compressed at a time."""
+    blocks: Mapping[str, OverBlocks] = field(default_factory=dict)
+    """By name of a parameter of which ranks have blocks of each matrix, how a rule's function of matrices is applied."""
+    piece: int | None = None
+    """Elements per all-reduce of gradients."""
+    started: Callable[[Any], None] = lambda chunk: None
+    """Called with the chunk when a reduction that holds memory has begun."""
+    update_on: Residency = "device"
+    """Where state that is elsewhere is updated: device or host."""
 
 
 class Chunk:
@@ -44,32 +75,24 @@ class Chunk:
     Whoever reads what a checkpoint holds, or changes it, does so inside `states`, which waits for the update that is under
     way and gives each thread buffers of its own for what is on a disk.
 
-    `groups` are those of the steps in which the chunk is sharded; `file` is the one on the disk. Whole parameters are given
-    `block` bytes. `masks` are packed bits of those parameters that are pruned; the chunk is then compressed by tiles of so
-    many elements.
+    Of those parameters that are pruned `masks` are packed bits.
     """
 
-    def __init__(
-        self,
-        plan: ChunkPlan,
-        groups: Sequence[Group],
-        transfers: Transfers,
-        file: StateFile | None = None,
-        block: int = 0,
-        masks: Mapping[str, Tensor] | None = None,
-        tile: int | None = None,
-    ) -> None:
-        self.groups = [group.unwatched for group in groups]  # what is gathered here may be of others
-        self._transfers, self._tile = transfers, tile
+    def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
+        self.groups = [group.unwatched for group in context.groups]  # what is gathered here may be of others
+        self._context, self._transfers = context, context.transfers
         self._disk: DiskStates | None = None
         self._whole = {
-            each.kind: transfers.make(each, plan.elements(each)) for each in plan.buffers if each.extent == "whole"
+            each.kind: self._transfers.make(each, plan.elements(each))
+            for each in plan.buffers
+            if each.extent == "whole"
         }
         self.parameter = self._whole["parameters"]
+        resize = self._transfers.resize
         self._full_parameters = ManagedBuffer(
-            self.parameter, "parameters", stays=plan.keeps_whole, block=block, resize=transfers.resize
+            self.parameter, "parameters", stays=plan.keeps_whole, block=context.block, resize=resize
         )
-        self._plan_parts(plan, file, masks or {})
+        self._plan_parts(plan, context.file, masks or {})
         self.parameters: list[nn.Parameter] = []  # of the module
         self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # of those that are trained
         self._gathering = InTurn()
@@ -86,7 +109,9 @@ class Chunk:
             if each.kind not in on_disk and each.kind not in self._whole
         }
         self.mask = (
-            None if plan.mask is None else Mask(plan.mask, _positions(plan, masks), self._made["mask"], self._tile)
+            None
+            if plan.mask is None
+            else Mask(plan.mask, _positions(plan, masks), self._made["mask"], self._context.tile)
         )
         self._parameter_shard = self._made.get("parameters.shard", self.parameter)  # between its uses
         self._fetched = plan.residency("parameters.shard") != "device"
