@@ -102,7 +102,7 @@ class Gathering:
         for chunk in chunks:
             self.gradient_buffers |= chunk.gradient_buffers
             self._names |= {each: slot.name for slot, each in zip(chunk.plan.slots, chunk.parameters)}
-            if chunk.plan.shard_steps or chunk.plan.offloaded or chunk.mask is not None:
+            if chunk.plan.shard_steps or chunk.plan.offloaded or chunk.elements.prunes:
                 self._chunks |= dict.fromkeys(chunk.parameters, chunk)
         self._traced = {chunk: None for chunk in chunks if not chunk.plan.keeps_whole or chunk.plan.offloaded}
         self._resharding = [chunk for chunk in chunks if chunk.plan.lifetime == "use"]

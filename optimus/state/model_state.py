@@ -144,10 +144,10 @@ class ModelState:
     def masks(self) -> dict[str, Tensor]:
         """Packed bits of this rank's parts of the parameters that are pruned, by name."""
         return self._frozen_masks | {
-            slot.name: packed_bits(chunk.mask.unpruned(slot.start, slot.end))
+            slot.name: packed_bits(chunk.elements.unpruned(slot.start, slot.end))
             for chunk in self.trained
             for slot in chunk.plan.slots
-            if chunk.mask is not None and self.recipe.unpruned[slot.name] is not None
+            if chunk.elements.prunes and self.recipe.unpruned[slot.name] is not None
         }
 
     def _of_frozen(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -164,7 +164,7 @@ class ModelState:
         self._frozen_masks = self._of_frozen(masks)
         for stage, plans in self._plans().items():
             for chunk, plan in zip(self._of_stage[stage], plans, strict=True):
-                if plan.mask is not None or chunk.mask is not None:
+                if plan.mask is not None or chunk.elements.prunes:
                     chunk.prune(plan, masks, empty=empty)
         self._hold()
 

@@ -284,9 +284,7 @@ class TrainedChunk(Chunk):
         """Sum each rank's part over the groups, as far as parts of gradients are kept; further, if no more will come."""
         if self._gradients.status == "absent":  # none has come
             self._gradients.go("open")
-        gradient = self.gradient
-        if self.mask is not None:
-            gradient = self.mask.compress(gradient, self.plan.borders[-1])
+        gradient = self.elements.compress(self.gradient, self.plan.borders[-1])
         if self._watch is not None:
             self._watch.leaves(gradient, f"reduction of the gradients of {self.plan.slots[0].name} ...")
         self._gradients.go("reduce")
