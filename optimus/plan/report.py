@@ -180,7 +180,8 @@ def explained(plan: Plan) -> str:
     lines += _elsewhere(plan)
     connected, buffers = communicators_of(job)
     number = sum(each.number for each in connected)
-    lines.append(f"a rank has up to {number} communicators, with {size_text(buffers, 4)} of buffers besides:")
+    beside = f", with {size_text(buffers, 4)} of buffers besides" if buffers else ""
+    lines.append(f"a rank has up to {counted(number, 'communicator')}{beside}:")
     lines += [f"  {each.what:<22}{each.number:>4} of {each.size:,} ranks" for each in connected]
     lines += ["its collectives, by which algorithm, and the largest of each kind:", *_collectives(job)]
     lines.append(describe(job.mesh))
