@@ -66,12 +66,12 @@ def parallelize(
     options: StageOptions,
     gradients: Mapping[nn.Parameter, GradientBuffer] | None = None,
     unit: Callable[..., Any] = run_unit,
-    rows: Iterable[Blocks] | None = None,
+    rows: Iterable[Blocks] = (),
 ) -> Transformer:
     """`model`, or what a rank's stages have left of it, made to work on this rank's parts of its parameters.
 
     Gradients of weights go to their buffers in `gradients`, which may be filled later. `unit` runs a unit, whose parameters
-    need not be here before (`Recompute`). `rows` are the blocks that run in a row: those of a stage; by default all. All
+    need not be here before (`Recompute`). Beside the model's own row of blocks, `rows` of some of them run: a stage's. All
     ranks must call. Raises `UserError` when the experts cannot be divided evenly.
     """
     product = products(groups, options, MatrixProduct(groups.step))
@@ -85,7 +85,7 @@ def parallelize(
     replace_all(model, "gradients", always({} if gradients is None else gradients))
     replace_all(model, "step", always(groups.step))
     runner = Recompute(options.recomputation, groups.step, unit, keep_collectives=options.keep_collectives)
-    runner.arrange([model.blocks] if rows is None else rows, units_of(model))
+    runner.arrange([model.blocks, *rows], units_of(model))
     return model
 
 
