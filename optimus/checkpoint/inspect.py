@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -91,6 +91,8 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
     reads, of all tensors by key; safetensors: likewise. `dtype` (float32, bfloat16) is that of the weights; by default
     they stay as they are. Everything is held in memory. Raises `UserError`; nothing that exists is touched.
     """
+    if to not in get_args(To):
+        raise UserError(f"`to` is {to!r}: it is one of {', '.join(get_args(To))}")
     path, output = find_checkpoint(path), user_path(output)
     if output.exists():
         raise UserError(f"{output} exists already: choose another name or remove it")

@@ -83,6 +83,8 @@ def plan(
 ) -> None:
     """Choose how to divide a model over a machine, and predict its speed and memory."""
     overrides = [*(overrides or []), *(settings or [])]
+    if explain is not None and scale is None and not largest and explain > (1 if as_is else best):
+        raise UserError(f"--explain {explain}: there are {1 if as_is else best} rows at most")
     from optimus import api
 
     if Path(model).suffix in (".yaml", ".yml"):  # before torch is imported: a mistake costs no waiting
@@ -127,6 +129,7 @@ def plan(
 
 def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool, largest: bool) -> None:
     """An answer of the planner as a table."""
+    from optimus.config.sizes import counted
     from optimus.observe.table import print_table
     from optimus.plan import report
 
@@ -135,7 +138,7 @@ def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool, la
     if largest:
         rows = [report.largest_row(plan) | row for plan, row in zip(plans, rows)]
     batch = f"{job.train.global_batch:,} sequences of {job.train.sequence_length:,} tokens"
-    title = f"{job.mesh.size:,} ranks of {job.machine.name}, {batch}, {job.precision}"
+    title = f"{counted(job.mesh.size, 'rank')} of {job.machine.name}, {batch}, {job.precision}"
     print_table(rows, title, None if wide else _WIDTH)
     for line in report.below_table(plans[0]) if not found.points else ():
         print(textwrap.fill(line, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)))

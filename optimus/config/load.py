@@ -47,6 +47,8 @@ def load_config(
     else:
         path = user_path(source)
         raw, where = _read_including(path, read_model_folder), str(path)
+    if isinstance(overrides, str):
+        raise UserError(f"overrides are a list of texts: give [{overrides!r}]")
     for text in overrides:
         raw = _override(raw, text, read_model_folder)
     config = validated(RunConfig, _opened(raw, read_model_folder), where)

@@ -104,7 +104,7 @@ class _Run:
 
 
 def prepare(
-    inputs: Sequence[str | Path],
+    inputs: str | Path | Sequence[str | Path],
     output: str | Path,
     *,
     tokenizer: str | Path | None = None,
@@ -162,6 +162,7 @@ def prepare(
         tokenizers.check_text_stays_text(info)
     partial = output.with_name(f"{output.name}.partial")
     encoding = files.check_encoding(encoding)
+    inputs = [inputs] if isinstance(inputs, str | Path) else inputs
     sources = files.resolve(inputs, leave_out=(output, partial), encoding=encoding)
     progress = progress or (lambda stage, done, total: None)
     given: dict[str, Any] = {

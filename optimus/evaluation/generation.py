@@ -4,6 +4,7 @@ continuations of several prompts together, of a model that may be divided over r
 Legend: B rows, S positions, H hidden, V vocabulary.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ def generate_tokens(
         raise UserError(f"`max_tokens` is {max_tokens}: ask for at least one token")
     if context is not None and max_tokens >= context:
         raise UserError(f"`max_tokens` is {max_tokens}, but the model's context is {context}: ask for less than that")
-    if temperature < 0:
+    if not 0 <= temperature < math.inf:
         raise UserError(f"`temperature` is {temperature}: it must be 0 (the most probable token) or more")
     if not 0 < top_p <= 1:
         raise UserError(f"`top_p` is {top_p}: it must be above 0 and at most 1")

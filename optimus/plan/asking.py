@@ -1,5 +1,6 @@
 """From what a user says to a job for the planner."""
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -62,6 +63,10 @@ def plan(
         plans[0].tokens_per_second, plans[0].job.mesh
     """
     number = _counted(ranks)
+    if best < 1:
+        raise UserError(f"`best` is {best}: ask for at least one plan")
+    if largest and (as_is or scale):
+        raise UserError("`largest` looks for a model: leave out as_is and scale, which keep the one that is given")
     job = asked(configured(model, overrides, number), machine, number, what_if, imbalance, links)
     given = predict(as_configured(job)) if as_is else None
     if scale:
@@ -112,6 +117,8 @@ def asked(
     Raises `UserError` for an unknown machine, for changes that cannot be made to it or to the profile, and where the length
     is in passes over data that is not there.
     """
+    if not 1 <= imbalance < math.inf:
+        raise UserError(f"`imbalance` is {imbalance}: it is 1, where experts get equally many tokens, or more")
     if not machine:
         raise UserError(f"--machine is missing: name one of {', '.join(machine_names())}, or a file")
     kind = load_machine(machine)

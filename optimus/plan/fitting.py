@@ -14,7 +14,6 @@ from optimus.plan.communicators import buffers_of
 from optimus.plan.divisions import BlockTiming, Candidate
 from optimus.plan.job import Job
 from optimus.plan.memory import (
-    FRAGMENTS,
     KINDS,
     ActivationSizes,
     Rank,
@@ -122,11 +121,11 @@ class Fitting:
         return self._ways[key]
 
     def _buffers_of(self, job: Job) -> float:
-        """Of what can be used of its machine, bytes that its communicators' buffers take."""
+        """Bytes that its communicators' buffers take."""
         parallel, state = job.parallel, job.state
         key = job.mesh, parallel.schedule, parallel.stages_per_rank, state.shard, state.shard_ranks
         if key not in self._buffers:
-            self._buffers[key] = buffers_of(job) * (1 - FRAGMENTS)
+            self._buffers[key] = buffers_of(job)
         return self._buffers[key]
 
     def _ranks_of(self, job: Job) -> list[Rank]:

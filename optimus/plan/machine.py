@@ -266,10 +266,41 @@ def load_machine(name: str) -> Machine:
     """A machine by its name, or by the path of a file. Raises `UserError` when there is none, or it is not as it must be."""
     path = user_path(name)
     if path.suffix in (".yaml", ".yml"):
-        return read_section(path, Machine)
+        machine = read_section(path, Machine)
+        _check_units(machine, path)
+        return machine
     if name not in machine_names():
         raise UserError(
             f"machine '{name}' is not known; {nearest(name, machine_names())} Or name a file, as `optimus bench machine` "
             "writes it"
         )
     return read_section(_FOLDER / f"{name}.yaml", Machine)
+
+
+_LATENCY = 0.1  # seconds: more is a figure in other units
+
+
+def _check_units(machine: Machine, path: Path) -> None:
+    """Raise `UserError` for a figure that can only be in other units than the file's."""
+    rates = {f"arithmetic.{kind}.peak": each.peak for kind, each in machine.arithmetic.items()}
+    host, network = machine.host, machine.network
+    moved = {
+        "memory_bandwidth": machine.memory_bandwidth,
+        "node.bandwidth": machine.node.bandwidth,
+        "network.bandwidth": network.bandwidth,
+        "host.link": host.link,
+        **{f"host.{name}": getattr(host, name) for name in ("bandwidth", "read", "write", "storage")},
+    }
+    held = {"memory": machine.memory, "host.memory": host.memory}
+    waited = {
+        "kernel_latency": machine.kernel_latency,
+        "node.latency": machine.node.latency,
+        "network.latency": network.latency,
+    }
+    wrong = [(key, value, "FLOP/s: 989 TFLOP/s are 989e12") for key, value in rates.items() if value < 1e9]
+    wrong += [(key, value, "bytes/s: 400 GB/s are 400e9") for key, value in moved.items() if (value or 1e9) < 1e6]
+    wrong += [(key, value, "bytes: 80 GB are 80e9") for key, value in held.items() if value < 1e6]
+    wrong += [(key, value, "seconds: 5 microseconds are 5e-6") for key, value in waited.items() if value > _LATENCY]
+    if wrong:
+        said = "; ".join(f"{key} is {value:g}, in {unit}" for key, value, unit in wrong)
+        raise UserError(f"{path}: {said}")

@@ -195,4 +195,4 @@ def usable(machine: Machine) -> float:
 def room_of(job: Job) -> float:
     """Bytes of a rank that state and activations may take: what communicators' buffers take and fragments waste is left
     out."""
-    return (job.machine.memory - buffers_of(job)) * (1 - FRAGMENTS)
+    return usable(job.machine) - buffers_of(job)

@@ -7,9 +7,8 @@ from optimus.config import RunConfig, load_config
 from optimus.config.phases import as_of_run
 from optimus.errors import UserError
 from optimus.measurements import Timing
-from optimus.plan.communicators import buffers_of
 from optimus.plan.job import Job, machine_facts, profile_of
-from optimus.plan.memory import Memory, memory_of
+from optimus.plan.memory import FRAGMENTS, Memory, memory_of, room_of
 from optimus.plan.offloading import Elsewhere, rates_of
 from optimus.resolve.facts import AMOUNTS, Facts
 from optimus.resolve.memory import MemoryAccount, memories
@@ -68,7 +67,9 @@ def config_of(job: Job) -> RunConfig:
 def facts_of(job: Job) -> Facts:
     """What the job's run finds on its machine."""
     machine, facts = job.machine, machine_facts(job.machine, job.mesh.size)
-    facts = replace(facts, device_bytes=int(machine.memory - buffers_of(job)))
+    facts = replace(
+        facts, device_bytes=int(room_of(job) / (1 - FRAGMENTS))
+    )  # of which a run fills as much as is usable
     if job.state.residency == "device" or machine.host.bandwidth is None:
         return facts
     rates = rates_of(job)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from optimus.comm.algorithms import OWN
 from optimus.config.load import dump_config
@@ -60,13 +60,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
         },
         "time": dict(plan.step.terms),
         **({} if job.nodes is None else {"nodes": list(job.nodes)}),
+        **({} if (run := _run_length(plan)) is None else {"run": run._asdict()}),
     }
 
 
 def answer_as_json(plans: Sequence[Plan], points: Sequence[ScalingPoint]) -> dict[str, Any]:
     """Plans, and the points of a study of scaling, if it is one."""
     scaled = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in points]
-    return {"plans": [as_json(each) for each in plans], **({"scaling": scaled} if points else {})}
+    machine = plans[0].job.machine
+    source = " ".join(machine.source.split())
+    said = {"machine": {"name": machine.name, "memory_bytes": machine.memory, "source": source}}
+    return {"plans": [as_json(each) for each in plans], **said, **({"scaling": scaled} if points else {})}
 
 
 def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]]:
@@ -123,23 +127,39 @@ def _grid(outer: int, inner: int) -> str:
     return f"{outer}x{inner}" if inner > 1 else str(outer)
 
 
+class _RunLength(NamedTuple):
+    """How long the run takes with a plan."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    device_hours: float
+
+
+def _run_length(plan: Plan) -> _RunLength | None:
+    """None of a run in phases, whose steps differ."""
+    job, run = plan.job, plan.job.run or plan.job.config
+    if run.phases:
+        return None
+    steps = length(run, job.sequences).values.get("train.steps", run.train.steps)
+    seconds = steps * plan.step.seconds
+    return _RunLength(steps, steps * job.tokens, seconds, seconds / 3600 * job.mesh.size)
+
+
 def below_table(plan: Plan) -> list[str]:
     """What a table does not say of its first plan: how long the run takes, what memory is left, and what the table's words
     and figures mean."""
-    job, machine, run = plan.job, plan.job.machine, plan.job.run or plan.job.config
+    job, machine = plan.job, plan.job.machine
     number, size = job.microbatches, job.train.micro_batch
     lines = [
         f"batch {number}x{size}: a step of each data-parallel rank has {counted(number, 'microbatch')} of "
         f"{counted(size, 'sequence')}."
     ]
-    if not run.phases:
-        steps = length(run, job.sequences).values.get("train.steps", run.train.steps)
-        seconds = steps * plan.step.seconds
-        hours = seconds / 3600 * job.mesh.size
-        days = f"{rounded(seconds / 86400)} days" if seconds > 86400 else f"{rounded(seconds / 3600)} hours"
-        tokens = count_text(float(steps * job.tokens))
+    if (run := _run_length(plan)) is not None:
+        days = f"{rounded(run.seconds / 86400)} days" if run.seconds > 86400 else f"{rounded(run.seconds / 3600)} hours"
         lines.append(
-            f"The run, {steps:,} steps or {tokens} tokens, takes {days} with plan 1: {rounded(hours)} device hours."
+            f"The run, {run.steps:,} steps or {count_text(float(run.tokens))} tokens, takes {days} with plan 1: "
+            f"{rounded(run.device_hours)} device hours."
         )
     _, buffers = communicators_of(job)
     left, beside = machine.memory - plan.memory.total - buffers, f" and {size_text(buffers)} of communicators' buffers"
@@ -147,6 +167,12 @@ def below_table(plan: Plan) -> list[str]:
         f"Of {size_text(machine.memory)} a rank it leaves {size_text(max(0.0, left))} beside state and activations"
         f"{beside if buffers else ''}."
     )
+    if job.parallel.stages_per_rank > 1:
+        lines.append(f"x{job.parallel.stages_per_rank}: a rank of the pipeline has so many stages.")
+    if job.mesh.pipeline_stride:
+        lines.append(f"/{job.mesh.pipeline_stride}: the stages lie side by side in blocks of so many ranks.")
+    if job.precision == "fp32" and "bf16" not in machine.arithmetic:
+        lines.append(f"In fp32, as {machine.name} says no rate of bf16 (arithmetic.bf16 in its file).")
     return [*lines, f"Predicted, not measured. The figures of {machine.name}: {' '.join(machine.source.split())}"]
 
 

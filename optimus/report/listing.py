@@ -31,6 +31,9 @@ def runs(
         [(run["name"], run["loss"]) for run in api.runs("runs", state="finished")]
     """
     root = user_path(folder)
+    known = (*STATES, "unreadable")
+    if state is not None and state not in known:
+        raise UserError(f"--state {state}: {nearest(state, known)}")
     if sort not in COLUMNS:
         raise UserError(f"--sort {sort}: {nearest(sort, COLUMNS)}")
     if not root.is_dir():

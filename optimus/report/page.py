@@ -50,7 +50,7 @@ _EXACT = {"lr", "skipped_steps", "phase"}  # metrics without noise, which are ne
 _ALONE, _COMPARED = "report.html", "comparison.html"  # files that are written where none is named
 
 
-def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -> dict[str, Any]:
+def write_report(runs: str | Path | Sequence[str | Path], output: str | Path | None = None) -> dict[str, Any]:
     """Write one HTML file that shows `runs` (run folders), alone or compared; it needs nothing else and no network.
 
     Without `output` it is report.html in the run's folder, and of several runs comparison.html in the current folder.
@@ -60,6 +60,7 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     Example:
         api.report(["demo/run"])["output"]
     """
+    runs = [runs] if isinstance(runs, str | Path) else runs
     data = report_data(runs)
     if output is not None:
         return write_page(data, user_path(output))

@@ -74,6 +74,8 @@ def test_they_are_written_once(run: dict[str, Any]) -> None:
 
 def test_their_values_are_the_initial_ones(run: dict[str, Any], tmp_path: Path) -> None:
     checkpoints = folder_of(run) / "checkpoints"
+    with pytest.raises(UserError, match="`to` is 'gguf': it is one of weights, torch, safetensors"):
+        convert(checkpoints / "step-00000004", tmp_path / "converted", "gguf")  # type: ignore[arg-type]
     convert(checkpoints / "step-00000004", tmp_path / "converted", dtype="float32")
     initial = Transformer(optimus.load_model(folder_of(run)).config)
     initialize(initial, 0, initial.config.init_std)

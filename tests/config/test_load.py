@@ -138,6 +138,11 @@ def test_what_is_wrong_is_named(overrides: list[str], expected: str) -> None:
     assert re.search(expected, message(base(), *overrides))
 
 
+def test_one_text_is_no_list_of_overrides() -> None:
+    with pytest.raises(UserError, match=r"overrides are a list of texts: give \['train\.steps=5'\]"):
+        load_config(base(), "train.steps=5")
+
+
 def test_what_is_missing_is_named() -> None:
     text = message({"model": "mula-tiny", "train": {"output": "x", "steps": 1}})
     for path in ("data", "train.global_batch", "train.micro_batch", "train.sequence_length"):

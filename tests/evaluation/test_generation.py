@@ -101,6 +101,7 @@ def test_decode_keeps_the_first_space() -> None:
         ({"max_tokens": 0}, "`max_tokens` is 0"),
         ({"max_tokens": 8, "context": 8}, "context is 8"),
         ({"max_tokens": 1, "temperature": -1.0}, "`temperature` is -1"),
+        ({"max_tokens": 1, "temperature": float("nan")}, "`temperature` is nan"),
         ({"max_tokens": 1, "top_p": 0.0}, "`top_p` is 0"),
     ],
 )

@@ -1,11 +1,13 @@
 """`optimus plan`: what it prints, writes and refuses; and that what it says of memory is what a run would hold."""
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -19,6 +21,7 @@ from optimus.plan import largest, report
 from optimus.plan.asking import as_configured, asked, configured
 from optimus.plan.dry_run import dry_run
 from optimus.plan.machine import load_machine
+from optimus.plan.machine_template import machine_template
 from optimus.plan.prediction import predict
 from optimus.plan.profile import Profile
 from optimus.plan.what_if import changed
@@ -104,6 +107,10 @@ def test_below_a_table_stands_what_it_does_not_say(plan: Callable[..., Any], tmp
     assert (
         f"The run, 4 steps or 2.05 K tokens, takes {hours:.3g} hours with plan 1: {4 * hours:.3g} device hours." in said
     )
+    assert found["machine"] == {"name": "laptop", "memory_bytes": 4e9, "source": " ".join(machine.source.split())}
+    assert first["run"]["steps"] == 4
+    assert first["run"]["tokens"] == 2048
+    assert first["run"]["device_hours"] == pytest.approx(4 * hours)
     left = machine.memory - first["memory_bytes"]["total"]
     assert f"Of 4 GB a rank it leaves {size_text(left)} beside state and activations." in said
     assert "Predicted, not measured. The figures of laptop: A plain machine of eight cores" in said
@@ -175,7 +182,10 @@ def test_a_length_in_passes_over_the_data(plan: Callable[..., Any], tmp_path: Pa
     """The run has as many steps as there are in the data; what is written still says passes."""
     words = ["train.steps=null", "train.epochs=0.5"]
     file = tmp_path / "planned.yaml"
-    assert plan(*words, "--output", str(file))["plans"] == plan()["plans"]
+    found, usual = plan(*words, "--output", str(file))["plans"], plan()["plans"]
+    assert [each.pop("run")["steps"] for each in usual] == [4] * len(usual)
+    assert len({each.pop("run")["steps"] for each in found} - {4}) == 1
+    assert found == usual
     assert load_config(file).train.epochs == 0.5
     with pytest.raises(optimus.UserError, match="nowhere"):
         plan(*words, "data.path=/nowhere")
@@ -331,6 +341,41 @@ def test_nodes_that_are_not_equally_near(plan: Callable[..., Any], tmp_path: Pat
 def test_changes_that_make_no_sense(change: str, message: str) -> None:
     with pytest.raises(optimus.UserError, match=message):
         changed(load_machine("laptop"), Profile(), [change])
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        ({"best": 0}, "`best` is 0: ask for at least one plan"),
+        ({"imbalance": 0.5}, r"`imbalance` is 0\.5: it is 1, where"),
+        ({"imbalance": math.nan}, "`imbalance` is nan: it is 1, where"),
+        ({"imbalance": math.inf}, "`imbalance` is inf: it is 1, where"),
+        ({"largest": True, "as_is": True}, "`largest` looks for a model: leave out as_is"),
+    ],
+    ids=str,
+)
+def test_questions_that_make_no_sense(question: dict[str, Any], message: str) -> None:
+    with pytest.raises(optimus.UserError, match=message):
+        optimus.api.plan("mula-tiny", machine="laptop", ranks=1, **question)
+
+
+def test_a_row_that_is_not_asked_for_cannot_be_explained(plan: Callable[..., Any]) -> None:
+    """Said before anything is searched."""
+    with (
+        mock.patch("optimus.api.plan", side_effect=AssertionError),
+        pytest.raises(optimus.UserError, match="--explain 9: there are 2 rows at most"),
+    ):
+        plan("--best", "2", "--explain", "9")
+
+
+def test_fp32_for_want_of_a_rate_is_said(plan: Callable[..., Any], tmp_path: Path) -> None:
+    tree = yaml.safe_load(machine_template())
+    tree["arithmetic"] = {"fp32": {"peak": 60e12, "achieved": 50e12}}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    text = plan("train.precision=auto", "--best", "1", machine=str(path), ranks=1, text=True)
+    assert "1 rank of my-machine" in text
+    assert "In fp32, as my-machine says no rate of bf16 (arithmetic.bf16 in its file)." in " ".join(text.split())
 
 
 def test_changes_of_the_software_that_make_no_sense(plan: Callable[..., Any]) -> None:

@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from optimus.cli import app
+from optimus.errors import UserError
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.machine_template import _EXAMPLE, _model_in, machine_template
 
@@ -48,6 +50,28 @@ def test_what_is_left_out_is_as_it_stands(tmp_path: Path) -> None:
     whole, short = load_machine(str(path)), load_machine(str(plain))
     assert whole == short
     assert len(whole.model_fields_set) > len(short.model_fields_set)
+
+
+@pytest.mark.parametrize(
+    ("figure", "instead", "said"),
+    [
+        ("peak", 989, r"arithmetic\.[a-z0-9]+\.peak is 989, in FLOP/s: 989 TFLOP/s are 989e12"),
+        ("memory_bandwidth", 3350, r"memory_bandwidth is 3350, in bytes/s: 400 GB/s are 400e9"),
+        ("memory", 80, r"memory is 80, in bytes: 80 GB are 80e9"),
+        ("kernel_latency", 4.5, r"kernel_latency is 4\.5, in seconds: 5 microseconds are 5e-6"),
+    ],
+)
+def test_figures_in_other_units(tmp_path: Path, figure: str, instead: float, said: str) -> None:
+    tree = yaml.safe_load(machine_template())
+    path = tmp_path / "mine.yaml"
+    if figure == "peak":
+        first = next(iter(tree["arithmetic"].values()))
+        first["peak"], first["achieved"] = instead, 794
+    else:
+        tree[figure] = instead
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match=rf"mine\.yaml: {said}"):
+        load_machine(str(path))
 
 
 def test_every_key_says_what_it_is() -> None:

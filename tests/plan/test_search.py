@@ -18,7 +18,7 @@ from optimus.plan.fitting import Timed, placements, recomputations, sharded
 from optimus.plan.job import Job, job_of
 from optimus.plan.links import even
 from optimus.plan.machine import Communicator, Machine, load_machine
-from optimus.plan.memory import memory_of, room_of
+from optimus.plan.memory import memory_of, room_of, usable
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.profile import Profile
 from optimus.plan.proposal import layout_of
@@ -276,6 +276,7 @@ def test_room_is_left_for_the_buffers_of_communicators() -> None:
     buffers = [communicators_of(plan.job)[1] for plan in plans]
     assert all(each > 0 for each in buffers)
     assert all(plan.memory.total + each <= 0.92 * memory for plan, each in zip(plans, buffers))
+    assert [usable(asked.machine) - each for each in buffers] == [room_of(plan.job) for plan in plans]
     # With as much memory as the first needs without them, another comes first.
     tight = replace(asked, machine=asked.machine.model_copy(update={"memory": plans[0].memory.total / 0.92 + 1}))
     (plan,) = search(tight, best=1)

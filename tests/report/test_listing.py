@@ -44,3 +44,5 @@ def test_bad_input(tmp_path: Path) -> None:
         runs(tmp_path / "none")
     with pytest.raises(UserError, match="did you mean 'loss'"):
         runs(tmp_path, sort="los")
+    with pytest.raises(UserError, match="--state foo: valid: failed, finished, running"):
+        runs(tmp_path, state="foo")
