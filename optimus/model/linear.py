@@ -40,7 +40,7 @@ class LocalProduct:
         return linear(x, weight.flatten(0, -2), buffer, self.inner)
 
 
-class Projection(nn.Module):
+class ProjectionModule(nn.Module):
     """Multiplies by `weight`, which subclasses declare: [*outputs, inputs]."""
 
     replaceable: ClassVar[tuple[str, ...]] = ("product", "gradients")
@@ -58,7 +58,7 @@ class Projection(nn.Module):
         return outputs, inputs
 
 
-class Linear(Projection):
+class Linear(ProjectionModule):
     """x @ W.T, plus a bias if asked. `weight` is [*outputs, inputs]: several outputs of one input are one product."""
 
     def __init__(self, inputs: Size, *outputs: Size, bias: bool = False) -> None:

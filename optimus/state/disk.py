@@ -135,13 +135,20 @@ class StateFile:
 
     def close(self) -> None:
         """Give the space back, when all is done that is under way."""
-        self._threads.shutdown()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        file, self._file = self._file, -1
+        if threading.current_thread() in self._threads._threads:  # which collects garbage, and cannot wait for itself
+            threading.Thread(target=_close, args=(self._threads, file)).start()
+        else:
+            _close(self._threads, file)
 
     def __del__(self) -> None:
         self.close()
+
+
+def _close(threads: ThreadPoolExecutor, file: int) -> None:
+    threads.shutdown()
+    if file >= 0:
+        os.close(file)
 
 
 def _read(file: int, piece: memoryview, offset: int) -> None:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from optimus.kernels import backend
 from optimus.kernels.backend import compute_dtype
-from optimus.model.linear import Projection
+from optimus.model.linear import ProjectionModule
 from optimus.model.moe.choices import SOFTMAX, Choosing, Routing, choices_of
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.parameters import Size, declare
 from optimus.step_context import StepContext
 
 
-class Router(Projection):
+class Router(ProjectionModule):
     """Scores of all experts, then the K largest, which are their weights too; `choosing` says what else there is.
 
     Scores are a softmax or a sigmoid of the logits. Of `groups`, a token's experts are in those `groups_per_token` whose two
@@ -31,7 +31,7 @@ class Router(Projection):
     or on a rank.
     """
 
-    replaceable = (*Projection.replaceable, "step")
+    replaceable = (*ProjectionModule.replaceable, "step")
     bias: Tensor | None
 
     def __init__(
