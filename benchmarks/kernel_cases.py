@@ -27,8 +27,8 @@ from optimus.kernels.rms_norm import rms_norm, rms_norm_reference
 from optimus.kernels.rotary import rotary, rotary_reference, rotary_table
 from optimus.model.architecture import ModelConfig
 from optimus.model.count import count_parameters
-from optimus.model.moe.router import Choosing, Router
-from optimus.model.parts import Parts
+from optimus.model.moe.choices import Choosing
+from optimus.model.moe.router import Router
 from optimus.optim.adamw import AdamW, adamw_reference
 from optimus.optim.rule import OptimizerStep, Tile
 
@@ -233,8 +233,8 @@ def _router(sizes: Sizes) -> Case:
     computing them makes the same choices.
     """
     T, H, (E, K) = sizes.tokens, sizes.model.hidden, _expert_counts(sizes.model)
-    parts = Parts(gradient_buffers=sizes.buffers)
-    router = Router(H, E, K, "learned", Choosing.of(sizes.model), parts).to(sizes.device, sizes.dtype)
+    router = Router(H, E, K, "learned", Choosing.of(sizes.model)).to(sizes.device, sizes.dtype)
+    router.gradients = sizes.buffers
     x_TH = _random(sizes, T, H)
     with torch.no_grad():
         order_TE = torch.rand(T, E, device=sizes.device).argsort(-1)

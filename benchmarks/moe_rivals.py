@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from benchmarks.moe_inputs import Shape, Weights
 from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
+from optimus.model.architecture import ModelConfig
 from optimus.model.moe.layer import MoeLayer
-from optimus.model.parts import Parts
 from optimus.observe.machine import free_memory
 
 
@@ -54,6 +54,11 @@ class Block:
 Make = Callable[[Setting], Block]
 
 
+def _model(shape: Shape) -> ModelConfig:
+    sizes = dict(zip(Shape._fields[1:], shape[1:], strict=True))
+    return ModelConfig.model_validate({"family": "olmoe", "layers": 1, "heads": 1, "vocab": 8, **sizes})
+
+
 class Ours(Block):
     """`MoeLayer`, its experts' gradients going where they accumulate through gradient buffers, as in training."""
 
@@ -61,7 +66,8 @@ class Ours(Block):
         weights, gradients = setting.weights, setting.gradients
         self._buffers: dict[nn.Parameter, GradientBuffer] = {}
         with torch.device("meta"):
-            layer = MoeLayer(*setting.shape[1:], routing="learned", parts=Parts(gradient_buffers=self._buffers))
+            layer = MoeLayer(_model(setting.shape))
+        layer.router.gradients = layer.experts.gradients = self._buffers
         layer.router.weight = nn.Parameter(weights.router_EH)
         layer.experts.gate_up = nn.Parameter(weights.gate_up_EJH.unflatten(1, (2, -1)))
         layer.experts.down = nn.Parameter(weights.down_EHI)

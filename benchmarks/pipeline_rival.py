@@ -27,10 +27,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
-from optimus.model import Batch, Losses
+from optimus.model import Batch, Losses, Transformer
 from optimus.model.attention import AttentionPositions
 from optimus.model.init import initialize
-from optimus.parallel.build import StageOptions, build_stage
+from optimus.parallel.parallelize import StageOptions, parallelize
 from optimus.pipeline.staged import Staged, select_stages
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.stages import partition_of
@@ -53,14 +53,16 @@ def make_stages(config: RunConfig) -> Staged:
     """This rank's stages, initialised, in fp32. Gradients accumulate in `.grad` of the parameters."""
     groups = Groups(mesh_of(config, dist.get_world_size()))
     buffers: dict[nn.Parameter, GradientBuffer] = {}
-    model = build_stage(config.model, groups, StageOptions(), buffers)
+    model = Transformer(config.model)
     initialize(model, config.train.seed, config.model.init_std)
     partition = partition_of(config, groups.mesh, groups.rank)
     select_stages(model, partition)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
         buffers[parameter] = TensorBuffer(parameter.grad, groups.step)
-    return stages_of(model, partition, config, groups, torch.float32, torch.device("cpu"))
+    staged = stages_of(model, partition, config, groups, torch.float32, torch.device("cpu"))
+    parallelize(model, groups, StageOptions(), buffers, rows=staged.stages.values())
+    return staged
 
 
 def ours(staged: Staged, config: RunConfig) -> Step:
@@ -109,7 +111,7 @@ def torchs(staged: Staged, config: RunConfig) -> Step:
         stage: _Module(staged.stages[stage], places, model.embedding if stage == 0 else None)
         for stage in staged.partition.here
     }
-    stages = [_TorchStage(module, stage, last + 1, model.parts.step) for stage, module in modules.items()]
+    stages = [_TorchStage(module, stage, last + 1, model.step) for stage, module in modules.items()]
     kind = TORCH[config.parallel.schedule]
     given: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
     schedule = kind(given, microbatches, loss_fn=loss_of, scale_grads=False)

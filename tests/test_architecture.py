@@ -287,7 +287,7 @@ def test_models_are_composed_and_not_patched() -> None:
         here = file.relative_to(PACKAGE).parts[0]
         lines = patches(ast.parse(file.read_text(encoding="utf-8")), here)
         found += [f"{file.relative_to(ROOT)}:{line}" for line in lines]
-    assert not found, "give it to the constructor instead (model/parts.py): " + ", ".join(found)
+    assert not found, "let its class say that it is replaceable (parallel/parallelize.py): " + ", ".join(found)
 
 
 @pytest.mark.parametrize(

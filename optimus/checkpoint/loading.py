@@ -22,9 +22,9 @@ Read = Callable[[Iterable[TensorSlice]], None]
 
 def _check_pruned(chunk: Chunk, whole: Tensor, first: int) -> None:
     """Raise `UserError` where weights, from element `first` of the chunk on, are not zero though they are pruned."""
-    assert chunk.mask is not None
-    extent = chunk.plan.shard if len(whole) < chunk.plan.size else slice(0, chunk.mask.plan.unpruned)
-    left = chunk.mask.compressed(whole, extent, first)
+    assert chunk.plan.mask is not None
+    extent = chunk.plan.shard if len(whole) < chunk.plan.size else slice(0, chunk.plan.mask.unpruned)
+    left = chunk.elements.compressed(whole, extent, first)
     if int(whole.count_nonzero()) != int(left.count_nonzero()):
         raise UserError(
             f"weights of {chunk.plan.slots[0].name} ... are not zero where the masks beside them prune them: these are of "
@@ -48,7 +48,7 @@ class _Transfer(NamedTuple):
     def fill(self, whole: Tensor, read: Read, first: int = 0) -> None:
         """Read what `whole` has of the chunk, from element `first` on."""
         read(slices(self.chunk.plan, self.kind, whole, first=first))
-        if self.pruned and self.kind == "model" and self.chunk.mask is not None:
+        if self.pruned and self.kind == "model" and self.chunk.elements.prunes:
             _check_pruned(self.chunk, whole, first)
 
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+import sys
 import textwrap
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,8 +141,9 @@ def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool, la
     batch = f"{job.train.global_batch:,} sequences of {job.train.sequence_length:,} tokens"
     title = f"{counted(job.mesh.size, 'rank')} of {job.machine.name}, {batch}, {job.precision}"
     print_table(rows, title, None if wide else _WIDTH)
+    columns = shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
     for line in report.below_table(plans[0]) if not found.points else ():
-        print(textwrap.fill(line, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)))
+        print(textwrap.fill(line, min(_WIDTH, columns)))
     if page is not None:
         print(f"{page}: open it in a browser; it needs no network")
     if explain is not None:

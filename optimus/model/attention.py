@@ -15,7 +15,6 @@ from optimus.model.architecture import ModelConfig
 from optimus.model.dense import RMSNorm
 from optimus.model.linear import Linear
 from optimus.model.parameters import Size, declare
-from optimus.model.parts import LOCAL, Parts
 from optimus.model.positions import Table
 from optimus.model.sequence import SequenceSplit
 
@@ -55,7 +54,7 @@ class Attention(nn.Module):
     Where every head has its own, the weights of q, k and v are one parameter, so that one product computes all three.
     """
 
-    def __init__(self, config: ModelConfig, layer: int = 0, parts: Parts = LOCAL) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.head_size, self.window, self.cap = config.head_size, config.window_of(layer), config.score_cap
         residual, head = Size("residual", config.hidden), Size("head", config.head_size)
@@ -65,17 +64,17 @@ class Attention(nn.Module):
         self.rotary = config.learned_positions is None
         self.grouped = shared.size != columns.size
         if not self.grouped:
-            self.qkv = Linear(residual, Size("stack", 3), columns, bias=bias, parts=parts)
+            self.qkv = Linear(residual, Size("stack", 3), columns, bias=bias)
         else:
-            self.q = Linear(residual, columns, bias=bias, parts=parts)
-            self.kv = Linear(residual, Size("stack", 2), shared, bias=bias, parts=parts)
-        self.out = Linear(columns, residual, bias=config.attention_bias == "all", parts=parts)
+            self.q = Linear(residual, columns, bias=bias)
+            self.kv = Linear(residual, Size("stack", 2), shared, bias=bias)
+        self.out = Linear(columns, residual, bias=config.attention_bias == "all")
         sinks = Size("heads", config.heads)
         self.sink = declare(self, "sink", sinks, role="vector") if config.attention_sinks else None
         self.norms_heads = config.qk_norm == "head"
         normed = {"none": (None, None), "whole": (columns, shared), "head": (head, head)}[config.qk_norm]
         self.q_norm, self.k_norm = (
-            None if size is None else RMSNorm(size, config.norm_eps, parts, offset=config.norm == "rms_offset")
+            None if size is None else RMSNorm(size, config.norm_eps, offset=config.norm == "rms_offset")
             for size in normed
         )
 

@@ -9,6 +9,7 @@ that are here.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,32 +22,36 @@ from optimus.model.attention import AttentionPositions, LayerCache
 from optimus.model.dense import RMSNorm
 from optimus.model.linear import Linear
 from optimus.model.parameters import Size
-from optimus.model.parts import LOCAL, Parts
 from optimus.model.positions import Table, mscale
 
 _EPS = 1e-6  # as published, whatever the model's is
 
 
 class LatentAttention(nn.Module):
-    """The cache holds what keys and values are made of, `keys` + `rotary` numbers per position."""
+    """The cache holds what keys and values are made of, `keys` + `rotary` numbers per position.
 
-    def __init__(self, config: ModelConfig, latent: Latent, parts: Parts = LOCAL) -> None:
+    `all_rows` makes of the rows of the residual stream here those for this device's heads.
+    """
+
+    replaceable = ("all_rows",)
+
+    def __init__(self, config: ModelConfig, latent: Latent) -> None:
         super().__init__()
         self.latent, self.plain = latent, config.head_size  # plain: columns without position
         residual, keys = Size("residual", config.hidden), Size("latent", latent.keys)
         queries = Size("heads", config.heads * config.query_size)
         if latent.queries is None:
-            self.q = Linear(residual, queries, parts=parts)
+            self.q = Linear(residual, queries)
         else:
             compressed = Size("latent", latent.queries)
-            self.q_down = Linear(residual, compressed, parts=parts)
-            self.q_norm = RMSNorm(compressed, _EPS, parts)
-            self.q_up = Linear(compressed, queries, parts=parts)
-        self.kv_down = Linear(residual, Size("latent", latent.keys + latent.rotary), parts=parts)
-        self.kv_norm = RMSNorm(keys, _EPS, parts)
-        self.kv_up = Linear(keys, Size("heads", config.heads * (config.head_size + latent.value)), parts=parts)
-        self.out = Linear(Size("heads", config.heads * latent.value), residual, parts=parts)
-        self._all_rows = parts.all_rows
+            self.q_down = Linear(residual, compressed)
+            self.q_norm = RMSNorm(compressed, _EPS)
+            self.q_up = Linear(compressed, queries)
+        self.kv_down = Linear(residual, Size("latent", latent.keys + latent.rotary))
+        self.kv_norm = RMSNorm(keys, _EPS)
+        self.kv_up = Linear(keys, Size("heads", config.heads * (config.head_size + latent.value)))
+        self.out = Linear(Size("heads", config.heads * latent.value), residual)
+        self.all_rows: Callable[[Tensor], Tensor] = _as_it_is
         scaling, query = config.rope_scaling, config.query_size
         self._widest = max(query, latent.value)  # of attention, whose heads are all of one size
         scale = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim or 0.0) ** 2
@@ -59,7 +64,7 @@ class LatentAttention(nn.Module):
         q_TX = self.q(x_RH) if low.queries is None else self.q_up(self.q_norm(self.q_down(x_RH)))
         c_RX, k_RD = self.kv_down(x_RH).split([low.keys, low.rotary], -1)
         c_RX = self.kv_norm(c_RX)
-        turned_BS1D = _turned(self._all_rows(k_RD).view(-1, positions, 1, low.rotary), table)
+        turned_BS1D = _turned(self.all_rows(k_RD).view(-1, positions, 1, low.rotary), table)
         q, q_turning = q_TX.view(-1, positions, q_TX.shape[-1] // query, query).split([self.plain, low.rotary], -1)
         q = self._widened(torch.cat([q, _turned(q_turning, table)], -1))
         if self._scale != 1:
@@ -81,6 +86,10 @@ class LatentAttention(nn.Module):
         """With columns of zeros."""
         missing = self._widest - x_BSND.shape[-1]
         return F.pad(x_BSND, (0, missing)) if missing else x_BSND
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _turned(x_BSND: Tensor, table: Table) -> Tensor:

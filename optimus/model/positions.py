@@ -13,23 +13,26 @@ from optimus.kernels.embedding import embedding
 from optimus.kernels.rotary import rotary_table
 from optimus.model.architecture import ModelConfig, RopeScaling
 from optimus.model.parameters import Size, declare
-from optimus.model.parts import LOCAL, Parts
+from optimus.model.vocabulary import LocalVocabulary, Vocabulary
 
 Table = tuple[Tensor, Tensor]  # (cos, sin), fp32 [S, D / 2]
 
 
 class LearnedPositions(nn.Module):
-    """One row per position, the first of them `offset` rows down."""
+    """One row per position, the first of them `offset` rows down, where the `vocabulary` has its rows of the embedding."""
 
-    def __init__(self, positions: int, offset: int, hidden: int, parts: Parts = LOCAL) -> None:
+    replaceable = ("vocabulary",)
+
+    def __init__(self, positions: int, offset: int, hidden: int) -> None:
         super().__init__()
         rows = Size("positions", positions + offset)
         self.weight = declare(self, "weight", rows, Size("residual", hidden), role="embedding")
         self.offset = offset
+        self.vocabulary: Vocabulary = LocalVocabulary()
 
     def forward(self, position_T: Tensor) -> Tensor:
         """[T, H]. Beyond the last row is padding only, which nothing sees."""
-        return embedding((position_T + self.offset).clamp(max=len(self.weight) - 1), self.weight)
+        return embedding((self.vocabulary.rows(position_T) + self.offset).clamp(max=len(self.weight) - 1), self.weight)
 
 
 def tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:

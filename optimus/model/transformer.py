@@ -5,7 +5,7 @@ Legend: B batch, S sequence, H hidden, V vocabulary, T = B * S tokens.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,15 @@ from optimus.model.attention import Attention, AttentionPositions, LayerCache
 from optimus.model.batch import Batch, moved
 from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
 from optimus.model.latent import LatentAttention
+from optimus.model.moe.choices import Routing
 from optimus.model.moe.layer import MoeLayer
-from optimus.model.moe.router import Choosing, Routing
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.parameters import Size, declare
-from optimus.model.parts import LOCAL, Parts
 from optimus.model.positions import LearnedPositions, tables
 from optimus.model.sequence import LocalSequence, SequenceSplit
+from optimus.model.units import Unit
+from optimus.model.vocabulary import LocalVocabulary, Vocabulary
+from optimus.step_context import StepContext
 
 
 class Losses(NamedTuple):
@@ -60,63 +62,54 @@ class KVCache:
             layer.keep(length)
 
 
-def _norm(config: ModelConfig, parts: Parts) -> nn.Module:
+def _norm(config: ModelConfig) -> nn.Module:
     """A norm of the residual stream."""
     residual = Size("residual", config.hidden)
     if config.norm.startswith("rms"):
-        return RMSNorm(residual, config.norm_eps, parts, offset=config.norm == "rms_offset")
-    return LayerNorm(residual, config.norm_eps, parts, affine=config.norm == "layer_affine")
-
-
-def _if_there(norm: nn.Module | None) -> list[tuple[str, nn.Module]]:
-    return [] if norm is None else [("norm", norm)]
+        return RMSNorm(residual, config.norm_eps, offset=config.norm == "rms_offset")
+    return LayerNorm(residual, config.norm_eps, affine=config.norm == "layer_affine")
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); the norm may come after the module, or before and after."""
 
-    def __init__(self, config: ModelConfig, layer: int, routing: Routing, parts: Parts = LOCAL) -> None:
+    def __init__(self, config: ModelConfig, layer: int, routing: Routing = "learned") -> None:
         super().__init__()
-        self._runner = parts.runner
         before, after = config.norm_place != "after", config.norm_place != "before"
-        self.attention_norm = _norm(config, parts) if before else None
-        latent = config.latent
-        self.attention = LatentAttention(config, latent, parts) if latent else Attention(config, layer, parts)
-        self.attention_out_norm = _norm(config, parts) if after else None
-        self.mlp_norm = _norm(config, parts) if before else None
-        self._config = config if len(config.expert_counts) > 1 else None  # else sums of layers are of one length
-        if experts := config.experts_of(layer):
-            shape = config.hidden, config.expert_intermediate, experts, config.experts_per_token or 0
-            beside = routing, Choosing.of(config), config.shared_intermediate, parts
-            self.moe = MoeLayer(*shape, *beside, kind=config.activation, bias=config.expert_bias)
+        self.attention_norm = _norm(config) if before else None
+        self.attention = LatentAttention(config, config.latent) if config.latent else Attention(config, layer)
+        self.attention_out_norm = _norm(config) if after else None
+        self.mlp_norm = _norm(config) if before else None
+        if config.experts_of(layer):
+            self.moe = MoeLayer(config, layer, routing)
         else:
-            kind, gated = config.activation, config.gated
             sizes = config.hidden, config.intermediate
-            self.mlp = DenseMlp(*sizes, kind=kind, gated=gated, bias=config.mlp_bias, parts=parts)
-        self.mlp_out_norm = _norm(config, parts) if after else None
+            self.mlp = DenseMlp(*sizes, kind=config.activation, gated=config.gated, bias=config.mlp_bias)
+        self.mlp_out_norm = _norm(config) if after else None
+        self.attend = Unit("attention", self.attention, self.attention_norm, self.attention_out_norm)
+        kind = "moe" if config.experts_of(layer) else "mlp"
+        self.feed_forward = Unit(kind, getattr(self, kind), self.mlp_norm, self.mlp_out_norm)
 
     def forward(
-        self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None, number: int = 0
+        self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None
     ) -> tuple[Tensor, RouterStats | None]:
-        """(residual stream [T, H], router statistics). The block is the `number`-th of a row, counted from 0."""
-        run, stats = self._runner.modules, None
-        attention = ("attention", self.attention, places, cache)
-        x_TH = x_TH + run(number, x_TH, *_if_there(self.attention_norm), attention, *_if_there(self.attention_out_norm))
-        if hasattr(self, "moe"):
-            y_TH, stats = run(number, x_TH, *_if_there(self.mlp_norm), ("moe", self.moe, places.position_T))
-            stats = stats if self._config is None else stats.among(self._config)
-            return x_TH + run(number, y_TH, *_if_there(self.mlp_out_norm)), stats
-        return x_TH + run(
-            number, x_TH, *_if_there(self.mlp_norm), ("mlp", self.mlp), *_if_there(self.mlp_out_norm)
-        ), None
+        """(residual stream [T, H], router statistics)."""
+        x_TH = x_TH + self.attend(x_TH, places, cache)
+        y_TH, stats = self.feed_forward(x_TH, places.position_T)
+        return x_TH + y_TH, stats
 
 
 class Blocks(nn.ModuleList):
-    """A row of blocks, one after the other."""
+    """A row of blocks, one after the other, run in segments of them."""
 
-    def __init__(self, blocks: Iterable[nn.Module], parts: Parts = LOCAL) -> None:
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__(blocks)
-        self._runner = parts.runner
+        self.run_in(len(self), _as_it_is)
+
+    def run_in(self, size: int, run: Callable[..., Any]) -> None:
+        """Run segments of `size` blocks each by a call of `run`."""
+        self._run = run
+        self._segments = [range(len(self))[start : start + size] for start in range(0, len(self), max(1, size))]
 
     def forward(
         self, x_TH: Tensor, places: AttentionPositions, cache: KVCache | None = None, stats: RouterStats | None = None
@@ -124,27 +117,33 @@ class Blocks(nn.ModuleList):
         """(residual stream [T, H], router statistics summed over the blocks and added to `stats`)."""
         if cache is not None:  # generation, which has no backward pass
             return self._through(range(len(self)), x_TH, places, cache, stats)
-        for segment in self._runner.segments(len(self)):
-            x_TH, stats = self._runner.segment(self._through, segment, x_TH, places, None, stats)
+        for segment in self._segments:
+            x_TH, stats = self._run(self._through, segment, x_TH, places, None, stats)
         return x_TH, stats
 
     def _through(
         self, segment: range, x_TH: Tensor, places: AttentionPositions, cache: KVCache | None, stats: RouterStats | None
     ) -> tuple[Tensor, RouterStats | None]:
         for i in segment:
-            x_TH, own = self[i](x_TH, places, cache.layers[i] if cache is not None else None, i)
+            x_TH, own = self[i](x_TH, places, cache.layers[i] if cache is not None else None)
             if own is not None:
                 stats = own if stats is None else stats + own
         return x_TH, stats
 
 
+def _as_it_is(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 class Embedding(nn.Module):
     """One row per token of the vocabulary."""
 
-    def __init__(self, vocab: int, hidden: int, parts: Parts = LOCAL) -> None:
+    replaceable = ("vocabulary",)
+
+    def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
         self.weight = declare(self, "weight", Size("vocab", vocab), Size("residual", hidden), role="embedding")
-        self.vocabulary = parts.vocabulary
+        self.vocabulary: Vocabulary = LocalVocabulary()
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         return self.vocabulary.embed(tokens_T, self.weight)
@@ -156,19 +155,20 @@ class Head(nn.Module):
     `weight` is its own, or that of the embedding when the two are `tied`.
     """
 
+    replaceable = ("vocabulary",)
+
     def __init__(
         self,
         vocab: int,
         hidden: int,
         tied: nn.Parameter | None = None,
-        parts: Parts = LOCAL,
-        *,
         cap: float | None = None,
     ) -> None:
         super().__init__()
         own = Size("vocab", vocab), Size("residual", hidden)
         self.weight = declare(self, "weight", *own, role="head") if tied is None else tied
-        self.vocabulary, self.cap = parts.vocabulary, cap
+        self.cap = cap
+        self.vocabulary: Vocabulary = LocalVocabulary()
 
     def forward(
         self,
@@ -197,33 +197,38 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """A causal language model: `tokens_BS` int64 to `logits_BSV`.
 
-    Parameters are made empty on the default device; `model.init.initialize` or a checkpoint fills them. What its modules
-    are made with is in `parts`, which say how they lie on devices. Its blocks are those of `layers`, by default of all.
+    Parameters are made empty on the default device; `model.init.initialize` or a checkpoint fills them. It is the model of
+    one device, which `parallelize` divides. Its blocks are those of `layers`, by default of all.
     """
+
+    replaceable = "sequence", "step"
 
     def __init__(
         self,
         config: ModelConfig,
         routing: Routing = "learned",
-        parts: Parts = LOCAL,
         layers: Iterable[int] | None = None,
     ) -> None:
         super().__init__()
         numbers = range(config.layers) if layers is None else layers
-        self.config, self.parts, self.run = config, parts, parts.runner.run
-        self.sequence = parts.sequence
-        self.embedding = Embedding(config.vocab, config.hidden, parts)
+        self.config = config
+        self.step = StepContext()
+        self.sequence: SequenceSplit = LocalSequence()
+        self.embedding = Embedding(config.vocab, config.hidden)
         learned = config.learned_positions
-        sizes = learned or 0, config.position_offset, config.hidden
-        self.positions = LearnedPositions(*sizes, parts) if learned else None
-        self.blocks = Blocks((Block(config, layer, routing, parts) for layer in numbers), parts)
-        self.final_norm = _norm(config, parts)
+        self.positions = LearnedPositions(learned, config.position_offset, config.hidden) if learned else None
+        self.blocks = Blocks(Block(config, layer, routing) for layer in numbers)
+        self.final_norm = _norm(config)
         tied = self.embedding.weight if config.tie_embeddings else None
-        self.head = Head(config.vocab, config.hidden, tied, parts, cap=config.logit_cap)
+        self.head = Head(config.vocab, config.hidden, tied, config.logit_cap)
+        self.embed = Unit("embedding", self.embedding)
+        self.add_positions = Unit("positions", self.positions) if self.positions is not None else None
+        self.normalise = Unit("norm", self.final_norm)
+        self.predict = Unit("head", self.head)
 
     def forward(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, S, V] in the type of the weights. With a `cache`, the tokens continue the sequence held there."""
-        return self.run(self.head, self.hidden_states(tokens_BS, cache))
+        return cast(Tensor, self.predict(self.hidden_states(tokens_BS, cache)))
 
     def hidden_states(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
         """Output of the final norm [B, S, H], whole on every device; for evaluation, without gradients."""
@@ -232,22 +237,20 @@ class Transformer(nn.Module):
         tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))  # a causal model does not see it
         _, places = self.full_positions(tokens_BS, start)
         x_TH, _ = self.blocks(self.embedded(tokens_BS.flatten(), places), places, cache)
-        x_TH = self.run(self.final_norm, x_TH)
+        x_TH = self.normalise(x_TH)
         if cache is not None:
             cache.keep(start + length)
         return self.head.vocabulary.join(x_TH).unflatten(0, (len(tokens_BS), -1))[:, :length]
 
     def embedded(self, tokens_T: Tensor, places: AttentionPositions) -> Tensor:
         """The residual stream [T, H] of these tokens as the first block has it."""
-        return self.placed(self.run(self.embedding, tokens_T), places)
+        return self.placed(self.embed(tokens_T), places)
 
     def placed(self, x_TH: Tensor, places: AttentionPositions) -> Tensor:
         """What the embedding gives as the first block has it: scaled, with learned positions, where the model has these."""
         if self.config.embedding_scale:  # rounded to the type, as it was when published models were trained
             x_TH = x_TH * torch.tensor(math.sqrt(self.config.hidden), dtype=x_TH.dtype).item()
-        if self.positions is None:
-            return x_TH
-        return x_TH + self.run(self.positions, self.parts.vocabulary.rows(places.position_T))
+        return x_TH if self.add_positions is None else x_TH + self.add_positions(places.position_T)
 
     def check_length(self, length: int) -> None:
         """Raise `UserError` if sequences may not be so long."""
@@ -282,15 +285,15 @@ class Transformer(nn.Module):
     ) -> Losses:
         """`losses` from the output of the blocks at these positions of the sequences; see `Head` for the others."""
         count = max(1, batch.predicted()) / self.sequence.parts if count is None else count
-        x_TH = self.run(self.final_norm, x_TH)
-        found = self.run(self.head, x_TH, self.targets(batch, positions_S), count, False, rows_T, soft)
+        x_TH = self.normalise(x_TH)
+        found = self.predict(x_TH, self.targets(batch, positions_S), count, False, rows_T, soft)
         return Losses(found, stats) if soft is None else Losses(found[0], stats, found[1])
 
     def outputs(self, batch: Batch) -> Tensor:
         """Output of the final norm [B, S, H], of each document by itself; of a model on one device."""
         _, places = self.places(batch)
         x_TH, _ = self.blocks(self.embedded(batch.tokens_BS.flatten(), places), places)
-        return cast(Tensor, self.run(self.final_norm, x_TH).unflatten(0, batch.tokens_BS.shape))
+        return cast(Tensor, self.normalise(x_TH).unflatten(0, batch.tokens_BS.shape))
 
     def targets(self, batch: Batch, positions_S: Tensor) -> Tensor:
         """What is to be predicted at these positions [T], -1 where nothing is."""

@@ -27,9 +27,9 @@ from optimus.model import Batch, Transformer
 from optimus.model.attention import AttentionPositions
 from optimus.model.ensemble import Ensemble
 from optimus.model.moe.statistics import RouterStats
-from optimus.model.parts import Runner
-from optimus.parallel.build import StageOptions, parts_of
+from optimus.model.units import Unit, units_of
 from optimus.parallel.layouts import parameter_layouts
+from optimus.parallel.parallelize import StageOptions, parallelize
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.parallel.shapes import ShapeGroups, Shapes
 from optimus.step_context import StepContext
@@ -228,8 +228,8 @@ class _Stage:
         self.runner = _Measuring(groups.step)
         self._buffers: dict[nn.Parameter, TensorBuffer] = {}
         with torch.device("meta"), torch.no_grad():
-            parts = replace(parts_of(config, groups, options, self._buffers), runner=self.runner)
-            self.model = Transformer(config, parts=parts, layers=examples).to(setting.dtype)
+            model = Transformer(config, layers=examples).to(setting.dtype)
+            self.model = parallelize(model, groups, options, self._buffers)
             layouts = parameter_layouts(self.model, sequence=options.sequence, duplicates=options.duplicates)
             for name, parameter in self.model.named_parameters():
                 own = parameter.new_empty(layouts[name].local_shape(setting.mesh))
@@ -248,11 +248,10 @@ class _Stage:
         return shapes
 
 
-class _Measuring(Runner):
-    """A `Runner` that measures the modules of a block, and gives what they would in shape only."""
+class _Measuring:
+    """Runs the units of a block so that their modules are measured; they give what they would in shape only."""
 
     def __init__(self, step: StepContext) -> None:
-        super().__init__()
         self._step = step
 
     def measure(
@@ -268,43 +267,47 @@ class _Measuring(Runner):
     ) -> dict[Place, ModuleBytes]:
         """Of its experts alone, or of all other modules."""
         self._found: dict[Place, ModuleBytes] = {}
-        self._row, self._shapes, self._experts, self._again, self._splits = 0, shapes, experts, again, splits
+        self._shapes, self._experts, self._again, self._splits = shapes, experts, again, splits
+        for row, unit in enumerate(units_of(block)):
+            unit.run_by(partial(self._measure_unit, unit, row))
         block(x_TH, places)
         return self._found
 
-    def modules(self, number: int, x: Any, *modules: tuple[Any, ...]) -> Any:
-        """Of a row of modules, the first reads the residual stream and the last adds to it."""
-        result = x
-        for place, module in enumerate(modules):
-            kind = module[0]
-            if kind == "moe":
-                result = x, _no_stats(module[1])
+    def _measure_unit(self, unit: Unit, row: int, x: Tensor, *args: Any) -> Any:
+        """Of its modules, the first reads the residual stream and the last adds to it."""
+        more = 0
+        for place, (kind, module) in enumerate(unit.steps):
             if (kind == "moe") == self._experts:
-                runner = Recompute(Recomputation((kind,) if self._again else ()), self._step)
-                first, last = place == 0, place == len(modules) - 1
-                self._found[self._row, place] = self._run(runner, module, x, first=first, last=last)
-        self._row += 1
-        return result
+                alone, own = Unit(kind, module), args if module is unit.module else ()
+                Recompute(Recomputation(), self._step).arrange_unit(alone, (kind,) if self._again else ())
+                first, last = place == 0, place == len(unit.steps) - 1
+                self._found[row, place], more_here = self._run(alone, x, *own, first=first, last=last)
+                more += more_here
+            elif kind == "moe":
+                return x, _no_stats(module)
+        return (x, *[None] * more) if more else x
 
-    def _run(self, runner: Runner, module: tuple[Any, ...], x: Tensor, *, first: bool, last: bool) -> ModuleBytes:
+    def _run(self, unit: Unit, x: Tensor, *args: Any, first: bool, last: bool) -> tuple[ModuleBytes, int]:
+        """Of a unit of one module; and how many results it gives beside what it makes of x."""
         shapes = self._shapes
         leaf, gradient = torch.empty_like(x).requires_grad_(), torch.empty_like(x)
         start = shapes.alive
         stream = leaf * 1
         given = stream if first else stream * 1  # `* 1` stands for the modules before and behind, and keeps nothing
         storage = weakref.ref(given.untyped_storage())
-        result = runner.modules(0, given, module)
-        y, stats = result if isinstance(result, tuple) else (result, None)
+        result = unit(given, *args)
+        y, *more = result if isinstance(result, tuple) else (result,)
+        number, stats = len(more), more[0] if more else None
         y = stream + (y if last else y * 1)  # as large as its gradient, which is not counted
         ends = [y] if stats is None else [y, stats.probabilities_E, stats.z]
-        del result, stream, given, stats
+        del result, stream, given, more, stats
         kept, saved_of_input = shapes.alive - start - y.nbytes, 0 if storage() is None else x.nbytes
         gradients = [gradient, *map(torch.empty_like, ends[1:])]
         del y, gradient
         shapes.history.clear()
         waiting = self.backward(ends, gradients, shapes, splits=self._splits)
         works = [each - start - kept for each in shapes.history]
-        return ModuleBytes(module[0], saved_of_input, kept, works, waiting)
+        return ModuleBytes(unit.steps[0][0], saved_of_input, kept, works, waiting), number
 
     def backward(self, ends: list[Tensor], gradients: list[Tensor], shapes: Shapes, *, splits: bool) -> int:
         """Do the backward pass and empty both lists; returns the bytes that wait for the gradients of the weights, where it

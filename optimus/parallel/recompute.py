@@ -9,14 +9,17 @@ so no state of their generators is kept. What collectives gave the first time is
 is dearer than communication (communication-aware checkpointing, TED, section 7.3).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from optimus.model.parts import Runner, run_unit
+from optimus.model.transformer import Blocks
+from optimus.model.units import Unit, in_turn, units_of
 from optimus.step_context import CollectiveCache, StepContext
 
 
@@ -31,12 +34,17 @@ class Recomputation(NamedTuple):
         return f"recompute: [{', '.join(self.kinds)}]{every}"
 
 
-class Recompute(Runner):
-    """The `Runner` that recomputes the activations of what is `chosen`.
+def run_unit(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, which runs `modules`: their parameters are here."""
+    return function(*args)
 
-    What collectives gave is cached in `step`; without `keep_collectives` they are issued again, which all ranks then do
-    together. What is run again with cached results can be run again once only: no second backward pass through the same
-    graph.
+
+class Recompute:
+    """Runs units, and recomputes the activations of what is `chosen`.
+
+    `unit` has the parameters of modules here while a function runs them, and once more for its backward pass. What
+    collectives gave is cached in `step`; without `keep_collectives` they are issued again, which all ranks then do together.
+    What is run again with cached results can be run again once only: no second backward pass through the same graph.
     """
 
     def __init__(
@@ -47,23 +55,30 @@ class Recompute(Runner):
         *,
         keep_collectives: bool = True,
     ) -> None:
-        super().__init__(unit)
-        self._chosen, self._step = chosen, step
+        self._chosen, self._step, self._unit = chosen, step, unit
         self._contexts = self._caching if keep_collectives else noop_context_fn
 
-    def segments(self, blocks: int) -> Sequence[range]:
-        if "block" not in self._chosen.kinds:
-            return [range(blocks)]
-        return [range(blocks)[start : start + self._chosen.every] for start in range(0, blocks, self._chosen.every)]
+    def arrange(self, rows: Iterable[Blocks], ends: Iterable[Unit]) -> None:
+        """Have these run the units of blocks that run in a row, and those at the ends of a model."""
+        kinds, every = self._chosen
+        for row in rows:
+            if "block" in kinds:
+                row.run_in(every, self._again)
+            for number, block in enumerate(row, 1):
+                for unit in units_of(block):
+                    self.arrange_unit(unit, kinds if number % every == 0 else ())
+        for unit in ends:
+            self.arrange_unit(unit)
 
-    def segment(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self._again(function, *args) if "block" in self._chosen.kinds else function(*args)
-
-    def modules(self, number: int, x: Any, *modules: tuple[Any, ...]) -> Any:
-        kinds = self._chosen.kinds if (number + 1) % self._chosen.every == 0 else ()
-        for again, group in groupby(modules, lambda each: each[0] in kinds):
-            x = self.row(list(group), x, self._again if again else None)
-        return x
+    def arrange_unit(self, unit: Unit, kinds: Collection[str] = ()) -> None:
+        """Have this run a unit, and recompute its modules of these kinds; those beside each other together."""
+        calls = []
+        for again, steps in groupby(unit.steps, lambda step: step[0] in kinds):
+            modules = tuple(module for _, module in steps)
+            row = unit.row(modules)
+            call = partial(self._unit, modules, partial(self._again, row) if again else row)
+            calls.append((call, unit.module in modules))
+        unit.run_by(partial(in_turn, calls))
 
     def _again(self, function: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)

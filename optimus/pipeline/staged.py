@@ -103,14 +103,14 @@ def select_stages(model: Transformer, partition: StagePartition) -> None:
         if not any(i in partition.blocks[stage] for stage in partition.here):
             model.blocks[i] = nn.Module()
     if not partition.has_first:
-        del model.positions
+        del model.positions, model.add_positions
     tied = model.config.tie_embeddings
     if not (partition.vocabulary or partition.has_first or (tied and partition.has_last)):
-        del model.embedding
+        del model.embedding, model.embed
     if not partition.has_last:
-        del model.final_norm
+        del model.final_norm, model.normalise
         if not partition.vocabulary:
-            del model.head
+            del model.head, model.predict
 
 
 class Staged(nn.Module):
@@ -141,9 +141,7 @@ class Staged(nn.Module):
         self.trace: list[Executed] = []  # in the last step
         # What a teacher says of the tokens at these positions, on the last stage's rank.
         self.teacher: Callable[[Batch, Tensor], SoftTargets] | None = None
-        self.stages = {
-            stage: Blocks((model.blocks[i] for i in partition.blocks[stage]), model.parts) for stage in partition.here
-        }
+        self.stages = {stage: Blocks(model.blocks[i] for i in partition.blocks[stage]) for stage in partition.here}
 
     @property
     def config(self) -> ModelConfig:
@@ -162,7 +160,7 @@ class Staged(nn.Module):
         hidden_NH = torch.empty(len(at_N), self.config.hidden, dtype=self.dtype, device=at_N.device)
 
         def end(x_TH: Tensor, _stats: RouterStats | None) -> None:
-            whole_TH = model.head.vocabulary.join(model.run(model.final_norm, x_TH))
+            whole_TH = model.head.vocabulary.join(model.normalise(x_TH))
             hidden_NH.copy_(whole_TH.unflatten(0, padded_BS.shape)[:, :length].flatten(0, 1)[at_N])
 
         self._run_forward([Batch(padded_BS)], end, whole=True)
@@ -175,7 +173,7 @@ class Staged(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """Logits [N, V] of the whole model from hidden states [N, H], where `at_tokens` asks for them."""
-        return cast(Tensor, self.model.run(self.model.head, x))
+        return cast(Tensor, self.model.predict(x))
 
     def train_microbatches(
         self, microbatches: Sequence[Batch], objective: Objective, gradients: Gradients
@@ -246,8 +244,7 @@ class _Forward:
         tokens_BS = batch.tokens_BS
         positions_S, places = self._lying[len(tokens_BS)] if batch.document_BS is None else self._find(batch)
         if given is None:
-            model = self._staged.model
-            x_TH = model.run(model.embedding, tokens_BS[:, positions_S].flatten())
+            x_TH = self._staged.model.embed(tokens_BS[:, positions_S].flatten())
         else:
             x_TH = given[0]
             layers = self._staged.config.sparse_layers(before=self._staged.partition.blocks[stage].start)
@@ -311,7 +308,7 @@ class _Training(_Forward):
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message:
         model, batch = self._staged.model, self._microbatches[microbatch]
         if self._vocabulary is not None:
-            x_TH = model.run(model.final_norm, x_TH)
+            x_TH = model.normalise(x_TH)
             self._router[microbatch] = stats
             self._vocabulary.send_output(microbatch, x_TH.detach())
             return (x_TH,)
@@ -339,7 +336,7 @@ class _Training(_Forward):
             self.reported.append(reported)
             made, grads = (*made, minimised), (x_grad_TH, None)
         if defer:
-            with self._gradients.backward(stage, microbatch), self._staged.model.parts.step.deferring() as deferred:
+            with self._gradients.backward(stage, microbatch), self._staged.model.step.deferring() as deferred:
                 _backward(made, grads)
             self._deferred[stage, microbatch] = deferred
         else:

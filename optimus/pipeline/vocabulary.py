@@ -117,7 +117,7 @@ class VocabularyPasses:
     def _embed(self, microbatch: int) -> None:
         tokens_BS = self._microbatches[microbatch].tokens_BS
         with torch.set_grad_enabled(self._trains):
-            x_TH = self._model.run(self._model.embedding, tokens_BS[:, self._positions_S].flatten())
+            x_TH = self._model.embed(tokens_BS[:, self._positions_S].flatten())
         if x_TH.requires_grad:
             self._embedding_edges[microbatch] = get_gradient_edge(x_TH)
         x_TH = x_TH.detach()
@@ -128,7 +128,7 @@ class VocabularyPasses:
         x_TH = self._given(self._outputs, self._links.outputs, self._links.last, "output", microbatch)
         x_TH = x_TH.detach().requires_grad_()
         with torch.set_grad_enabled(self._trains):
-            logits_TV = self._model.run(self._model.head, x_TH, None, 1.0, True)
+            logits_TV = self._model.predict(x_TH, None, 1.0, True)
         edge, logits_TV = get_gradient_edge(logits_TV), logits_TV.detach()
         group, first = self._links.normalisers, self._model.head.vocabulary.first
         p_TV = torch.empty_like(logits_TV, dtype=compute_dtype(logits_TV.dtype))

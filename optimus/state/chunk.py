@@ -13,9 +13,11 @@ A chunk of frozen parameters is this and nothing more; what training adds is in 
 parts are compressed, and whole parameters are expanded, in place, when they have been gathered.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +28,40 @@ from optimus.model.init import initialize_parameter
 from optimus.model.parameters import Initial
 from optimus.state.buffers import ManagedBuffer, Residency
 from optimus.state.disk import DiskStates, StateFile
-from optimus.state.masks import Mask, unpacked_bits
+from optimus.state.masks import AllElements, Mask, unpacked_bits
+from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan
 from optimus.state.transfers import Transfers
+from optimus.step_context import StepContext
 
 NOTHING_ON_DISK: AbstractContextManager[Mapping[str, Tensor]] = nullcontext({})
+
+
+@dataclass(frozen=True)
+class ChunkContext:
+    """What a chunk works with beside its plan."""
+
+    groups: Sequence[Group]
+    """Of the steps in which it is sharded."""
+    copies: Group
+    """The ranks that keep the same part of it, whose gradients are summed last."""
+    transfers: Transfers
+    step: StepContext = field(default_factory=StepContext)
+    """May defer gradients."""
+    file: StateFile | None = None
+    """On the disk."""
+    block: int = 0
+    """Bytes that whole parameters are given."""
+    tile: int | None = None
+    """Elements by which a pruned chunk is compressed at a time."""
+    blocks: Mapping[str, OverBlocks] = field(default_factory=dict)
+    """By name of a parameter of which ranks have blocks of each matrix, how a rule's function of matrices is applied."""
+    piece: int | None = None
+    """Elements per all-reduce of gradients."""
+    started: Callable[[Any], None] = lambda chunk: None
+    """Called with the chunk when a reduction that holds memory has begun."""
+    update_on: Residency = "device"
+    """Where state that is elsewhere is updated: device or host."""
 
 
 class Chunk:
@@ -44,32 +75,24 @@ class Chunk:
     Whoever reads what a checkpoint holds, or changes it, does so inside `states`, which waits for the update that is under
     way and gives each thread buffers of its own for what is on a disk.
 
-    `groups` are those of the steps in which the chunk is sharded; `file` is the one on the disk. Whole parameters are given
-    `block` bytes. `masks` are packed bits of those parameters that are pruned; the chunk is then compressed by tiles of so
-    many elements.
+    Of those parameters that are pruned `masks` are packed bits.
     """
 
-    def __init__(
-        self,
-        plan: ChunkPlan,
-        groups: Sequence[Group],
-        transfers: Transfers,
-        file: StateFile | None = None,
-        block: int = 0,
-        masks: Mapping[str, Tensor] | None = None,
-        tile: int | None = None,
-    ) -> None:
-        self.groups = [group.unwatched for group in groups]  # what is gathered here may be of others
-        self._transfers, self._tile = transfers, tile
+    def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
+        self.groups = [group.unwatched for group in context.groups]  # what is gathered here may be of others
+        self._context, self._transfers = context, context.transfers
         self._disk: DiskStates | None = None
         self._whole = {
-            each.kind: transfers.make(each, plan.elements(each)) for each in plan.buffers if each.extent == "whole"
+            each.kind: self._transfers.make(each, plan.elements(each))
+            for each in plan.buffers
+            if each.extent == "whole"
         }
         self.parameter = self._whole["parameters"]
+        resize = self._transfers.resize
         self._full_parameters = ManagedBuffer(
-            self.parameter, "parameters", stays=plan.keeps_whole, block=block, resize=transfers.resize
+            self.parameter, "parameters", stays=plan.keeps_whole, block=context.block, resize=resize
         )
-        self._plan_parts(plan, file, masks or {})
+        self._plan_parts(plan, context.file, masks or {})
         self.parameters: list[nn.Parameter] = []  # of the module
         self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # of those that are trained
         self._gathering = InTurn()
@@ -85,9 +108,9 @@ class Chunk:
             for each in plan.buffers
             if each.kind not in on_disk and each.kind not in self._whole
         }
-        self.mask = (
-            None if plan.mask is None else Mask(plan.mask, _positions(plan, masks), self._made["mask"], self._tile)
-        )
+        self.elements = AllElements()
+        if plan.mask is not None:
+            self.elements = Mask(plan.mask, _positions(plan, masks), self._made["mask"], self._context.tile)
         self._parameter_shard = self._made.get("parameters.shard", self.parameter)  # between its uses
         self._fetched = plan.residency("parameters.shard") != "device"
         self.compute_shard = self._parameter_shard[plan.within(depths.parameters, depths.optimizer)]
@@ -144,7 +167,7 @@ class Chunk:
     @property
     def _computes_otherwise(self) -> bool:
         """Whether what is computed with is not this rank's part of the weights: something else, or whole."""
-        return self.plan.rule.averages or self.mask is not None
+        return self.plan.rule.averages or self.elements.prunes
 
     def weights(self, states: Mapping[str, Tensor]) -> Tensor:
         """Of `states`, this rank's part of the weights, which a checkpoint of them alone takes: what is computed with, where
@@ -201,26 +224,19 @@ class Chunk:
     @property
     def dense_extent(self) -> slice:
         """What of the whole chunk this rank's part is, pruned elements included; those of all parts are the chunk."""
-        if self.mask is None:
-            return self.plan.shard
-        borders = self.mask.borders(self.plan.borders)
+        borders = self.elements.borders(self.plan.borders)
         first, number = self.plan.shards(self.plan.depths.optimizer)
         return slice(borders[first], borders[first + number])
 
     def dense_part(self, part: Tensor) -> Tensor:
         """Of one of this rank's buffers, or a copy on the host: itself, or its dense form, zero where it is pruned."""
-        if self.mask is None:
-            return part
-        return self.mask.expanded(part, self.plan.shard.start, self.dense_extent)
+        return self.elements.expanded(part, self.plan.shard.start, self.dense_extent)
 
     def fill_part(self, part: Tensor, dense: Tensor) -> None:
         """Put into one of this rank's buffers what `dense` has: its dense form, or that of the chunk."""
-        if self.mask is None:
-            source = dense if len(dense) == len(part) else dense[self.plan.shard]
-        else:
-            first = 0 if len(dense) == self.plan.size else self.dense_extent.start
-            source = self.mask.compressed(dense, self.plan.shard, first)
-        if source is not part:
+        first = 0 if len(dense) == self.plan.size else self.dense_extent.start
+        source = self.elements.compressed(dense, self.plan.shard, first)
+        if source.data_ptr() != part.data_ptr():
             part.copy_(source)
 
     def gathered_state(self, prefix: str) -> Tensor:
@@ -232,8 +248,7 @@ class Chunk:
         for depth in reversed(range(self.plan.depths.optimizer)):
             outer, inner = whole[self.plan.extent(depth)], whole[self.plan.extent(depth + 1)]
             self.groups[depth].all_gather_async(outer, inner, self.plan.lengths(depth))()
-        if self.mask is not None:
-            self.mask.expand(whole, self.plan.borders[-1], fresh=False)
+        self.elements.expand(whole, self.plan.borders[-1], fresh=False)
         return whole
 
     def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
@@ -271,7 +286,7 @@ class Chunk:
         ranks; behind an update that is under way."""
         fetches = self._fetched and depth == 0 and self._full_parameters.status == "absent"
         gathers = self._depth > depth
-        expands = self.mask is not None and depth == 0 and self._full_parameters.status == "absent"
+        expands = self.elements.prunes and depth == 0 and self._full_parameters.status == "absent"
         gathers = gathers or (expands and not fetches)
         if not (fetches or gathers):
             return
@@ -331,9 +346,8 @@ class Chunk:
         self._gathering.finish()
         if self._full_parameters.status in ("fetching", "coming"):
             self._full_parameters.go("arrive")
-            if self.mask is not None:
-                # By way of `data`: autograd must not take this for a change of what it has saved.
-                self.mask.expand(self.parameter.data, self.plan.borders[-1], fresh=not self.plan.keeps_whole)
+            # By way of `data`: autograd must not take this for a change of what it has saved.
+            self.elements.expand(self.parameter.data, self.plan.borders[-1], fresh=not self.plan.keeps_whole)
 
     def publish(self) -> None:
         """Make the compute copies anew after the master weights have changed; begin to gather those that are kept."""
@@ -361,7 +375,7 @@ class Chunk:
 
     def _invalidate_gathered(self) -> None:
         """This rank's part has changed: what others have of it, and this rank of theirs, is out of date."""
-        if self.plan.shard_steps or self._fetched or self.mask is not None:
+        if self.plan.shard_steps or self._fetched or self.elements.prunes:
             self._full_parameters.go("free")
             self._depth = self.plan.depths.optimizer
             if not self.plan.offloaded:  # else by whoever uses them, behind the update

@@ -24,6 +24,7 @@ from optimus.state.transfers import Transfers
 PAGE = 4096  # bytes: records and buffers begin at multiples, as O_DIRECT asks
 _PIECE = 4 << 20  # bytes of a read or write
 _THREADS = 4
+_NAME = "optimus disk"  # of these threads
 BUFFERS = 3  # read, updated, written
 
 
@@ -35,7 +36,7 @@ class StateFile:
         self._folder, self._transfers, self._file = folder, transfers, -1
         self._size, self._longest, self._reserved = 0, 0, False
         self._buffers: SimpleQueue[Tensor] = SimpleQueue()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="disk")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=_NAME)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             handle, path = tempfile.mkstemp(prefix=".state-", dir=folder)
@@ -135,13 +136,20 @@ class StateFile:
 
     def close(self) -> None:
         """Give the space back, when all is done that is under way."""
-        self._threads.shutdown()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        file, self._file = self._file, -1
+        if threading.current_thread().name.startswith(_NAME):  # which collects garbage, and cannot wait for itself
+            threading.Thread(target=_close, args=(self._threads, file)).start()
+        else:
+            _close(self._threads, file)
 
     def __del__(self) -> None:
         self.close()
+
+
+def _close(threads: ThreadPoolExecutor, file: int) -> None:
+    threads.shutdown()
+    if file >= 0:
+        os.close(file)
 
 
 def _read(file: int, piece: memoryview, offset: int) -> None:

@@ -1,6 +1,6 @@
 """Whole parameters where and when they are used: gather or fetch on use, ahead of use, and free them.
 
-A unit is a module, or several that are run in a row (`model.parts.Runner`). Before it runs, the chunks of its parameters are
+A unit is a module, or several that are run in a row (`model/units.py`). Before it runs, the chunks of its parameters are
 gathered. Its backward pass begins when the gradient of its output is there: then its chunks are gathered once more. Without
 a cache, all other chunks are resharded when a unit runs, and each in a backward pass that has found the last of its
 gradients (`trained.py`); a frozen one, which gets none, when the backward pass of the next unit begins.
@@ -76,7 +76,7 @@ class UseTrace:
 
 
 class Gathering:
-    """What the modules of a model are made with whose parameters will be in chunks: their `unit` and `gradient_buffers`."""
+    """What `parallelize` is given for a model whose parameters are in chunks: `unit` and `gradient_buffers`."""
 
     def __init__(self) -> None:
         self.gradient_buffers: dict[nn.Parameter, GradientBuffer] = {}
@@ -102,7 +102,7 @@ class Gathering:
         for chunk in chunks:
             self.gradient_buffers |= chunk.gradient_buffers
             self._names |= {each: slot.name for slot, each in zip(chunk.plan.slots, chunk.parameters)}
-            if chunk.plan.shard_steps or chunk.plan.offloaded or chunk.mask is not None:
+            if chunk.plan.shard_steps or chunk.plan.offloaded or chunk.elements.prunes:
                 self._chunks |= dict.fromkeys(chunk.parameters, chunk)
         self._traced = {chunk: None for chunk in chunks if not chunk.plan.keeps_whole or chunk.plan.offloaded}
         self._resharding = [chunk for chunk in chunks if chunk.plan.lifetime == "use"]

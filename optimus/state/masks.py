@@ -37,11 +37,43 @@ class MaskPlan(NamedTuple):
         return -(-self.size // _WORD) + -(-self.size // _BLOCK)
 
 
-class Mask:
+class AllElements:
+    """Every element is unpruned: both forms are one. What `Mask` does, it has no need to do."""
+
+    prunes = False
+
+    def unpruned(self, start: int, end: int) -> Tensor:
+        """Of dense elements `start` to `end`, which are unpruned: booleans on the host."""
+        return torch.ones(end - start, dtype=torch.bool)
+
+    def borders(self, compressed: Sequence[int]) -> list[int]:
+        """Where in the dense form the shards begin, and the last ends, that begin and end at `compressed` elements."""
+        return [*compressed]
+
+    def compress(self, dense: Tensor, length: int) -> Tensor:
+        """Bring `dense` into its compressed form in place: `length` elements, zero behind the last unpruned one."""
+        return dense
+
+    def expand(self, dense: Tensor, length: int, *, fresh: bool) -> None:
+        """Bring `dense`, of which the first `length` elements are compressed, into its dense form in place. What is behind
+        them must be zero where it is pruned, or `fresh`: of no known value."""
+
+    def compressed(self, dense: Tensor, part: slice, first: int = 0) -> Tensor:
+        """The `part` of compressed elements of `dense`, which begins at element `first`; zero behind the last."""
+        return dense[part.start - first : part.stop - first]
+
+    def expanded(self, compressed: Tensor, start: int, part: slice) -> Tensor:
+        """The `part` of dense elements, whose unpruned ones are `compressed`: those from `start` on."""
+        return compressed
+
+
+class Mask(AllElements):
     """The mask of a chunk, made in the int32 tensor `memory` [plan.elements] from ascending int64 `positions` [unpruned].
 
     Compression and expansion go by tiles of `tile` elements; at once without.
     """
+
+    prunes = True
 
     def __init__(self, plan: MaskPlan, positions: Tensor, memory: Tensor, tile: int | None = None) -> None:
         self.plan, self._memory, self._tile = plan, memory, tile
@@ -72,7 +104,6 @@ class Mask:
         return found[start - before : end - before]
 
     def unpruned(self, start: int, end: int) -> Tensor:
-        """Of dense elements `start` to `end`, which are unpruned: booleans on the host."""
         if self.plan.form == "bits":
             words = self._words[start // _WORD : -(-end // _WORD)].cpu()
             return unpacked_bits(words.view(torch.uint8), end - start // _WORD * _WORD)[start % _WORD :]
@@ -82,13 +113,11 @@ class Mask:
         return found
 
     def borders(self, compressed: Sequence[int]) -> list[int]:
-        """Where in the dense form the shards begin, and the last ends, that begin and end at `compressed` elements."""
         size, unpruned = self.plan.size, self.plan.unpruned
         inner = [int(self.positions(at, at + 1)) if at < unpruned else size for at in compressed[1:-1]]
         return [0, *inner, size]
 
     def compress(self, dense: Tensor, length: int) -> Tensor:
-        """Bring `dense` into its compressed form in place: `length` elements, zero behind the last unpruned one."""
         compressed = dense[:length]
         if self._in_one_launch(dense):
             from optimus.kernels.triton import compression
@@ -102,8 +131,6 @@ class Mask:
         return compressed
 
     def expand(self, dense: Tensor, length: int, *, fresh: bool) -> None:
-        """Bring `dense`, of which the first `length` elements are compressed, into its dense form in place. What is behind
-        them must be zero where it is pruned, or `fresh`: of no known value."""
         if fresh:
             dense[length:].zero_()
         if self._in_one_launch(dense):
@@ -120,14 +147,12 @@ class Mask:
             dense.index_copy_(0, self.positions(start, end).long(), compressed)
 
     def compressed(self, dense: Tensor, part: slice, first: int = 0) -> Tensor:
-        """The `part` of compressed elements of `dense`, which begins at element `first`; zero behind the last."""
         found = dense.new_zeros(part.stop - part.start)
         places = self.positions(part.start, part.stop).to(dense.device) - first
         torch.index_select(dense, 0, places, out=found[: len(places)])
         return found
 
     def expanded(self, compressed: Tensor, start: int, part: slice) -> Tensor:
-        """The `part` of dense elements, whose unpruned ones are `compressed`: those from `start` on."""
         found = compressed.new_zeros(part.stop - part.start)
         places = self.positions(start, start + len(compressed)).long().to(compressed.device) - part.start
         return found.index_copy_(0, places, compressed[: len(places)])

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from optimus.mesh import Layout
 from optimus.model.parameters import Role, declarations
 from optimus.optim.rule import OptimizerStep
 from optimus.state.buffers import RESIDENCES
-from optimus.state.chunk import Chunk
+from optimus.state.chunk import Chunk, ChunkContext
 from optimus.state.disk import StateFile
 from optimus.state.gathering import Gathering
 from optimus.state.masks import packed_bits
@@ -94,6 +94,18 @@ class ModelState:
         file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.residency] else None
         cached = [plan for plans in stages.values() for plan in plans if plan.lifetime == "cache"]
         block = max((plan.size * plan.buffers[0].dtype.itemsize for plan in cached), default=0)
+        common = ChunkContext(
+            groups=[],
+            copies=groups.world,
+            transfers=moves,
+            step=groups.step,
+            file=file,
+            block=block,
+            tile=None if moves.device.type != "cpu" else options.tile,
+            piece=options.coarsening and options.coarsening * options.tile,
+            started=self._limit_reductions,
+            update_on="host" if options.update_on == "host" else "device",
+        )
         known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}  # to divide thousands of ranks takes long
         parameters = dict[str, nn.Parameter]()
 
@@ -103,24 +115,11 @@ class ModelState:
                 found = divisions(groups.mesh, plan.partial_axes, sharding_of(plan.rule, options))
                 known[key] = [groups.dividing(parts) for parts in (found if plan.rule.trains else found[:-1])]
             if not plan.rule.trains:
-                return Chunk(plan, known[key], moves, block=block)
+                return Chunk(plan, replace(common, groups=known[key]))
             *sharing, copies = known[key]
             split = [slot for slot in plan.slots if plan.tiling.split_axes(slot.layout, groups.mesh)]
-            return TrainedChunk(
-                plan,
-                sharing,
-                copies,
-                moves,
-                file=file,
-                block=block,
-                update_on="host" if options.update_on == "host" else "device",
-                blocks={slot.name: OverBlocks(groups, slot.layout) for slot in split},
-                piece=options.coarsening and options.coarsening * options.tile,
-                started=self._limit_reductions,
-                step=groups.step,
-                masks=masks,
-                tile=None if moves.device.type != "cpu" else options.tile,  # of compression
-            )
+            blocks = {slot.name: OverBlocks(groups, slot.layout) for slot in split}
+            return TrainedChunk(plan, replace(common, groups=sharing, copies=copies, blocks=blocks), masks)
 
         made = dict[int, list[Chunk]]()
         for stage, plans in stages.items():
@@ -145,10 +144,10 @@ class ModelState:
     def masks(self) -> dict[str, Tensor]:
         """Packed bits of this rank's parts of the parameters that are pruned, by name."""
         return self._frozen_masks | {
-            slot.name: packed_bits(chunk.mask.unpruned(slot.start, slot.end))
+            slot.name: packed_bits(chunk.elements.unpruned(slot.start, slot.end))
             for chunk in self.trained
             for slot in chunk.plan.slots
-            if chunk.mask is not None and self.recipe.unpruned[slot.name] is not None
+            if chunk.elements.prunes and self.recipe.unpruned[slot.name] is not None
         }
 
     def _of_frozen(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +164,7 @@ class ModelState:
         self._frozen_masks = self._of_frozen(masks)
         for stage, plans in self._plans().items():
             for chunk, plan in zip(self._of_stage[stage], plans, strict=True):
-                if plan.mask is not None or chunk.mask is not None:
+                if plan.mask is not None or chunk.elements.prunes:
                     chunk.prune(plan, masks, empty=empty)
         self._hold()
 

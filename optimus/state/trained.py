@@ -18,21 +18,20 @@ device when they have been summed: after the last microbatch, or after each, to 
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Group, Handle, InTurn
+from optimus.comm import Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
-from optimus.state.buffers import ManagedBuffer, Residency, aligned
-from optimus.state.chunk import NOTHING_ON_DISK, Chunk
+from optimus.state.buffers import ManagedBuffer, aligned
+from optimus.state.chunk import NOTHING_ON_DISK, Chunk, ChunkContext
 from optimus.state.disk import StateFile
-from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan
-from optimus.state.transfers import Transfers, done_already
+from optimus.state.transfers import done_already
 from optimus.step_context import StepContext
 
 
@@ -67,36 +66,14 @@ class TrainedChunk(Chunk):
 
     Flat buffers beside those of `Chunk`: `gradient` (gradient type) of the whole chunk, and `reduced`, a view of what is
     kept of it: of the part that this rank's optimizer updates. `waiting` is what the update reads: the same, or the host's.
-
-    `blocks`: by name of a parameter of which ranks have blocks of each matrix, how a rule's function of matrices is applied.
-    `piece`: elements per all-reduce of gradients. `started` is called when a reduction that holds memory has begun. `step`
-    may defer gradients. State that is elsewhere is updated `update_on` device or host.
     """
 
-    def __init__(
-        self,
-        plan: ChunkPlan,
-        groups: Sequence[Group],
-        copies: Group,
-        transfers: Transfers,
-        *,
-        file: StateFile | None = None,
-        block: int = 0,
-        blocks: Mapping[str, OverBlocks] | None = None,
-        piece: int | None = None,
-        started: Callable[["TrainedChunk"], None] = lambda chunk: None,
-        step: StepContext | None = None,
-        update_on: Residency = "device",
-        masks: Mapping[str, Tensor] | None = None,
-        tile: int | None = None,
-    ) -> None:
-        super().__init__(plan, groups, transfers, file, block, masks, tile)
+    def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(plan, context, masks)
         assert isinstance(plan.rule, UpdateRule)
         self._rule = plan.rule
-        self._watch, self.replica_group = copies.watch, copies.unwatched  # only what enters the sums is watched
-        self._blocks = blocks or {}
-        self._piece, self._started, self._step = piece, started, step or StepContext()
-        self._update_on = update_on
+        self._watch = context.copies.watch
+        self.replica_group = context.copies.unwatched  # only what enters the sums is watched
         self.gradient_buffers: dict[nn.Parameter, ChunkGradient] = {}
         # Gradients of this chunk by backward pass, while they are some and not all: those that it needs no parameter for any
         # more, and those that have been added.
@@ -144,7 +121,7 @@ class TrainedChunk(Chunk):
             if self.gradient.dtype != self.parameter.dtype:
                 parameter.grad_dtype = self.gradient.dtype
             parameter.grad = gradients[name]
-            buffer = ChunkGradient(self, parameter, self._step)
+            buffer = ChunkGradient(self, parameter, self._context.step)
             # Hooks are held where no garbage collector looks: with strong references a chunk would never be freed.
             own = weakref.ref(self)
             parameter.register_hook(partial(_before_accumulation, own))
@@ -202,7 +179,7 @@ class TrainedChunk(Chunk):
     @property
     def update_is_collective(self) -> bool:
         """Whether other ranks take part in the update: all begin it in one order, so no worker does."""
-        return bool(self._blocks)
+        return bool(self._context.blocks)
 
     @property
     def alone(self) -> bool:
@@ -286,7 +263,7 @@ class TrainedChunk(Chunk):
 
     def _complete(self, counts: Counter[tuple[int, int] | None]) -> bool:
         """Count one of the present backward pass; whether it is the last."""
-        present = self._step.backward
+        present = self._context.step.backward
         counts[present] += 1
         if counts[present] < len(self.plan.slots):
             return False
@@ -295,7 +272,7 @@ class TrainedChunk(Chunk):
 
     def end_backward(self) -> None:
         """The present backward pass ends, or a part of it, whether it has found all gradients or not."""
-        if self._found.pop(self._step.backward, 0):
+        if self._found.pop(self._context.step.backward, 0):
             self._reshard_unneeded()
 
     def _reshard_unneeded(self) -> None:
@@ -307,9 +284,7 @@ class TrainedChunk(Chunk):
         """Sum each rank's part over the groups, as far as parts of gradients are kept; further, if no more will come."""
         if self._gradients.status == "absent":  # none has come
             self._gradients.go("open")
-        gradient = self.gradient
-        if self.mask is not None:
-            gradient = self.mask.compress(gradient, self.plan.borders[-1])
+        gradient = self.elements.compress(self.gradient, self.plan.borders[-1])
         if self._watch is not None:
             self._watch.leaves(gradient, f"reduction of the gradients of {self.plan.slots[0].name} ...")
         self._gradients.go("reduce")
@@ -319,7 +294,7 @@ class TrainedChunk(Chunk):
             self._reduction.add(partial(self._add_gradients, gradient))
         if self._last or self.plan.sends_gradients:
             self._reduce_shards()
-        self._started(self)
+        self._context.started(self)
 
     def _reduce_shards(self) -> None:
         """Sum what is kept of the gradients, to the part of this rank's optimizer, and that over its copies."""
@@ -353,7 +328,7 @@ class TrainedChunk(Chunk):
 
     def _all_reduce_replicas_async(self) -> Handle:
         """Begin to sum `reduced` over the copies, in pieces of which several are under way at once (AxoNN, 3.3.3)."""
-        pieces = self.reduced.split(self._piece or len(self.reduced)) if len(self.reduced) else ()
+        pieces = self.reduced.split(self._context.piece or len(self.reduced)) if len(self.reduced) else ()
         waits = [self.replica_group.all_reduce_async(piece) for piece in pieces]
 
         def finish() -> None:
@@ -386,7 +361,7 @@ class TrainedChunk(Chunk):
         update = partial(self._update, now, tile, following, self._reader)
         self._reader, self._weights_read = done_already, False
         if self.plan.offloaded and not self.update_is_collective:
-            self._updating = self._transfers.submit(update, self.plan.updated, self._update_on)
+            self._updating = self._transfers.submit(update, self.plan.updated, self._context.update_on)
         else:
             with self._transfers.in_order():
                 update()
@@ -433,7 +408,8 @@ class TrainedChunk(Chunk):
 
     def _update_tiles(self, now: OptimizerStep, tile: int, states: Mapping[str, Tensor]) -> None:
         """The update of tiles, each where it is computed; what is elsewhere is brought there and back."""
-        plan, on, transfers = self.plan, self._update_on if self.plan.offloaded else "device", self._transfers
+        plan, transfers, blocks = self.plan, self._transfers, self._context.blocks
+        on = self._context.update_on if plan.offloaded else "device"
         if self.parameter.device.type != "cpu" and not plan.offloaded:
             tile = max(
                 tile, plan.updated
@@ -448,7 +424,7 @@ class TrainedChunk(Chunk):
         rows += [(moment, plan.residency(kind)) for kind, moment in kept]
         apart = [(residency == "device") != (on == "device") for _, residency in rows]
         buffers = [buffer for buffer, _ in rows]
-        for number, (whole, parts) in enumerate(plan.tiling.tiles(plan, self._blocks, buffers, tile)):
+        for number, (whole, parts) in enumerate(plan.tiling.tiles(plan, blocks, buffers, tile)):
             with transfers.tile(number):
                 here = [
                     transfers.staged(i, part, on, filled=i != 2 or not copied) if apart[i] else part
@@ -460,7 +436,7 @@ class TrainedChunk(Chunk):
                 for i, part in enumerate(parts):
                     if apart[i] and i != 1:
                         transfers.put_back(part, here[i])
-                if self._blocks:
+                if blocks:
                     transfers.synchronize()
 
 

@@ -17,7 +17,7 @@ from optimus.data.training import TrainingData, open_folders
 from optimus.mesh import Layout
 from optimus.mesh.placement import describe
 from optimus.model import Transformer
-from optimus.parallel.build import build_stage
+from optimus.parallel.parallelize import parallelize
 from optimus.pipeline.staged import Staged, select_stages
 from optimus.resolve.parameters import targets_of
 from optimus.resolve.ranks import mesh_of, ranks_per_node
@@ -124,8 +124,7 @@ def build_model(
     groups.make(resolved.divisions(tags=groups.tags))  # those of all stages
     gathering = Gathering()
     with torch.device("meta"):
-        model = build_stage(config.model, groups, resolved.options, gathering.gradient_buffers, gathering.unit)
-        with_factors(model, config.train)
+        model = with_factors(Transformer(config.model, resolved.options.routing), config.train)
     trained = [name for name in layouts if recipe.rules[name].trains]
     partition = partition._replace(trained_from=partition.first_of(trained))
     select_stages(model, partition)
@@ -140,7 +139,10 @@ def build_model(
         gathering=gathering,
         divided=resolved.divided(groups.rank),
     )
-    return stages_of(model, partition, config, groups, recipe.compute, device), state
+    staged = stages_of(model, partition, config, groups, recipe.compute, device)
+    rows = staged.stages.values()
+    parallelize(model, groups, resolved.options, gathering.gradient_buffers, gathering.unit, rows)
+    return staged, state
 
 
 def _notes(resolved: ResolvedRun, groups: Groups, data: TrainingData) -> list[str]:

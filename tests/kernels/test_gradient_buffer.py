@@ -15,6 +15,7 @@ from optimus.kernels.linear import MatrixProduct, linear
 from optimus.kernels.rms_norm import rms_norm
 from optimus.mesh import Layout, Mesh
 from optimus.parallel.tensor import SplitProduct
+from optimus.state.chunk import ChunkContext
 from optimus.state.plan import plan_chunks
 from optimus.state.trained import TrainedChunk
 from optimus.state.transfers import transfers
@@ -166,7 +167,7 @@ def test_a_chunk_waits_for_the_gradients_that_are_deferred(later: bool, microbat
     (plan,) = plan_chunks(layouts, Mesh(), 0, StateConfig(), recipe())
     one, reduced = Group([0], 0), []
     step = StepContext()
-    chunk = TrainedChunk(plan, [], one, transfers(torch.device("cpu")), started=reduced.append, step=step)
+    chunk = TrainedChunk(plan, ChunkContext([], one, transfers(torch.device("cpu")), step, started=reduced.append))
     parameters = dict(chunk.make_parameters())
     chunk.initialize({"norm": "ones", "w": "normal"}, 0, 0.5)
     chunk.clear_gradients()
@@ -201,7 +202,7 @@ class Sharded:
         layouts = {"first": Layout((4, 4)), "norm": Layout((4,)), "second": Layout((5, 4))}
         (plan,) = plan_chunks(layouts, Mesh(dp=2), 0, StateConfig(shard="parameters"), recipe())
         one, self.step = Group([0], 0), StepContext()
-        self.chunk = TrainedChunk(plan, [one], one, transfers(torch.device("cpu")), step=self.step)
+        self.chunk = TrainedChunk(plan, ChunkContext([one], one, transfers(torch.device("cpu")), self.step))
         self.parameters = dict(self.chunk.make_parameters())
         self.chunk.clear_gradients()
         self.reduced, self.here = list[str](), list[bool]()

@@ -18,7 +18,8 @@ from optimus.kernels.linear import linear, linear_reference
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from optimus.kernels.rms_norm import rms_norm, rms_norm_reference
 from optimus.kernels.rotary import rotary, rotary_reference, rotary_table
-from optimus.model.moe.router import Choosing, Router
+from optimus.model.moe.choices import Choosing
+from optimus.model.moe.router import Router
 
 Function = Callable[..., Any]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, in the Frobenius norm

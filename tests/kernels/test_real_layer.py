@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from optimus.model.architecture import ModelConfig
 from optimus.model.moe.layer import MoeLayer
+from optimus.model.units import Unit
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import StepContext
 from optimus.testing.memory import tracking
@@ -15,21 +17,14 @@ T, H, I, E, K = 1024, 2048, 1024, 64, 8
 KEPT_PER_TOKEN = 40 * 1024  # bytes at most; x 4 KiB, the pre-activation 32 KiB, and rows that pad, weights and indices
 
 
-class OneBlock(nn.Module):
-    """What `recompute` looks for in a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moe = MoeLayer(H, I, E, K)
-
-
-def block() -> OneBlock:
+def layer() -> MoeLayer:
     """In bf16; zeros, as bytes are counted and a router of zeros chooses the same experts for all, which is made even."""
-    model = OneBlock().bfloat16()
-    for parameter in model.parameters():
+    sizes = {"hidden": H, "heads": 1, "intermediate": I, "experts": E, "experts_per_token": K}
+    config = ModelConfig.model_validate({"family": "olmoe", "layers": 1, "vocab": 8, **sizes})
+    found = MoeLayer(config, routing="uniform").bfloat16()
+    for parameter in found.parameters():
         parameter.detach().zero_()
-    model.moe.router.routing = "uniform"
-    return model
+    return found
 
 
 def kept(layer: Callable[[Tensor], Any], x: Tensor) -> int:
@@ -42,10 +37,11 @@ def kept(layer: Callable[[Tensor], Any], x: Tensor) -> int:
 
 def test_kept_for_the_backward_pass() -> None:
     x = torch.zeros(1, T, H, dtype=torch.bfloat16, requires_grad=True)
-    assert kept(block().moe, x) + x.nbytes <= KEPT_PER_TOKEN * T
+    assert kept(layer(), x) + x.nbytes <= KEPT_PER_TOKEN * T
 
 
 def test_recomputed_it_keeps_its_input_alone() -> None:
-    moe, runner = block().moe, Recompute(Recomputation(("moe",)), StepContext())
+    unit = Unit("moe", layer())
+    Recompute(Recomputation(), StepContext()).arrange_unit(unit, ["moe"])
     x = torch.zeros(1, T, H, dtype=torch.bfloat16, requires_grad=True)
-    assert kept(lambda x: runner.modules(0, x, ("moe", moe)), x) == 0
+    assert kept(unit, x) == 0

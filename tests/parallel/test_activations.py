@@ -19,8 +19,8 @@ from optimus.measurements import coarse
 from optimus.mesh import Mesh
 from optimus.parallel import module_bytes
 from optimus.parallel.activations import Activations, activation_bytes
-from optimus.parallel.build import StageOptions
 from optimus.parallel.module_bytes import ModuleSetting
+from optimus.parallel.parallelize import StageOptions
 from optimus.parallel.recompute import Recomputation
 from optimus.parallel.recompute_choice import BUSY, choose_recomputation, recomputed_flops
 from optimus.resolve.ranks import mesh_of

@@ -21,7 +21,6 @@ from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.attention import Attention, AttentionPositions
 from optimus.model.init import initialize
-from optimus.model.parts import Parts
 from optimus.model.sequence import LocalSequence, SequenceSplit
 from optimus.parallel.context import RingSequence, UlyssesSequence, _seen
 from optimus.parallel.recompute import Recomputation, Recompute
@@ -354,7 +353,9 @@ def trained(config: ModelConfig, method: str | None, ranks: int, recomputed: boo
     group = Groups(Mesh(dp=ranks)).world
     sequence = LocalSequence() if method is None else METHODS[method](group)
     chosen = Recomputation(("attention",) if recomputed else ())
-    model = Transformer(config, parts=Parts(sequence=sequence, runner=Recompute(chosen, group.step)))
+    model = Transformer(config)
+    model.sequence = sequence
+    Recompute(chosen, group.step).arrange([model.blocks], [])
     initialize(model, 0, 0.2)
     with counting() as traffic:
         loss = model.losses(TOKENS_BL).cross_entropy

@@ -98,7 +98,7 @@ def test_without_expert_ranks_all_data_ranks_hold_all_experts() -> None:
 
 def test_a_layer_alone_has_layouts_too() -> None:
     with torch.device("meta"):
-        layer = MoeLayer(hidden=8, intermediate=4, experts=6, experts_per_token=2, routing="learned")
+        layer = MoeLayer(EXPERTS)
     assert {name for name, layout in parameter_layouts(layer).items() if layout.sharded_dims} == {
         "experts.gate_up",
         "experts.down",

@@ -11,8 +11,7 @@ from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.model.moe.layer import Experts
-from optimus.model.parts import Parts
-from optimus.parallel.build import StageOptions, build_stage
+from optimus.parallel.parallelize import StageOptions, parallelize
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import StepContext
 from optimus.testing import run_ranks
@@ -26,7 +25,9 @@ TOKENS = torch.randint(50, (2, 64), generator=torch.Generator().manual_seed(0))
 
 
 def recomputing(config: ModelConfig, kinds: list[str], every: int = 1) -> Transformer:
-    return Transformer(config, parts=Parts(runner=Recompute(Recomputation(tuple(kinds), every), StepContext())))
+    model = Transformer(config)
+    Recompute(Recomputation(tuple(kinds), every), StepContext()).arrange([model.blocks], [])
+    return model
 
 
 def measured(
@@ -137,7 +138,7 @@ def traffic(kind: str, ranks: int, kinds: list[str], keep: bool, early: bool) ->
     groups = Groups(Mesh(dp=ranks, ep=ranks))
     chosen = Recomputation(tuple(kinds))
     options = StageOptions(dispatch=kind, recomputation=chosen, keep_collectives=keep)  # type: ignore[arg-type]
-    model = build_stage(SPREAD, groups, options)
+    model = parallelize(Transformer(SPREAD), groups, options)
     initialize(model, 0, 0.2)
     for module in model.modules():
         if isinstance(module, Experts):

@@ -4,7 +4,6 @@ Legend: T rows, L inputs and N outputs of a weight.
 """
 
 import itertools
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -19,11 +18,12 @@ from optimus.kernels.linear import MatrixProduct
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
-from optimus.model.linear import Linear
+from optimus.model.linear import Linear, LocalProduct
+from optimus.model.norms import LocalNorms
 from optimus.model.parameters import Size
-from optimus.model.parts import LOCAL, LocalProduct, Parts
-from optimus.parallel.build import StageOptions, build_stage, parts_of, products
+from optimus.model.vocabulary import LocalVocabulary
 from optimus.parallel.layouts import parameter_layouts
+from optimus.parallel.parallelize import StageOptions, parallelize, products, replace_all
 from optimus.parallel.tensor import SplitProduct
 from optimus.testing import run_ranks
 
@@ -121,7 +121,8 @@ def without_gradients() -> bool:
     group = Groups(Mesh(tp=2)).along("tp_out")
     alone = Group([group.rank], 0)
     split = SplitProduct(MatrixProduct(), alone, group, gathers=True, scatters=False, overlap=True)
-    layer = Linear(Size("residual", L), Size("ffn", N // 2), parts=Parts(product=lambda outputs, inputs: split))
+    layer = Linear(Size("residual", L), Size("ffn", N // 2))
+    layer.product = split
     with torch.no_grad():
         return layer(normal(0, T // 2, L)).requires_grad
 
@@ -165,7 +166,7 @@ def trained(model: Transformer) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 def model_on_a_grid(name: str, grid: tuple[int, int], sequence: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     groups = Groups(Mesh(tp=grid[0] * grid[1], tp_in=grid[1]))
-    model = build_stage(MODELS[name], groups, StageOptions(sequence=sequence))
+    model = parallelize(Transformer(MODELS[name]), groups, StageOptions(sequence=sequence))
     initialize(model, 0, 0.2)
     layouts = parameter_layouts(model, sequence=sequence)
     keep_own(model, sequence, groups)
@@ -193,10 +194,11 @@ def test_a_model_is_the_one_of_one_device(name: str, grid: tuple[int, int], sequ
 
 
 def test_one_rank_has_local_products() -> None:
-    parts = parts_of(MODELS["dense"], Groups(Mesh()), StageOptions(sequence=True))
-    assert isinstance(parts.product("ffn", "residual"), LocalProduct)
-    assert type(parts.norms("residual")) is type(LOCAL.norms("residual"))
-    assert type(parts.vocabulary) is type(LOCAL.vocabulary)
+    model = parallelize(Transformer(MODELS["dense"]), Groups(Mesh()), StageOptions(sequence=True))
+    types = {"product": LocalProduct, "norms": LocalNorms, "vocabulary": LocalVocabulary}
+    for what, kind in types.items():
+        found = {type(getattr(each, what)) for each in model.modules() if what in getattr(each, "replaceable", ())}
+        assert found == {kind}
 
 
 # ---- Another inner product ----
@@ -276,8 +278,9 @@ def test_any_inner_product_is_split(outputs: int, deferred: bool) -> None:
 def rounded_model(ranks: int, sequence: bool) -> tuple[Tensor, dict[str, int]]:
     """(loss, calls) of a model all of whose projections multiply by `Rounded`, on a grid."""
     groups, options, rounded = Groups(Mesh(tp=ranks)), StageOptions(sequence=sequence), Rounded()
-    parts = parts_of(MODELS["dense"], groups, options)
-    model = Transformer(MODELS["dense"], parts=replace(parts, product=products(groups, options, rounded)))
+    model = parallelize(Transformer(MODELS["dense"]), groups, options)
+    product = products(groups, options, rounded)
+    replace_all(model, "product", lambda projection: product(*projection.dims))
     initialize(model, 0, 0.2)
     keep_own(model, sequence, groups)
     return trained(model)[1], rounded.calls

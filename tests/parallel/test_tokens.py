@@ -12,9 +12,10 @@ from torch import Tensor
 from optimus.comm import Groups
 from optimus.comm.functional import local_rows
 from optimus.mesh import Mesh
+from optimus.model.architecture import ModelConfig
 from optimus.model.init import initialize
 from optimus.model.moe.layer import MoeLayer
-from optimus.model.parts import LOCAL, Parts
+from optimus.model.moe.tokens import LocalTokens, TokenSplit
 from optimus.parallel.tokens import SplitTokens
 from optimus.testing import run_ranks
 
@@ -82,8 +83,10 @@ def test_every_token_once_and_whole(form: Form) -> None:
     assert {len(rows) for rows, _ in results} == {T * copies // form.mesh.size}  # an equal share each
 
 
-def layer_of(parts: Parts = LOCAL) -> MoeLayer:
-    layer = MoeLayer(H, intermediate=8, experts=4, experts_per_token=2, parts=parts)
+def layer_of(tokens: TokenSplit | None = None) -> MoeLayer:
+    sizes = {"hidden": H, "heads": 1, "intermediate": 8, "experts": 4, "experts_per_token": 2}
+    layer = MoeLayer(ModelConfig.model_validate({"family": "olmoe", "layers": 1, "vocab": 8, **sizes}))
+    layer.tokens = tokens or LocalTokens()
     initialize(layer, 0, 0.5)
     return layer
 
@@ -110,7 +113,7 @@ def layer_on_a_grid(form: Form) -> dict[str, tuple[Tensor, Tensor]]:
     right = backward(alone, x_TH.clone().requires_grad_(), y_grad_TH, 1.0)
     rows, columns, sequences = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
     split = SplitTokens(rows, columns, sequences, sequence=form.sequence, duplicates=form.duplicates)
-    layer = layer_of(Parts(tokens=split))
+    layer = layer_of(split)
     own, own_grad = (residual_stream(value, form, groups) for value in (x_TH, y_grad_TH))
     y, x_grad, losses = backward(layer, own.requires_grad_(), own_grad, 1 / form.parts)
     found = {

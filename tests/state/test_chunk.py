@@ -8,6 +8,7 @@ from optimus.comm import Group
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import OptimizerStep
+from optimus.state.chunk import ChunkContext
 from optimus.state.plan import plan_chunks
 from optimus.state.trained import TrainedChunk
 from optimus.state.transfers import transfers
@@ -22,7 +23,7 @@ def chunk_of(*sizes: int, compute: torch.dtype, gradient: torch.dtype) -> Traine
     layouts = {f"p{i}": Layout((size,)) for i, size in enumerate(sizes)}
     options = StateConfig.model_validate({"gradient_dtype": str(gradient).removeprefix("torch.")})
     (plan,) = plan_chunks(layouts, Mesh(), 0, options, recipe(compute))
-    return TrainedChunk(plan, [], Group([0], 0), transfers(CPU))
+    return TrainedChunk(plan, ChunkContext([], Group([0], 0), transfers(CPU)))
 
 
 @pytest.mark.parametrize("compute", [BF16, FP32])

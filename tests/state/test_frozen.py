@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.rules import ADAMW, recipe
-from helpers.state_groups import groups_for
+from helpers.state_groups import gather_units, groups_for
 from helpers.sweep import in_turns
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
@@ -16,14 +16,11 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
-from optimus.model.parts import Parts, Runner
 from optimus.optim.frozen import Frozen
 from optimus.parallel.layouts import parameter_layouts
-from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Recipe, bytes_by_kind, divisions, sharding_of
-from optimus.step_context import StepContext
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
 from optimus.testing.traffic import counting
@@ -49,11 +46,10 @@ def made(
     widths: dict[str, int] | None = None,
     **options: Any,
 ) -> tuple[Transformer, ModelState]:
-    gathering, step = Gathering(), StepContext()
-    runner = Recompute(Recomputation(recompute), step, gathering.unit) if recompute else Runner(gathering.unit)
+    gathering = Gathering()
     with torch.device("meta"):
-        parts = Parts(gradient_buffers=gathering.gradient_buffers, runner=runner, step=step)
-        module = Transformer(CONFIG, parts=parts)
+        module = Transformer(CONFIG)
+    gather_units(module, gathering, recompute)
     layouts = parameter_layouts(module)
     rules = {name: Frozen() if name.startswith(frozen) else ADAMW for name in layouts}
     section = {"shard": shard, "chunk": limit, "gradient_dtype": str(compute).removeprefix("torch."), **options}

@@ -189,11 +189,11 @@ def pruned_steps(*overrides: str, model: str = "dense", share: float = 0.1) -> S
 def test_bytes_at_rest(form: str) -> None:
     """2 P + f (g + 12 + i) P, and rounding to whole vectors, is what is allocated."""
     steps = pruned_steps(*IN_BF16, f"pruning.indices={form}", "state.chunk=20000")
-    chunks = [chunk for chunk in steps.state.trained if chunk.mask is not None]
+    chunks = [chunk for chunk in steps.state.trained if chunk.elements.prunes]
     assert chunks
     for chunk in chunks:
-        assert chunk.mask is not None
-        whole, left = chunk.mask.plan.size, chunk.mask.plan.unpruned
+        assert chunk.plan.mask is not None
+        whole, left = chunk.plan.mask.size, chunk.plan.mask.unpruned
         index = 4 * left if form == "int32" else whole / 8 + 4 * math.ceil(whole / 4096)
         expected = 2 * whole + (4 + 12) * left + index
         found = sum(chunk.plan.bytes_by_kind().values())
@@ -206,7 +206,7 @@ def sent(shard: str, pruned: bool) -> tuple[int, list[tuple[int, int]]]:
     """(bytes that this rank sends in a step, (elements of the whole, compressed ones) of each pruned chunk)."""
     overrides = [f"state.shard={shard}", "train.micro_batch=8", *IN_BF16]
     made = pruned_steps(*overrides)
-    sizes = [(chunk.plan.size, chunk.plan.borders[-1]) for chunk in made.state.trained if chunk.mask is not None]
+    sizes = [(chunk.plan.size, chunk.plan.borders[-1]) for chunk in made.state.trained if chunk.elements.prunes]
     if not pruned:
         made = Steps(load_config(config_of("dense"), [*PRUNED, *overrides]).model_dump(exclude_unset=True))
     made.train()
@@ -231,7 +231,7 @@ def test_peak_of_a_step_above_rest() -> None:
     """Long gradient buffers of three chunks, and what a tile takes while it is compressed, updated or expanded."""
     tile = 64
     steps = pruned_steps("state.chunk=300", f"state.tile={tile}")
-    pruned = [chunk for chunk in steps.state.trained if chunk.mask is not None]
+    pruned = [chunk for chunk in steps.state.trained if chunk.elements.prunes]
     assert len(pruned) > 4
     steps.train()
     steps.state.begin_step()
@@ -300,7 +300,7 @@ def test_residencies(residency: str, more: list[str], tmp_path: Path) -> None:
         found.append([[steps.train() for _ in range(4)], whole_state(steps.state)])
         if overrides and residency != "disk":
             for chunk in steps.state.trained:
-                if chunk.mask is not None:
+                if chunk.elements.prunes:
                     host = sum(chunk.plan.bytes_by_kind("host").values())
                     assert host == {"optimizer": 12, "all": 18}[residency] * chunk.plan.borders[-1]
     (a, states), (b, expected) = found[1], found[0]

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,20 @@ def test_records_are_kept(tmp_path: Path) -> None:
     taken = [file.take() for _ in range(BUFFERS)]
     assert file._buffers.empty()
     assert all(buffer.data_ptr() % PAGE == 0 for buffer in taken)
+
+
+def test_a_file_is_closed_by_a_thread_of_its_own(tmp_path: Path) -> None:
+    """As garbage may be collected there: it cannot wait for itself."""
+    file = StateFile(tmp_path, Transfers(CPU))
+    number = file._file
+    file._threads.submit(file.close).result()
+    for _ in range(500):
+        try:
+            os.fstat(number)
+        except OSError:
+            return
+        time.sleep(0.02)
+    pytest.fail("the file is still open")
 
 
 def test_records_of_another_length(tmp_path: Path) -> None:

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from helpers.rules import ADAMW
-from helpers.state_groups import groups_for
+from helpers.state_groups import gather_units, groups_for
 from helpers.whole import whole_state
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
 from optimus.model import Transformer
-from optimus.model.parts import Parts, Runner
 from optimus.optim.rule import Rule
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.gathering import Gathering
@@ -44,9 +43,8 @@ def made_with_module(
     options |= {"gradient_dtype": str(gradient).removeprefix("torch.")}
     gathering = Gathering()
     with torch.device("meta"):
-        module = Transformer(
-            config, parts=Parts(gradient_buffers=gathering.gradient_buffers, runner=Runner(gathering.unit))
-        )
+        module = Transformer(config)
+    gather_units(module, gathering)
     layouts = parameter_layouts(module)
     state = ModelState(
         module,

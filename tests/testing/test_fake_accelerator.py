@@ -481,7 +481,7 @@ def train_pruned(form: str, shard: str, ranks: int) -> Seen:
         steps.train()
         machine.forget()
         steps.train()
-        pruned = sum(chunk.mask is not None for chunk in steps.state.trained)
+        pruned = sum(chunk.elements.prunes for chunk in steps.state.trained)
         return Seen(machine.waits, machine.launches, machine.memory.peak, machine.memory.current, pruned)
 
 

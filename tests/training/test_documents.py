@@ -15,7 +15,6 @@ from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.model import Batch, Transformer
 from optimus.model.init import initialize
-from optimus.model.parts import Parts
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import StepContext
 from optimus.testing import run_ranks
@@ -175,7 +174,8 @@ def test_eight_documents_of_2048_tokens_in_a_sequence(heads: dict[str, Any]) -> 
     packed = Batch(tokens_BS.view(1, -1), document_BS=torch.arange(8).repeat_interleave(2048)[None])
     step, found = StepContext(), []
     for batch, kinds in ((Batch(tokens_BS), ()), (packed, ()), (packed, ("block",))):
-        one = Transformer(model, parts=Parts(runner=Recompute(Recomputation(kinds), step), step=step))
+        one = Transformer(model)
+        Recompute(Recomputation(kinds), step).arrange([one.blocks], [])
         initialize(one, 0, 0.02)
         loss = one.losses(batch).cross_entropy
         loss.backward()

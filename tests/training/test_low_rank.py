@@ -21,7 +21,6 @@ from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.model.linear import Linear
 from optimus.model.low_rank import merged
 from optimus.model.parameters import Size
-from optimus.model.parts import Parts
 from optimus.observe.metrics import read_metrics
 from optimus.plan.asking import as_configured, asked, configured
 from optimus.plan.dry_run import dry_run
@@ -37,7 +36,8 @@ SHARDED = ["state.shard=parameters", "state.chunk=500"]
 
 def test_gradients_are_those_of_the_definition() -> None:
     gradients: dict[Any, Any] = {}
-    layer = Linear(Size("residual", 6), Size("stack", 2), Size("ffn", 5), parts=Parts(gradient_buffers=gradients))
+    layer = Linear(Size("residual", 6), Size("stack", 2), Size("ffn", 5))
+    layer.gradients = gradients
     layer.add_factors(3)
     torch.manual_seed(0)
     for parameter in layer.parameters():

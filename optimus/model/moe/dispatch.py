@@ -8,7 +8,6 @@ Legend: T tokens, H hidden, K experts per token.
 
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 
@@ -52,17 +51,3 @@ def local_dispatch(
     y_TH = experts(x_TH, weights_TK, indices_TK, indices_TK.numel())
     overlapped.at_once()
     return y_TH
-
-
-def local_indices(indices_TK: Tensor, first: int, count: int) -> Tensor:
-    """Choices as seen by the rank that holds `count` experts from `first` on: counted from there, -1 where elsewhere."""
-    local_TK = indices_TK - first
-    return local_TK.masked_fill((local_TK < 0) | (local_TK >= count), -1)
-
-
-def choices_of(indices: Tensor, count: int) -> Tensor:
-    """[count], int64: how often each of 0 ... count - 1 is among `indices`; -1 is nowhere. No host waits for it, as it would
-    for the length of `torch.bincount`."""
-    found = torch.zeros(1 + count, dtype=torch.int64, device=indices.device)
-    places = indices.flatten().long() + 1
-    return found.scatter_add_(0, places, torch.ones_like(places))[1:]

@@ -3,17 +3,23 @@
 Legend: T tokens, H hidden, K experts per token, U tokens that this layer works on here.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from optimus.kernels.activation import Activation
 from optimus.kernels.expert_mlp import expert_mlp
+from optimus.kernels.gradient_buffer import GradientBuffer
+from optimus.model.architecture import ModelConfig
 from optimus.model.dense import DenseMlp
-from optimus.model.moe.dispatch import NOTHING, Overlapped
-from optimus.model.moe.router import SOFTMAX, Choosing, Router, Routing
+from optimus.model.moe.choices import Choosing, Routing
+from optimus.model.moe.dispatch import NOTHING, Dispatch, Overlapped, local_dispatch
+from optimus.model.moe.router import Router
 from optimus.model.moe.statistics import RouterStats
+from optimus.model.moe.tokens import LocalTokens, TokenSplit
 from optimus.model.parameters import Size, declare
-from optimus.model.parts import LOCAL, Parts
+from optimus.step_context import StepContext
 
 
 class Experts(nn.Module):
@@ -22,18 +28,20 @@ class Experts(nn.Module):
     A `bias` is of the former: that of the latter is the layer's.
     """
 
+    replaceable = "gradients", "step"
+
     def __init__(
         self,
         experts: int,
         hidden: int,
         intermediate: int,
-        parts: Parts = LOCAL,
         *,
         kind: Activation = "silu",
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self._step, self._gradients, self.kind = parts.step, parts.gradient_buffers, kind
+        self.kind, self.step = kind, StepContext()
+        self.gradients: Mapping[nn.Parameter, GradientBuffer] = {}
         columns, ffn = Size("hidden", hidden), Size("expert_ffn", intermediate)
         stacked = Size("experts", experts), Size("stack", 2), ffn
         self.gate_up = declare(self, "gate_up", *stacked, columns, role="expert")
@@ -44,41 +52,39 @@ class Experts(nn.Module):
         """Sum over the K chosen experts of weight times expert output; [T, H]. A choice of -1 is skipped; `choices` are the
         others, where the host knows their number."""
         bias_EJ = None if self.bias is None else self.bias.flatten(1)
-        buffers = self._gradients.get(self.gate_up), self._gradients.get(self.down)
+        buffers = self.gradients.get(self.gate_up), self.gradients.get(self.down)
         weights = self.gate_up.flatten(1, 2), self.down
-        forms, kind = self._step.forms, self.kind
+        forms, kind = self.step.forms, self.kind
         return expert_mlp(x_TH, weights_TK, indices_TK, *weights, buffers, forms, kind, bias_EJ, choices)
 
 
 class MoeLayer(nn.Module):
-    """Router, then experts; beside them, if its width is not 0, a `shared` one that every token meets.
+    """Router, then experts; beside them, if its width is not 0, a shared one that every token meets.
 
-    With `bias` the router and the projections of the experts have one. That of the last projection is added here, where the
+    With a bias the router and the projections of the experts have one. That of the last projection is added here, where the
     tokens are: every rank has it of all experts, and neither parts of an expert nor its tokens elsewhere have to know of it.
-    Of `parts`, `tokens` say which tokens this device works on, and `dispatch` carries them to their experts.
+    `tokens` say which tokens this device works on, and `dispatch` carries them to their experts.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        experts: int,
-        experts_per_token: int,
-        routing: Routing = "learned",
-        choosing: Choosing = SOFTMAX,
-        shared: int = 0,
-        parts: Parts = LOCAL,
-        *,
-        kind: Activation = "silu",
-        bias: bool = False,
-    ) -> None:
+    replaceable = "tokens", "dispatch"
+
+    def __init__(self, config: ModelConfig, layer: int = 0, routing: Routing = "learned") -> None:
         super().__init__()
-        self.tokens, self.dispatch = parts.tokens, parts.dispatch(experts)
-        self.router = Router(hidden, experts, experts_per_token, routing, choosing, parts)
-        self.experts = Experts(experts, hidden, intermediate, parts, kind=kind, bias=bias)
-        self.shared = DenseMlp(hidden, shared, kind=kind, parts=parts) if shared else None
+        hidden, experts, kind = config.hidden, config.experts_of(layer), config.activation
+        self.router = Router(hidden, experts, config.experts_per_token or 0, routing, Choosing.of(config))
+        self.experts = Experts(experts, hidden, config.expert_intermediate, kind=kind, bias=config.expert_bias)
+        shared, biased = config.shared_intermediate, config.expert_bias
+        self.shared = DenseMlp(hidden, shared, kind=kind) if shared else None
         sizes = Size("all_experts", experts), Size("hidden", hidden)
-        self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial="zeros") if bias else None
+        self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial="zeros") if biased else None
+        self.tokens: TokenSplit = LocalTokens()
+        self.dispatch: Dispatch = local_dispatch
+        self._model = config if len(config.expert_counts) > 1 else None  # else sums of layers are of one length
+
+    @property
+    def expert_count(self) -> int:
+        """Of the whole layer."""
+        return len(self.router.weight)
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """(output in the shape of x, of any leading dims; statistics of all tokens that the losses are about).
@@ -94,7 +100,9 @@ class MoeLayer(nn.Module):
             weights_UE = weights_UK.new_zeros(len(x_UH), len(self.down_bias))
             y_UH = torch.addmm(y_UH, weights_UE.scatter(1, indices_UK, weights_UK), self.down_bias)
         y_TH = self.tokens.put_back(y_UH).view_as(x_TH)
-        return y_TH if shared is None else y_TH + shared.y_TH, self.tokens.sum(stats)
+        stats = self.tokens.sum(stats)
+        stats = stats if self._model is None else stats.among(self._model)
+        return y_TH if shared is None else y_TH + shared.y_TH, stats
 
 
 class _SharedExpert(Overlapped):

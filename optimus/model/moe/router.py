@@ -4,45 +4,20 @@ Legend: T tokens, H hidden, E experts, K experts per token.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from optimus.kernels import backend
 from optimus.kernels.backend import compute_dtype
-from optimus.model.architecture import ModelConfig
-from optimus.model.moe.dispatch import choices_of
+from optimus.model.linear import ProjectionModule
+from optimus.model.moe.choices import SOFTMAX, Choosing, Routing, choices_of
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.parameters import Size, declare
-from optimus.model.parts import LOCAL, Parts
-
-Routing = Literal["learned", "uniform"]
+from optimus.step_context import StepContext
 
 
-class Choosing(NamedTuple):
-    """How a router scores, chooses and weighs experts, beyond how many; see `Router`."""
-
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    renormalise: bool = False
-    scale: float = 1.0
-    groups: int = 1
-    groups_per_token: int = 1
-    bias: bool = False
-    logit_bias: bool = False
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> "Choosing":
-        """That of a model."""
-        chosen = config.expert_groups, config.groups_per_token
-        biases = config.router_bias, config.expert_bias
-        return cls(config.score, config.renormalise, config.routed_scale, *chosen, *biases)
-
-
-SOFTMAX = Choosing()
-
-
-class Router(nn.Module):
+class Router(ProjectionModule):
     """Scores of all experts, then the K largest, which are their weights too; `choosing` says what else there is.
 
     Scores are a softmax or a sigmoid of the logits. Of `groups`, a token's experts are in those `groups_per_token` whose two
@@ -56,6 +31,7 @@ class Router(nn.Module):
     or on a rank.
     """
 
+    replaceable = (*ProjectionModule.replaceable, "step")
     bias: Tensor | None
 
     def __init__(
@@ -65,7 +41,6 @@ class Router(nn.Module):
         experts_per_token: int,
         routing: Routing = "learned",
         choosing: Choosing = SOFTMAX,
-        parts: Parts = LOCAL,
     ) -> None:
         super().__init__()
         self.register_buffer("bias", torch.zeros(experts) if choosing.bias else None)
@@ -73,8 +48,7 @@ class Router(nn.Module):
         self.weight = declare(self, "weight", choices, Size("hidden", hidden), role="router")
         biased = choosing.logit_bias
         self.logit_bias = declare(self, "logit_bias", choices, role="vector", initial="zeros") if biased else None
-        self._product, self._gradients = parts.product("choices", "hidden"), parts.gradient_buffers
-        self._step = parts.step
+        self.step = StepContext()
         usual = Choosing(renormalise=choosing.renormalise, logit_bias=choosing.logit_bias)
         self.choosing, self._plain = choosing, choosing == usual
         self.experts_per_token = experts_per_token
@@ -86,7 +60,7 @@ class Router(nn.Module):
 
         `position_T`: of every token in its sequence, by default as if all were one sequence.
         """
-        logits_TE = self._product(x_TH, self.weight, self._gradients.get(self.weight))
+        logits_TE = self.product(x_TH, self.weight, self.gradients.get(self.weight))
         if self.logit_bias is not None:
             logits_TE = logits_TE + self.logit_bias
         forced_T = self._forced(x_TH, position_T)
@@ -95,7 +69,7 @@ class Router(nn.Module):
             from optimus.kernels.triton.router import router
 
             routed = router(logits_TE, self.experts_per_token, forced_T=forced_T, renormalise=renormalise)
-            self._step.chose(self, routed.counts_E)
+            self.step.chose(self, routed.counts_E)
             stats = RouterStats(routed.counts_E, routed.probabilities_E, routed.z, len(x_TH))
             return routed.weights_TK, routed.indices_TK, stats
         logits_TE = logits_TE.to(compute_dtype(logits_TE.dtype))
@@ -118,7 +92,7 @@ class Router(nn.Module):
         if self.choosing.scale != 1:
             weights_TK = weights_TK * self.choosing.scale
         counts_E = choices_of(indices_TK, experts)
-        self._step.chose(self, counts_E)
+        self.step.chose(self, counts_E)
         if self.bias is not None and torch.is_grad_enabled():
             self._chosen_E = counts_E if self._chosen_E is None else self._chosen_E + counts_E
         stats = RouterStats(

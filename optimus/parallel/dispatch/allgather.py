@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from optimus.comm import Group
 from optimus.comm.functional import all_gather_rows, cached, reduce_scatter_rows
-from optimus.model.moe.dispatch import NOTHING, Overlapped, local_indices
+from optimus.model.moe.choices import local_indices
+from optimus.model.moe.dispatch import NOTHING, Overlapped
 
 
 class AllGatherDispatch:

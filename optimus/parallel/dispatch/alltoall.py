@@ -26,7 +26,8 @@ from optimus.comm.functional import (
     reduce_from_group,
     reduce_scatter_uneven_rows,
 )
-from optimus.model.moe.dispatch import NOTHING, Overlapped, choices_of, local_indices
+from optimus.model.moe.choices import choices_of, local_indices
+from optimus.model.moe.dispatch import NOTHING, Overlapped
 
 Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(tokens, weights, local choices, number of these that are here) to weighted sums of what their experts give: a module, or

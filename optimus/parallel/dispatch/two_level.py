@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from optimus.comm import Group
 from optimus.comm.functional import cached
-from optimus.model.moe.dispatch import NOTHING, Overlapped, choices_of
+from optimus.model.moe.choices import choices_of
+from optimus.model.moe.dispatch import NOTHING, Overlapped
 from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts, needed_by, read_counts
 
 

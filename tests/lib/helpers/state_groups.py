@@ -1,11 +1,17 @@
-"""Groups of a model state without a run."""
+"""Groups of a model state, and the units of its model, without a run."""
 
 from collections.abc import Mapping
 
 from optimus.comm import Groups
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
+from optimus.model import Transformer
+from optimus.model.units import units_of
+from optimus.parallel.parallelize import always, replace_all
+from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.resolve.groups import state_divisions
+from optimus.state.gathering import Gathering
+from optimus.step_context import StepContext
 
 
 def groups_for(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> Groups:
@@ -13,3 +19,9 @@ def groups_for(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) 
     groups = Groups(mesh)
     groups.make(state_divisions(mesh, layouts, options))
     return groups
+
+
+def gather_units(model: Transformer, gathering: Gathering, recompute: tuple[str, ...] = ()) -> None:
+    """Have the parameters of each unit gathered, and their gradients go to their buffers."""
+    replace_all(model, "gradients", always(gathering.gradient_buffers))
+    Recompute(Recomputation(recompute), StepContext(), gathering.unit).arrange([model.blocks], units_of(model))

@@ -3,15 +3,20 @@
 import torch
 from torch import Tensor, nn
 
-from optimus.model.moe.dispatch import NOTHING, Dispatch, Overlapped, local_dispatch, local_indices
+from optimus.model.architecture import ModelConfig
+from optimus.model.moe.choices import local_indices
+from optimus.model.moe.dispatch import NOTHING, Dispatch, Overlapped, local_dispatch
 from optimus.model.moe.layer import MoeLayer
-from optimus.model.parts import Parts
+
+CONFIG = ModelConfig(
+    family="olmoe", hidden=8, layers=1, heads=1, intermediate=4, vocab=8, experts=6, experts_per_token=2
+)
 
 
 def layer(dispatch: Dispatch = local_dispatch) -> MoeLayer:
     torch.manual_seed(0)
-    parts = Parts(dispatch=lambda experts: dispatch)
-    made = MoeLayer(hidden=8, intermediate=4, experts=6, experts_per_token=2, routing="learned", parts=parts)
+    made = MoeLayer(CONFIG)
+    made.dispatch = dispatch
     for parameter in made.parameters():
         nn.init.normal_(parameter)
     return made

@@ -6,7 +6,8 @@ import torch
 from optimus.config.tree import ModelConfig
 from optimus.model import Transformer
 from optimus.model.init import initialize
-from optimus.model.moe.router import Choosing, Router, move_biases
+from optimus.model.moe.choices import Choosing
+from optimus.model.moe.router import Router, move_biases
 from optimus.model.transformer import KVCache
 
 

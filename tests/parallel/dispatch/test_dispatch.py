@@ -18,9 +18,9 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.model.moe.dispatch import Dispatch, local_dispatch
 from optimus.model.moe.layer import Experts, MoeLayer
-from optimus.parallel.build import StageOptions, build_stage
 from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
 from optimus.parallel.layouts import parameter_layouts
+from optimus.parallel.parallelize import StageOptions, parallelize
 from optimus.parallel.recompute import Recomputation
 from optimus.testing import run_ranks
 
@@ -223,7 +223,8 @@ def losses_and_gradients(model: Transformer, tokens_BS: Tensor) -> tuple[float, 
 def model_on_a_rank(mesh: Mesh, kind: Kind, recomputed: list[str]) -> tuple[float, dict[str, Tensor]]:
     """The mean loss of this rank's sequences; of the gradients, the sums over the ranks that hold the same parameter."""
     groups = Groups(mesh)
-    model = build_stage(MODEL, groups, StageOptions(dispatch=kind, recomputation=Recomputation(tuple(recomputed))))
+    options = StageOptions(dispatch=kind, recomputation=Recomputation(tuple(recomputed)))
+    model = parallelize(Transformer(MODEL), groups, options)
     initialize(model, 0, 0.2)
     layouts = parameter_layouts(model)
     for name, parameter in list(model.named_parameters()):
@@ -273,10 +274,10 @@ def _six_expert_ranks() -> Groups:
 
 def test_experts_that_cannot_be_divided() -> None:
     with pytest.raises(UserError, match="8 experts cannot be divided over ep 6"):
-        build_stage(MODEL, _six_expert_ranks(), StageOptions())
+        parallelize(Transformer(MODEL), _six_expert_ranks(), StageOptions())
 
 
 def test_one_expert_rank_needs_no_dispatcher() -> None:
-    model = build_stage(MODEL, Groups(Mesh()), StageOptions())
+    model = parallelize(Transformer(MODEL), Groups(Mesh()), StageOptions())
     layers = [module for module in model.modules() if isinstance(module, MoeLayer)]
     assert [layer.dispatch for layer in layers] == [local_dispatch] * MODEL.layers

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from optimus.comm import Group, Groups
 from optimus.mesh import Mesh
-from optimus.model.moe.dispatch import choices_of
+from optimus.model.moe.choices import choices_of
 from optimus.model.moe.layer import Experts
 from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
 from optimus.parallel.dispatch.alltoall import make_copies, needed_by

@@ -1,38 +1,43 @@
-"""A model's modules, made with the parts that its place on the mesh asks for: one sequence, in which order does not matter.
+"""A model of one device becomes one of a mesh. `parallelize` is one sequence of lines, in which order does not matter; each
+replaces how some modules do their part of the work. Names and parameters stay: what a rank holds of each is another question
+(`layouts.py`).
 
-What a rank holds of each parameter is another question (`layouts.py`): the modules are made as one device has them.
+What may be replaced, a class says itself (`replaceable`), so a module of a user's own is divided as ours are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from optimus.comm import Group, Groups
 from optimus.comm.functional import all_gather_rows, copy_to_group
-from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
 from optimus.model import Transformer
+from optimus.model.linear import LocalProduct, Product
+from optimus.model.moe.choices import Routing
 from optimus.model.moe.dispatch import Dispatch, local_dispatch
-from optimus.model.moe.router import Routing
 from optimus.model.moe.tokens import LocalTokens, TokenSplit
 from optimus.model.norms import LocalNorms, Norms
 from optimus.model.parameters import Dim
-from optimus.model.parts import LOCAL, LocalProduct, Parts, Product, run_unit
 from optimus.model.sequence import LocalSequence, SequenceSplit
+from optimus.model.transformer import Blocks
+from optimus.model.units import units_of
 from optimus.model.vocabulary import LocalVocabulary, Vocabulary
 from optimus.parallel.context import RingSequence, UlyssesSequence
 from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
 from optimus.parallel.layouts import RULES
 from optimus.parallel.norms import SplitNorms
-from optimus.parallel.recompute import Recomputation, Recompute
+from optimus.parallel.recompute import Recomputation, Recompute, run_unit
 from optimus.parallel.tensor import SplitProduct
 from optimus.parallel.tokens import SplitTokens
 from optimus.parallel.vocabulary import SplitVocabulary, tokens_along
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,50 +60,50 @@ class StageOptions:
     keep_collectives: bool = True
 
 
-def build_stage(
-    architecture: ModelConfig,
+def parallelize(
+    model: Transformer,
     groups: Groups,
     options: StageOptions,
-    gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = LOCAL.gradient_buffers,
+    gradients: Mapping[nn.Parameter, GradientBuffer] | None = None,
     unit: Callable[..., Any] = run_unit,
+    rows: Iterable[Blocks] = (),
 ) -> Transformer:
-    """The model, every parameter whole and empty on the default device, of modules that work on this rank's parts of them.
+    """`model`, or what a rank's stages have left of it, made to work on this rank's parts of its parameters.
 
-    `unit` runs a unit, whose parameters need not be here before (`Runner`). All ranks must call. Raises `UserError` when the
-    experts cannot be divided evenly.
+    Gradients of weights go to their buffers in `gradients`, which may be filled later. `unit` runs a unit, whose parameters
+    need not be here before (`Recompute`). Beside the model's own row of blocks, `rows` of some of them run: a stage's. All
+    ranks must call. Raises `UserError` when the experts cannot be divided evenly.
     """
-    return Transformer(architecture, options.routing, parts_of(architecture, groups, options, gradient_buffers, unit))
+    product = products(groups, options, MatrixProduct(groups.step))
+    replace_all(model, "product", lambda projection: product(*projection.dims))
+    replace_all(model, "norms", lambda norm: _norms(groups, norm.dim))
+    replace_all(model, "all_rows", always(_all_rows(groups, options)))
+    replace_all(model, "sequence", always(_sequence(groups, options)))
+    replace_all(model, "tokens", always(_tokens(groups, options)))
+    replace_all(model, "dispatch", lambda layer: _dispatch(groups, options, layer.expert_count))
+    replace_all(model, "vocabulary", always(_vocabulary(groups, options, model.config.vocab)))
+    replace_all(model, "gradients", always({} if gradients is None else gradients))
+    replace_all(model, "step", always(groups.step))
+    runner = Recompute(options.recomputation, groups.step, unit, keep_collectives=options.keep_collectives)
+    runner.arrange([model.blocks, *rows], units_of(model))
+    return model
 
 
-def parts_of(
-    architecture: ModelConfig,
-    groups: Groups,
-    options: StageOptions,
-    gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = LOCAL.gradient_buffers,
-    unit: Callable[..., Any] = run_unit,
-) -> Parts:
-    """The parts of `build_stage`."""
+def replace_all(model: nn.Module, what: str, make: Callable[[Any], Any]) -> None:
+    """Give all modules of `model` that have `what` among what is `replaceable` the one that `make` makes for them."""
+    for module in model.modules():
+        if what in getattr(module, "replaceable", ()):
+            setattr(module, what, make(module))
 
-    def norms(columns: Dim) -> Norms:
-        group = _along(groups, columns)
-        return SplitNorms(group) if group.size > 1 else LocalNorms()
 
-    return Parts(
-        product=products(groups, options, MatrixProduct(groups.step)),
-        norms=norms,
-        vocabulary=_vocabulary(architecture, groups, options),
-        sequence=_sequence(groups, options),
-        tokens=_tokens(groups, options),
-        dispatch=partial(_dispatch, groups, options),
-        all_rows=partial(all_gather_rows if options.sequence else copy_to_group, group=groups.along("tp_out")),
-        gradient_buffers=gradient_buffers,
-        runner=Recompute(options.recomputation, groups.step, unit, keep_collectives=options.keep_collectives),
-        step=groups.step,
-    )
+def always(value: T) -> Callable[[object], T]:
+    """What makes the same for all."""
+    return lambda _: value
 
 
 def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Callable[[Dim, Dim], Product]:
-    """How a weight with these dims (outputs, inputs) multiplies: by `inner`, and the communication that its splits need."""
+    """Tensor parallelism: how a weight with these dims (outputs, inputs) multiplies: by `inner`, and the communication that
+    its splits need."""
     local = LocalProduct(inner)
 
     def product(outputs: Dim, inputs: Dim) -> Product:
@@ -112,18 +117,18 @@ def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Cal
     return product
 
 
+def _norms(groups: Groups, columns: Dim) -> Norms:
+    group = _along(groups, columns)
+    return SplitNorms(group) if group.size > 1 else LocalNorms()
+
+
 def _along(groups: Groups, dim: Dim) -> Group:
     """The ranks that a dim is split over."""
     return groups.along(*([RULES[dim]] if dim in RULES else []))
 
 
-def _vocabulary(architecture: ModelConfig, groups: Groups, options: StageOptions) -> Vocabulary:
-    axes = ("pp", "tp_out") if options.vocabulary else ("tp_out",)
-    everyone, rows, columns = groups.along(*axes), groups.along("tp_out"), groups.along("tp_in")
-    if everyone.size * columns.size == 1:
-        return LocalVocabulary(groups.step)
-    tokens = tokens_along(groups, architecture.vocab, *axes)
-    return SplitVocabulary(rows, columns, tokens, options.sequence, everyone, groups.step)
+def _all_rows(groups: Groups, options: StageOptions) -> Callable[[Tensor], Tensor]:
+    return partial(all_gather_rows if options.sequence else copy_to_group, group=groups.along("tp_out"))
 
 
 def _sequence(groups: Groups, options: StageOptions) -> SequenceSplit:
@@ -155,3 +160,11 @@ def _dispatch(groups: Groups, options: StageOptions, experts: int) -> Dispatch:
     if options.dispatch == "alltoall":
         return AllToAllDispatch(ranks, each, parts, duplicates=options.duplicates)
     return AllGatherDispatch(groups.along("ep", "etp"), ranks.rank * each, each)
+
+
+def _vocabulary(groups: Groups, options: StageOptions, vocab: int) -> Vocabulary:
+    axes = ("pp", "tp_out") if options.vocabulary else ("tp_out",)
+    everyone, rows, columns = groups.along(*axes), groups.along("tp_out"), groups.along("tp_in")
+    if everyone.size * columns.size == 1:
+        return LocalVocabulary(groups.step)
+    return SplitVocabulary(rows, columns, tokens_along(groups, vocab, *axes), options.sequence, everyone, groups.step)
