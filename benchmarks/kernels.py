@@ -9,6 +9,7 @@ Sums of tensors and copies between the operations are in no share.
 """
 
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Literal
@@ -172,9 +173,11 @@ def _seconds(case: Case, ways: dict[str, Function], device: torch.device, rounds
     for name, run in passes.items():
         try:
             warm[name] = min(watch.time(run) for _ in range(_WARM_UP))
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # too little memory, or a type that it does not take: grouped_mm of float32
             if name == "ours":
                 raise
+            first = str(error).partition("\n")[0] or type(error).__name__
+            print(f"{case.kernel}: {name} is left out: {first}", file=sys.stderr)
     fastest = min((warm[name] for name in warm.keys() & case.plain.keys()), default=0.0)
     turns = {
         name: partial(watch.time, passes[name], 1 + int(_SAMPLE / max(seconds, 1e-6)))
