@@ -275,17 +275,17 @@ class _Measuring:
 
     def _measure_unit(self, unit: Unit, row: int, x: Tensor, *args: Any) -> Any:
         """Of its modules, the first reads the residual stream and the last adds to it."""
-        more = 0
+        more: list[RouterStats | None] = []
         for place, (kind, module) in enumerate(unit.steps):
             if (kind == "moe") == self._experts:
                 alone, own = Unit(kind, module), args if module is unit.module else ()
                 Recompute(Recomputation(), self._step).arrange_unit(alone, (kind,) if self._again else ())
                 first, last = place == 0, place == len(unit.steps) - 1
                 self._found[row, place], more_here = self._run(alone, x, *own, first=first, last=last)
-                more += more_here
-            elif kind == "moe":
-                return x, _no_stats(module)
-        return (x, *[None] * more) if more else x
+                more += more_here * [None]
+            elif kind == "moe":  # its experts are measured apart
+                more.append(_no_stats(module))
+        return (x, *more) if more else x
 
     def _run(self, unit: Unit, x: Tensor, *args: Any, first: bool, last: bool) -> tuple[ModuleBytes, int]:
         """Of a unit of one module; and how many results it gives beside what it makes of x."""

@@ -146,7 +146,7 @@ def _too_large(job: Job) -> UserError:
             break
         least = min(least, memory_of(each).total + buffers_of(each))
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})
-    enough = [f"{name} ({size_text(size)})" for size, name in rooms if least <= size * 0.92]
+    enough = [f"{name} ({size_text(size)})" for size, name in rooms if least <= size * (1 - FRAGMENTS)]
     cure = f"the smallest machine that has it is {enough[0]}" if enough else "no known machine has it"
     return UserError(
         f"nothing fits: a rank of {job.machine.name} has {size_text(job.machine.memory)}, and the least that "

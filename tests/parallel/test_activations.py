@@ -19,7 +19,7 @@ from optimus.measurements import coarse
 from optimus.mesh import Mesh
 from optimus.parallel import module_bytes
 from optimus.parallel.activations import Activations, activation_bytes
-from optimus.parallel.module_bytes import ModuleSetting
+from optimus.parallel.module_bytes import ModuleSetting, block_bytes
 from optimus.parallel.parallelize import StageOptions
 from optimus.parallel.recompute import Recomputation
 from optimus.parallel.recompute_choice import BUSY, choose_recomputation, recomputed_flops
@@ -168,6 +168,24 @@ OTHERS: dict[str, dict[str, Any]] = {
     "more experts in later layers": DENSE
     | {"family": "pr_moe", "experts_by_layer": [0, 4, 4, 8], "expert_intermediate": 48},
 }
+
+
+def test_norms_on_both_sides_of_experts_are_measured() -> None:
+    """Which no family of ours has, but one of a user's own may."""
+    sizes = {
+        "hidden": 32,
+        "layers": 1,
+        "heads": 2,
+        "intermediate": 16,
+        "vocab": 50,
+        "experts": 4,
+        "experts_per_token": 2,
+    }
+    config = ModelConfig.model_validate({"family": "olmoe", **sizes}).model_copy(update={"norm_place": "both"})
+    setting = ModuleSetting.of(config, Mesh(), StageOptions(), 64, 4, 1.0)
+    others, experts = (block_bytes(setting, 0, 1, experts=each) for each in (False, True))
+    assert [others[place].kind for place in sorted(others)] == ["norm", "attention", "norm", "norm", "norm"]
+    assert [each.kind for each in experts.values()] == ["moe"]
 
 
 @pytest.mark.parametrize("model", in_turns([*OTHERS.values()], 4, always=3), ids=OTHERS)

@@ -71,6 +71,7 @@ class MoeLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0, routing: Routing = "learned") -> None:
         super().__init__()
         hidden, experts, kind = config.hidden, config.experts_of(layer), config.activation
+        self.expert_count = experts  # of the whole layer, wherever they are
         self.router = Router(hidden, experts, config.experts_per_token or 0, routing, Choosing.of(config))
         self.experts = Experts(experts, hidden, config.expert_intermediate, kind=kind, bias=config.expert_bias)
         shared, biased = config.shared_intermediate, config.expert_bias
@@ -80,11 +81,6 @@ class MoeLayer(nn.Module):
         self.tokens: TokenSplit = LocalTokens()
         self.dispatch: Dispatch = local_dispatch
         self._model = config if len(config.expert_counts) > 1 else None  # else sums of layers are of one length
-
-    @property
-    def expert_count(self) -> int:
-        """Of the whole layer."""
-        return len(self.router.weight)
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """(output in the shape of x, of any leading dims; statistics of all tokens that the losses are about).
