@@ -97,13 +97,13 @@ def _step(state: ModelState) -> tuple[float, float]:
     """Seconds of the optimizer step, and of reduction and step."""
     state.begin_step()
     for chunk in state.trained:
-        chunk.gradient.fill_(1e-3)
+        chunk.gradients.gradient.fill_(1e-3)
     began = together()
     state.reduce_gradients()
     reduced = together()
     state.step(_LR, _GRADIENT_SCALE)
     for each in state.chunks:
-        each.gather()
+        each.whole.gather()
     ended = together()
     return ended - reduced, ended - began
 

@@ -25,9 +25,9 @@ from optimus.model.architecture import ModelConfig
 from optimus.plan.measure.ranks import run_fresh
 from optimus.resolve.parameters import layouts_of, whole_model
 from optimus.resolve.ranks import mesh_of
+from optimus.state.chunk import TrainedChunk
 from optimus.state.model_state import ModelState
 from optimus.state.pruning import prune, random_scores, weights_of
-from optimus.state.trained import TrainedChunk
 from optimus.testing.memory import allocated
 from optimus.testing.steps import build
 from optimus.testing.traffic import counting
@@ -117,7 +117,7 @@ def _step(state: ModelState, chunks: Sequence[TrainedChunk]) -> tuple[float, flo
     state.step(1e-4, 0.5)
     updated = together()
     for each in state.chunks:
-        each.gather()
+        each.whole.gather()
     ended = together()
     return reduced - began, updated - reduced, ended - updated
 
@@ -136,9 +136,9 @@ def _sent(state: ModelState, chunks: Sequence[TrainedChunk]) -> int:
     with counting() as traffic:
         for chunk in chunks:
             _fill_gradients(chunk)
-            chunk.reduce_gradients()
+            chunk.gradients.reduce()
             chunk.publish()
-            chunk.gather()
+            chunk.whole.gather()
     state.clear_gradients()
     return sum(traffic.sent_to.values())
 

@@ -21,19 +21,15 @@ parameters, and give dense gradients, which are compressed when the last one of 
 compressed.
 """
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from optimus.optim.rule import Rule
 
 Residency = Literal["device", "host", "disk"]
 # Always; from its first use in a step to its last or to the optimizer's; while in use; until another needs its memory.
 Lifetime = Literal["always", "step", "use", "cache"]
-BufferStatus = Literal["absent", "fetching", "coming", "here", "leaving"]
-BufferEvent = Literal["open", "fetch", "gather", "arrive", "reduce", "free"]
 # Of a pruned chunk: all elements, the unpruned ones, or the numbers that say which these are.
 Extent = Literal["whole", "compressed", "mask"]
 
@@ -121,56 +117,3 @@ def buffers(
         rows += [Buffer("gradients.host", gradient, depths.optimizer, waiting)]
     kinds = (*(["master"] if apart else []), *rule.kinds)
     return *rows, *(Buffer(kind, torch.float32, depths.optimizer, optimizer) for kind in kinds)
-
-
-# What may happen to what a buffer holds. A buffer that is absent has no memory, or memory whose content is out of date.
-TRANSITIONS: dict[tuple[BufferStatus, BufferEvent], BufferStatus] = {
-    ("absent", "gather"): "coming",  # its parts are on their way from other ranks
-    ("absent", "fetch"): "fetching",  # this rank's part is on its way from the host
-    ("fetching", "gather"): "coming",
-    ("fetching", "arrive"): "here",
-    ("coming", "arrive"): "here",
-    ("absent", "open"): "here",  # it begins at zero
-    ("here", "open"): "here",
-    ("here", "reduce"): "leaving",  # the other ranks are given their parts
-    ("leaving", "free"): "absent",
-    ("here", "free"): "absent",
-    ("absent", "free"): "absent",
-}
-
-
-def resize(tensor: Tensor, size: int) -> None:
-    """Give the memory of a tensor `size` bytes, or none; what it held is lost."""
-    tensor.untyped_storage().resize_(size)
-
-
-class ManagedBuffer:
-    """A buffer as it is: a `tensor` of the whole chunk, and where its content is.
-
-    Unless it `stays`, its memory is freed while it is absent (by `resize`); views of it are valid again when it has memory.
-    It is given at least `block` bytes: blocks of one size fit into one another's places.
-    """
-
-    def __init__(
-        self,
-        tensor: Tensor,
-        kind: str,
-        *,
-        stays: bool,
-        block: int = 0,
-        resize: Callable[[Tensor, int], None] = resize,
-    ) -> None:
-        self.tensor, self._kind, self._stays, self._resize = tensor, kind, stays, resize
-        self._bytes = max(tensor.numel() * tensor.element_size(), block)
-        self.status: BufferStatus = "here"
-
-    def go(self, event: BufferEvent) -> None:
-        """Take the way of the table. Raises `RuntimeError` where there is none."""
-        place = TRANSITIONS.get((self.status, event))
-        if place is None:
-            raise RuntimeError(f"{event} of {self._kind} that are {self.status}: a mistake in the order of the calls")
-        if not self._stays and (self.status == "absent") != (place == "absent"):
-            self._resize(self.tensor, 0 if place == "absent" else self._bytes)
-        if event == "open" and self.status == "absent":
-            self.tensor.zero_()
-        self.status = place

@@ -132,7 +132,7 @@ class Gathering:
         """The last backward pass of a step is done."""
         self._in_backward = ()
         for chunk in self._frozen:
-            chunk.reshard()
+            chunk.whole.reshard()
 
     def unit(self, modules: Sequence[nn.Module], function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         """`function(x, *args)`, which runs `modules`, with their parameters here; so, too, in its backward pass.
@@ -157,8 +157,8 @@ class Gathering:
             chunks = self._units[modules] = list(dict.fromkeys(self._chunks[each] for each in parameters))
         if chunks and torch._C._current_graph_task_id() == -1:  # what is recomputed in a backward pass is needed there
             for other in self._resharding:
-                if other.gathered and other not in chunks:
-                    other.reshard()
+                if other.whole.here and other not in chunks:
+                    other.whole.reshard()
         self._use(chunks)
         made = function(x, *args)
         first = made if isinstance(made, Tensor) else made[0]
@@ -170,7 +170,7 @@ class Gathering:
     def _before_backward(self, chunks: Sequence[Chunk], gradient: Tensor) -> None:
         for other in self._in_backward:
             if other not in chunks and other in self._frozen and other in self._resharding:
-                other.reshard()
+                other.whole.reshard()
         self._in_backward = chunks
         self._use(chunks)
 
@@ -178,7 +178,7 @@ class Gathering:
         """Have these chunks here, and begin to gather those that are used next."""
         for chunk in chunks:
             self._make_room(chunk, chunks)
-            chunk.gather()
+            chunk.whole.gather()
             if chunk in self._traced:
                 self._uses += 1
                 self._last_use[chunk] = self._uses
@@ -195,10 +195,10 @@ class Gathering:
             if following not in seen:
                 nearest = len(seen) == len(chunks)
                 seen.add(following)
-                ahead += not following.gathered
+                ahead += not following.whole.here
                 if not self._make_room(following, chunks, place, nearest):
                     return
-                following.start_gather()
+                following.whole.start_gather()
 
     def _make_room(self, chunk: Chunk, using: Sequence[Chunk], place: int = 0, nearest: bool = True) -> bool:
         """Drop the chunk that is used last of all, from `place` on, if the cache is full; whether there is room for `chunk`.
@@ -207,9 +207,9 @@ class Gathering:
         gathered ahead, which would cost a fetch more, unless it is the nearest: else its fetch would not be hidden. Raises
         `UserError` where those in use are too many.
         """
-        if self._cache is None or chunk.plan.keeps_whole or chunk.holds_block:
+        if self._cache is None or chunk.plan.keeps_whole or chunk.whole.holds_block:
             return True
-        held = [each for each in self._traced if each.holds_block and not each.plan.keeps_whole]
+        held = [each for each in self._traced if each.whole.holds_block and not each.plan.keeps_whole]
         if len(held) < self._cache:
             return True
         next_use = self._trace.next_use if self._trace is not None else lambda each, place=0: math.inf
@@ -226,5 +226,5 @@ class Gathering:
         dropped = max(free if nearest else held, key=order, default=None)
         if dropped is None or dropped not in free:
             return False
-        dropped.reshard()
+        dropped.whole.reshard()
         return True

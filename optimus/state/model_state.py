@@ -17,13 +17,14 @@ from optimus.mesh import Layout
 from optimus.model.parameters import Role, declarations
 from optimus.optim.rule import OptimizerStep
 from optimus.state.buffers import RESIDENCES
-from optimus.state.chunk import Chunk, ChunkContext
+from optimus.state.chunk import Chunk, TrainedChunk
 from optimus.state.disk import StateFile
 from optimus.state.gathering import Gathering
 from optimus.state.masks import packed_bits
 from optimus.state.matrices import OverBlocks
+from optimus.state.placement import ChunkContext
 from optimus.state.plan import ChunkPlan, Recipe, divide_chunks, divisions, place_chunks, sharding_of, unpruned_shares
-from optimus.state.trained import TrainedChunk, square_dtype
+from optimus.state.reduction import GradientReduction, square_dtype
 from optimus.state.transfers import Transfers, transfers
 
 _REDUCING = 2  # chunks whose long gradient buffers may be on their way to the other ranks at once, or to the host
@@ -76,8 +77,8 @@ class ModelState:
         self.pruned = PruningProgress()
         self._unlike = set(recipe.rules.values())  # of all stages
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
-        self._reducing = dict[TrainedChunk, None]()  # in the order in which their last reductions began
-        self._leaving: deque[TrainedChunk] = deque()
+        self._reducing = dict[GradientReduction, None]()  # in the order in which their last reductions began
+        self._leaving: deque[GradientReduction] = deque()
         self._divided = divided or {0: divide_chunks(layouts, groups.mesh, groups.rank, options, recipe)}
         self._of_stage = self._make_chunks(masks or {}, moves or transfers(device))
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
@@ -164,7 +165,7 @@ class ModelState:
         self._frozen_masks = self._of_frozen(masks)
         for stage, plans in self._plans().items():
             for chunk, plan in zip(self._of_stage[stage], plans, strict=True):
-                if plan.mask is not None or chunk.elements.prunes:
+                if isinstance(chunk, TrainedChunk) and (plan.mask is not None or chunk.elements.prunes):
                     chunk.prune(plan, masks, empty=empty)
         self._hold()
 
@@ -208,7 +209,8 @@ class ModelState:
         self._reducing.clear()
         self._leaving.clear()
         for chunk in self.trained:
-            chunk.clear_gradients()
+            chunk.gradients.clear()
+            chunk.skip()  # of a step that was not finished
 
     @contextmanager
     def backward(self, stage: int, microbatch: int) -> Iterator[None]:
@@ -216,17 +218,17 @@ class ModelState:
         with self.groups.step.in_backward(stage, microbatch):
             yield
             for chunk in _trained(self._of_stage.get(stage, [])):
-                chunk.end_backward()
+                chunk.gradients.end_backward()
 
     def reduce_on_arrival(self, stage: int) -> None:
         """The coming backward pass is the last of a stage: each chunk is reduced when its last gradient is there."""
         for chunk in _trained(self._of_stage.get(stage, [])):
-            chunk.reduce_on_arrival()
+            chunk.gradients.reduce_on_arrival()
 
     def start_reduction(self, stage: int) -> None:
         """A stage has done its last backward pass: begin to reduce what is not on its way yet."""
         for chunk in _trained(self._of_stage.get(stage, [])):
-            chunk.start_reduction()
+            chunk.gradients.start()
 
     def reduce_gradients(self) -> float:
         """Sum the gradients over the replicas; returns the Euclidean norm of all of them, each parameter counted once.
@@ -237,12 +239,13 @@ class ModelState:
         device = self.chunks[0].parameter.device
         square = torch.zeros((), device=device, dtype=square_dtype(device))
         for chunk in self.trained:
-            chunk.reduce_gradients()
+            gradients = chunk.gradients
+            gradients.reduce()
             if "embedding" in chunk.plan.slots[0].layout.replicated_axes:
-                self.groups.along("embedding").unwatched.all_reduce(chunk.reduced)
-            if chunk.leaves and not chunk.left:
-                self._let_leave(chunk)
-            square += chunk.gradient_square_sum(self.tile) / (chunk.plan.replica_count if self._parted else 1)
+                self.groups.along("embedding").unwatched.all_reduce(gradients.reduced)
+            if gradients.may_leave:
+                self._let_leave(gradients)
+            square += gradients.square_sum(self.tile) / (chunk.plan.replica_count if self._parted else 1)
         while self._leaving:
             self._leaving.popleft().leave()
         if self._parted:
@@ -259,11 +262,11 @@ class ModelState:
         self.counters = {name: value for each in counted for name, value in each.items()}
         now = OptimizerStep(self.steps, lr, gradient_scale, self.counters)
         chunks = self._gathering.used_order(self.trained)  # as the next step will
-        chunks.sort(key=lambda chunk: chunk.update_is_collective, reverse=True)  # at once, before the worker has any
+        chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)  # at once, before the worker has any
         for chunk in chunks:
-            chunk.settle()
+            chunk.whole.settle()
         for chunk, following in zip_longest(chunks, chunks[1:]):
-            chunk.step(now, self.tile, following)
+            chunk.update.step(now, self.tile, None if following is None else following.disk)
 
     def skip(self) -> None:
         """The step is not applied."""
@@ -291,30 +294,30 @@ class ModelState:
         """Have everything here that is under way, or kept whole; must precede the end of the process group."""
         for chunk in self.chunks:
             if chunk.plan.keeps_whole:
-                chunk.gather()
-            chunk.settle()
+                chunk.whole.gather()
+            chunk.whole.settle()
 
-    def _limit_reductions(self, chunk: TrainedChunk) -> None:
+    def _limit_reductions(self, begun: GradientReduction) -> None:
         """A reduction has begun: let no more than a few hold their long buffers at once, or none be under way."""
         if not self.options.overlap:
-            chunk.finish_reduction()
-        elif chunk.plan.adds_gradients or (chunk.leaves and not chunk.alone):
-            self._reducing.pop(chunk, None)  # an earlier microbatch's, which has been waited for
-            self._reducing[chunk] = None
+            begun.finish()
+        elif begun.chunk.plan.adds_gradients or (begun.leaves and not begun.alone):
+            self._reducing.pop(begun, None)  # an earlier microbatch's, which has been waited for
+            self._reducing[begun] = None
             if len(self._reducing) <= _REDUCING:
                 return
-            chunk = next(iter(self._reducing))
-            del self._reducing[chunk]
-            chunk.free_gradient()
-        if chunk.may_leave and "embedding" not in chunk.plan.slots[0].layout.replicated_axes:
-            self._let_leave(chunk)
+            begun = next(iter(self._reducing))
+            del self._reducing[begun]
+            begun.free_gradient()
+        if begun.may_leave and "embedding" not in begun.chunk.plan.slots[0].layout.replicated_axes:
+            self._let_leave(begun)
 
-    def _let_leave(self, chunk: TrainedChunk) -> None:
+    def _let_leave(self, gradients: GradientReduction) -> None:
         """Bring the gradients of a chunk to the host, which leave the device when a few others are on their way. They do so
-        once: its reduction is finished here, if nothing has waited for it yet."""
-        self._reducing.pop(chunk, None)
-        chunk.start_leaving(self.tile)
-        self._leaving.append(chunk)
+        once: their reduction is finished here, if nothing has waited for it yet."""
+        self._reducing.pop(gradients, None)
+        gradients.start_leaving(self.tile)
+        self._leaving.append(gradients)
         if len(self._leaving) > _REDUCING:
             self._leaving.popleft().leave()
 

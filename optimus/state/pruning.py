@@ -19,10 +19,10 @@ from optimus.comm import Group, Groups
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.model.init import initialize_parameter
+from optimus.state.chunk import TrainedChunk
 from optimus.state.masks import bits_of, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Slot
-from optimus.state.trained import TrainedChunk
 
 Score = Callable[[Slot, Tensor], Tensor]  # of this rank's part of a parameter, fp32: the scores of its elements
 

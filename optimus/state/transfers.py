@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus.comm import Handle, InTurn
-from optimus.state.buffers import Buffer, resize
+from optimus.state.buffers import Buffer
 
 Job = Callable[[], None]
 
@@ -43,7 +43,7 @@ class Transfers:
 
     def resize(self, tensor: Tensor, size: int) -> None:
         """Give memory of the device `size` bytes, or none; what it held is lost."""
-        resize(tensor, size)
+        tensor.untyped_storage().resize_(size)
 
     def up(self, target: Tensor, source: Tensor) -> Handle:
         """Begin to copy from the host to the device, behind what the device has been told to do."""

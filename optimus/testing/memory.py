@@ -24,8 +24,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from optimus.state.chunk import Chunk
-from optimus.state.trained import TrainedChunk
+from optimus.state.chunk import Chunk, TrainedChunk
 
 
 class Allocations:
@@ -154,7 +153,9 @@ def allocated(chunks: Iterable[Chunk]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for chunk in chunks:
         total["parameters"] += count(chunk.parameter, chunk.compute_shard)
-        total["gradients"] += count(chunk.gradient, chunk.reduced) if isinstance(chunk, TrainedChunk) else 0
+        total["gradients"] += (
+            count(chunk.gradients.gradient, chunk.gradients.reduced) if isinstance(chunk, TrainedChunk) else 0
+        )
         total["master"] += count(*(buffer for prefix, buffer in chunk.resident.items() if prefix == "model"))
         total["moments"] += count(*(buffer for prefix, buffer in chunk.resident.items() if prefix != "model"))
         total["mask"] += count(*(buffer for kind, buffer in chunk._made.items() if kind == "mask"))

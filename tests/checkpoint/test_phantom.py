@@ -14,8 +14,8 @@ from helpers.phantom import on_phantom
 from optimus.checkpoint.folder import list_checkpoints
 from optimus.checkpoint.staging import Staging
 from optimus.observe.metrics import read_metrics
+from optimus.state.chunk import TrainedChunk
 from optimus.state.model_state import ModelState
-from optimus.state.trained import TrainedChunk
 from optimus.testing.ranks import RankError
 
 RESIDENCES: dict[str, dict[str, Any]] = {

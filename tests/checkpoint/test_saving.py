@@ -62,7 +62,7 @@ def made(ranks: int = 1, **options: Any) -> tuple[Transformer, ModelState]:
 def update(state: ModelState) -> None:
     """One step of the optimizer, which changes every number."""
     for chunk in state.chunks:
-        chunk.reduced.fill_(0.5)
+        chunk.gradients.reduced.fill_(0.5)
     state.step(0.1, 1.0)
 
 

@@ -15,9 +15,9 @@ from optimus.kernels.linear import MatrixProduct, linear
 from optimus.kernels.rms_norm import rms_norm
 from optimus.mesh import Layout, Mesh
 from optimus.parallel.tensor import SplitProduct
-from optimus.state.chunk import ChunkContext
+from optimus.state.chunk import TrainedChunk
+from optimus.state.placement import ChunkContext
 from optimus.state.plan import plan_chunks
-from optimus.state.trained import TrainedChunk
 from optimus.state.transfers import transfers
 from optimus.step_context import StepContext
 from optimus.testing import run_ranks
@@ -170,10 +170,10 @@ def test_a_chunk_waits_for_the_gradients_that_are_deferred(later: bool, microbat
     chunk = TrainedChunk(plan, ChunkContext([], one, transfers(torch.device("cpu")), step, started=reduced.append))
     parameters = dict(chunk.make_parameters())
     chunk.initialize({"norm": "ones", "w": "normal"}, 0, 0.5)
-    chunk.clear_gradients()
+    chunk.gradients.clear()
     for last in (False, True)[-microbatches:]:
         if last:
-            chunk.reduce_on_arrival()
+            chunk.gradients.reduce_on_arrival()
         w = parameters["w"]
         y = linear(rms_norm(normal(1, 3, 4), parameters["norm"], 1e-5), w, chunk.gradient_buffers[w])
         if later:
@@ -204,13 +204,13 @@ class Sharded:
         one, self.step = Group([0], 0), StepContext()
         self.chunk = TrainedChunk(plan, ChunkContext([one], one, transfers(torch.device("cpu")), self.step))
         self.parameters = dict(self.chunk.make_parameters())
-        self.chunk.clear_gradients()
+        self.chunk.gradients.clear()
         self.reduced, self.here = list[str](), list[bool]()
-        self.chunk._start_reduction = lambda: self.reduced.append("all")  # type: ignore[method-assign]
+        self.chunk.gradients._start = lambda: self.reduced.append("all")  # type: ignore[method-assign]
 
     def backward(self, microbatch: int, *names: str) -> list[Callable[[], None]]:
         """The first part of a backward pass to these parameters; returns the second part."""
-        full, (first, norm, second) = self.chunk._full_parameters, self.parameters.values()
+        full, (first, norm, second) = self.chunk.whole._buffer, self.parameters.values()
         buffers = self.chunk.gradient_buffers
         if full.status == "absent":
             full.go("gather")
@@ -218,12 +218,12 @@ class Sharded:
         x = normal(1, 3, 4).requires_grad_()
         if "first" in names:
             x = linear(x, first, buffers[first])
-            x.register_hook(lambda gradient: self.here.append(self.chunk.gathered))
+            x.register_hook(lambda gradient: self.here.append(self.chunk.whole.here))
         x = rms_norm(x, norm, 1e-5) if "norm" in names else x
         x = linear(x, second, buffers[second]) if "second" in names else x
         with self.step.in_backward(0, microbatch), self.step.deferring() as deferred:
             x.sum().backward()
-            self.chunk.end_backward()
+            self.chunk.gradients.end_backward()
         return deferred
 
     def add(self, microbatch: int, deferred: list[Callable[[], None]]) -> None:
@@ -231,7 +231,7 @@ class Sharded:
         with self.step.in_backward(0, microbatch):
             for each in deferred:
                 each()
-            self.chunk.end_backward()
+            self.chunk.gradients.end_backward()
 
 
 def test_backward_passes_are_counted_apart() -> None:
@@ -241,7 +241,7 @@ def test_backward_passes_are_counted_apart() -> None:
     passes = []
     for microbatch in range(3):
         passes.append(sharded.backward(microbatch, "first", "norm", "second"))
-        assert not sharded.chunk.gathered
+        assert not sharded.chunk.whole.here
     assert (sharded.here, sharded.reduced) == ([True] * 3, [])
     for microbatch, deferred in enumerate(passes):
         sharded.add(microbatch, deferred)
@@ -253,7 +253,7 @@ def test_a_pass_without_all_gradients_does_not_end_another(lacking: str) -> None
     sharded = Sharded()
     names = ["first", "norm", "second"]
     sharded.add(0, sharded.backward(0, *(name for name in names if name != lacking)))
-    assert not sharded.chunk.gathered
+    assert not sharded.chunk.whole.here
     sharded.here.clear()
     sharded.add(1, sharded.backward(1, *names))
     assert (sharded.here, sharded.reduced) == ([True], ["all"])

@@ -1,7 +1,6 @@
 """Which buffers a chunk has for what is shared out, and that nothing happens to them but what the table allows."""
 
 import itertools
-from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from optimus.config.tree import ShardRanks, StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
-from optimus.state.buffers import TRANSITIONS, BufferEvent, BufferStatus, Depths, ManagedBuffer, aligned, buffers
+from optimus.state.buffers import Depths, aligned, buffers
 from optimus.state.plan import Piece, ShardStep, divide, lay_out, plan_chunks, sharing_steps
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -22,25 +21,6 @@ class Plain(UpdateRule):
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
         tile.weight.sub_(tile.gradient, alpha=now.lr)
-
-
-@pytest.mark.parametrize("stays", [True, False])
-@pytest.mark.parametrize(("place", "event"), [*itertools.product(get_args(BufferStatus), get_args(BufferEvent))])
-def test_transitions(place: BufferStatus, event: BufferEvent, stays: bool) -> None:
-    held = ManagedBuffer(torch.ones(4), "gradients", stays=stays)
-    held.status = place
-    if place == "absent" and not stays:
-        held.tensor.untyped_storage().resize_(0)
-    if (place, event) not in TRANSITIONS:
-        with pytest.raises(RuntimeError, match=rf"{event} of gradients that are {place}"):
-            held.go(event)
-        assert held.status == place
-        return
-    held.go(event)
-    assert held.status == TRANSITIONS[place, event]
-    assert held.tensor.untyped_storage().nbytes() == (0 if held.status == "absent" and not stays else 16)
-    if event == "open":
-        assert held.tensor.tolist() == ([0] * 4 if place == "absent" else [1] * 4)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from optimus.comm import Group
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import OptimizerStep
-from optimus.state.chunk import ChunkContext
+from optimus.state.chunk import TrainedChunk
+from optimus.state.placement import ChunkContext
 from optimus.state.plan import plan_chunks
-from optimus.state.trained import TrainedChunk
 from optimus.state.transfers import transfers
 from optimus.testing.memory import allocated, tracking
 
@@ -47,11 +47,19 @@ def test_bytes_by_kind(compute: torch.dtype, gradient: torch.dtype) -> None:
 def filled(compute: torch.dtype, gradient: torch.dtype) -> TrainedChunk:
     chunk = chunk_of(1000, 77, 500, compute=compute, gradient=gradient)
     generator = torch.Generator().manual_seed(0)
-    for buffer in (chunk.master, chunk.resident["adamw.m"], chunk.gradient):
+    for buffer in (chunk.master, chunk.resident["adamw.m"], chunk.gradients.gradient):
         buffer.copy_(torch.randn(chunk.plan.size, generator=generator))
     chunk.resident["adamw.v"].copy_(torch.rand(chunk.plan.size, generator=generator))
     chunk.publish()
     return chunk
+
+
+def update(chunk: TrainedChunk, step: int, tile: int) -> None:
+    gradient = chunk.gradients.gradient.clone()
+    chunk.gradients.clear()
+    chunk.gradients.gradient.copy_(gradient)
+    chunk.gradients.reduce()
+    chunk.update.step(OptimizerStep(step, 1e-2, 0.5), tile)
 
 
 @pytest.mark.parametrize("compute", [BF16, FP32])
@@ -59,18 +67,19 @@ def filled(compute: torch.dtype, gradient: torch.dtype) -> TrainedChunk:
 def test_the_step_does_not_depend_on_the_tile(compute: torch.dtype, gradient: torch.dtype) -> None:
     whole = filled(compute, gradient)
     for step in (1, 2):
-        whole.step(OptimizerStep(step, 1e-2, 0.5), tile=1 << 20)
+        update(whole, step, 1 << 20)
     for tile in (1, 7, 32, 100, 1000):
         tiled = filled(compute, gradient)
         for step in (1, 2):
-            tiled.step(OptimizerStep(step, 1e-2, 0.5), tile=tile)
+            update(tiled, step, tile)
         assert torch.equal(whole.parameter, tiled.parameter), tile
         with whole.states() as expected, tiled.states() as found:
             for kind, buffer in expected.items():
                 assert torch.equal(buffer, found[kind]), (tile, kind)
     assert torch.equal(whole.parameter, whole.master.to(compute))
     assert not torch.equal(whole.master, filled(compute, gradient).master)
-    assert torch.equal(whole.gradient, filled(compute, gradient).gradient)  # scaled in the tile, not in place
+    # Scaled in the tile, not in place.
+    assert torch.equal(whole.gradients.gradient, filled(compute, gradient).gradients.gradient)
 
 
 @pytest.mark.parametrize("gradient", [BF16, FP32])
@@ -80,9 +89,10 @@ def test_the_step_needs_one_tile_of_fp32_gradients(gradient: torch.dtype, scale:
     tile, peaks = 1024, []
     for size in (5_000, 500_000):
         chunk = chunk_of(size, compute=BF16, gradient=gradient)
+        chunk.gradients.reduce()
         with tracking() as allocations:
-            chunk.gradient_square_sum(tile)
-            chunk.step(OptimizerStep(1, 1e-2, scale), tile)
+            chunk.gradients.square_sum(tile)
+            chunk.update.step(OptimizerStep(1, 1e-2, scale), tile)
         assert allocations.current == 0
         peaks.append(allocations.peak)
     small = 512  # of numbers: the norms of tiles, the step count
@@ -95,7 +105,8 @@ def test_the_step_needs_one_tile_of_fp32_gradients(gradient: torch.dtype, scale:
 def test_small_gradients_behind_large_ones_count(gradient: torch.dtype, tile: int) -> None:
     """Added up one after the other in fp32, the small ones would be lost."""
     chunk = chunk_of(16 * 1024, 300_003, compute=BF16, gradient=gradient)
-    chunk.gradient.fill_(0.003)
-    chunk.gradient[: 16 * 1024] = 3.0
-    exact = float(chunk.gradient.double().square().sum())
-    assert float(chunk.gradient_square_sum(tile)) == pytest.approx(exact, rel=1e-6)
+    chunk.gradients.gradient.fill_(0.003)
+    chunk.gradients.gradient[: 16 * 1024] = 3.0
+    chunk.gradients.reduce()
+    exact = float(chunk.gradients.gradient.double().square().sum())
+    assert float(chunk.gradients.square_sum(tile)) == pytest.approx(exact, rel=1e-6)

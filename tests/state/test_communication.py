@@ -73,8 +73,8 @@ def stepped(config: dict[str, Any], steps: int) -> tuple[Any, Any, dict[str, int
         with counting() as traffic:
             training_step(model, state, tokens, tree, step)
     for chunk in state.chunks:
-        chunk.gather()
-        chunk.reshard()
+        chunk.whole.gather()
+        chunk.whole.reshard()
     return traffic, [chunk.plan for chunk in state.chunks], allocated(state.chunks)
 
 

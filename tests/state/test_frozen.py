@@ -108,7 +108,7 @@ def reduction_and_step(state: ModelState) -> dict[str, int]:
     """Bytes by collective, gradients being there."""
     state.begin_step()
     for chunk in state.trained:
-        chunk._before_gradient()
+        chunk.gradients.before_gradient()
     with counting() as traffic:
         state.reduce_gradients()
         state.step(1e-2, 1.0)
@@ -174,7 +174,7 @@ def whole_at_once(
         nonlocal uses
         use(chunks)
         uses += 1
-        most[-1] = max(most[-1], sum(chunk.gathered for chunk in state.chunks))
+        most[-1] = max(most[-1], sum(chunk.whole.here for chunk in state.chunks))
 
     state._gathering._use = counted  # type: ignore[method-assign]
     for _ in range(2):
@@ -183,7 +183,7 @@ def whole_at_once(
         for tokens in TOKENS.split(1):
             module.losses(tokens).cross_entropy.backward()
         state.reduce_gradients()
-        assert not any(chunk.gathered for chunk in state.chunks if not chunk.plan.rule.trains)
+        assert not any(chunk.whole.here for chunk in state.chunks if not chunk.plan.rule.trains)
         state.step(1e-2, 1.0)
         assert allocated(state.chunks) == bytes_by_kind([chunk.plan for chunk in state.chunks])
     return most, uses
@@ -209,7 +209,7 @@ def values(ranks: int, widths: dict[str, int] | None) -> dict[str, torch.Tensor]
     state.reduce_gradients()
     state.step(1e-2, 1.0)
     for chunk in state.chunks:
-        chunk.gather()
+        chunk.whole.gather()
     return {name: p.detach().clone() for name, p in module.named_parameters() if name.startswith(EVERY_OTHER)}
 
 

@@ -76,20 +76,20 @@ class CountedChunk:
         )
         self.parameters = [nn.Parameter(torch.zeros(1))]
         self.gradient_buffers: dict[nn.Parameter, Any] = {}
-        self.gathered, self.loads = False, 0
+        self.whole, self.here, self.loads = self, False, 0
 
     @property
     def holds_block(self) -> bool:
-        return self.gathered
+        return self.here
 
     def start_gather(self) -> None:
-        self.loads += not self.gathered
-        self.gathered = True
+        self.loads += not self.here
+        self.here = True
 
     gather = start_gather
 
     def reshard(self) -> None:
-        self.gathered = False
+        self.here = False
 
 
 def fetches(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
@@ -100,13 +100,13 @@ def fetches(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
     gathering.hold(cast(Sequence[Chunk], chunks), ahead, cache)
     for _ in range(2):
         for chunk in chunks:
-            chunk.reshard()
+            chunk.whole.reshard()
             chunk.loads = 0
         gathering.begin_step()
         for number in trace:
             gathering.unit((modules[number],), lambda x: x, torch.zeros(1, dtype=torch.int64))
-            assert chunks[number].gathered
-            assert sum(chunk.gathered for chunk in chunks) <= cache
+            assert chunks[number].whole.here
+            assert sum(chunk.whole.here for chunk in chunks) <= cache
     return sum(chunk.loads for chunk in chunks)
 
 
@@ -260,7 +260,7 @@ def shared(steps: int, delayed: bool) -> Shared:
     numbers = {
         each.untyped_storage().data_ptr(): number
         for number, chunk in enumerate(made.state.trained)
-        for each in (chunk.parameter, chunk.gradient, chunk.reduced)
+        for each in (chunk.parameter, chunk.gradients.gradient, chunk.gradients.reduced)
     }
     begun = list[tuple[str, int]]()
 
@@ -431,7 +431,8 @@ def test_a_gradient_that_changes_on_its_way_is_found(monkeypatch: pytest.MonkeyP
     reduce = made.state.reduce_gradients
 
     def changed() -> float:
-        next(chunk for chunk in made.state.trained if chunk.left and not chunk.reduced.isnan().any()).reduced.add_(1)
+        found = [chunk.gradients for chunk in made.state.trained if chunk.gradients.sum.status in ("leaving", "left")]
+        next(each.reduced for each in found if not each.reduced.isnan().any()).add_(1)
         return reduce()
 
     monkeypatch.setattr(made.state, "reduce_gradients", changed)
@@ -447,7 +448,7 @@ def test_use_after_eviction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_wait_for_a_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     made = simulation(6, cache=3)
-    monkeypatch.setattr(made.state.chunks[2]._gathering, "finish", lambda: None)
+    monkeypatch.setattr(made.state.chunks[2].whole._turn, "finish", lambda: None)
     assert math.isnan(made.run(1)[0].loss)
 
 
@@ -456,5 +457,5 @@ def test_a_missing_wait_for_an_update_is_found() -> None:
     right = made.run(2)[1].loss
     made = simulation(6, cache=3)
     made.run(1)
-    made.state.trained[2]._updating = None
+    made.state.trained[2].part.until = None
     assert made.run(1)[0].loss != right

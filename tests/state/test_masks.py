@@ -19,7 +19,7 @@ from optimus.state.masks import Mask, MaskForm, MaskPlan, packed_bits, unpacked_
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Slot
 from optimus.state.pruning import magnitudes, prune, weights_of
-from optimus.state.trained import TrainedChunk
+from optimus.state.reduction import GradientReduction
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated, tracking
 from optimus.testing.steps import Steps, random_batch
@@ -126,12 +126,12 @@ def _mask_dense(state: ModelState, masks: dict[str, Tensor]) -> None:
             for part in parts.values():
                 part.mul_(mask)
         chunk.publish()
-        chunk.reduce_gradients = partial(_reduce_and_mask, chunk, mask)  # type: ignore[method-assign]
+        chunk.gradients.reduce = partial(_reduce_and_mask, chunk.gradients, mask)  # type: ignore[method-assign]
 
 
-def _reduce_and_mask(chunk: TrainedChunk, mask: Tensor) -> None:
-    TrainedChunk.reduce_gradients(chunk)
-    chunk.reduced.mul_(mask)
+def _reduce_and_mask(gradients: GradientReduction, mask: Tensor) -> None:
+    GradientReduction.reduce(gradients)
+    gradients.reduced.mul_(mask)
 
 
 # Where dense gradients are added up in place, several microbatches may be rounded otherwise than one by one.
@@ -199,7 +199,7 @@ def test_bytes_at_rest(form: str) -> None:
         found = sum(chunk.plan.bytes_by_kind().values())
         assert expected <= found <= expected + 16 * 31 + 4
         assert sum(allocated([chunk]).values()) == found
-        assert not chunk.gradient.untyped_storage().nbytes()
+        assert not chunk.gradients.gradient.untyped_storage().nbytes()
 
 
 def sent(shard: str, pruned: bool) -> tuple[int, list[tuple[int, int]]]:
@@ -361,7 +361,7 @@ def steps_of_few_pruned(residency: str) -> Trained:
     options += ["pruning.targets=[head]", *IN_BF16]
     made = pruned_steps(*options, model="moe")
     assert sum(chunk.plan.adds_gradients for chunk in made.state.trained) == 1
-    assert any(chunk.alone for chunk in made.state.trained)
+    assert any(chunk.gradients.alone for chunk in made.state.trained)
     return Trained([made.train() for _ in range(3)], whole_state(made.state))
 
 

@@ -97,8 +97,8 @@ def test_gradients_accumulate_in_the_chunk(compute: torch.dtype, gradient: torch
             assert parameter.grad is not None
             expected[name] += parameter.grad.to(gradient)
         module.losses(tokens).cross_entropy.backward()
-    begin = chunk.gradient.untyped_storage().data_ptr()
-    views = chunk.views(chunk.gradient)
+    begin = chunk.gradients.gradient.untyped_storage().data_ptr()
+    views = chunk.views(chunk.gradients.gradient)
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
         assert parameter.grad.dtype == gradient
@@ -125,10 +125,10 @@ def test_fp32_gradients_of_bf16_parameters_keep_small_addends() -> None:
             recipe=recipe(BF16),
             device=torch.device("cpu"),
         )
-        state.chunks[0].gradient[0] = 1.0
+        state.chunks[0].gradients.gradient[0] = 1.0
         for _ in range(256):
             module(torch.full((1, 1), 2.0**-9, dtype=BF16)).sum().backward()
-        sums[gradient] = float(state.chunks[0].gradient[0])
+        sums[gradient] = float(state.chunks[0].gradients.gradient[0])
     assert sums == {FP32: 1.5, BF16: 1.0}
 
 
@@ -139,7 +139,7 @@ def test_gradient_norm(gradient: torch.dtype) -> None:
     module.losses(TOKENS).cross_entropy.backward()
     squares = [p.grad.double().square().sum() for p in module.parameters() if p.grad is not None]
     assert state.reduce_gradients() == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-5)
-    state.chunks[-1].gradient[0] = math.nan
+    state.chunks[-1].gradients.gradient[0] = math.nan
     assert math.isnan(state.reduce_gradients())
 
 
@@ -153,6 +153,7 @@ def test_the_step_reaches_every_chunk_and_counts() -> None:
         for model, its_state in ((module, state), (parted, parted_state)):
             its_state.begin_step()
             model.losses(TOKENS).cross_entropy.backward()
+            its_state.reduce_gradients()
             its_state.step(1e-2, 1.0)
         optimizer.zero_grad()
         theirs.losses(TOKENS).cross_entropy.backward()

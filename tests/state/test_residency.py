@@ -26,8 +26,8 @@ from optimus.observe.metrics import read_metrics
 from optimus.state import disk
 from optimus.state.buffers import Depths, buffers
 from optimus.state.disk import BUFFERS, PAGE, DiskStates, StateFile
-from optimus.state.trained import TrainedChunk
 from optimus.state.transfers import Transfers
+from optimus.state.update import Update
 from optimus.testing import RankError, run_ranks
 from optimus.testing.steps import Steps, random_batch
 from optimus.training.step import StepResult, training_step
@@ -149,7 +149,7 @@ class Slow:
     def __init__(self, right: Callable[..., None]) -> None:
         self.right, self.go = right, threading.Event()
 
-    def __get__(self, chunk: TrainedChunk, owner: object) -> Callable[..., None]:
+    def __get__(self, chunk: Update, owner: object) -> Callable[..., None]:
         def update(*arguments: Any) -> None:
             assert self.go.wait(60)
             self.right(chunk, *arguments)
@@ -159,8 +159,8 @@ class Slow:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
-    made = Slow(TrainedChunk._update_tiles)
-    monkeypatch.setattr(TrainedChunk, "_update_tiles", made)
+    made = Slow(Update._update_tiles)
+    monkeypatch.setattr(Update, "_update_tiles", made)
     return made
 
 
@@ -334,14 +334,14 @@ def test_a_failing_disk(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, as
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         right(file, piece, offset)
 
-    def train_tiles(self: TrainedChunk, *arguments: Any) -> None:
+    def train_tiles(self: Update, *arguments: Any) -> None:
         if arguments[0].step == 4:
             fails.set()
         update(self, *arguments)
 
-    update = TrainedChunk._update_tiles
+    update = Update._update_tiles
     monkeypatch.setattr(disk, "_write", write)
-    monkeypatch.setattr(TrainedChunk, "_update_tiles", train_tiles)
+    monkeypatch.setattr(Update, "_update_tiles", train_tiles)
     run["checkpoint"] |= {"asynchronous": asynchronous}
     with pytest.raises(
         UserError, match=r"state.residency disk: .*states: Input/output error. Make room, mend the disk"
@@ -371,15 +371,15 @@ def test_a_disk_that_is_too_small(run: dict[str, Any], tmp_path: Path) -> None:
 
 def train_and_die(config: dict[str, Any]) -> None:
     """Train in this process, which is killed in the middle of the updates of the fifth step."""
-    update, done = TrainedChunk._update_tiles, [0]
+    update, done = Update._update_tiles, [0]
 
-    def train_tiles(self: TrainedChunk, *arguments: Any) -> None:
+    def train_tiles(self: Update, *arguments: Any) -> None:
         done[0] += arguments[0].step == 5
         if done[0] == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         update(self, *arguments)
 
-    TrainedChunk._update_tiles = train_tiles  # type: ignore[method-assign]
+    Update._update_tiles = train_tiles  # type: ignore[method-assign]
     optimus.train(config)
 
 

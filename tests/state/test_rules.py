@@ -41,7 +41,7 @@ def held(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def buffers_of(chunk: Any) -> list[torch.Tensor]:
-    kept = [chunk._parameter_shard, chunk._gradient_shard, *chunk.resident.values()]
+    kept = [chunk.parameter_shard, chunk.gradients._kept, *chunk.resident.values()]
     return [buffer for buffer in kept if buffer.untyped_storage().nbytes()]
 
 
@@ -70,7 +70,7 @@ def sent(config: dict[str, Any]) -> tuple[dict[str, int], int, int]:
         min(slot.end, chunk.plan.shard.stop) - max(slot.start, chunk.plan.shard.start)
         for chunk in state.chunks
         for slot in chunk.plan.slots
-        if slot.name in chunk._context.blocks
+        if slot.name in chunk.context.blocks
         if slot.start < chunk.plan.shard.stop and chunk.plan.shard.start < slot.end
     )
     return dict(traffic.bytes), sum(chunk.plan.size for chunk in state.chunks), of_blocks

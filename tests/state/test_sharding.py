@@ -66,7 +66,7 @@ def made(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype, li
 def set_gradients(state: ModelState, rank: int, step: int) -> None:
     """A gradient per parameter that depends on its name, the rank and the step, whatever the chunks."""
     for chunk in state.chunks:
-        for name, view in chunk.views(chunk.gradient).items():
+        for name, view in chunk.views(chunk.gradients.gradient).items():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {rank} {step}".encode()))
             view.copy_(torch.randn(view.shape, generator=generator))
 
@@ -82,7 +82,7 @@ def updated(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype,
         norms.append(state.reduce_gradients())
         state.step(1e-2, 0.5)
     for chunk in state.chunks:
-        chunk.gather()
+        chunk.whole.gather()
     parameters = {name: v.clone() for c in state.chunks for name, v in c.views(c.parameter).items()}
     tensors = whole_state(state)
     return {"norms": norms, "parameters": parameters, "tensors": tensors, "bytes": allocated(state.chunks)}
@@ -93,11 +93,13 @@ def expected(ranks: int, compute: torch.dtype, gradient: torch.dtype) -> ModelSt
     state = made(1, "none", compute, gradient, 1 << 26)
     others = made(1, "none", compute, gradient, 1 << 26)
     for step in range(3):
-        total = torch.zeros_like(state.chunks[0].gradient)
+        total = torch.zeros_like(state.chunks[0].gradients.gradient)
         for rank in range(ranks):
             set_gradients(others, rank, step)
-            total += others.chunks[0].gradient
-        state.chunks[0].gradient.copy_(total)
+            total += others.chunks[0].gradients.gradient
+        state.clear_gradients()
+        state.chunks[0].gradients.gradient.copy_(total)
+        state.reduce_gradients()
         state.step(1e-2, 0.5)
     return state
 
@@ -234,7 +236,7 @@ def nested_step(ranks: int, widths: dict[str, int]) -> tuple[dict[int, int], dic
             state.reduce_gradients()
             state.step(1e-2, 1.0)
     for chunk in state.chunks:
-        chunk.settle()
+        chunk.whole.settle()
     rank, found = torch.distributed.get_rank(), Counter[int]()
     for other, sent in traffic.sent_to.items():
         found[next(width for width in (2, 4, 8) if other // width == rank // width)] += sent
@@ -284,9 +286,9 @@ def partly_used(ranks: int, shard: str) -> list[torch.Tensor]:
     (module.head.weight * (rank + 1)).sum().backward()
     state.reduce_gradients()
     (chunk,) = state.chunks
-    whole = torch.empty(chunk.plan.size) if chunk.plan.shard_steps else chunk.reduced
+    whole = torch.empty(chunk.plan.size) if chunk.plan.shard_steps else chunk.gradients.reduced
     if chunk.plan.shard_steps:
-        chunk.groups[0].all_gather(whole, chunk.reduced)
+        chunk.groups[0].all_gather(whole, chunk.gradients.reduced)
     views = chunk.views(whole)
     return [views[name].clone() for name in ("embedding.weight", "head.weight", "blocks.0.attention.out.weight")]
 
@@ -309,7 +311,7 @@ def last_without_some(ranks: int, shard: str, residency: str) -> tuple[float, li
     state.reduce_on_arrival(0)
     (module.losses(tokens).cross_entropy * 0 + module.head.weight.sum()).backward(inputs=[module.head.weight])
     norm = state.reduce_gradients()
-    return norm, [chunk.waiting.clone() for chunk in state.trained]
+    return norm, [chunk.gradients.waiting.clone() for chunk in state.trained]
 
 
 @pytest.mark.parametrize("shard", ["none", "gradients", "parameters"])

@@ -13,7 +13,7 @@ from optimus.checkpoint.folder import list_checkpoints
 from optimus.checkpoint.reader import Reader
 from optimus.observe.metrics import read_metrics
 from optimus.state import model_state
-from optimus.state.trained import TrainedChunk
+from optimus.state.update import Update
 from optimus.testing import RankError, run_ranks
 
 RESIDENCES: dict[str, dict[str, Any]] = {
@@ -54,15 +54,15 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> str:
 
 def train_and_die(config: dict[str, Any]) -> None:
     """Train in this process, which is killed in the middle of the updates of the fifth step."""
-    update, done = TrainedChunk._update_tiles, [0]
+    update, done = Update._update_tiles, [0]
 
-    def train_tiles(self: TrainedChunk, *given: Any) -> None:
+    def train_tiles(self: Update, *given: Any) -> None:
         done[0] += given[0].step == 5
         if done[0] == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         update(self, *given)
 
-    TrainedChunk._update_tiles = train_tiles  # type: ignore[method-assign]
+    Update._update_tiles = train_tiles  # type: ignore[method-assign]
     optimus.train(config)
 
 

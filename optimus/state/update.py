@@ -1,0 +1,97 @@
+"""The optimizer's update of a chunk.
+
+On a CPU the optimizer goes over the chunk tile by tile: gradients become fp32, and are scaled, for one tile only (TED,
+section 7.2), and the working set of a tile stays in cache. An accelerator updates a chunk at once. Where state is not on the
+device, the update is handed to a worker (`transfers.py`), which brings each tile to where it is computed and takes it back
+(AxoNN, section 3.3.2); whoever uses the parameters next waits for it.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
+from optimus.state.disk import DiskStates
+from optimus.state.placement import NOTHING_ON_DISK, Placement
+from optimus.state.reduction import GradientReduction
+from optimus.state.statuses import Status
+from optimus.state.whole import WholeParameters
+
+
+class Update:
+    """That of `chunk` by `rule`, with what its `gradients` have been reduced to; see the module's text."""
+
+    def __init__(
+        self, chunk: Placement, whole: WholeParameters, gradients: GradientReduction, rule: UpdateRule
+    ) -> None:
+        self._chunk, self._whole, self._gradients, self._rule = chunk, whole, gradients, rule
+        self._transfers = chunk.transfers
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether other ranks take part in the update: all begin it in one order, so no worker does."""
+        return bool(self._chunk.context.blocks)
+
+    def step(self, now: OptimizerStep, tile: int, following: DiskStates | None = None) -> None:
+        """One optimizer update, then the compute copies made anew; `following`, state on a disk, is read meanwhile.
+
+        Where state is not on the device, a worker does it, and `WholeParameters.settle` waits for it.
+        """
+        chunk, part = self._chunk, self._chunk.part
+        self._whole.settle()
+        self._gradients.use()
+        update = partial(self._run, now, tile, following, part.copy)
+        part.copy = Status("copy")  # of the part as it will be
+        if chunk.plan.offloaded and not self.is_collective:
+            part.go("update", self._transfers.submit(update, chunk.plan.updated, chunk.context.update_on))
+        else:
+            part.go("update")
+            with self._transfers.in_order():
+                update()
+            part.go("arrive")
+        self._whole.invalidate()
+
+    def _run(self, now: OptimizerStep, tile: int, following: DiskStates | None, copy: Status) -> None:
+        if copy.status != "none":
+            copy.go("arrive")
+        copy.go("write")
+        disk = self._chunk.disk
+        with NOTHING_ON_DISK if disk is None else disk.updating() as on_disk:
+            if following is not None:
+                following.read_ahead()
+            self._update_tiles(now, tile, self._chunk.by_prefix(on_disk))
+            if on_disk:
+                self._transfers.finish_tiles()  # before the host writes them
+
+    def _update_tiles(self, now: OptimizerStep, tile: int, states: Mapping[str, Tensor]) -> None:
+        """The update of tiles, each where it is computed; what is elsewhere is brought there and back."""
+        chunk, plan, transfers, blocks = self._chunk, self._chunk.plan, self._transfers, self._chunk.context.blocks
+        on = chunk.context.update_on if plan.offloaded else "device"
+        if chunk.parameter.device.type != "cpu" and not plan.offloaded:
+            # A launch costs more there than memory for a chunk, which activations have freed.
+            tile = max(tile, plan.updated)
+        copied, master, kept = plan.has_master, states["model"], [(kind, states[kind]) for kind in plan.rule.kinds]
+        home, gradients = plan.residency("parameters.shard"), self._gradients
+        rows = [
+            (master, plan.residency("master") if copied else home),
+            (gradients.waiting, "host" if gradients.leaves else "device"),
+        ]
+        rows += [(chunk.compute_shard, home)] if copied else []
+        rows += [(moment, plan.residency(kind)) for kind, moment in kept]
+        apart = [(residency == "device") != (on == "device") for _, residency in rows]
+        buffers = [buffer for buffer, _ in rows]
+        for number, (whole, parts) in enumerate(plan.tiling.tiles(plan, blocks, buffers, tile)):
+            with transfers.tile(number):
+                here = [
+                    transfers.staged(i, part, on, filled=i != 2 or not copied) if apart[i] else part
+                    for i, part in enumerate(parts)
+                ]
+                weight, gradient, *rest = here
+                copy = rest.pop(0) if copied else None
+                self._rule.update(now, Tile(weight, gradient, rest, copy, whole))
+                for i, part in enumerate(parts):
+                    if apart[i] and i != 1:
+                        transfers.put_back(part, here[i])
+                if blocks:
+                    transfers.synchronize()
