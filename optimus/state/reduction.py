@@ -203,7 +203,7 @@ class GradientReduction:
 
     @property
     def _begun(self) -> bool:
-        return self.sum.status not in ("more", "last") or bool(self._turn)
+        return self.sum.status not in ("more", "last")
 
     def finish(self) -> None:
         """Finish all that is under way of the reduction."""
@@ -299,7 +299,6 @@ class GradientReduction:
                 self._whole.settle()  # parameters that have been fetched for nothing
                 if part.copy.status == "weights":
                     part.finish_copy()
-                part.copy.go("lend")
                 part.go("lend")
             copied = moves.down(self.waiting, self.reduced)
             self._host.go("copy", copied)

@@ -145,6 +145,11 @@ class OwnPart(Status):
         self.copy = Status("copy")
         self.behind: Callable[[], None] | None = None  # what is done when the update has been waited for
 
+    def go(self, event: str, until: Callable[[], None] | None = None) -> None:
+        super().go(event, until)
+        if event in ("write", "lend"):  # which a copy of it must allow
+            self.copy.go(event)
+
     def finish_update(self) -> None:
         """Wait for an update that is under way."""
         if self.status == "updating":

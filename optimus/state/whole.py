@@ -41,7 +41,7 @@ class WholeParameters:
         first = depth == 0 and not self._buffer.has_memory
         fetches = self._fetched and first
         gathers = self._depth > depth or (self._chunk.elements.prunes and first and not fetches)
-        if not (fetches or gathers):
+        if not (fetches or gathers) or self.part.status == "lent":  # nobody needs them before the update
             return
         self.part.go("gather")
         updating, turn = self.part.until, self._turn

@@ -1,0 +1,476 @@
+"""A chunk in any order of what may happen to it, held to a plain calculation.
+
+What is begun beside the training, a copy, a collective, an update, is done as late as it may be, and what it reads and
+writes is found to have been left alone until then. All numbers are small multiples of powers of two: every sum is exact.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from optimus.comm import Group, Handle
+from optimus.config.tree import StateConfig
+from optimus.mesh import Layout, Mesh
+from optimus.optim.rule import OptimizerStep, Rule, Tile, UpdateRule
+from optimus.state.masks import packed_bits
+from optimus.state.plan import ChunkPlan, Recipe, divide_chunks, place_chunks, unpruned_shares
+from optimus.state.transfers import Job, Transfers
+from optimus.step_context import StepContext
+
+SHAPES = {"a": (5,), "b": (4, 3), "c": (7,)}
+RATE = 0.25
+
+
+class Race(Exception):
+    """Something has been touched that was under way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total(UpdateRule):
+    """Moves against the sum of all gradients so far."""
+
+    kinds = ("total",)
+
+    def apply(self, now: OptimizerStep, tile: Tile) -> None:
+        (total,) = tile.moments
+        total.add_(tile.gradient)
+        tile.weight.sub_(total, alpha=now.lr)
+
+
+class Late(NamedTuple):
+    """A copy that is made when it is waited for."""
+
+    target: Tensor
+    source: Tensor
+
+    def begin(self) -> Handle:
+        kept, waiting = self.source.clone(), [True]
+        self.target.data.fill_(torch.nan)
+
+        def wait() -> None:
+            if waiting:
+                waiting.clear()
+                if not torch.equal(kept.view(torch.uint8), self.source.view(torch.uint8)):
+                    raise Race("the source of a copy has been changed under it")
+                if not self.target.isnan().all():
+                    raise Race("the target of a copy has been written to under it")
+                self.target.data.copy_(kept)
+
+        return wait
+
+
+class LateTransfers(Transfers):
+    """Updates are made in a thread that is not in a hurry, or when they are waited for."""
+
+    def __init__(self, threads: bool, drawn: random.Random) -> None:
+        super().__init__(torch.device("cpu"))
+        self._threads, self._drawn = threads, drawn
+
+    def resize(self, tensor: Tensor, size: int) -> None:
+        """The memory stays, and whoever reads it finds NaN."""
+        tensor.data.fill_(torch.nan)
+
+    def up(self, target: Tensor, source: Tensor) -> Handle:
+        return Late(target, source).begin()
+
+    def down(self, target: Tensor, source: Tensor) -> Handle:
+        return Late(target, source).begin()
+
+    def submit(self, work: Job, elements: int, on: str) -> Handle:
+        pause, done = self._drawn.choice([0.0, 0.0, 2e-4]), Future[None]()
+
+        def run() -> None:
+            time.sleep(pause)
+            work()
+
+        if self._threads:
+            return super().submit(run, elements, on)
+
+        def wait() -> None:
+            if not done.done():
+                before, threading.current_thread().name = threading.current_thread().name, "update, later"
+                try:
+                    with torch.no_grad():
+                        work()
+                finally:
+                    threading.current_thread().name = before
+                done.set_result(None)
+
+        return wait
+
+
+class LateGroup:
+    """Two ranks, this the first: the gradients of the other are zero, its weights stay as they are."""
+
+    watch = None
+
+    def __init__(self) -> None:
+        self.unwatched, self.others = self, torch.zeros(0)
+
+    def all_gather_async(self, whole: Tensor, part: Tensor, lengths: Sequence[int]) -> Handle:
+        kept = part.clone()
+        whole.data[lengths[0] :] = torch.nan
+
+        def wait() -> None:
+            if not torch.equal(kept, part):
+                raise Race("a part has been changed while it was gathered")
+            whole.data[: lengths[0]] = kept
+            whole.data[lengths[0] :] = self.others
+
+        return wait
+
+    def reduce_scatter_async(self, whole: Tensor, part: Tensor, lengths: Sequence[int]) -> Handle:
+        kept = whole.clone()
+
+        def wait() -> None:
+            if not torch.equal(kept, whole):
+                raise Race("gradients have been changed while they were reduced")
+            whole[len(part) :] = torch.nan
+
+        return wait
+
+    def all_reduce_async(self, piece: Tensor) -> Handle:
+        kept = piece.clone()
+        piece.fill_(torch.nan)
+
+        def wait() -> None:
+            if not piece.isnan().all():
+                raise Race("a sum has been changed while it was made")
+            piece.copy_(kept)
+
+        return wait
+
+
+@dataclass
+class Case:
+    """How the chunk is kept."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    compute: torch.dtype = torch.bfloat16
+    trains: bool = True
+    prunes: bool = False
+
+    def plan(self, masks: dict[str, Tensor]) -> ChunkPlan:
+        layouts, mesh = {name: Layout(shape) for name, shape in SHAPES.items()}, Mesh(dp=self.ranks)
+        options = StateConfig.model_validate({"gradient_dtype": "float32", "cache": None, **self.options})
+        rule = Total(weight_decay=0.0) if self.trains else Rule()
+        shares = unpruned_shares(masks, layouts, mesh, 0)
+        unpruned: dict[str, float | None] = dict.fromkeys(SHAPES if self.prunes else ()) | shares
+        recipe = Recipe(self.compute, dict.fromkeys(SHAPES, rule), unpruned)
+        (plan,) = place_chunks(divide_chunks(layouts, mesh, 0, options, recipe), options, recipe)
+        return plan
+
+
+SHARDED = {"shard": "parameters"}
+STEPS = {"shard": "parameters", "shard_ranks": {"parameters": 2, "gradients": 2, "optimizer": 4}}
+CASES = [
+    Case(),
+    Case(compute=torch.float32),
+    Case(prunes=True),
+    Case(prunes=True, compute=torch.float32),
+    Case({"shard": "optimizer"}, 2),
+    Case({"shard": "gradients"}, 2),
+    Case(SHARDED, 2),
+    Case(SHARDED, 2, torch.float32),
+    Case({**SHARDED, "reshard_after_forward": False}, 2),
+    Case(STEPS, 4),
+    Case({"residency": "optimizer"}),
+    Case({"residency": "optimizer"}, prunes=True),
+    Case({"residency": "all"}),
+    Case({"residency": "all", "gradient_dtype": "bfloat16"}),
+    Case({"residency": "all", "gradient_dtype": "bfloat16"}, prunes=True),
+    Case({"residency": "all", "accumulate_on": "host"}),
+    Case({"residency": "all", "gradient_dtype": "bfloat16", **SHARDED}, 2),
+    Case({"residency": "optimizer", **STEPS}, 4),
+    Case(SHARDED, 2, trains=False),
+    Case({"residency": "all"}, trains=False),
+]
+
+
+class Abandoned(Exception):
+    """A step ends before its end."""
+
+
+class Order:
+    """One chunk, from its beginning to its end, in a random order of events."""
+
+    def __init__(self, case: Case, seed: int, threads: bool, chunk: ModuleType, placement: ModuleType) -> None:
+        self.case, self.drawn, self.threads = case, random.Random(seed), threads
+        self.masks: dict[str, Tensor] = {}
+        plan, self.step = case.plan({}), StepContext()
+        copies, self.groups = LateGroup(), [LateGroup() for _ in plan.shard_steps]
+        self.moves = LateTransfers(threads, self.drawn)
+        context = placement.ChunkContext(
+            cast(list[Group], self.groups),
+            cast(Group, copies),
+            self.moves,
+            self.step,
+            tile=32,
+            started=lambda begun: self._started(begun),
+            update_on="host",
+        )
+        self.chunk = (chunk.TrainedChunk if case.trains else chunk.Chunk)(plan, context)
+        self.parameters: dict[str, nn.Parameter] = dict(self.chunk.make_parameters())
+        self.trained = case.trains
+        self.weight, self.total = self._numbers(), torch.zeros(plan.size)
+        for depth, group in enumerate(self.groups):
+            outer, inner = plan.extent(depth), plan.extent(depth + 1)
+            group.others = self.weight[inner.stop : outer.stop].to(case.compute)
+        with self.chunk.states(change=True) as states:
+            self.chunk.fill_part(states["model"], self.weight[self.chunk.dense_extent])
+        self.chunk.publish()
+        self.saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.saved: list[Future[None]] = []
+        self.updates = 0
+
+    def _numbers(self, most: int = 4) -> Tensor:
+        """Of the whole chunk, small whole numbers; zero between the parameters."""
+        found = torch.zeros(self.chunk.plan.size)
+        for slot in self.chunk.plan.slots:
+            count = slot.end - slot.start
+            found[slot.start : slot.end] = torch.tensor([float(self.drawn.randint(-most, most)) for _ in range(count)])
+        return found
+
+    def _started(self, begun: Any) -> None:
+        if self.drawn.random() < 0.3:
+            begun.finish()
+        if begun.may_leave and self.drawn.random() < 0.5:
+            begun.start_leaving(32)
+
+    def _maybe(self, share: float = 0.5) -> bool:
+        return self.drawn.random() < share
+
+    def run(self, steps: int = 3) -> None:
+        """From the beginning to the end. Raises what the chunk does, and `AssertionError` where it has other numbers."""
+        with self.saver:
+            for _ in range(steps):
+                try:
+                    self._step()
+                except Abandoned:
+                    continue
+                self._between()
+            if self.trained:
+                self.chunk.gradients.clear()
+                self.chunk.skip()
+            self._use()
+            self.chunk.whole.settle()
+            with self.chunk.states() as states:
+                self._compare(states)
+            for each in self.saved:
+                each.result(60)
+            if self.moves._worker is not None:
+                self.moves._worker.shutdown()
+
+    # ---- A step ----
+
+    def _step(self) -> None:
+        chunk = self.chunk
+        if not self.trained:
+            for _ in range(3):
+                self._use()
+                self._anything()
+            return
+        chunk.gradients.clear()
+        chunk.skip()
+        if self._maybe(0.2):  # once more
+            chunk.gradients.clear()
+        self.sum, passes = torch.zeros(chunk.plan.size), self.drawn.choice([0, 1, 1, 2, 3])
+        early, deferred = self._maybe(0.3), list[tuple[int, list[Callable[[], None]]]]()
+        for number in range(passes):
+            last = number == passes - 1
+            if last and early and not deferred:
+                chunk.gradients.reduce_on_arrival()
+            self._use()
+            self._anything()
+            if last and self._maybe(0.8):
+                self._add(deferred)
+                chunk.gradients.reduce_on_arrival()
+            self._backward(number, deferred)
+            if self._maybe(0.1):
+                raise Abandoned
+            if self._maybe():
+                self._add(deferred)
+        self._add(deferred)
+        if self._maybe():
+            chunk.gradients.start()
+        self._anything(used=True)
+        chunk.gradients.reduce()
+        if chunk.gradients.may_leave:
+            chunk.gradients.start_leaving(32)
+            if self._maybe(0.1):
+                raise Abandoned
+        square = chunk.gradients.square_sum(32)
+        chunk.gradients.leave()
+        own = self.sum[chunk.dense_extent]
+        expected = float(own.double().square().sum())
+        assert abs(float(square) - expected) <= 8 * torch.finfo(torch.float64).eps * expected, (
+            "the norm"
+        )  # of three tiles
+        if self._maybe(0.05):
+            raise Abandoned
+        if self._maybe(0.2):
+            chunk.skip()
+            return
+        self.updates += 1
+        chunk.update.step(OptimizerStep(self.updates, RATE), 32)
+        part = chunk.dense_extent
+        self.total[part] += own
+        self.weight[part] -= RATE * self.total[part]
+
+    def _backward(self, number: int, deferred: list[tuple[int, list[Callable[[], None]]]]) -> None:
+        """A backward pass to all parameters or some, by kernels or by autograd."""
+        gradient, names = self._numbers(3), [*self.parameters]
+        self.drawn.shuffle(names)
+        if self._maybe(0.2):
+            names.pop()
+        views = self.chunk.views(gradient)
+        self.chunk.whole.gather()
+        splits = self._maybe(0.4)
+        with self.step.in_backward(0, number), self.step.deferring() if splits else _nothing() as later:
+            for name in names:
+                parameter, grad = self.parameters[name], views[name]
+                if self._maybe():
+                    self.chunk.gradients.buffers[parameter].add(lambda to, grad=grad: to.add_(grad))
+                elif not self.chunk.gradients.buffers[parameter].used:
+                    assert self.chunk.whole.here
+                    (parameter * grad.to(parameter.dtype)).sum().backward()
+                else:
+                    self.chunk.gradients.buffers[parameter].add(lambda to, grad=grad: to.add_(grad))
+                self.sum[self._slot(name)] += grad.flatten()
+            if self._maybe(0.3):
+                self.chunk.whole.gather()
+            self.chunk.gradients.end_backward()
+        for name in self.masks:
+            self.sum[self._slot(name)] *= self._mask(name)
+        deferred.append((number, later or []))
+
+    def _add(self, deferred: list[tuple[int, list[Callable[[], None]]]]) -> None:
+        for number, adds in deferred:
+            with self.step.in_backward(0, number):
+                for add in adds:
+                    add()
+                self.chunk.gradients.end_backward()
+        deferred.clear()
+
+    def _slot(self, name: str) -> slice:
+        slot = next(slot for slot in self.chunk.plan.slots if slot.name == name)
+        return slice(slot.start, slot.end)
+
+    def _mask(self, name: str) -> Tensor:
+        count = int(np.prod(SHAPES[name]))
+        return torch.from_numpy(np.unpackbits(self.masks[name].numpy(), count=count, bitorder="little")).float()
+
+    def _use(self) -> None:
+        """The whole parameters are here, and right."""
+        self.chunk.whole.gather()
+        for name, view in self.chunk.views(self.weight).items():
+            assert torch.equal(self.parameters[name].detach(), view.to(self.case.compute)), "what is computed with"
+
+    # ---- What may come at any time ----
+
+    def _anything(self, used: bool = False) -> None:
+        """`used`: the parameters are not needed any more in this step, and gradients may be in their place."""
+        whole = self.chunk.whole
+        for event in self.drawn.sample(
+            [whole.reshard, whole.start_gather, whole.settle, self._hold], self.drawn.randint(0, 2)
+        ):
+            if not (used and event == self._hold):
+                event()
+
+    def _between(self) -> None:
+        """Between two steps."""
+        chunk = self.chunk
+        events = [self._hold, self._read, self._write, chunk.publish, chunk.whole.start_gather, chunk.whole.reshard]
+        for event in self.drawn.sample(
+            [*events, *([self._prune] if self.case.prunes else [])], self.drawn.randint(0, 3)
+        ):
+            event()
+
+    def _read(self) -> None:
+        with self.chunk.states() as states:
+            self._compare(states)
+
+    def _write(self) -> None:
+        """Load other weights, as a checkpoint does."""
+        if not self.trained:
+            return
+        part = self.chunk.dense_extent
+        self.weight[part] += 1.0
+        for name in self.masks:
+            self.weight[self._slot(name)] *= self._mask(name)
+        between = self._between_parameters()
+        self.weight[between] = 0.0
+        with self.chunk.states(change=True) as states:
+            self.chunk.fill_part(states["model"], self.weight[part])
+        self.chunk.publish()
+
+    def _between_parameters(self) -> Tensor:
+        outside = torch.ones(self.chunk.plan.size, dtype=torch.bool)
+        for slot in self.chunk.plan.slots:
+            outside[slot.start : slot.end] = False
+        return outside
+
+    def _compare(self, states: Any, weight: Tensor | None = None, total: Tensor | None = None) -> None:
+        part = self.chunk.dense_extent
+        weight, total = (
+            (self.weight[part] if weight is None else weight),
+            (self.total[part] if total is None else total),
+        )
+        assert torch.equal(self.chunk.dense_part(states["model"]).float(), weight), "weights"
+        if "total" in states:
+            assert torch.equal(self.chunk.dense_part(states["total"]), total), "what is kept"
+
+    def _hold(self) -> None:
+        """A copy is made beside the training."""
+        if not self.trained:
+            return
+        for each in self.saved:
+            each.result(60)
+        chunk, copied, weights = self.chunk, threading.Event(), self._maybe()
+        part, updated = chunk.dense_extent, chunk.updated
+        weight, total = self.weight[part].clone(), self.total[part].clone()
+        pause = self.drawn.choice([0.0, 0.0, 2e-4])
+
+        def copy() -> None:
+            try:
+                time.sleep(pause)
+                with chunk.states(after=updated) as states:
+                    self._compare(states, weight, total)
+                    if weights and not chunk.elements.prunes:
+                        assert torch.equal(chunk.compute_shard.float(), weight), "weights that are copied"
+            finally:
+                copied.set()
+
+        if self.threads:
+            self.saved.append(self.saver.submit(copy))
+            chunk.hold(lambda: cast(None, copied.wait(60)), weights)
+        else:
+            chunk.hold(lambda: None if copied.is_set() else copy(), weights)
+
+    def _prune(self) -> None:
+        """Some elements more."""
+        for name in self.drawn.sample([*SHAPES], 2):
+            count = int(np.prod(SHAPES[name]))
+            keeps = torch.tensor([self._maybe(0.7) for _ in range(count)])
+            if name in self.masks:
+                keeps &= self._mask(name).bool()
+            self.masks[name] = packed_bits(keeps)
+            self.weight[self._slot(name)] *= keeps
+            self.total[self._slot(name)] *= keeps
+        self.chunk.prune(self.case.plan(self.masks), self.masks)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield None

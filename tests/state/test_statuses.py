@@ -1,0 +1,152 @@
+"""That nothing happens to a chunk but what the table allows, in whatever order its users do what they may."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+
+from helpers.orders import CASES, Order
+from optimus.state import chunk, placement
+from optimus.state.statuses import THREADS, TRANSITIONS, ManagedBuffer, Status
+from optimus.state.transfers import transfers
+
+EVENTS = {thing: sorted({event for ways in table.values() for event in ways}) for thing, table in TRANSITIONS.items()}
+EVERY = [(thing, status, event) for thing, table in TRANSITIONS.items() for status in table for event in EVENTS[thing]]
+ORDERS, BLOCK = 5000, 500  # with one thread and with several, each
+
+
+@pytest.mark.parametrize(("thing", "status", "event"), EVERY)
+def test_transitions(thing: str, status: str, event: str) -> None:
+    held, waited = Status(thing), list[int]()
+    held.status, held.until = status, lambda: waited.append(1)
+    following = TRANSITIONS[thing][status].get(event)
+    if following is None:
+        with pytest.raises(RuntimeError, match=rf"{event}: {thing} is {status}: a mistake in the order of the calls"):
+            held.go(event)
+        assert held.status == status
+        return
+    held.go(event)
+    assert held.status == following
+    assert waited == ([1] if event == "arrive" else [])
+
+
+def test_all_that_is_named_is_there() -> None:
+    for thing, table in TRANSITIONS.items():
+        _, *others = table
+        assert {*others} <= {following for ways in table.values() for following in ways.values()}
+        assert {following for ways in table.values() for following in ways.values()} <= {*table}, thing
+    assert all(status in TRANSITIONS[thing] for thing, status in THREADS)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_memory(stays: bool) -> None:
+    held = ManagedBuffer("gradients", torch.ones(4), transfers(torch.device("cpu")).resize, stays=stays)
+    held.go("open")
+    assert held.tensor.tolist() == [1] * 4
+    held.go("free")
+    assert held.tensor.untyped_storage().nbytes() == (16 if stays else 0)
+    held.go("open")
+    assert held.tensor.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(block, marks=pytest.mark.in_turn(block % 5, 5)) for block in range(ORDERS // BLOCK)]
+)
+@pytest.mark.parametrize("threads", [False, True])
+def test_orders(threads: bool, block: int) -> None:
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        try:
+            Order(CASES[seed % len(CASES)], seed, threads, chunk, placement).run()
+        except Exception as error:
+            error.add_note(f"order {seed}, {threads=}, {CASES[seed % len(CASES)]}")
+            raise
+
+
+WHOLE, REDUCTION, UPDATE, CHUNK = "whole", "reduction", "update", "chunk"
+PLANTED = [
+    (WHOLE, 'self._buffer.go("fetch", turn.finish)', "pass"),
+    (WHOLE, 'self._buffer.go("gather" if depth == 0 else "approach", turn.finish)', "pass"),
+    (WHOLE, "self.start_gather()\n        self.settle()", "self.settle()"),
+    (WHOLE, "self.start_gather()\n        self.settle()", "self.start_gather()"),
+    (WHOLE, 'self.settle()\n            self._buffer.go("free")', 'self._buffer.go("free")'),
+    (WHOLE, "        self.part.finish_update()\n", ""),
+    (WHOLE, '            self._buffer.go("arrive")\n', ""),
+    (WHOLE, '            self._buffer.go("free")\n            self._depth = plan', "            self._depth = plan"),
+    (REDUCTION, "self.finish()  # of a step that was not finished", "pass"),
+    (REDUCTION, "        self.leave()\n        self._arrive()", "        self._arrive()"),
+    (REDUCTION, "        self.leave()\n        self._arrive()", "        self.leave()"),
+    (REDUCTION, "part.behind = self.free", "pass"),
+    (REDUCTION, '        self.sum.go("clear")\n', ""),
+    (REDUCTION, "            self.free_gradient()\n", "            pass\n"),
+    (REDUCTION, "            self.leave()\n            self.sum.go", "            self.sum.go"),
+    (REDUCTION, '            self.sum.go("again")\n', ""),
+    (
+        REDUCTION,
+        '            self.sum.go("again")\n        self._gradients.go("open")',
+        '            self.sum.go("again")',
+    ),
+    (REDUCTION, "                self.start_leaving(0)\n", "                pass\n"),
+    (REDUCTION, "if self._complete(self._added) and", "if"),
+    (REDUCTION, "            self._start()\n        self.finish()\n", "            self._start()\n"),
+    (REDUCTION, 'self.chunk.part.finish_update()\n        self.sum.go("last")', 'self.sum.go("last")'),
+    (REDUCTION, '        if self.sum.status == "summing":\n            self.sum.go("arrive")\n', ""),
+    (REDUCTION, "        self.finish()\n        moves,", "        moves,"),
+    (REDUCTION, "                    part.finish_copy()\n", "                    pass\n"),
+    (REDUCTION, "            self._arrive()\n            copied, added", "            copied, added"),
+    (REDUCTION, '            self.sum.go("arrive")\n            self._accumulated', "            self._accumulated"),
+    (REDUCTION, '            self._arrive()\n            self._host.go("read")', '            self._host.go("read")'),
+    (UPDATE, "        self._whole.settle()\n", ""),
+    (UPDATE, "        self._gradients.use()\n", ""),
+    (UPDATE, '        if copy.status != "none":\n            copy.go("arrive")\n', ""),
+    (UPDATE, '        copy.go("write")\n', '        copy.go("write")\n        self._whole.invalidate()\n'),
+    (
+        CHUNK,
+        "            self.whole.settle()\n            self.part.finish_copy()",
+        "            self.part.finish_copy()",
+    ),
+    (CHUNK, "            self.whole.settle()\n            self.part.finish_copy()", "            self.whole.settle()"),
+    (
+        CHUNK,
+        '            self.part.finish_update()\n            self.part.go("read")',
+        '            self.part.go("read")',
+    ),
+    (CHUNK, '        self.whole.settle()\n        self.part.go("compute")', '        self.part.go("compute")'),
+    (CHUNK, 'if self.part.status == "lent":\n            self.publish()', "pass"),
+    (CHUNK, "        self.gradients.clear()\n        self.whole.settle()", "        self.whole.settle()"),
+    (CHUNK, '        self.part.finish_copy()\n        self.part.go("write")\n', '        self.part.go("write")\n'),
+]
+
+
+@pytest.mark.parametrize(("file", "right", "wrong"), PLANTED)
+def test_planted_orders_raise(file: str, right: str, wrong: str) -> None:
+    """Lines that are removed or added, one at a time: in some order the table is not kept to, and says so."""
+    with mock.patch.dict(sys.modules):
+        made = [_changed(name, right if name == file else "", wrong) for name in (WHOLE, REDUCTION, UPDATE, CHUNK)]
+        said = [_said(seed, threads, made[-1]) for seed in range(3 * len(CASES)) for threads in (False, True)]
+    assert any("a mistake in the order" in each or "nothing for the thread" in each for each in said), {*said}
+
+
+def _changed(name: str, right: str, wrong: str) -> ModuleType:
+    """The module of the state with the change, in the place of itself."""
+    file = Path(import_module(f"optimus.state.{name}").__file__ or "")
+    source = file.read_text(encoding="utf-8")
+    assert right in source
+    module = ModuleType(f"optimus.state.{name}")
+    sys.modules[module.__name__] = module
+    exec(compile(source.replace(right, wrong) if right else source, str(file), "exec"), module.__dict__)
+    return module
+
+
+def _said(seed: int, threads: bool, changed: ModuleType) -> str:
+    """What an order raises."""
+    try:
+        Order(CASES[seed % len(CASES)], seed, threads, changed, placement).run()
+    except RuntimeError as error:
+        return str(error)
+    except Exception as error:
+        return type(error).__name__
+    return ""
