@@ -132,7 +132,7 @@ def elsewhere_of(job: Job, held: Sequence[ParameterGroup]) -> Elsewhere:
     for each in held:
         depths = placed(each.depths, residency, sends)
         for buffer in buffers(depths, *types, each.rule, residency=residency, pruned=each.pruned, sends=sends):
-            found[buffer.residency] += away * buffer.dtype.itemsize * each.after(buffer.depth)
+            found[buffer.residency] += away * buffer.bytes(each.after(buffer.depth))
     return Elsewhere(found["host"], found["disk"])
 
 

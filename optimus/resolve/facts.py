@@ -90,8 +90,7 @@ def opens_cache(state: StateConfig) -> bool:
 
 def opens_offload(state: StateConfig) -> bool:
     """Whether something about state that is not on the device is left open."""
-    elsewhere = state.residency != "device" and "auto" in (state.update_on, state.device_states, state.accumulate_on)
-    return elsewhere or opens_cache(state)
+    return opens_cache(state) or (state.residency != "device" and "auto" in dict(state).values())
 
 
 def counts_memory(config: RunConfig) -> bool:

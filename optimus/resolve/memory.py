@@ -222,12 +222,12 @@ def _by_shards(plans: Sequence[ChunkPlan], residencies: Sequence[Residency]) -> 
                 continue
             of_shards = by_kind[:, KINDS.index(buffer.reported)]
             if plan.mask is not None and buffer.extent != "compressed":  # the same on all of them
-                of_shards += plan.elements(buffer) * buffer.dtype.itemsize
+                of_shards += buffer.bytes(plan.elements(buffer))
             else:
                 shards = plan.shard_count // math.prod(
                     share.ranks for share in plan.shard_steps[: buffer.depth]
                 )  # in its extent
-                of_shards += borders[::shards].diff().repeat_interleave(shards) * buffer.dtype.itemsize
+                of_shards += buffer.bytes(borders[::shards].diff()).repeat_interleave(shards)
     return [*found.values()]
 
 

@@ -157,7 +157,7 @@ def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Seq
     """For chunks with their state `elsewhere` or `here`: beside all that the account has but whole parameters."""
     state = run.config.state
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
-    block = max((plan.size for plan in cached), default=0) * DTYPES[run.config.train.precision].itemsize
+    block = max((plan.block for plan in cached), default=0)
     found = account(run, rank, elsewhere)
     free = int(run.facts.device_bytes * _SHARE) - (found.taken(run.facts) - found.parameters_in_use)
     places: Sequence[Residency] = ("device", "host") if run.facts.device == "cpu" else ("device",)

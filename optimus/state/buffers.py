@@ -21,9 +21,10 @@ parameters, and give dense gradients, which are compressed when the last one of 
 compressed.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from optimus.optim.rule import Rule
 
@@ -43,6 +44,8 @@ RESIDENCES: dict[str, tuple[Residency, Residency, Residency]] = {
     "disk": ("host", "host", "disk"),  # ZeRO-Infinity
 }
 
+N = TypeVar("N", int, float, Tensor)
+
 ALIGN = 32  # elements: 64 bytes in bf16, as vector units like it
 
 
@@ -57,6 +60,10 @@ class Buffer(NamedTuple):
     lifetime: Lifetime = "always"
     align: int = ALIGN  # parameters, shards and tiles of it begin at multiples of so many elements
     extent: Extent = "compressed"  # of a chunk that is not pruned all elements, too
+
+    def bytes(self, elements: N) -> N:
+        """Of so many elements."""
+        return elements * self.dtype.itemsize
 
     @property
     def reported(self) -> str:

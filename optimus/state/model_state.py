@@ -94,7 +94,7 @@ class ModelState:
         options, groups, stages = self.options, self.groups, self._plans()
         file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.residency] else None
         cached = [plan for plans in stages.values() for plan in plans if plan.lifetime == "cache"]
-        block = max((plan.size * plan.buffers[0].dtype.itemsize for plan in cached), default=0)
+        block = max((plan.block for plan in cached), default=0)
         common = ChunkContext(
             groups=[],
             copies=groups.world,
@@ -102,10 +102,8 @@ class ModelState:
             step=groups.step,
             file=file,
             block=block,
-            tile=None if moves.device.type != "cpu" else options.tile,
-            piece=options.coarsening and options.coarsening * options.tile,
+            options=options,
             started=self._limit_reductions,
-            update_on="host" if options.update_on == "host" else "device",
         )
         known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}  # to divide thousands of ranks takes long
         parameters = dict[str, nn.Parameter]()

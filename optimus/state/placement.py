@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus.comm import Group
+from optimus.config.tree import StateConfig
 from optimus.state.buffers import Residency
 from optimus.state.disk import DiskStates, StateFile
 from optimus.state.masks import AllElements, Mask, unpacked_bits
@@ -39,16 +40,11 @@ class ChunkContext:
     """On the disk."""
     block: int = 0
     """Bytes that whole parameters are given."""
-    tile: int | None = None
-    """Elements by which a pruned chunk is compressed at a time."""
+    options: StateConfig = field(default_factory=StateConfig)
     blocks: Mapping[str, OverBlocks] = field(default_factory=dict)
     """By name of a parameter of which ranks have blocks of each matrix, how a rule's function of matrices is applied."""
-    piece: int | None = None
-    """Elements per all-reduce of gradients."""
     started: Callable[[Any], None] = lambda reduction: None
     """Called with it when a reduction of gradients that holds memory has begun."""
-    update_on: Residency = "device"
-    """Where state that is elsewhere is updated: device or host."""
 
 
 class Placement:
@@ -84,7 +80,8 @@ class Placement:
         self._made = self._whole | self._make(plan, "compressed", "mask")
         self.elements = AllElements()
         if plan.mask is not None:
-            self.elements = Mask(plan.mask, positions(plan, masks), self._made["mask"], self.context.tile)
+            tile = self.context.options.tile if self.parameter.device.type == "cpu" else None
+            self.elements = Mask(plan.mask, positions(plan, masks), self._made["mask"], tile)
         self.parameter_shard = self.buffer("parameters.shard", self.parameter)  # between its uses
         self.compute_shard = self.parameter_shard[plan.within(plan.depths.parameters, plan.depths.optimizer)]
         on_disk = [each.kind for each in plan.buffers if each.residency == "disk"]

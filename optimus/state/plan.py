@@ -201,12 +201,17 @@ class ChunkPlan:
         """Elements of it."""
         return self.shard.stop - self.shard.start
 
+    @property
+    def block(self) -> int:
+        """Bytes of the whole parameters."""
+        return self.buffers[0].bytes(self.size)
+
     def bytes_by_kind(self, residency: Residency = "device") -> dict[str, int]:
         """Bytes of this rank's buffers at rest; `master` is zero where the parameters serve as master weights."""
         found = dict.fromkeys(KINDS, 0)
         for buffer in self.buffers:
             if buffer.residency == residency and buffer.lifetime == "always":
-                found[buffer.reported] += self.elements(buffer) * buffer.dtype.itemsize
+                found[buffer.reported] += buffer.bytes(self.elements(buffer))
         return found
 
 

@@ -271,7 +271,8 @@ class GradientReduction:
 
     def _all_reduce_async(self) -> Handle:
         """Begin to sum `reduced` over the copies, in pieces of which several are under way at once (AxoNN, 3.3.3)."""
-        pieces = self.reduced.split(self._context.piece or len(self.reduced)) if len(self.reduced) else ()
+        options, length = self._context.options, len(self.reduced)
+        pieces = self.reduced.split((options.coarsening or length) * options.tile) if length else ()
         waits = [self.replica_group.all_reduce_async(piece) for piece in pieces]
 
         def finish() -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
+from optimus.state.buffers import Residency
 from optimus.state.disk import DiskStates
 from optimus.state.placement import NOTHING_ON_DISK, Placement
 from optimus.state.reduction import GradientReduction
@@ -27,6 +28,7 @@ class Update:
     ) -> None:
         self._chunk, self._whole, self._gradients, self._rule = chunk, whole, gradients, rule
         self._transfers = chunk.transfers
+        self._on: Residency = "host" if chunk.context.options.update_on == "host" else "device"
 
     @property
     def is_collective(self) -> bool:
@@ -44,7 +46,7 @@ class Update:
         update = partial(self._run, now, tile, following, part.copy)
         part.copy = Status("copy")  # of the part as it will be
         if chunk.plan.offloaded and not self.is_collective:
-            part.go("update", self._transfers.submit(update, chunk.plan.updated, chunk.context.update_on))
+            part.go("update", self._transfers.submit(update, chunk.plan.updated, self._on))
         else:
             part.go("update")
             with self._transfers.in_order():
@@ -67,7 +69,7 @@ class Update:
     def _update_tiles(self, now: OptimizerStep, tile: int, states: Mapping[str, Tensor]) -> None:
         """The update of tiles, each where it is computed; what is elsewhere is brought there and back."""
         chunk, plan, transfers, blocks = self._chunk, self._chunk.plan, self._transfers, self._chunk.context.blocks
-        on = chunk.context.update_on if plan.offloaded else "device"
+        on = self._on if plan.offloaded else "device"
         if chunk.parameter.device.type != "cpu" and not plan.offloaded:
             # A launch costs more there than memory for a chunk, which activations have freed.
             tile = max(tile, plan.updated)

@@ -161,14 +161,18 @@ class Case:
     trains: bool = True
     prunes: bool = False
 
+    @property
+    def config(self) -> StateConfig:
+        places = {"update_on": "host"} if "residency" in self.options else {}
+        return StateConfig.model_validate({"gradient_dtype": "float32", "tile": 32, **places, **self.options})
+
     def plan(self, masks: dict[str, Tensor]) -> ChunkPlan:
         layouts, mesh = {name: Layout(shape) for name, shape in SHAPES.items()}, Mesh(dp=self.ranks)
-        options = StateConfig.model_validate({"gradient_dtype": "float32", "cache": None, **self.options})
         rule = Total(weight_decay=0.0) if self.trains else Rule()
         shares = unpruned_shares(masks, layouts, mesh, 0)
         unpruned: dict[str, float | None] = dict.fromkeys(SHAPES if self.prunes else ()) | shares
         recipe = Recipe(self.compute, dict.fromkeys(SHAPES, rule), unpruned)
-        (plan,) = place_chunks(divide_chunks(layouts, mesh, 0, options, recipe), options, recipe)
+        (plan,) = place_chunks(divide_chunks(layouts, mesh, 0, self.config, recipe), self.config, recipe)
         return plan
 
 
@@ -216,9 +220,8 @@ class Order:
             cast(Group, copies),
             self.moves,
             self.step,
-            tile=32,
+            options=case.config,
             started=lambda begun: self._started(begun),
-            update_on="host",
         )
         self.chunk = (chunk.TrainedChunk if case.trains else chunk.Chunk)(plan, context)
         self.parameters: dict[str, nn.Parameter] = dict(self.chunk.make_parameters())
