@@ -76,7 +76,7 @@ PARITY, LAYOUTS = "tests/model/test_transformers_parity.py", "tests/training/tes
 LOST, MASKS, KILLED = "tests/launch/test_lost_rank.py", "tests/state/test_masks.py", "tests/checkpoint/test_killed.py"
 CHANGES, WATCH = "tests/checkpoint/test_layouts.py", "tests/comm/test_watch.py"
 HANGS, SLOW, LAB = "tests/resilience/test_hangs.py", "tests/resilience/test_slow.py", "tests/testing/test_lab.py"
-TIMES, SCALING = "tests/state/test_offload_times.py", "tests/plan/test_scaling.py"
+TIMES, SCALING = "tests/resolve/test_offload_times.py", "tests/plan/test_scaling.py"
 PCCL, OFFLOADING = "tests/plan/test_pccl.py", "tests/plan/test_offloading.py"
 
 
@@ -355,8 +355,8 @@ FIGURES = (
     [
         ("Optimizer step tile by tile", "def _update_tiles"),
         ("bf16 compute, fp32 master weights", "class TrainedChunk"),
-        ("Data parallelism with sharded", "def _start_reduction"),
-        ("Gradient reduction overlaps the backward pass", "def _start_reduction"),
+        ("Data parallelism with sharded", "def _reduce_scatter_async"),
+        ("Gradient reduction overlaps the backward pass", "def reduce_on_arrival"),
         ("Steps with non-finite gradients are skipped", "skipped = result.unfit"),
         ("Warm-up and cosine; clipping only after", "def clip_scale"),
         ("A lease keeps a second run out", "class LeaseCheck"),

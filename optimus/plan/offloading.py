@@ -8,8 +8,7 @@ import torch
 
 from optimus.plan.job import Job
 from optimus.plan.parameter_groups import ParameterGroup
-from optimus.state.buffers import buffers
-from optimus.state.offload_times import (
+from optimus.resolve.offload_times import (
     OffloadChoice,
     Rates,
     StepShape,
@@ -19,6 +18,7 @@ from optimus.state.offload_times import (
     pass_seconds,
     step_seconds,
 )
+from optimus.state.buffers import buffers
 from optimus.state.plan import largest_chunk, placed
 
 # Bytes of an element that an update of AdamW reads and writes: state, and gradient and parameter in 16 bits.

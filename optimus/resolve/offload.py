@@ -13,10 +13,10 @@ from optimus.model.count import flops_per_token
 from optimus.resolve.decision import Decided
 from optimus.resolve.facts import AMOUNTS, opens_cache
 from optimus.resolve.memory import account
+from optimus.resolve.offload_times import OffloadChoice, Rates, StepShape, UpdatePlace, choose, step_seconds
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.run import ResolvedRun
 from optimus.state.buffers import RESIDENCES, Residency
-from optimus.state.offload_times import OffloadChoice, Rates, StepShape, UpdatePlace, choose, step_seconds
 from optimus.state.plan import ChunkPlan
 
 _SHARE = 0.9  # of the free memory

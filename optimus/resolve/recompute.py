@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from optimus.parallel.activations import Activations
 from optimus.parallel.recompute import Recomputation
-from optimus.parallel.recompute_choice import BUSY, choose_recomputation
 from optimus.resolve.decision import Decided
 from optimus.resolve.memory import live, memory
+from optimus.resolve.recompute_choice import BUSY, choose_recomputation
 from optimus.resolve.run import ResolvedRun
 
 _SHARE = 0.9  # of the free memory

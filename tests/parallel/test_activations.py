@@ -22,8 +22,8 @@ from optimus.parallel.activations import Activations, activation_bytes
 from optimus.parallel.module_bytes import ModuleSetting, block_bytes
 from optimus.parallel.parallelize import StageOptions
 from optimus.parallel.recompute import Recomputation
-from optimus.parallel.recompute_choice import BUSY, choose_recomputation, recomputed_flops
 from optimus.resolve.ranks import mesh_of
+from optimus.resolve.recompute_choice import BUSY, choose_recomputation, recomputed_flops
 from optimus.resolve.shapes import activation_shapes
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated, tracking

@@ -22,7 +22,7 @@ from optimus.plan.proposal import layout_of
 from optimus.plan.report import as_json, explained
 from optimus.plan.search import search
 from optimus.plan.step import blocks_of_stages, counts_of
-from optimus.state.offload_times import OffloadChoice, Rates, StepShape, loads, update_seconds
+from optimus.resolve.offload_times import OffloadChoice, Rates, StepShape, loads, update_seconds
 
 GB = 1e9
 SMALL = ModelConfig(family="olmo", hidden=1024, layers=16, heads=8, intermediate=4096, vocab=32000)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from optimus.state.offload_times import (
+from optimus.resolve.offload_times import (
     OffloadChoice,
     Rates,
     StepShape,

@@ -23,11 +23,11 @@ from optimus.comm import Group
 from optimus.config import load_config
 from optimus.pipeline import make_schedule
 from optimus.pipeline.schedule import Kind
+from optimus.resolve.offload_times import OffloadChoice, Rates, StepShape
+from optimus.resolve.offload_times import step_seconds as expected_seconds
 from optimus.state import model_state
 from optimus.state.chunk import Chunk
 from optimus.state.gathering import Gathering
-from optimus.state.offload_times import OffloadChoice, Rates, StepShape
-from optimus.state.offload_times import step_seconds as expected_seconds
 from optimus.testing import run_ranks
 
 S = 256  # a layer of 16 x 16, which stands for 64 M elements
