@@ -51,7 +51,7 @@ def read_model(path: Path) -> ModelConfig:
     file, raw = path / FILE, read_config(path)
     family = _family(raw, file)
     raw = {family.aliases.get(name, name): value for name, value in raw.items()}
-    model: dict[str, Any] = {"family": family.model_type, **family.built_in}
+    model: dict[str, Any] = {"family": family.model_type}
     model |= {ours: _value(ours, raw, theirs, file) for ours, theirs in family.fields.items()}
     _refuse_unsupported(family, raw, model, file)
     for ours, theirs in family.optional.items():
@@ -115,6 +115,22 @@ def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if name in kept}
 
 
+def published_family(model: ModelConfig) -> Family:
+    """The family of `model`. Raises `UserError` unless its class in `transformers` computes what `model` does."""
+    family = families()[model.family]
+    if family.architecture is None:
+        raise UserError(f"transformers has no model of family {model.family}: it cannot be exported")
+    for name, value in model:
+        theirs = {**family.optional, **family.fields}.get(name)
+        only = [*theirs.values.values()] if isinstance(theirs, Choice) else [model.usual(name)]
+        if value not in only and (isinstance(theirs, Choice) or name not in family.varies):
+            raise UserError(
+                f"model.{name} is {value}: {family.architecture} of transformers has {' or '.join(map(str, only))} built "
+                "in, so this model has no equal there"
+            )
+    return family
+
+
 def write_config(
     model: ModelConfig, folder: Path, *, context: int, dtype: str, further: Mapping[str, Any] = {}
 ) -> None:
@@ -122,13 +138,7 @@ def write_config(
 
     Raises `UserError` for an architecture that `transformers` cannot express.
     """
-    family = families()[model.family]
-    for name, value in family.built_in.items():
-        if getattr(model, name) != value:
-            raise UserError(
-                f"model.{name} is {getattr(model, name)}: {family.architecture} of transformers has {value} built in, so "
-                "this model has no equal there"
-            )
+    family = published_family(model)
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     # No padding token unless it is said: `transformers` would give that row of the embedding no gradient.
     raw |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **further}

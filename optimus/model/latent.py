@@ -19,8 +19,8 @@ from optimus.kernels.attention import causal_attention
 from optimus.kernels.rotary import rotary
 from optimus.model.architecture import Latent, ModelConfig
 from optimus.model.attention import AttentionPositions, LayerCache
-from optimus.model.dense import RMSNorm
 from optimus.model.linear import Linear
+from optimus.model.norms import RMSNorm
 from optimus.model.parameters import Size
 from optimus.model.positions import Table, mscale
 

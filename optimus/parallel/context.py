@@ -33,12 +33,12 @@ from optimus.kernels.attention import (
     sink_gradient,
 )
 from optimus.kernels.documents import Documents
-from optimus.model.sequence import LocalSequence
+from optimus.model.sequence import SequenceSplit
 
 Seen = Callable[[int], list[AttentionBlock]]  # what a rank's positions see of those of another
 
 
-class RingSequence:
+class RingSequence(SequenceSplit):
     """Rank i has pieces i and 2n - 1 - i of 2n. A `Sequence`.
 
     Each rank sends n - 1 times its keys and values in the forward pass, 2 (n - 1) B S M D numbers; in the backward pass it
@@ -71,7 +71,7 @@ class RingSequence:
         return type(self)(self._group, documents)
 
 
-class UlyssesSequence:
+class UlyssesSequence(SequenceSplit):
     """Rank i has the i-th of n pieces; during attention, the i-th of n parts of the heads. A `Sequence`.
 
     N and M must be multiples of n. Given to an all-to-all in the forward pass are q, k and v in one, and the output:
@@ -80,7 +80,7 @@ class UlyssesSequence:
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
         self.parts = group.size
-        self._group, self._documents, self._whole = group, documents, LocalSequence(documents)
+        self._group, self._documents, self._whole = group, documents, SequenceSplit(documents)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Those of the piece; see `Sequence`.
