@@ -125,8 +125,8 @@ def published_family(model: ModelConfig) -> Family:
         only = [*theirs.values.values()] if isinstance(theirs, Choice) else [model.usual(name)]
         if value not in only and (isinstance(theirs, Choice) or name not in family.varies):
             raise UserError(
-                f"model.{name} is {value}: {family.architecture} of transformers has {' or '.join(map(str, only))} built "
-                "in, so this model has no equal there"
+                f"model.{name} is {value}, but {' or '.join(map(str, only))} in all models of {family.architecture} of "
+                "transformers: this one cannot be exported; use its checkpoint"
             )
     return family
 

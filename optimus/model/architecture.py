@@ -88,9 +88,9 @@ class ModelConfig(Section):
     """Size of the vocabulary, at least the tokenizer's. Ranks need not divide it evenly."""
     norm: Literal["layer", "layer_affine", "rms", "rms_offset"] = "rms"
     """layer: LayerNorm without weights; layer_affine: LayerNorm with weights and biases; rms: RMSNorm with weights;
-    rms_offset: RMSNorm that stores its weights minus one. Default: the family's."""
+    rms_offset: RMSNorm that stores its weights minus one. Default: the family's; an export has no other."""
     norm_place: Literal["before", "after", "both"] = "before"
-    """Pre-norm, post-norm, or both, for attention and feed-forward layer. Default: the family's."""
+    """Pre-norm, post-norm, or both, for attention and feed-forward layer. Default: the family's; an export has no other."""
     qk_norm: Literal["none", "whole", "head"] = "none"
     """RMSNorm of queries and keys. whole: over all heads together; head: per head. Default: the family's."""
     attention_bias: Literal["none", "qkv", "all"] = "none"

@@ -29,7 +29,12 @@ def outputs(norms: Norms, x: Tensor, w: Tensor, y_grad: Tensor) -> list[list[Ten
     """Of each norm [y, gradient of x] and of the weights and biases, where it has some."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     b = (1 - w.detach()).requires_grad_()
-    made = [(norms.rms(x, EPS, w), [x, w]), (norms.layer(x, EPS), [x]), (norms.layer(x, EPS, w, b), [x, w, b])]
+    made = [
+        (norms.rms(x, EPS), [x]),
+        (norms.rms(x, EPS, w), [x, w]),
+        (norms.layer(x, EPS), [x]),
+        (norms.layer(x, EPS, w, b), [x, w, b]),
+    ]
     return [[y.detach(), *torch.autograd.grad(y, leaves, y_grad)] for y, leaves in made]
 
 
