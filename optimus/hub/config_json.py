@@ -115,20 +115,20 @@ def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if name in kept}
 
 
-def published_family(model: ModelConfig) -> Family:
-    """The family of `model`. Raises `UserError` unless its class in `transformers` computes what `model` does."""
+def no_export(model: ModelConfig) -> str | None:
+    """Why `model` cannot be exported: its family has no class in `transformers` that computes the same. None if it has."""
     family = families()[model.family]
     if family.architecture is None:
-        raise UserError(f"transformers has no model of family {model.family}: it cannot be exported")
+        return f"transformers has no model of family {model.family}: it cannot be exported"
     for name, value in model:
         theirs = {**family.optional, **family.fields}.get(name)
         only = [*theirs.values.values()] if isinstance(theirs, Choice) else [model.usual(name)]
         if value not in only and (isinstance(theirs, Choice) or name not in family.varies):
-            raise UserError(
+            return (
                 f"model.{name} is {value}, but {' or '.join(map(str, only))} in all models of {family.architecture} of "
                 "transformers: this one cannot be exported; use its checkpoint"
             )
-    return family
+    return None
 
 
 def write_config(
@@ -136,9 +136,9 @@ def write_config(
 ) -> None:
     """Write config.json for `transformers` 4 and 5 alike (so no `rope_parameters`), with the `further` fields.
 
-    Raises `UserError` for an architecture that `transformers` cannot express.
+    The `model` is one that can be exported (`no_export`).
     """
-    family = published_family(model)
+    family = families()[model.family]
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     # No padding token unless it is said: `transformers` would give that row of the embedding no gradient.
     raw |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **further}

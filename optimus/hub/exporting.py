@@ -20,7 +20,7 @@ from optimus.data.chat import FILE as CHAT_TEMPLATE
 from optimus.data.chat import ChatTemplate
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
-from optimus.hub.config_json import published_family, write_config, write_json
+from optimus.hub.config_json import no_export, write_config, write_json
 from optimus.hub.keys import published
 from optimus.hub.published import GENERATION, TOKENIZER, published_again
 from optimus.hub.tensors import MASKS, OutputTensor, stored_bytes, write_tensors
@@ -86,7 +86,8 @@ def export_model(
     """
     output = output.absolute()
     _check_free(output)
-    published_family(model.config)
+    if (why := no_export(model.config)) is not None:
+        raise UserError(why)
     tensors = _tensors(model, dtype)
     size = sum(map(stored_bytes, tensors))
     special = _special_tokens(tokenizer, eos_id)

@@ -69,8 +69,9 @@ class Attention(nn.Module):
             self.q = Linear(residual, columns, bias=bias)
             self.kv = Linear(residual, Size("stack", 2), shared, bias=bias)
         self.out = Linear(columns, residual, bias=config.attention_bias == "all")
-        sinks = Size("heads", config.heads)
-        self.sink = declare(self, "sink", sinks, role="vector") if config.attention_sinks else None
+        self.sink = (
+            declare(self, "sink", Size("heads", config.heads), role="vector") if config.attention_sinks else None
+        )
         self.norms_heads = config.qk_norm == "head"
         normed = {"none": (None, None), "whole": (columns, shared), "head": (head, head)}[config.qk_norm]
         self.q_norm, self.k_norm = (None if size is None else norm_of(config, size) for size in normed)

@@ -101,7 +101,7 @@ class Blocks(nn.ModuleList):
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__(blocks)
-        self.run_in(len(self), _as_it_is)
+        self.run_in(len(self), lambda function, *args: function(*args))
 
     def run_in(self, size: int, run: Callable[..., Any]) -> None:
         """Run segments of `size` blocks each by a call of `run`."""
@@ -126,10 +126,6 @@ class Blocks(nn.ModuleList):
             if own is not None:
                 stats = own if stats is None else stats + own
         return x_TH, stats
-
-
-def _as_it_is(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 class Embedding(nn.Module):

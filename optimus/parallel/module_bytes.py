@@ -106,11 +106,6 @@ class ModuleBytes(NamedTuple):
         """The most that there is besides."""
         return max(self.works)
 
-    @property
-    def summed_up(self) -> "ModuleBytes":
-        """With the most of what there is besides alone."""
-        return self._replace(works=[self.work])
-
 
 @lru_cache(maxsize=16384)
 def block_bytes(
@@ -129,8 +124,7 @@ def block_bytes(
         least = ceil(_ROWS * number / rows)
     else:
         return {}
-    found = _grown(partial(_block_bytes, setting, layer, experts, again), least, sequences)
-    return {place: module.summed_up for place, module in found.items()}
+    return _grown(partial(_block_bytes, setting, layer, experts, again), least, sequences)
 
 
 @lru_cache(maxsize=4096)
@@ -140,13 +134,14 @@ def end_bytes(setting: ModuleSetting, what: End, sequences: int) -> ModuleBytes:
     if what == "head":  # from there on it works in several blocks of rows
         rows = 2 * block_rows(-(-setting.model.vocab // setting.mesh.tp_out))
     least = ceil(rows * setting.mesh.cp / setting.context)
-    return _grown(partial(_end_bytes, setting, what), least, sequences)[0, 0].summed_up
+    return _grown(partial(_end_bytes, setting, what), least, sequences)[0, 0]
 
 
 def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, sequences: int) -> dict[Place, ModuleBytes]:
-    """With any number of sequences: from the bytes of `least` and of twice as many, where there are more."""
+    """With any number of sequences: from the bytes of `least` and of twice as many, where there are more. Of what there is
+    besides, the most alone."""
     if sequences <= 2 * least:
-        return measure(sequences)
+        return {place: module._replace(works=[module.work]) for place, module in measure(sequences).items()}
     one, two, times = measure(least), measure(2 * least), sequences / least - 1
 
     def grow(few: float, more: float) -> float:
@@ -167,7 +162,7 @@ def _block_bytes(
     setting: ModuleSetting, layer: int, experts: bool, again: bool, sequences: int
 ) -> dict[Place, ModuleBytes]:
     """Of its experts alone, or of all other modules."""
-    stage = _Stage.of(setting)
+    stage = _stage(setting)
     config, ranks = stage.model.config, setting.mesh.ep
     # Where this rank has all experts, one of them is busy.
     busy = config.experts_of(layer) // ranks if ranks > 1 else 1
@@ -179,7 +174,7 @@ def _block_bytes(
 
 @lru_cache(maxsize=1024)
 def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Place, ModuleBytes]:
-    stage = _Stage.of(setting)
+    stage = _stage(setting)
     model, batch = stage.model, _batch(setting, sequences)
     with stage.shapes() as shapes:
         x_TH = setting.stream(sequences).requires_grad_()
@@ -213,11 +208,6 @@ def _batch(setting: ModuleSetting, sequences: int) -> Batch:
 class _Stage:
     """A model on the first rank of a mesh, of each kind of block one."""
 
-    @classmethod
-    @lru_cache(maxsize=32)
-    def of(cls, setting: ModuleSetting) -> "_Stage":
-        return cls(setting)
-
     def __init__(self, setting: ModuleSetting) -> None:
         config, options = setting.model, setting.options
         groups, examples = ShapeGroups(setting.mesh), sorted(set(config.alike))
@@ -242,6 +232,9 @@ class _Stage:
         shapes.ignore(*self.model.parameters(), *self.model.buffers(), *(each.grad for each in self._buffers.values()))
         shapes.ignore(*(() if self.teacher is None else self.teacher.parameters()))
         return shapes
+
+
+_stage = lru_cache(maxsize=32)(_Stage)
 
 
 class _Run(NamedTuple):

@@ -110,8 +110,9 @@ class Shapes(TorchDispatchMode):
             if "device" in kwargs:
                 kwargs["device"] = _META if not given and _floating(function, args, kwargs) else _CPU
             result = function(*args, **kwargs)
-            if given and not any(tensor.is_floating_point() for tensor in given):
-                result = _without_numbers(result)
+            numbers = isinstance(result, Tensor) and result.is_floating_point()
+            if numbers and given and not any(tensor.is_floating_point() for tensor in given):  # made of integers
+                result = torch.empty_like(result, device=_META)
         for tensor in _leaves([result]):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -224,13 +225,6 @@ def _leaves(values: Sequence[Any]) -> list[Any]:
         else:
             found.append(each)
     return found
-
-
-def _without_numbers(value: Any) -> Any:
-    """A floating-point result of integers."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return torch.empty_like(value, device=_META)
-    return value
 
 
 _FLOATS = {torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, torch.ops.aten.ones.default}
