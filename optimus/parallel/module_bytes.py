@@ -267,9 +267,10 @@ class _Measuring:
         start, before = shapes.alive, shapes.made
         # `* 1` stands for the blocks before and behind: it keeps nothing, and gradients are freed as between blocks.
         x_TH, stats = self._block(leaf * 1, places)
-        ends = [x_TH * 1, *(each for each in (stats or ())[1:3] if each.requires_grad)]
+        sums = () if stats is None else (stats.probabilities_E, stats.z)
+        ends = [x_TH * 1, *(each for each in sums if each.requires_grad)]
         last = shapes.number(ends[0])
-        del x_TH, stats
+        del x_TH, stats, sums
         kept = {number: size for number, size in shapes.sizes.items() if before < number != last}
         shapes.history.clear()
         deferred = _backward(self._step, ends, [gradient, *map(torch.empty_like, ends[1:])], splits=splits)

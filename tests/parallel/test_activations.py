@@ -102,8 +102,10 @@ def measured(source: dict[str, Any], ranks: int, *, splits: bool = False) -> tup
     return hooked, Activations(*map(min, zip(*found))), computed
 
 
-def measured_all(sources: list[dict[str, Any]], ranks: int) -> list[tuple[int, Activations, Activations]]:
-    return [measured(source, ranks) for source in sources]
+def measured_all(
+    sources: list[dict[str, Any]], ranks: int, splits: bool = False
+) -> list[tuple[int, Activations, Activations]]:
+    return [measured(source, ranks, splits=splits) for source in sources]
 
 
 IN_ONE_PROCESS = [*product(((DENSE, "mlp"), (EXPERTS, "moe")), SETS, ("float32", "bfloat16"))]
@@ -300,6 +302,17 @@ def test_computed_is_measured_on_ranks(model: dict[str, Any], ranks: int, sectio
         for case, (_, found, computed) in zip(cases, results, strict=True):
             assert computed.saved == pytest.approx(found.saved, rel=0.05), case
             assert computed.peak == pytest.approx(found.peak, rel=0.1), case
+
+
+def test_a_split_backward_pass_is_measured_on_ranks() -> None:
+    """A gradient that waits for the second part is that of the residual stream too, and there once."""
+    cases = ["block"], ["attention"]
+    sources = [tree(SHARED, recompute=kinds, parallel={"tensor": 2, "sequence": False}) for kinds in cases]
+    for results in run_ranks(measured_all, 2, sources, 2, True):
+        for case, (_, found, computed) in zip(cases, results, strict=True):
+            assert computed.saved == pytest.approx(found.saved, rel=0.01), case
+            assert computed.peak == pytest.approx(found.peak, rel=0.01), case
+            assert computed.waiting == pytest.approx(found.waiting, rel=0.01), case
 
 
 # ---- recompute: auto ----
