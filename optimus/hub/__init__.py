@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from optimus.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from optimus.hub.config_json import context_of, read_model_folder
+    from optimus.hub.config_json import context_of, no_export, read_model_folder
     from optimus.hub.drop_in import FastSparseMoEBlock, register_experts
     from optimus.hub.exporting import export_checkpoint, export_model
     from optimus.hub.importing import FolderReader, import_folder, left_out, load_weights
@@ -25,6 +25,7 @@ __all__ = [
     "import_folder",
     "left_out",
     "load_weights",
+    "no_export",
     "read_model_folder",
     "read_published",
     "register_experts",
@@ -43,6 +44,7 @@ __getattr__, __dir__ = lazy_exports(
         "import_folder": _IMPORTING,
         "left_out": _IMPORTING,
         "load_weights": _IMPORTING,
+        "no_export": _CONFIG,
         "read_model_folder": _CONFIG,
         "read_published": "optimus.hub.published",
         "register_experts": _DROP_IN,

@@ -51,7 +51,7 @@ def read_model(path: Path) -> ModelConfig:
     file, raw = path / FILE, read_config(path)
     family = _family(raw, file)
     raw = {family.aliases.get(name, name): value for name, value in raw.items()}
-    model: dict[str, Any] = {"family": family.model_type, **family.built_in}
+    model: dict[str, Any] = {"family": family.model_type}
     model |= {ours: _value(ours, raw, theirs, file) for ours, theirs in family.fields.items()}
     _refuse_unsupported(family, raw, model, file)
     for ours, theirs in family.optional.items():
@@ -115,20 +115,30 @@ def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if name in kept}
 
 
+def no_export(model: ModelConfig) -> str | None:
+    """Why `model` cannot be exported: its family has no class in `transformers` that computes the same. None if it has."""
+    family = families()[model.family]
+    if family.architecture is None:
+        return f"transformers has no model of family {model.family}: it cannot be exported"
+    for name, value in model:
+        theirs = {**family.optional, **family.fields}.get(name)
+        only = [*theirs.values.values()] if isinstance(theirs, Choice) else [model.usual(name)]
+        if value not in only and (isinstance(theirs, Choice) or name not in family.varies):
+            return (
+                f"model.{name} is {value}, but {' or '.join(map(str, only))} in all models of {family.architecture} of "
+                "transformers: this one cannot be exported; use its checkpoint"
+            )
+    return None
+
+
 def write_config(
     model: ModelConfig, folder: Path, *, context: int, dtype: str, further: Mapping[str, Any] = {}
 ) -> None:
     """Write config.json for `transformers` 4 and 5 alike (so no `rope_parameters`), with the `further` fields.
 
-    Raises `UserError` for an architecture that `transformers` cannot express.
+    The `model` is one that can be exported (`no_export`).
     """
     family = families()[model.family]
-    for name, value in family.built_in.items():
-        if getattr(model, name) != value:
-            raise UserError(
-                f"model.{name} is {getattr(model, name)}: {family.architecture} of transformers has {value} built in, so "
-                "this model has no equal there"
-            )
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     # No padding token unless it is said: `transformers` would give that row of the embedding no gradient.
     raw |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **further}

@@ -20,12 +20,11 @@ from optimus.data.chat import FILE as CHAT_TEMPLATE
 from optimus.data.chat import ChatTemplate
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
-from optimus.hub.config_json import write_config, write_json
+from optimus.hub.config_json import no_export, write_config, write_json
 from optimus.hub.keys import published
 from optimus.hub.published import GENERATION, TOKENIZER, published_again
 from optimus.hub.tensors import MASKS, OutputTensor, stored_bytes, write_tensors
 from optimus.model import Transformer
-from optimus.model.families import families
 from optimus.model.parameters import named_tensors
 
 _MAX_FILE = 5_000_000_000  # bytes: what `transformers` itself cuts large models into
@@ -87,8 +86,8 @@ def export_model(
     """
     output = output.absolute()
     _check_free(output)
-    if families()[model.config.family].architecture is None:
-        raise UserError(f"transformers has no model of family {model.config.family}: it cannot be exported")
+    if (why := no_export(model.config)) is not None:
+        raise UserError(why)
     tensors = _tensors(model, dtype)
     size = sum(map(stored_bytes, tensors))
     special = _special_tokens(tokenizer, eos_id)

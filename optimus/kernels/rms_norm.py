@@ -13,9 +13,9 @@ from optimus.kernels import backend
 from optimus.kernels.backend import compute_dtype
 
 
-def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
-    """Normalise the last dim of `x_TH` (any leading dims) and scale it by `w_H`; the type of x is kept."""
-    return _RmsNorm.apply(x_TH, w_H, eps)
+def rms_norm(x_TH: Tensor, w_H: Tensor | None, eps: float) -> Tensor:
+    """Normalise the last dim of `x_TH` (any leading dims) and scale it by `w_H`, if any; the type of x is kept."""
+    return _RmsNorm.apply(x_TH, x_TH.new_ones(x_TH.shape[-1]) if w_H is None else w_H, eps)
 
 
 def rms_norm_reference(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:

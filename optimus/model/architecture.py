@@ -62,6 +62,8 @@ class Latent(Section):
     value: int = Field(gt=0, description="Columns of a head's values.")
 
 
+# What models of any family may have: an export says if the family's class has not.
+_OF_ANY_FAMILY = "norm", "norm_place", "norm_eps"
 # What latent attention has no use for.
 _NOT_LATENT = "kv_heads", "qk_norm", "attention_bias", "window", "learned_positions", "query_scale", "score_cap"
 
@@ -86,9 +88,9 @@ class ModelConfig(Section):
     """Size of the vocabulary, at least the tokenizer's. Ranks need not divide it evenly."""
     norm: Literal["layer", "layer_affine", "rms", "rms_offset"] = "rms"
     """layer: LayerNorm without weights; layer_affine: LayerNorm with weights and biases; rms: RMSNorm with weights;
-    rms_offset: RMSNorm that stores its weights minus one. Default: the family's."""
+    rms_offset: RMSNorm that stores its weights minus one. Default: the family's; an export has no other."""
     norm_place: Literal["before", "after", "both"] = "before"
-    """Pre-norm, post-norm, or both, for attention and feed-forward layer. Default: the family's."""
+    """Pre-norm, post-norm, or both, for attention and feed-forward layer. Default: the family's; an export has no other."""
     qk_norm: Literal["none", "whole", "head"] = "none"
     """RMSNorm of queries and keys. whole: over all heads together; head: per head. Default: the family's."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
@@ -187,7 +189,7 @@ class ModelConfig(Section):
         if not sparse and (self.experts is not None or self.experts_per_token is not None or self.renormalise):
             raise ValueError(f"family {self.family} is dense: remove experts, experts_per_token and renormalise")
         for name, value in self:
-            if name not in family.varies and value != (usual := family.defaults.get(name, self._default(name))):
+            if name not in {*family.varies, *_OF_ANY_FAMILY} and value != (usual := self.usual(name)):
                 raise ValueError(f"{name} is {value!r}, but {usual!r} in all models of family {self.family}: remove it")
         if self.experts is not None and self.experts_per_token is not None:
             self._check_experts(self.experts, self.experts_per_token)
@@ -244,6 +246,10 @@ class ModelConfig(Section):
         """The fields whose values follow from others."""
         fields = type(self).model_fields
         return frozenset(name for name, value in self if fields[name].default_factory and value == self._default(name))
+
+    def usual(self, name: str) -> Any:
+        """The value of a field in the models of the family, if they all have the same."""
+        return family_named(self.family).defaults.get(name, self._default(name))
 
     def _default(self, name: str) -> Any:
         return type(self).model_fields[name].get_default(call_default_factory=True, validated_data=self.__dict__)

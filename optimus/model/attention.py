@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from optimus.kernels.attention import Scoring, causal_attention
 from optimus.kernels.rotary import rotary
 from optimus.model.architecture import ModelConfig
-from optimus.model.dense import RMSNorm
 from optimus.model.linear import Linear
+from optimus.model.norms import norm_of
 from optimus.model.parameters import Size, declare
 from optimus.model.positions import Table
 from optimus.model.sequence import SequenceSplit
@@ -69,14 +69,12 @@ class Attention(nn.Module):
             self.q = Linear(residual, columns, bias=bias)
             self.kv = Linear(residual, Size("stack", 2), shared, bias=bias)
         self.out = Linear(columns, residual, bias=config.attention_bias == "all")
-        sinks = Size("heads", config.heads)
-        self.sink = declare(self, "sink", sinks, role="vector") if config.attention_sinks else None
+        self.sink = (
+            declare(self, "sink", Size("heads", config.heads), role="vector") if config.attention_sinks else None
+        )
         self.norms_heads = config.qk_norm == "head"
         normed = {"none": (None, None), "whole": (columns, shared), "head": (head, head)}[config.qk_norm]
-        self.q_norm, self.k_norm = (
-            None if size is None else RMSNorm(size, config.norm_eps, offset=config.norm == "rms_offset")
-            for size in normed
-        )
+        self.q_norm, self.k_norm = (None if size is None else norm_of(config, size) for size in normed)
 
     def forward(self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
         """[T, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue what it holds."""

@@ -89,7 +89,7 @@ def _counts(config: ModelConfig) -> _Counts:
     for name, declared in declarations(model):
         parameter = model.get_parameter(name)
         chosen = parameter.numel()
-        if declared.dims[0] in ("experts", "all_experts"):
+        if not {"experts", "all_experts"}.isdisjoint(declared.dims):
             chosen = chosen // len(parameter) * (config.experts_per_token or 0)
         first, second, third, *_ = (*name.split("."), "")
         parts, module = (blocks[int(second)], third) if first == "blocks" else ([first], first)

@@ -1,4 +1,4 @@
-"""The dense feed-forward layer and the norms.
+"""The dense feed-forward layer.
 
 Legend: T tokens, H hidden, I intermediate.
 """
@@ -6,48 +6,8 @@ Legend: T tokens, H hidden, I intermediate.
 from torch import Tensor, nn
 
 from optimus.kernels.activation import Activation, activation
-from optimus.kernels.backend import compute_dtype
 from optimus.model.linear import Linear
-from optimus.model.norms import LocalNorms, Norms
-from optimus.model.parameters import Size, declare
-
-
-class Norm(nn.Module):
-    """Of the last dim, whose columns are of `dim`."""
-
-    replaceable = ("norms",)
-
-    def __init__(self, columns: Size, eps: float) -> None:
-        super().__init__()
-        self.dim, self.eps = columns.dim, eps
-        self.norms: Norms = LocalNorms()
-
-
-class RMSNorm(Norm):
-    """RMSNorm with a weight, of the last dim. With `offset` one is added to the weight, which begins at zero."""
-
-    def __init__(self, columns: Size, eps: float, *, offset: bool = False) -> None:
-        super().__init__(columns, eps)
-        self.weight = declare(self, "weight", columns, role="vector", initial="zeros" if offset else "ones")
-        self.offset = offset
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        weight = self.weight
-        if self.offset:  # in fp32, because a bf16 near one has fewer digits than its distance from one
-            return self.norms.rms(x_TH, weight.to(compute_dtype(weight.dtype)) + 1, self.eps)
-        return self.norms.rms(x_TH, weight, self.eps)
-
-
-class LayerNorm(Norm):
-    """LayerNorm in fp32 whatever the type of x: with weight and bias, or without (OLMo's non-parametric norm)."""
-
-    def __init__(self, columns: Size, eps: float, *, affine: bool = False) -> None:
-        super().__init__(columns, eps)
-        self.weight = declare(self, "weight", columns, role="vector", initial="ones") if affine else None
-        self.bias = declare(self, "bias", columns, role="vector", initial="zeros") if affine else None
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        return self.norms.layer(x_TH, self.eps, self.weight, self.bias)
+from optimus.model.parameters import Size
 
 
 class DenseMlp(nn.Module):

@@ -40,7 +40,7 @@ def initialize_parameter(
     `positions` maps elements of that part to those of the global row-major tensor.
     """
     if initial != "normal":
-        parameter.fill_(initial == "ones")
+        parameter.fill_(initial)
         return
     flat, key = parameter.view(-1), _key(seed, name)
     for tile in range(0, flat.numel(), _TILE):

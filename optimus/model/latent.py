@@ -19,8 +19,8 @@ from optimus.kernels.attention import causal_attention
 from optimus.kernels.rotary import rotary
 from optimus.model.architecture import Latent, ModelConfig
 from optimus.model.attention import AttentionPositions, LayerCache
-from optimus.model.dense import RMSNorm
 from optimus.model.linear import Linear
+from optimus.model.norms import RMSNorm
 from optimus.model.parameters import Size
 from optimus.model.positions import Table, mscale
 
@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(keys, _EPS)
         self.kv_up = Linear(keys, Size("heads", config.heads * (config.head_size + latent.value)))
         self.out = Linear(Size("heads", config.heads * latent.value), residual)
-        self.all_rows: Callable[[Tensor], Tensor] = _as_it_is
+        self.all_rows: Callable[[Tensor], Tensor] = lambda x: x
         scaling, query = config.rope_scaling, config.query_size
         self._widest = max(query, latent.value)  # of attention, whose heads are all of one size
         scale = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim or 0.0) ** 2
@@ -86,10 +86,6 @@ class LatentAttention(nn.Module):
         """With columns of zeros."""
         missing = self._widest - x_BSND.shape[-1]
         return F.pad(x_BSND, (0, missing)) if missing else x_BSND
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 def _turned(x_BSND: Tensor, table: Table) -> Tensor:

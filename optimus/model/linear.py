@@ -1,7 +1,7 @@
 """The linear layer of all projections, and how it multiplies. Legend: T rows of any leading shape."""
 
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,31 +12,21 @@ from optimus.model.low_rank import FactoredProduct
 from optimus.model.parameters import Dim, Size, declaration, declare
 
 
-class Product(Protocol):
-    """How a projection is carried out: `inner` multiplies what is here."""
+class Product:
+    """How a projection is carried out: `inner` multiplies what is here, by default the whole weight."""
 
-    inner: MatrixProduct
+    def __init__(self, inner: MatrixProduct) -> None:
+        self.inner = inner
 
     def around(self, inner: MatrixProduct) -> "Product":
         """The same with another `inner`."""
+        return Product(inner)
 
     def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
         """[..., inputs] to [..., outputs of `weight`, its leading dims laid end to end].
 
         With a `buffer`, the gradient of the weight goes there.
         """
-
-
-class LocalProduct:
-    """The whole weight is here; `inner` multiplies."""
-
-    def __init__(self, inner: MatrixProduct) -> None:
-        self.inner = inner
-
-    def around(self, inner: MatrixProduct) -> "LocalProduct":
-        return LocalProduct(inner)
-
-    def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
         return linear(x, weight.flatten(0, -2), buffer, self.inner)
 
 
@@ -48,7 +38,7 @@ class ProjectionModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.product: Product = LocalProduct(MatrixProduct())
+        self.product: Product = Product(MatrixProduct())
         self.gradients: Mapping[nn.Parameter, GradientBuffer] = {}
 
     @property
@@ -64,7 +54,7 @@ class Linear(ProjectionModule):
     def __init__(self, inputs: Size, *outputs: Size, bias: bool = False) -> None:
         super().__init__()
         self.weight = declare(self, "weight", *outputs, inputs)
-        self.bias = declare(self, "bias", *outputs, role="vector", initial="zeros") if bias else None
+        self.bias = declare(self, "bias", *outputs, role="vector", initial=0.0) if bias else None
         self.lora_b: nn.Parameter | None = None
         self.lora_a: nn.Parameter | None = None
 
@@ -74,7 +64,7 @@ class Linear(ProjectionModule):
         dims = declaration(self, "weight").dims
         *outputs, inputs = map(Size, dims, self.weight.shape)
         own = Size("rank", rank)
-        self.lora_b = declare(self, "lora_b", *outputs, own, role="factor", initial="zeros", factor_of=dims)
+        self.lora_b = declare(self, "lora_b", *outputs, own, role="factor", initial=0.0, factor_of=dims)
         self.lora_a = declare(self, "lora_a", own, inputs, role="factor", factor_of=dims)
 
     def forward(self, x: Tensor) -> Tensor:

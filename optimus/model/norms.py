@@ -1,31 +1,80 @@
-"""How rows are normalised: the interface, and its form on one device, which has all columns of a row.
+"""Norms: their table, the modules, and how rows are normalised where all of their columns are on one device.
 
 Legend: T tokens, H columns.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from optimus.kernels.backend import compute_dtype
 from optimus.kernels.rms_norm import rms_norm
+from optimus.model.architecture import ModelConfig
+from optimus.model.parameters import Size, declare
 
 
-class Norms(Protocol):
-    """Norms of rows; of some logical dim are the columns."""
+class Norms:
+    """What a norm asks of whole rows; here all columns are. In `parallel.norms` they are split."""
 
-    def rms(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        """RMSNorm with a weight."""
-
-    def layer(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None, bias_H: Tensor | None = None) -> Tensor:
-        """LayerNorm, with weight and bias or without both."""
-
-
-class LocalNorms:
-    """All columns are here."""
-
-    def rms(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    def rms(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None) -> Tensor:
+        """RMSNorm, with a weight or without."""
         return rms_norm(x_TH, weight_H, eps)
 
     def layer(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None, bias_H: Tensor | None = None) -> Tensor:
+        """LayerNorm, with weight and bias or without both."""
         return F.layer_norm(x_TH, x_TH.shape[-1:], weight_H, bias_H, eps)
+
+
+class Norm(nn.Module):
+    """Of the last dim, whose columns are of `dim`."""
+
+    replaceable = ("norms",)
+
+    def __init__(self, columns: Size, eps: float) -> None:
+        super().__init__()
+        self.dim, self.eps = columns.dim, eps
+        self.norms = Norms()
+
+
+class RMSNorm(Norm):
+    """RMSNorm with a weight, of the last dim. With `offset` one is added to the weight, which begins at zero."""
+
+    def __init__(self, columns: Size, eps: float, *, offset: bool = False) -> None:
+        super().__init__(columns, eps)
+        self.weight = declare(self, "weight", columns, role="vector", initial=float(not offset))
+        self.offset = offset
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if self.offset:  # in fp32, because a bf16 near one has fewer digits than its distance from one
+            weight = weight.to(compute_dtype(weight.dtype)) + 1
+        return self.norms.rms(x_TH, self.eps, weight)
+
+
+class LayerNorm(Norm):
+    """LayerNorm in fp32 whatever the type of x: with weight and bias, or without (OLMo's non-parametric norm)."""
+
+    def __init__(self, columns: Size, eps: float, *, affine: bool = False) -> None:
+        super().__init__(columns, eps)
+        self.weight = declare(self, "weight", columns, role="vector", initial=1.0) if affine else None
+        self.bias = declare(self, "bias", columns, role="vector", initial=0.0) if affine else None
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return self.norms.layer(x_TH, self.eps, self.weight, self.bias)
+
+
+_Make = Callable[[Size, float], nn.Module]
+NORMS: dict[str, tuple[_Make, _Make]] = {  # `model.norm` to what makes one of the stream, and one of queries and keys
+    "layer": (LayerNorm, RMSNorm),
+    "layer_affine": (partial(LayerNorm, affine=True), RMSNorm),
+    "rms": (RMSNorm, RMSNorm),
+    "rms_offset": (partial(RMSNorm, offset=True), partial(RMSNorm, offset=True)),
+}
+
+
+def norm_of(config: ModelConfig, columns: Size) -> nn.Module:
+    """The norm of these columns: of the residual stream, or of queries or keys."""
+    of_stream, of_heads = NORMS[config.norm]
+    return (of_stream if columns.dim == "residual" else of_heads)(columns, config.norm_eps)

@@ -31,7 +31,7 @@ Dim = Literal[
     "rank",  # columns of low-rank factors
 ]
 Role = Literal["matrix", "vector", "embedding", "head", "router", "expert", "factor"]  # what it is to the optimizer
-Initial = Literal["normal", "ones", "zeros"]  # normal: cut at three deviations; see `model.init`
+Initial = float | Literal["normal"]  # of all elements; or normal, cut at three deviations: see `model.init`
 Input = Literal["residual", "tokens", "inner"]
 
 
@@ -44,8 +44,8 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Declaration:
-    """A parameter as its module declares it. `dims` are of the whole tensor, in its order; `factor_of` are those of the
-    matrix that it is a factor of, if it is one: what splits that makes its gradient a partial sum."""
+    """A parameter as its module declares it. `dims` are of the whole tensor, in its order; `factor_of` are those of
+    the matrix, or the columns, that it is a factor of: what splits these makes its gradient a partial sum."""
 
     dims: tuple[Dim, ...]
     role: Role

@@ -13,7 +13,7 @@ from optimus.kernels.embedding import embedding
 from optimus.kernels.rotary import rotary_table
 from optimus.model.architecture import ModelConfig, RopeScaling
 from optimus.model.parameters import Size, declare
-from optimus.model.vocabulary import LocalVocabulary, Vocabulary
+from optimus.model.vocabulary import Vocabulary
 
 Table = tuple[Tensor, Tensor]  # (cos, sin), fp32 [S, D / 2]
 
@@ -28,7 +28,7 @@ class LearnedPositions(nn.Module):
         rows = Size("positions", positions + offset)
         self.weight = declare(self, "weight", rows, Size("residual", hidden), role="embedding")
         self.offset = offset
-        self.vocabulary: Vocabulary = LocalVocabulary()
+        self.vocabulary: Vocabulary = Vocabulary()
 
     def forward(self, position_T: Tensor) -> Tensor:
         """[T, H]. Beyond the last row is padding only, which nothing sees."""

@@ -17,16 +17,17 @@ from optimus.kernels.linear_divergence import SoftTargets, linear_divergence
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, AttentionPositions, LayerCache
 from optimus.model.batch import Batch, moved
-from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
+from optimus.model.dense import DenseMlp
 from optimus.model.latent import LatentAttention
 from optimus.model.moe.choices import Routing
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.statistics import RouterStats
+from optimus.model.norms import norm_of
 from optimus.model.parameters import Size, declare
 from optimus.model.positions import LearnedPositions, tables
-from optimus.model.sequence import LocalSequence, SequenceSplit
+from optimus.model.sequence import SequenceSplit
 from optimus.model.units import Unit
-from optimus.model.vocabulary import LocalVocabulary, Vocabulary
+from optimus.model.vocabulary import Vocabulary
 from optimus.step_context import StepContext
 
 
@@ -62,30 +63,26 @@ class KVCache:
             layer.keep(length)
 
 
-def _norm(config: ModelConfig) -> nn.Module:
-    """A norm of the residual stream."""
-    residual = Size("residual", config.hidden)
-    if config.norm.startswith("rms"):
-        return RMSNorm(residual, config.norm_eps, offset=config.norm == "rms_offset")
-    return LayerNorm(residual, config.norm_eps, affine=config.norm == "layer_affine")
-
-
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); the norm may come after the module, or before and after."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); the norm may come after the module, or before and after.
+
+    `forward` may call its units in any order: what runs them, gathers, recomputes and accounts for memory asks for no more.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, routing: Routing = "learned") -> None:
         super().__init__()
         before, after = config.norm_place != "after", config.norm_place != "before"
-        self.attention_norm = _norm(config) if before else None
+        residual = Size("residual", config.hidden)
+        self.attention_norm = norm_of(config, residual) if before else None
         self.attention = LatentAttention(config, config.latent) if config.latent else Attention(config, layer)
-        self.attention_out_norm = _norm(config) if after else None
-        self.mlp_norm = _norm(config) if before else None
+        self.attention_out_norm = norm_of(config, residual) if after else None
+        self.mlp_norm = norm_of(config, residual) if before else None
         if config.experts_of(layer):
             self.moe = MoeLayer(config, layer, routing)
         else:
             sizes = config.hidden, config.intermediate
             self.mlp = DenseMlp(*sizes, kind=config.activation, gated=config.gated, bias=config.mlp_bias)
-        self.mlp_out_norm = _norm(config) if after else None
+        self.mlp_out_norm = norm_of(config, residual) if after else None
         self.attend = Unit("attention", self.attention, self.attention_norm, self.attention_out_norm)
         kind = "moe" if config.experts_of(layer) else "mlp"
         self.feed_forward = Unit(kind, getattr(self, kind), self.mlp_norm, self.mlp_out_norm)
@@ -104,7 +101,7 @@ class Blocks(nn.ModuleList):
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__(blocks)
-        self.run_in(len(self), _as_it_is)
+        self.run_in(len(self), lambda function, *args: function(*args))
 
     def run_in(self, size: int, run: Callable[..., Any]) -> None:
         """Run segments of `size` blocks each by a call of `run`."""
@@ -131,10 +128,6 @@ class Blocks(nn.ModuleList):
         return x_TH, stats
 
 
-def _as_it_is(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
 class Embedding(nn.Module):
     """One row per token of the vocabulary."""
 
@@ -143,7 +136,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
         self.weight = declare(self, "weight", Size("vocab", vocab), Size("residual", hidden), role="embedding")
-        self.vocabulary: Vocabulary = LocalVocabulary()
+        self.vocabulary: Vocabulary = Vocabulary()
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         return self.vocabulary.embed(tokens_T, self.weight)
@@ -168,7 +161,7 @@ class Head(nn.Module):
         own = Size("vocab", vocab), Size("residual", hidden)
         self.weight = declare(self, "weight", *own, role="head") if tied is None else tied
         self.cap = cap
-        self.vocabulary: Vocabulary = LocalVocabulary()
+        self.vocabulary: Vocabulary = Vocabulary()
 
     def forward(
         self,
@@ -213,12 +206,13 @@ class Transformer(nn.Module):
         numbers = range(config.layers) if layers is None else layers
         self.config = config
         self.step = StepContext()
-        self.sequence: SequenceSplit = LocalSequence()
+        self.sequence: SequenceSplit = SequenceSplit()
         self.embedding = Embedding(config.vocab, config.hidden)
         learned = config.learned_positions
         self.positions = LearnedPositions(learned, config.position_offset, config.hidden) if learned else None
+        # Here alone the kind of block is chosen.
         self.blocks = Blocks(Block(config, layer, routing) for layer in numbers)
-        self.final_norm = _norm(config)
+        self.final_norm = norm_of(config, Size("residual", config.hidden))
         tied = self.embedding.weight if config.tie_embeddings else None
         self.head = Head(config.vocab, config.hidden, tied, config.logit_cap)
         self.embed = Unit("embedding", self.embedding)
@@ -312,7 +306,7 @@ class Transformer(nn.Module):
     def full_positions(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, AttentionPositions]:
         """As `places`: all positions of these sequences, which begin at `start`, on every device."""
         positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
-        return positions_S, self._places(positions_S, len(tokens_BS), LocalSequence())
+        return positions_S, self._places(positions_S, len(tokens_BS), SequenceSplit())
 
     def _places(self, positions_S: Tensor, sequences: int, sequence: SequenceSplit) -> AttentionPositions:
         return AttentionPositions(*tables(self.config, positions_S), sequence, positions_S.repeat(sequences))

@@ -21,6 +21,7 @@ from optimus.parallel.parallelize import StageOptions
 from optimus.parallel.recompute import Recomputation
 
 Row = Sequence[tuple[ModuleBytes, ModuleBytes | None]]  # modules as they are, and run again with results cached
+_Sources = set[tuple[int, ...]]  # inputs of modules that are kept
 
 
 class Activations(NamedTuple):
@@ -76,9 +77,9 @@ def activation_bytes(
     numbers = [alike[layer] for layer in (range(config.layers) if layers is None else layers)]
     groups = list(_groups(numbers, chosen))
     blocks = {group: _blocks(setting, micro_batch, *group) for group in set(groups)}
-    parts = [_part([_alone(end_bytes(setting, "embedding" if first else "places", micro_batch))])]
+    parts = [_part([_alone(end_bytes(setting, "embedding" if first else "places", micro_batch), set())])]
     parts += [blocks[group] for group in groups]
-    parts += [_part([_alone(end_bytes(setting, "head", micro_batch))])] if last else []
+    parts += [_part([_alone(end_bytes(setting, "head", micro_batch), set())])] if last else []
     kept = peak = left = sum(part.saved for part in parts)
     for part in reversed(parts):
         peak = max(peak, left + part.above)
@@ -101,18 +102,18 @@ def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], ki
     """Of blocks that stand together, alike to these."""
     cached = kinds if setting.options.keep_collectives and setting.mesh.size > 1 else ()
     rows = list[Row]()
-    for number in numbers:
+    for at, number in enumerate(numbers):
         block, again = dict[Place, ModuleBytes](), dict[Place, ModuleBytes]()
         for experts, others in ((False, {"moe"}), (True, {"norm", "attention", "mlp"})):
             block |= block_bytes(setting, number, sequences, experts=experts)
             if set(cached) - others:
                 again |= block_bytes(setting, number, sequences, experts=experts, again=True)
         for _, row in groupby(sorted(block.items()), lambda at: at[0][0]):
-            rows.append([(module, again.get(place)) for place, module in row])
-    stream = setting.stream(sequences).nbytes
+            rows.append([(each._replace(source=(at, *each.source)), again.get(place)) for place, each in row])
+    stream, kept = setting.stream(sequences).nbytes, _Sources()
     if "block" in kinds:
-        return _part([_run_again([each for row in rows for each in row], stream)])
-    return _part([region for row in rows for region in _row_regions(row, kinds, stream)])
+        return _part([_run_again([each for row in rows for each in row], stream, kept)])
+    return _part([region for row in rows for region in _row_regions(row, kinds, stream, kept)])
 
 
 def _part(regions: Sequence[_Region]) -> _Part:
@@ -128,28 +129,36 @@ def _part(regions: Sequence[_Region]) -> _Part:
     return _Part(kept, above, left)
 
 
-def _row_regions(row: Row, kinds: Collection[str], stream: int) -> Iterator[_Region]:
+def _row_regions(row: Row, kinds: Collection[str], stream: int, kept: _Sources) -> Iterator[_Region]:
     """Those of modules that follow each other; of these kinds are run again, together where they can."""
     for again, group in groupby(row, lambda each: each[0].kind in kinds):
         if again:
-            yield _run_again(list(group), stream)
+            yield _run_again(list(group), stream, kept)
         else:
-            yield from (_alone(module) for module, _ in group)
+            yield from (_alone(module, kept) for module, _ in group)
 
 
-def _alone(module: ModuleBytes) -> _Region:
-    """A module that keeps what it needs."""
-    return _Region(module.saved, [(0, module.work, module.waiting)])
+def _alone(module: ModuleBytes, kept: _Sources) -> _Region:
+    """A module that keeps what it needs, unless that is `kept` already."""
+    return _Region(module.saved - _shared(module, kept), [(0, module.work, module.waiting)])
 
 
-def _run_again(modules: Row, stream: int) -> _Region:
+def _shared(module: ModuleBytes, kept: _Sources) -> float:
+    """Bytes of its input that are `kept` already; from here on they are."""
+    shared = module.given if module.source in kept else 0
+    kept |= {module.source} if module.given else set()
+    return shared
+
+
+def _run_again(modules: Row, stream: int, kept: _Sources) -> _Region:
     """Modules one after the other, of which only the first one's input is kept, and cached results of collectives."""
     results = [0 if cached is None else cached.saved - stream for _, cached in modules]
-    made = [module.saved - given for (module, _), given in zip(modules, results)]
-    last, cached = modules[-1]
+    first, (last, cached) = modules[0][0], modules[-1]
+    saved = (0 if first.source in kept else stream) + sum(results)
+    kept.add(first.source)
+    there = set(kept)
+    shared = [_shared(module, there) for module, _ in modules]
+    made = [module.saved - each - given for (module, _), each, given in zip(modules, shared, results)]
     if cached is not None:  # to the point where all that it keeps is there, and no further
-        made[-1] = last.given + cached.work - last.work
-    made[0] -= modules[0][0].given
-    return _Region(
-        stream + sum(results), [(size, module.work, module.waiting) for size, (module, _) in zip(made, modules)]
-    )
+        made[-1] = last.given - shared[-1] + cached.work - last.work
+    return _Region(saved, [(size, module.work, module.waiting) for size, (module, _) in zip(made, modules)])

@@ -33,13 +33,13 @@ from optimus.kernels.attention import (
     sink_gradient,
 )
 from optimus.kernels.documents import Documents
-from optimus.model.sequence import LocalSequence
+from optimus.model.sequence import SequenceSplit
 
 Seen = Callable[[int], list[AttentionBlock]]  # what a rank's positions see of those of another
 
 
-class RingSequence:
-    """Rank i has pieces i and 2n - 1 - i of 2n. A `Sequence`.
+class RingSequence(SequenceSplit):
+    """Rank i has pieces i and 2n - 1 - i of 2n. A `SequenceSplit`.
 
     Each rank sends n - 1 times its keys and values in the forward pass, 2 (n - 1) B S M D numbers; in the backward pass it
     does so again and sends n times their gradients, 2 n B S M D numbers in fp32. The transfers to the next rank overlap
@@ -52,7 +52,7 @@ class RingSequence:
         self._seen = cache(partial(_seen, group.rank, group.size, documents))  # the same in every layer
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Those of the two pieces; see `Sequence`.
+        """Those of the two pieces; see `SequenceSplit`.
 
         Raises:
             UserError: the length is no multiple of 2n.
@@ -62,17 +62,16 @@ class RingSequence:
         return torch.cat([pieces[self._group.rank], pieces[-1 - self._group.rank]])
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Causal attention over all ranks' positions; all must call it. See `Sequence`."""
+        """Causal attention over all ranks' positions; all must call it. See `SequenceSplit`."""
         seen = partial(self._seen, q_BSND.shape[1], scoring.window, scoring.cap)
         return _Ring.apply(q_BSND, k_BSMD, v_BSMD, scoring.sink_N, self._group, seen)
 
     def within(self, documents: Documents) -> Self:
-        """See `Sequence`."""
         return type(self)(self._group, documents)
 
 
-class UlyssesSequence:
-    """Rank i has the i-th of n pieces; during attention, the i-th of n parts of the heads. A `Sequence`.
+class UlyssesSequence(SequenceSplit):
+    """Rank i has the i-th of n pieces; during attention, the i-th of n parts of the heads. A `SequenceSplit`.
 
     N and M must be multiples of n. Given to an all-to-all in the forward pass are q, k and v in one, and the output:
     2 B S (N + M) D numbers, of which (n - 1) / n leave the rank; and as many in the backward pass.
@@ -80,10 +79,10 @@ class UlyssesSequence:
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
         self.parts = group.size
-        self._group, self._documents, self._whole = group, documents, LocalSequence(documents)
+        self._group, self._documents, self._whole = group, documents, SequenceSplit(documents)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Those of the piece; see `Sequence`.
+        """Those of the piece; see `SequenceSplit`.
 
         Raises:
             UserError: the length is no multiple of n.
@@ -92,7 +91,7 @@ class UlyssesSequence:
         return torch.arange(length, device=device).view(self.parts, -1)[self._group.rank]
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Causal attention over all ranks' positions; all must call it. See `Sequence`."""
+        """Causal attention over all ranks' positions; all must call it. See `SequenceSplit`."""
         if scoring.sink_N is not None:
             scoring = scoring._replace(sink_N=scoring.sink_N.chunk(self.parts)[self._group.rank])
         if self._documents is None:
@@ -105,7 +104,6 @@ class UlyssesSequence:
         return self._to_sequence(y_BLND).flatten(0, 1)[None]
 
     def within(self, documents: Documents) -> Self:
-        """See `Sequence`."""
         return type(self)(self._group, documents)
 
     def _to_heads(self, *tensors_BSND: Tensor) -> tuple[Tensor, ...]:

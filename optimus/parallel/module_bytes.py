@@ -7,12 +7,12 @@ the bytes there grow with their number.
 Experts are taken to get equally many tokens, or a multiple of the mean; tokens choose them at random.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from math import ceil, lcm
+from itertools import accumulate, pairwise
+from math import ceil, inf, lcm
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from optimus.model import Batch, Transformer
 from optimus.model.attention import AttentionPositions
 from optimus.model.ensemble import Ensemble
 from optimus.model.moe.statistics import RouterStats
-from optimus.model.units import Unit, units_of
+from optimus.model.units import Unit, in_turn, units_of
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.parallelize import StageOptions, parallelize
 from optimus.parallel.recompute import Recomputation, Recompute
@@ -99,16 +99,12 @@ class ModuleBytes(NamedTuple):
     saved: float  # from the forward to the backward pass, its input included
     works: Sequence[float]  # what there is besides, after each operation of the backward pass
     waiting: float = 0.0  # after it, for the gradients of the weights, which are found later
+    source: tuple[int, ...] = ()  # the first module of the same input, which modules keep together
 
     @property
     def work(self) -> float:
         """The most that there is besides."""
         return max(self.works)
-
-    @property
-    def summed_up(self) -> "ModuleBytes":
-        """With the most of what there is besides alone."""
-        return self._replace(works=[self.work])
 
 
 @lru_cache(maxsize=16384)
@@ -128,8 +124,7 @@ def block_bytes(
         least = ceil(_ROWS * number / rows)
     else:
         return {}
-    found = _grown(partial(_block_bytes, setting, layer, experts, again), least, sequences)
-    return {place: module.summed_up for place, module in found.items()}
+    return _grown(partial(_block_bytes, setting, layer, experts, again), least, sequences)
 
 
 @lru_cache(maxsize=4096)
@@ -139,13 +134,14 @@ def end_bytes(setting: ModuleSetting, what: End, sequences: int) -> ModuleBytes:
     if what == "head":  # from there on it works in several blocks of rows
         rows = 2 * block_rows(-(-setting.model.vocab // setting.mesh.tp_out))
     least = ceil(rows * setting.mesh.cp / setting.context)
-    return _grown(partial(_end_bytes, setting, what), least, sequences)[0, 0].summed_up
+    return _grown(partial(_end_bytes, setting, what), least, sequences)[0, 0]
 
 
 def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, sequences: int) -> dict[Place, ModuleBytes]:
-    """With any number of sequences: from the bytes of `least` and of twice as many, where there are more."""
+    """With any number of sequences: from the bytes of `least` and of twice as many, where there are more. Of what there is
+    besides, the most alone."""
     if sequences <= 2 * least:
-        return measure(sequences)
+        return {place: module._replace(works=[module.work]) for place, module in measure(sequences).items()}
     one, two, times = measure(least), measure(2 * least), sequences / least - 1
 
     def grow(few: float, more: float) -> float:
@@ -155,8 +151,8 @@ def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, seque
         # Operations go in step, but for the output layer's, of which there are more for more blocks of rows.
         both = zip(few.works, more.works) if len(few.works) == len(more.works) else [(few.work, more.work)]
         work = max(grow(*works) for works in both)
-        given, saved, waiting = map(grow, few[1:3] + few[4:], more[1:3] + more[4:])
-        return ModuleBytes(few.kind, given, saved, [work], waiting)
+        given, saved, waiting = map(grow, (few.given, few.saved, few.waiting), (more.given, more.saved, more.waiting))
+        return few._replace(given=given, saved=saved, works=[work], waiting=waiting)
 
     return {place: grow_module(one[place], two[place]) for place in one}
 
@@ -166,26 +162,19 @@ def _block_bytes(
     setting: ModuleSetting, layer: int, experts: bool, again: bool, sequences: int
 ) -> dict[Place, ModuleBytes]:
     """Of its experts alone, or of all other modules."""
-    stage = _Stage.of(setting)
+    stage = _stage(setting)
     config, ranks = stage.model.config, setting.mesh.ep
     # Where this rank has all experts, one of them is busy.
     busy = config.experts_of(layer) // ranks if ranks > 1 else 1
     with stage.shapes(setting.load, busy, sequences) as shapes:
         _, places = stage.model.places(_batch(setting, sequences))
-        return stage.runner.measure(
-            stage.blocks[layer],
-            setting.stream(sequences),
-            places,
-            shapes,
-            experts=experts,
-            again=again,
-            splits=setting.splits,
-        )
+        measuring = _Measuring(stage.blocks[layer], shapes, step=stage.step, experts=experts, again=again)
+        return measuring.measure(setting.stream(sequences), places, splits=setting.splits)
 
 
 @lru_cache(maxsize=1024)
 def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Place, ModuleBytes]:
-    stage = _Stage.of(setting)
+    stage = _stage(setting)
     model, batch = stage.model, _batch(setting, sequences)
     with stage.shapes() as shapes:
         x_TH = setting.stream(sequences).requires_grad_()
@@ -204,8 +193,10 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Place,
         kept = shapes.alive - start - (made.nbytes if made is not x_TH else 0)
         if what != "head":  # which holds most in its forward pass, when all else is there already
             shapes.history.clear()
-        waiting = stage.runner.backward([made], [torch.empty_like(made)], shapes, splits=setting.splits)
-        work = [each - start - kept for each in shapes.history]
+        deferred = _backward(stage.step, [made], [torch.empty_like(made)], splits=setting.splits)
+        there, work = shapes.alive, [each - start - kept for each in shapes.history]
+        deferred.clear()
+        waiting = there - shapes.alive
     model.zero_grad()
     return {(0, 0): ModuleBytes(what, 0, kept, work, waiting)}
 
@@ -215,17 +206,12 @@ def _batch(setting: ModuleSetting, sequences: int) -> Batch:
 
 
 class _Stage:
-    """A model on the first rank of a mesh, of each kind of block one; its modules are run by `runner`."""
-
-    @classmethod
-    @lru_cache(maxsize=32)
-    def of(cls, setting: ModuleSetting) -> "_Stage":
-        return cls(setting)
+    """A model on the first rank of a mesh, of each kind of block one."""
 
     def __init__(self, setting: ModuleSetting) -> None:
         config, options = setting.model, setting.options
         groups, examples = ShapeGroups(setting.mesh), sorted(set(config.alike))
-        self.runner = _Measuring(groups.step)
+        self.step = groups.step
         self._buffers: dict[nn.Parameter, TensorBuffer] = {}
         with torch.device("meta"), torch.no_grad():
             model = Transformer(config, layers=examples).to(setting.dtype)
@@ -248,80 +234,116 @@ class _Stage:
         return shapes
 
 
+_stage = lru_cache(maxsize=32)(_Stage)
+
+
+class _Run(NamedTuple):
+    """A module of a block in its forward pass."""
+
+    place: Place
+    kind: str
+    source: int  # the number of its input's storage
+    made: int  # how many storages there have been when it was done
+
+
 class _Measuring:
-    """Runs the units of a block so that their modules are measured; they give what they would in shape only."""
+    """Runs a block, whose modules follow each other as it wants, and says what is whose.
 
-    def __init__(self, step: StepContext) -> None:
-        self._step = step
+    Of a module is what it makes, unless modules read it: then it is the input of each of them. What the block does between
+    two modules counts with the later one.
+    """
 
-    def measure(
-        self,
-        block: nn.Module,
-        x_TH: Tensor,
-        places: AttentionPositions,
-        shapes: Shapes,
-        *,
-        experts: bool,
-        again: bool,
-        splits: bool,
-    ) -> dict[Place, ModuleBytes]:
+    def __init__(self, block: nn.Module, shapes: Shapes, *, step: StepContext, experts: bool, again: bool) -> None:
+        self._block, self._shapes, self._step = block, shapes, step
+        self._experts, self._again = experts, again
+        self._runs: list[_Run] = []
+        self._begun: list[tuple[int, int, int]] = []  # backward: a run; operations and deferred gradients before it
+        for unit in units_of(block):
+            unit.run_by(partial(self._run_unit, unit))
+
+    def measure(self, x_TH: Tensor, places: AttentionPositions, *, splits: bool) -> dict[Place, ModuleBytes]:
         """Of its experts alone, or of all other modules."""
-        self._found: dict[Place, ModuleBytes] = {}
-        self._shapes, self._experts, self._again, self._splits = shapes, experts, again, splits
-        for row, unit in enumerate(units_of(block)):
-            unit.run_by(partial(self._measure_unit, unit, row))
-        block(x_TH, places)
-        return self._found
-
-    def _measure_unit(self, unit: Unit, row: int, x: Tensor, *args: Any) -> Any:
-        """Of its modules, the first reads the residual stream and the last adds to it."""
-        more: list[RouterStats | None] = []
-        for place, (kind, module) in enumerate(unit.steps):
-            if (kind == "moe") == self._experts:
-                alone, own = Unit(kind, module), args if module is unit.module else ()
-                Recompute(Recomputation(), self._step).arrange_unit(alone, (kind,) if self._again else ())
-                first, last = place == 0, place == len(unit.steps) - 1
-                self._found[row, place], more_here = self._run(alone, x, *own, first=first, last=last)
-                more += more_here * [None]
-            elif kind == "moe":  # its experts are measured apart
-                more.append(_no_stats(module))
-        return (x, *more) if more else x
-
-    def _run(self, unit: Unit, x: Tensor, *args: Any, first: bool, last: bool) -> tuple[ModuleBytes, int]:
-        """Of a unit of one module; and how many results it gives beside what it makes of x."""
-        shapes = self._shapes
-        leaf, gradient = torch.empty_like(x).requires_grad_(), torch.empty_like(x)
-        start = shapes.alive
-        stream = leaf * 1
-        given = stream if first else stream * 1  # `* 1` stands for the modules before and behind, and keeps nothing
-        storage = weakref.ref(given.untyped_storage())
-        result = unit(given, *args)
-        y, *more = result if isinstance(result, tuple) else (result,)
-        number, stats = len(more), more[0] if more else None
-        y = stream + (y if last else y * 1)  # as large as its gradient, which is not counted
-        ends = [y] if stats is None else [y, stats.probabilities_E, stats.z]
-        del result, stream, given, more, stats
-        kept, saved_of_input = shapes.alive - start - y.nbytes, 0 if storage() is None else x.nbytes
-        gradients = [gradient, *map(torch.empty_like, ends[1:])]
-        del y, gradient
+        shapes, leaf, gradient = self._shapes, x_TH.requires_grad_(), torch.empty_like(x_TH)
+        start, before = shapes.alive, shapes.made
+        # `* 1` stands for the blocks before and behind: it keeps nothing, and gradients are freed as between blocks.
+        x_TH, stats = self._block(leaf * 1, places)
+        sums = () if stats is None else (stats.probabilities_E, stats.z)
+        ends = [x_TH * 1, *(each for each in sums if each.requires_grad)]
+        last = shapes.number(ends[0])
+        del x_TH, stats, sums
+        kept = {number: size for number, size in shapes.sizes.items() if before < number != last}
         shapes.history.clear()
-        waiting = self.backward(ends, gradients, shapes, splits=self._splits)
-        works = [each - start - kept for each in shapes.history]
-        return ModuleBytes(unit.steps[0][0], saved_of_input, kept, works, waiting), number
+        deferred = _backward(self._step, ends, [gradient, *map(torch.empty_like, ends[1:])], splits=splits)
+        self._block.zero_grad()
+        return self._found(kept, start + ends[0].nbytes, deferred)
 
-    def backward(self, ends: list[Tensor], gradients: list[Tensor], shapes: Shapes, *, splits: bool) -> int:
-        """Do the backward pass and empty both lists; returns the bytes that wait for the gradients of the weights, where it
-        `splits` them off."""
-        with self._step.deferring() if splits else nullcontext([]) as deferred:
-            torch.autograd.backward(ends, gradients)
-        ends.clear()
-        gradients.clear()
-        there = shapes.alive
-        deferred.clear()
-        return there - shapes.alive
+    def _run_unit(self, unit: Unit, x: Tensor, *args: Any) -> Any:
+        row = self._runs[-1].place[0] + 1 if self._runs else 0
+        calls = [
+            (partial(self._run, (row, at), kind, module), module is unit.module)
+            for at, (kind, module) in enumerate(unit.steps)
+        ]
+        return in_turn(calls, x, *args)
+
+    def _run(self, place: Place, kind: str, module: nn.Module, x: Tensor, *args: Any) -> Any:
+        """A module; or, where others are measured, what keeps nothing and gives the same in shape."""
+        if self._again:  # what a collective gave is cached, and no other module's input
+            x = x * 1
+        if (kind == "moe") == self._experts:
+            unit = Unit(kind, module)
+            Recompute(Recomputation(), self._step).arrange_unit(unit, (kind,) if self._again else ())
+            result = unit(x, *args)
+        else:
+            result = (x * 1, _BESIDE[kind](module)) if kind in _BESIDE else x * 1
+        y: Tensor = result[0] if isinstance(result, tuple) else result
+        y.register_hook(partial(self._begin, len(self._runs)))
+        self._runs.append(_Run(place, kind, self._shapes.number(x), self._shapes.made))
+        return result
+
+    def _begin(self, number: int, _: Tensor) -> None:
+        """The backward pass of a run begins."""
+        self._block.zero_grad()  # gradients of parameters are held elsewhere
+        history = self._shapes.history
+        self._begun.append((number, len(history) if self._begun else 0, len(self._step.deferred or ())))
+        history.append(self._shapes.alive)
+
+    def _found(self, kept: dict[int, int], start: int, deferred: list[Any]) -> dict[Place, ModuleBytes]:
+        """From the bytes of the storages that the forward pass has `kept`, those that there are besides, and what is left
+        to do for the gradients of the weights."""
+        runs, history = self._runs, self._shapes.history
+        first = {run.source: run.place for run in reversed(runs)}
+        given = [kept.get(run.source, 0) for run in runs]
+        made = [
+            sum(size for number, size in kept.items() if low < number <= high and number not in first)
+            for low, high in pairwise([0, *(run.made for run in runs[:-1]), inf])
+        ]
+        own = [new + (old if first[run.source] == run.place else 0) for run, new, old in zip(runs, made, given)]
+        below = [start + there for there in accumulate(own)]
+        found, waited, last = dict[Place, ModuleBytes](), 0, (0, len(history), len(deferred))
+        for (number, at, done), (_, end, later) in pairwise([*self._begun, last]):
+            run, there = runs[number], self._shapes.alive
+            works = [alive - below[number] - waited for alive in history[at:end]]
+            del deferred[: later - done]
+            waiting = there - self._shapes.alive
+            waited += waiting
+            if (run.kind == "moe") == self._experts:
+                saved = given[number] + made[number]
+                found[run.place] = ModuleBytes(run.kind, given[number], saved, works, waiting, source=first[run.source])
+        return found
+
+
+def _backward(step: StepContext, ends: list[Tensor], gradients: list[Tensor], *, splits: bool) -> list[Any]:
+    """Do the backward pass; returns what is left to do for the gradients of the weights, where it `splits` them off."""
+    with step.deferring() if splits else nullcontext([]) as deferred:
+        torch.autograd.backward(ends, gradients)
+    return deferred
 
 
 def _no_stats(module: Any) -> RouterStats:
     """Statistics of no tokens."""
     zeros_E = torch.zeros(len(module.router.weight), device="meta")
     return RouterStats(zeros_E, zeros_E, zeros_E.sum(), 0)
+
+
+# What modules of a kind give beside what they make of the stream.
+_BESIDE: dict[str, Callable[[nn.Module], RouterStats | None]] = {"mlp": lambda _: None, "moe": _no_stats}

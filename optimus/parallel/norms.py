@@ -12,15 +12,17 @@ from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.comm.functional import cached, total
 from optimus.kernels.backend import compute_dtype
+from optimus.model.norms import Norms
 
 
-class SplitNorms:
+class SplitNorms(Norms):
     """`Norms` of rows whose columns, and their weights, are split over `group`."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def rms(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    def rms(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None) -> Tensor:
+        weight_H = x_TH.new_ones(x_TH.shape[-1]) if weight_H is None else weight_H
         return _SplitRMSNorm.apply(x_TH, weight_H, eps, self.group)
 
     def layer(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None, bias_H: Tensor | None = None) -> Tensor:

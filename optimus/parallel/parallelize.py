@@ -18,16 +18,16 @@ from optimus.errors import UserError
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
 from optimus.model import Transformer
-from optimus.model.linear import LocalProduct, Product
+from optimus.model.linear import Product
 from optimus.model.moe.choices import Routing
 from optimus.model.moe.dispatch import Dispatch, local_dispatch
-from optimus.model.moe.tokens import LocalTokens, TokenSplit
-from optimus.model.norms import LocalNorms, Norms
+from optimus.model.moe.tokens import TokenSplit
+from optimus.model.norms import Norms
 from optimus.model.parameters import Dim
-from optimus.model.sequence import LocalSequence, SequenceSplit
+from optimus.model.sequence import SequenceSplit
 from optimus.model.transformer import Blocks
 from optimus.model.units import units_of
-from optimus.model.vocabulary import LocalVocabulary, Vocabulary
+from optimus.model.vocabulary import Vocabulary
 from optimus.parallel.context import RingSequence, UlyssesSequence
 from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
 from optimus.parallel.layouts import RULES
@@ -104,7 +104,7 @@ def always(value: T) -> Callable[[object], T]:
 def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Callable[[Dim, Dim], Product]:
     """Tensor parallelism: how a weight with these dims (outputs, inputs) multiplies: by `inner`, and the communication that
     its splits need."""
-    local = LocalProduct(inner)
+    local = Product(inner)
 
     def product(outputs: Dim, inputs: Dim) -> Product:
         over = _along(groups, inputs), _along(groups, outputs)
@@ -119,7 +119,7 @@ def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Cal
 
 def _norms(groups: Groups, columns: Dim) -> Norms:
     group = _along(groups, columns)
-    return SplitNorms(group) if group.size > 1 else LocalNorms()
+    return SplitNorms(group) if group.size > 1 else Norms()
 
 
 def _along(groups: Groups, dim: Dim) -> Group:
@@ -134,14 +134,14 @@ def _all_rows(groups: Groups, options: StageOptions) -> Callable[[Tensor], Tenso
 def _sequence(groups: Groups, options: StageOptions) -> SequenceSplit:
     group = groups.along("cp")
     if group.size == 1:
-        return LocalSequence()
+        return SequenceSplit()
     return RingSequence(group) if options.context_method == "ring" else UlyssesSequence(group)
 
 
 def _tokens(groups: Groups, options: StageOptions) -> TokenSplit:
     rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
     if rows.size * columns.size * parts.size == 1:
-        return LocalTokens()
+        return TokenSplit()
     return SplitTokens(rows, columns, parts, sequence=options.sequence, duplicates=options.duplicates)
 
 
@@ -166,5 +166,5 @@ def _vocabulary(groups: Groups, options: StageOptions, vocab: int) -> Vocabulary
     axes = ("pp", "tp_out") if options.vocabulary else ("tp_out",)
     everyone, rows, columns = groups.along(*axes), groups.along("tp_out"), groups.along("tp_in")
     if everyone.size * columns.size == 1:
-        return LocalVocabulary(groups.step)
+        return Vocabulary(groups.step)
     return SplitVocabulary(rows, columns, tokens_along(groups, vocab, *axes), options.sequence, everyone, groups.step)

@@ -84,15 +84,22 @@ class Shapes(TorchDispatchMode):
 
     def __init__(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> None:
         super().__init__()
-        self.alive = 0
+        self.alive = self.made = 0  # bytes; and how many storages there have been
+        self.sizes: dict[
+            int, int
+        ] = {}  # bytes of those that are alive, by their numbers, in which order they were made
         self.history: list[int] = []  # of `alive` after each operation
         self._load, self._busy, self._repeats = load, busy, repeats
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address
+        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # by address
 
     def ignore(self, *tensors: Tensor) -> None:
         """Those are not counted, nor what is a part of them; they must outlive this."""
         for tensor in tensors:
             self._know(tensor.untyped_storage(), 0)
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of its storage, which is counted from 1 as they are made."""
+        return self._known[tensor.untyped_storage()._cdata][0]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -103,8 +110,9 @@ class Shapes(TorchDispatchMode):
             if "device" in kwargs:
                 kwargs["device"] = _META if not given and _floating(function, args, kwargs) else _CPU
             result = function(*args, **kwargs)
-            if given and not any(tensor.is_floating_point() for tensor in given):
-                result = _without_numbers(result)
+            numbers = isinstance(result, Tensor) and result.is_floating_point()
+            if numbers and given and not any(tensor.is_floating_point() for tensor in given):  # made of integers
+                result = torch.empty_like(result, device=_META)
         for tensor in _leaves([result]):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -138,13 +146,15 @@ class Shapes(TorchDispatchMode):
         return torch.zeros(made.shape, dtype=made.dtype)
 
     def _know(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
         self.alive += size
-        self._known[key] = weakref.ref(storage, partial(self._forget, key, size))
+        self.made += 1
+        self.sizes[self.made] = size
+        forget = partial(self._forget, storage._cdata, self.made)
+        self._known[storage._cdata] = self.made, weakref.ref(storage, forget)
 
-    def _forget(self, key: int, size: int, _: object) -> None:
+    def _forget(self, key: int, number: int, _: object) -> None:
         self._known.pop(key, None)
-        self.alive -= size
+        self.alive -= self.sizes.pop(number)
 
     def _drawn(self, columns: int, shape: tuple[int, ...]) -> Tensor:
         """Distinct columns for each row."""
@@ -215,13 +225,6 @@ def _leaves(values: Sequence[Any]) -> list[Any]:
         else:
             found.append(each)
     return found
-
-
-def _without_numbers(value: Any) -> Any:
-    """A floating-point result of integers."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return torch.empty_like(value, device=_META)
-    return value
 
 
 _FLOATS = {torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, torch.ops.aten.ones.default}

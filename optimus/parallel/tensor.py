@@ -22,9 +22,10 @@ from optimus.comm import Group
 from optimus.comm.functional import all_gather_async, all_reduce_async, cached, gathered, reduce_scatter_async
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
+from optimus.model.linear import Product
 
 
-class SplitProduct:
+class SplitProduct(Product):
     """A `Product` of a weight whose inputs are split over `inputs` and outputs over `outputs`: communication around `inner`,
     which multiplies what is here.
 

@@ -21,9 +21,10 @@ from optimus.comm.functional import (
     split_rows,
 )
 from optimus.model.moe.statistics import RouterStats
+from optimus.model.moe.tokens import TokenSplit
 
 
-class SplitTokens:
+class SplitTokens(TokenSplit):
     """A `TokenSplit` of the ranks of a grid, `rows` x `columns`, and of those that have other parts of the sequences.
 
     `sequence`: the rows of the residual stream are split over `rows`. `duplicates`: all ranks of the grid work on the same

@@ -22,7 +22,7 @@ from optimus.comm.functional import (
     total,
 )
 from optimus.kernels.embedding import embedding
-from optimus.kernels.linear import MatrixProduct, linear
+from optimus.kernels.linear import linear
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy
 from optimus.mesh import Layout
 from optimus.model.vocabulary import Vocabulary
@@ -46,8 +46,7 @@ class SplitVocabulary(Vocabulary):
         everyone: Group | None = None,
         step: StepContext | None = None,
     ) -> None:
-        self._step = step or StepContext()
-        self._product = MatrixProduct(self._step)
+        super().__init__(step)
         self.parts, self.columns, self.sequence = parts, columns, sequence
         self.everyone = everyone or parts
         self.first = tokens[self.everyone.rank].start

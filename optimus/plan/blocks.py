@@ -16,6 +16,7 @@ from optimus.config import ModelConfig
 from optimus.model import Transformer
 from optimus.model.linear import Linear
 from optimus.model.parameters import Dim, declarations
+from optimus.model.units import units_of
 from optimus.parallel.layouts import RULES
 
 Over = Literal["outputs", "inputs", "nothing"]
@@ -31,12 +32,13 @@ class Projection(NamedTuple):
 
 
 class BlockModules(NamedTuple):
-    """The projections of a block. `dense` are those of the feed-forward layer, or of what every token meets beside
-    the experts that it chooses; `expert` those of each expert."""
+    """The projections of a block, and how many norms of the residual stream it has. `dense` are those of the feed-forward
+    layer, or of what every token meets beside the experts that it chooses; `expert` those of each expert."""
 
     attention: tuple[Projection, ...]
     dense: tuple[Projection, ...]
     expert: tuple[Projection, ...]
+    norms: int
 
 
 Factors = tuple[tuple[str, int], ...]  # projections with low-rank factors, and the rank
@@ -81,7 +83,8 @@ def _block(block: nn.Module) -> BlockModules:
         if own and projection[::2] == own[-1][::2]:  # of the same rows, as with grouped heads: one product
             projection = projection._replace(outputs=projection.outputs + own.pop().outputs)
         own.append(projection)
-    return BlockModules(tuple(attention), tuple(dense), tuple(expert))
+    norms = sum(kind == "norm" for unit in units_of(block) for kind, _ in unit.steps)
+    return BlockModules(tuple(attention), tuple(dense), tuple(expert), norms)
 
 
 def _projection(sizes: dict[Dim, int]) -> Projection:

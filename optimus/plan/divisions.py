@@ -189,7 +189,8 @@ def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dic
         if rest is None:
             rest = RankCosts(divided, known)
             attention = min(rest.attention.values(), key=_seconds)  # of the quickest kind of block
-            shared = [rest.norm, rest.norm, attention]
+            norms = min(each.norms for each in rest.blocks.values())
+            shared = [*norms * [rest.norm], attention]
             besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))
         work = rest.like(divided)
         feed_forward = min(work.feed_forward.values(), key=_seconds)

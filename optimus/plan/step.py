@@ -212,7 +212,8 @@ def _stage(work: RankCosts, counts: Counts) -> _Stage:
     parallel, parts, starting = work.job.parallel, list[tuple[Passes, float]](), 0.0
     for layer, feed_forward in work.feed_forward.items():
         if number := counts[layer]:
-            parts += [(work.norm, 2 * number), (work.attention[layer], number), (feed_forward, number)]
+            norms = work.blocks[layer].norms
+            parts += [(work.norm, norms * number), (work.attention[layer], number), (feed_forward, number)]
             starting += work.profile.host * number if work.model.experts_of(layer) else 0.0
     if parallel.vocabulary:
         parts += [(work.embedding, 1 / parallel.stages_per_rank), (work.head, 1 / parallel.stages_per_rank)]
@@ -242,13 +243,14 @@ def _recomputed(work: RankCosts, counts: Counts) -> Terms:
     job, recompute, again = work.job, work.job.recompute, list[Terms]()
     for layer, feed_forward in work.feed_forward.items():
         if number := counts[layer]:
-            attention, name = work.attention[layer], "moe" if work.model.experts_of(layer) else "mlp"
+            attention, norms = work.attention[layer], work.blocks[layer].norms
+            name = "moe" if work.model.experts_of(layer) else "mlp"
             share = number / (job.config.recompute_every if "block" not in recompute else 1)
-            modules = {"norm": (work.norm, 2), "attention": (attention, 1), name: (feed_forward, 1)}
+            modules = {"norm": (work.norm, norms), "attention": (attention, 1), name: (feed_forward, 1)}
             modules |= {"scores": (work.scores[layer], 1)}
             modules |= {"act": (work.activation(layer), 1)} if "act" in recompute else {}
             if "products" in recompute:
-                both = add([_scaled(work.norm.forward, 2), attention.forward, feed_forward.forward])
+                both = add([_scaled(work.norm.forward, norms), attention.forward, feed_forward.forward])
                 again.append(_scaled(Terms(matmul=0.5 * both.matmul, memory=both.memory), share))
             kinds = ("norm", "attention", name) if "block" in recompute else recompute
             for (forward, *_), times in (modules[kind] for kind in kinds if kind in modules):

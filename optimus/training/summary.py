@@ -6,6 +6,7 @@ from typing import Any
 from optimus.config import RunConfig
 from optimus.config.phases import Phase, tokens_after
 from optimus.config.sizes import count_text
+from optimus.hub import no_export
 from optimus.model.count import count_parameters
 from optimus.resolve.run import ResolvedRun
 
@@ -93,6 +94,8 @@ def warnings(config: RunConfig, instances: int) -> list[str]:
             else f"the warm-up takes more than half of the run, {warmup:,} of {steps:,} steps. Set lr_schedule.warmup_steps "
             f"to {max(1, steps // 20)}, or lengthen the run"
         )
+    if (why := no_export(config.model)) is not None:
+        found.append(why)
     if train.global_batch > instances:
         found.append(
             f"a step reads {train.global_batch:,} sequences (train.global_batch), but the data has {instances:,}: one step "

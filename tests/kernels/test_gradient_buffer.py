@@ -169,7 +169,7 @@ def test_a_chunk_waits_for_the_gradients_that_are_deferred(later: bool, microbat
     step = StepContext()
     chunk = TrainedChunk(plan, ChunkContext([], one, transfers(torch.device("cpu")), step, started=reduced.append))
     parameters = dict(chunk.make_parameters())
-    chunk.initialize({"norm": "ones", "w": "normal"}, 0, 0.5)
+    chunk.initialize({"norm": 1.0, "w": "normal"}, 0, 0.5)
     chunk.gradients.clear()
     for last in (False, True)[-microbatches:]:
         if last:

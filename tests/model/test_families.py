@@ -2,16 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from pydantic import ValidationError
 
 from optimus.config import ModelConfig
+from optimus.errors import UserError
 from optimus.hub.config_json import read_model, write_config
+from optimus.hub.exporting import export_model
 from optimus.hub.keys import published
 from optimus.model import Transformer
 from optimus.model.families import families, family_named
+from optimus.model.norms import NORMS
 from optimus.model.parameters import named_tensors
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 24, "vocab": 48}
@@ -69,6 +73,30 @@ def test_what_a_family_does_not_have_is_refused() -> None:
         ModelConfig(family="olmo", **SIZES, qk_norm="whole")
     with pytest.raises(ValueError, match=r"family 'olmeo' is not known here, but .*olmo2.*: did you mean 'olmo"):
         family_named("olmeo")
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("olmo", {"norm_eps": 1e-6}, "model.norm_eps is 1e-06, but 1e-05 in all models of OlmoForCausalLM"),
+        ("llama", {"norm": "layer"}, "model.norm is layer, but rms in all models of LlamaForCausalLM"),
+        ("gemma2", {"norm_place": "after"}, "model.norm_place is after, but both in all models of Gemma2ForCausalLM"),
+        ("llama", {"attention_bias": "qkv"}, "model.attention_bias is qkv, but none or all in all models of LlamaFor"),
+    ],
+)
+def test_a_model_that_transformers_has_not_is_no_export(
+    family: str, fields: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    """But it may be trained. Nothing is written."""
+    with torch.device("meta"):
+        model = Transformer(model_of(family, **fields))
+    with pytest.raises(UserError, match=message):
+        export_model(model, tmp_path / "exported", context=64, tokenizer=None, eos_id=None)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_every_norm_is_in_the_table() -> None:
+    assert set(get_args(ModelConfig.model_fields["norm"].annotation)) == set(NORMS)
 
 
 @pytest.mark.parametrize(

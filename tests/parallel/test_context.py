@@ -21,7 +21,7 @@ from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.attention import Attention, AttentionPositions
 from optimus.model.init import initialize
-from optimus.model.sequence import LocalSequence, SequenceSplit
+from optimus.model.sequence import SequenceSplit
 from optimus.parallel.context import RingSequence, UlyssesSequence, _seen
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import CollectiveCache
@@ -332,7 +332,7 @@ def saved_on_a_rank(method: str, ranks: int, length: int) -> int:
 
 
 def test_a_rank_of_four_holds_a_quarter_of_the_activations() -> None:
-    assert run_ranks(saved_on_a_rank, 4, "ring", 4, 256) == [saved(LocalSequence, 256) / 4] * 4
+    assert run_ranks(saved_on_a_rank, 4, "ring", 4, 256) == [saved(SequenceSplit, 256) / 4] * 4
 
 
 # ---- The model ----
@@ -351,7 +351,7 @@ TOKENS_BL = torch.randint(50, (2, 32), generator=torch.Generator().manual_seed(0
 def trained(config: ModelConfig, method: str | None, ranks: int, recomputed: bool) -> tuple[list[Tensor], int]:
     """(loss and gradients of one process, or their means over the ranks; collectives before those)."""
     group = Groups(Mesh(dp=ranks)).world
-    sequence = LocalSequence() if method is None else METHODS[method](group)
+    sequence = SequenceSplit() if method is None else METHODS[method](group)
     chosen = Recomputation(("attention",) if recomputed else ())
     model = Transformer(config)
     model.sequence = sequence

@@ -7,6 +7,7 @@ from optimus.config import ModelConfig
 from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.model.moe.layer import MoeLayer
+from optimus.model.parameters import Dim, declare
 from optimus.parallel.layouts import parameter_layouts
 
 DENSE = ModelConfig(family="olmo", hidden=32, layers=2, heads=2, intermediate=64, vocab=48)
@@ -43,6 +44,21 @@ def test_experts_are_split_over_the_expert_axes_alone() -> None:
         assert found[name].partial_axes == ("edp",)
         assert found[name].replicated_axes == ()
     assert all(found[name].partial_axes[:2] == ("dp", "cp") for name in found.keys() - expert_axes)
+
+
+@pytest.mark.parametrize(
+    ("columns", "summed"),
+    [("residual", ("tp_out", "tp_in")), ("heads", ("tp_out",)), ("head", ("tp_out",))],
+    ids=lambda value: str(value),
+)
+def test_a_number_that_columns_are_multiplied_with(columns: Dim, summed: tuple[str, ...]) -> None:
+    """It is whole everywhere. Its gradient is a sum over ranks that have other columns, or other rows."""
+    module = torch.nn.Module()
+    module.alpha = declare(module, "alpha", role="vector", initial=0.5, factor_of=(columns,))
+    layout = parameter_layouts(module, sequence=True)["alpha"]
+    assert (layout.shape, layout.sharded_dims) == ((), ())
+    assert set(layout.partial_axes) == {"dp", "cp", *summed}
+    assert set(layout.replicated_axes) == {"tp_in", "tp_out"} - set(summed)
 
 
 def test_projections_alternate_between_the_axes_of_the_grid() -> None:

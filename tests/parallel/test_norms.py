@@ -6,7 +6,7 @@ from torch import Tensor
 
 from optimus.comm import Group, Groups
 from optimus.mesh import Mesh
-from optimus.model.norms import LocalNorms, Norms
+from optimus.model.norms import Norms
 from optimus.parallel.norms import SplitNorms
 from optimus.step_context import CollectiveCache
 from optimus.testing import run_ranks
@@ -29,7 +29,12 @@ def outputs(norms: Norms, x: Tensor, w: Tensor, y_grad: Tensor) -> list[list[Ten
     """Of each norm [y, gradient of x] and of the weights and biases, where it has some."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     b = (1 - w.detach()).requires_grad_()
-    made = [(norms.rms(x, w, EPS), [x, w]), (norms.layer(x, EPS), [x]), (norms.layer(x, EPS, w, b), [x, w, b])]
+    made = [
+        (norms.rms(x, EPS), [x]),
+        (norms.rms(x, EPS, w), [x, w]),
+        (norms.layer(x, EPS), [x]),
+        (norms.layer(x, EPS, w, b), [x, w, b]),
+    ]
     return [[y.detach(), *torch.autograd.grad(y, leaves, y_grad)] for y, leaves in made]
 
 
@@ -43,7 +48,7 @@ def on_a_rank(dtype: torch.dtype) -> list[list[Tensor]]:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_same_as_one_device(ranks: int, dtype: torch.dtype) -> None:
-    whole = outputs(LocalNorms(), *inputs(torch.float32))
+    whole = outputs(Norms(), *inputs(torch.float32))
     for rank, found in enumerate(run_ranks(on_a_rank, ranks, dtype)):
         for ours, theirs in zip(found, whole, strict=True):
             for value, right in zip(ours, theirs, strict=True):
@@ -58,9 +63,9 @@ def run_again() -> tuple[bool, dict[str, int]]:
     x, w, _ = (value.chunk(2, -1)[group.rank].contiguous().requires_grad_() for value in inputs(torch.float32))
     norms, cache = SplitNorms(group), CollectiveCache()
     with group.step.recording(cache):
-        first = [norms.rms(x, w, EPS), norms.layer(x, EPS)]
+        first = [norms.rms(x, EPS, w), norms.layer(x, EPS)]
     with counting() as traffic, group.step.repeating(cache):
-        second = [norms.rms(x, w, EPS), norms.layer(x, EPS)]
+        second = [norms.rms(x, EPS, w), norms.layer(x, EPS)]
     return all(a.equal(b) for a, b in zip(first, second)), dict(traffic.calls)
 
 
@@ -78,7 +83,7 @@ def bytes_of_a_row() -> tuple[tuple[int, int], ...]:
     group = Groups(Mesh(tp=2)).along("tp")
     x, w, y_grad = (value.chunk(2, -1)[group.rank].contiguous().requires_grad_() for value in inputs(torch.float32))
     found = []
-    for norm in (lambda: SplitNorms(group).rms(x, w, EPS), lambda: SplitNorms(group).layer(x, EPS)):
+    for norm in (lambda: SplitNorms(group).rms(x, EPS, w), lambda: SplitNorms(group).layer(x, EPS)):
         with counting() as forward:
             y = norm()
         with counting() as backward:
@@ -88,7 +93,7 @@ def bytes_of_a_row() -> tuple[tuple[int, int], ...]:
 
 
 def test_a_group_of_one_is_the_norm() -> None:
-    split, whole = (outputs(norms, *inputs(torch.float32)) for norms in (SplitNorms(Group([0], 0)), LocalNorms()))
+    split, whole = (outputs(norms, *inputs(torch.float32)) for norms in (SplitNorms(Group([0], 0)), Norms()))
     for ours, theirs in zip(split, whole, strict=True):
         for value, right in zip(ours, theirs, strict=True):
             torch.testing.assert_close(value, right)

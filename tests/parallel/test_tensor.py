@@ -18,10 +18,10 @@ from optimus.kernels.linear import MatrixProduct
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
-from optimus.model.linear import Linear, LocalProduct
-from optimus.model.norms import LocalNorms
+from optimus.model.linear import Linear, Product
+from optimus.model.norms import Norms
 from optimus.model.parameters import Size
-from optimus.model.vocabulary import LocalVocabulary
+from optimus.model.vocabulary import Vocabulary
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.parallelize import StageOptions, parallelize, products, replace_all
 from optimus.parallel.tensor import SplitProduct
@@ -64,7 +64,7 @@ def split_product(form: Form, outer: Group, inner: Group) -> dict[str, tuple[Ten
     gathers, scatters = form.sequence and not form.returns, form.sequence and form.returns
     x_TL, y_grad_TN = normal(0, T, L).requires_grad_(), normal(1, T, 2 * N)
     w_2NL = nn.Parameter(normal(2, 2, N, L))
-    y_TN = LocalProduct(MatrixProduct())(x_TL, w_2NL, None)
+    y_TN = Product(MatrixProduct())(x_TL, w_2NL, None)
     y_TN.backward(y_grad_TN)
 
     def at_input(x: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def test_a_model_is_the_one_of_one_device(name: str, grid: tuple[int, int], sequ
 
 def test_one_rank_has_local_products() -> None:
     model = parallelize(Transformer(MODELS["dense"]), Groups(Mesh()), StageOptions(sequence=True))
-    types = {"product": LocalProduct, "norms": LocalNorms, "vocabulary": LocalVocabulary}
+    types = {"product": Product, "norms": Norms, "vocabulary": Vocabulary}
     for what, kind in types.items():
         found = {type(getattr(each, what)) for each in model.modules() if what in getattr(each, "replaceable", ())}
         assert found == {kind}
@@ -235,7 +235,7 @@ def rounded_product(outputs: int, deferred: bool) -> tuple[dict[str, tuple[Tenso
     groups = Groups(Mesh(tp=2, tp_in=2 // outputs))
     outer, inner = groups.along("tp_out"), groups.along("tp_in")
     x_TL, w_NL, y_grad_TN = normal(0, T, L).requires_grad_(), nn.Parameter(normal(1, N, L)), normal(2, T, N)
-    y_TN = LocalProduct(Rounded())(x_TL, w_NL, None)
+    y_TN = Product(Rounded())(x_TL, w_NL, None)
     y_TN.backward(y_grad_TN)
     rounded = Rounded()
     split = SplitProduct(rounded, inner, outer, gathers=False, scatters=False, overlap=True)
@@ -271,7 +271,7 @@ def test_any_inner_product_is_split(outputs: int, deferred: bool) -> None:
         assert calls == {"forward": 1, "input": 1, "weight": 1}
         for name, (ours, theirs) in found.items():
             assert error(ours, theirs) < 1e-6, name
-    rounded = LocalProduct(Rounded())(normal(0, T, L), nn.Parameter(normal(1, N, L)), None)
+    rounded = Product(Rounded())(normal(0, T, L), nn.Parameter(normal(1, N, L)), None)
     assert error(rounded.detach(), exact) > 1e-4
 
 

@@ -15,7 +15,7 @@ from optimus.mesh import Mesh
 from optimus.model.architecture import ModelConfig
 from optimus.model.init import initialize
 from optimus.model.moe.layer import MoeLayer
-from optimus.model.moe.tokens import LocalTokens, TokenSplit
+from optimus.model.moe.tokens import TokenSplit
 from optimus.parallel.tokens import SplitTokens
 from optimus.testing import run_ranks
 
@@ -86,7 +86,7 @@ def test_every_token_once_and_whole(form: Form) -> None:
 def layer_of(tokens: TokenSplit | None = None) -> MoeLayer:
     sizes = {"hidden": H, "heads": 1, "intermediate": 8, "experts": 4, "experts_per_token": 2}
     layer = MoeLayer(ModelConfig.model_validate({"family": "olmoe", "layers": 1, "vocab": 8, **sizes}))
-    layer.tokens = tokens or LocalTokens()
+    layer.tokens = tokens or TokenSplit()
     initialize(layer, 0, 0.5)
     return layer
 

@@ -11,7 +11,7 @@ from optimus.comm import Groups
 from optimus.comm.functional import local_rows
 from optimus.kernels.linear_cross_entropy import block_rows
 from optimus.mesh import Mesh
-from optimus.model.vocabulary import LocalVocabulary
+from optimus.model.vocabulary import Vocabulary
 from optimus.parallel.vocabulary import SplitVocabulary, tokens_along
 from optimus.testing import run_ranks
 
@@ -31,7 +31,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def whole(cap: float | None) -> dict[str, Tensor]:
     tokens_T, target_T, x_TH, w_VH = inputs()
-    vocabulary, weight = LocalVocabulary(), nn.Parameter(w_VH)
+    vocabulary, weight = Vocabulary(), nn.Parameter(w_VH)
     x_TH.requires_grad_()
     loss = vocabulary.loss(x_TH, weight, target_T, 7.0, cap)
     x_grad, w_grad = torch.autograd.grad(loss, [x_TH, weight])
@@ -105,7 +105,7 @@ def large_logits() -> tuple[float, float]:
     w_VH = torch.cat([torch.full((V // 2, H), 20.0), torch.full((V - V // 2, H), -20.0)])
     x_TH, target_T = torch.ones(2, H), torch.tensor([0, V - 1])
     ours = vocabulary.loss(x_TH, nn.Parameter(w_VH[tokens]), target_T, 2.0)
-    return ours.item(), LocalVocabulary().loss(x_TH, nn.Parameter(w_VH), target_T, 2.0).item()
+    return ours.item(), Vocabulary().loss(x_TH, nn.Parameter(w_VH), target_T, 2.0).item()
 
 
 def test_parts_of_very_different_size() -> None:
@@ -125,7 +125,7 @@ def at_the_border_of_a_block() -> tuple[float, float, float]:
     target_T = torch.randint(vocab, (rows,), generator=generator)
     part, whole = nn.Parameter(w_VH[tokens]), nn.Parameter(w_VH)
     ours = vocabulary.loss(x_TH, part, target_T, 2.0)
-    theirs = LocalVocabulary().loss(x_TH, whole, target_T, 2.0)
+    theirs = Vocabulary().loss(x_TH, whole, target_T, 2.0)
     (gradient,), (right,) = torch.autograd.grad(ours, part), torch.autograd.grad(theirs, whole)
     return ours.item(), theirs.item(), float((gradient - right[tokens]).norm() / right[tokens].norm())
 

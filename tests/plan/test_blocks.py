@@ -51,6 +51,17 @@ def test_products_are_those_that_are_counted(name: str) -> None:
     assert flops_per_token(model, 1) - flops_per_token(model, 0) == 6 * scores
 
 
+def test_norms_are_those_of_the_units() -> None:
+    places = {"before": 2, "after": 2, "both": 4}
+    llama = SIZES | {"family": "llama"}
+    models = {place: ModelConfig.model_validate(llama | {"norm_place": place}) for place in places}
+    assert {place: blocks_of(model)[0].norms for place, model in models.items()} == places
+    times = [
+        step_time(job(model, MACHINE, Mesh(), 512, 1, 8, PLAIN)).terms["memory_bound"] for model in models.values()
+    ]
+    assert times[0] == times[1] < times[2]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_and_state_are_those_that_are_counted(name: str) -> None:
     """With gradients of two bytes: 16 for each parameter."""

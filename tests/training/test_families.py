@@ -52,6 +52,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+OTHERS: dict[str, dict[str, Any]] = {  # models of which there is no family
+    "norms with biases around": {"family": "llama", "norm": "layer_affine", "norm_place": "both"},
+    "norms with offsets behind experts": EXPERTS | {"family": "olmoe", "norm": "rms_offset", "norm_place": "after"},
+}
+
 
 def layouts(model: dict[str, Any]) -> list[Layout]:
     """Each axis, and pairs of them, with what is run again and shared out; eight of them."""
@@ -84,9 +89,9 @@ def test_every_family_is_here() -> None:
 
 @pytest.mark.swept
 @pytest.mark.parametrize("number", range(8))
-@pytest.mark.parametrize("family", MODELS)
-def test_layouts(family: str, number: int) -> None:
-    model = SIZES | {"family": family} | MODELS[family]
+@pytest.mark.parametrize("name", MODELS | OTHERS)
+def test_layouts(name: str, number: int) -> None:
+    model = SIZES | {"family": name} | (MODELS | OTHERS)[name]
     assert_same_as_one_process(small(model), [layouts(model)[number]], 2, rtol=2e-5)
 
 

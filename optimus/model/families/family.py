@@ -66,10 +66,6 @@ class Family:
     optional: Mapping[str, Field]  # that may be there
     constants: Mapping[str, Any]  # of config.json, which must have these values where they are there
     keys: Mapping[str, Key]
-    built_in: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # values of `ModelConfig` that `transformers` has no field for
-
     aliases: Mapping[str, str] = field(
         default_factory=dict
     )  # in config.json: what newer `transformers` writes, the name
@@ -82,7 +78,7 @@ class Family:
     @property
     def varies(self) -> frozenset[str]:
         """The fields of `ModelConfig` in which its models differ."""
-        return frozenset({"family", *self.fields, *self.optional, *self.built_in})
+        return frozenset({"family", *self.fields, *self.optional})
 
 
 def unpublished(

@@ -11,5 +11,4 @@ FAMILY = Family(
     optional=OPTIONAL,
     constants=CONSTANTS | {"attention_bias": False, "clip_qkv": None},
     keys=ENDS | attention() | mlp(),
-    built_in={"norm_eps": 1e-5},
 )

@@ -52,5 +52,4 @@ FAMILY = Family(
         **affine("blocks.{i}.mlp.up", _LAYER + "fc1"),
         **affine("blocks.{i}.mlp.down", _LAYER + "fc2"),
     },
-    built_in={"norm_eps": 1e-5},
 )

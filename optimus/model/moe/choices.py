@@ -27,9 +27,15 @@ class Choosing(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig) -> "Choosing":
         """That of a model."""
-        chosen = config.expert_groups, config.groups_per_token
-        biases = config.router_bias, config.expert_bias
-        return cls(config.score, config.renormalise, config.routed_scale, *chosen, *biases)
+        return cls(
+            score=config.score,
+            renormalise=config.renormalise,
+            scale=config.routed_scale,
+            groups=config.expert_groups,
+            groups_per_token=config.groups_per_token,
+            bias=config.router_bias,
+            logit_bias=config.expert_bias,
+        )
 
 
 SOFTMAX = Choosing()

@@ -17,7 +17,7 @@ from optimus.model.moe.choices import Choosing, Routing
 from optimus.model.moe.dispatch import NOTHING, Dispatch, Overlapped, local_dispatch
 from optimus.model.moe.router import Router
 from optimus.model.moe.statistics import RouterStats
-from optimus.model.moe.tokens import LocalTokens, TokenSplit
+from optimus.model.moe.tokens import TokenSplit
 from optimus.model.parameters import Size, declare
 from optimus.step_context import StepContext
 
@@ -45,7 +45,7 @@ class Experts(nn.Module):
         columns, ffn = Size("hidden", hidden), Size("expert_ffn", intermediate)
         stacked = Size("experts", experts), Size("stack", 2), ffn
         self.gate_up = declare(self, "gate_up", *stacked, columns, role="expert")
-        self.bias = declare(self, "bias", *stacked, role="vector", initial="zeros") if bias else None
+        self.bias = declare(self, "bias", *stacked, role="vector", initial=0.0) if bias else None
         self.down = declare(self, "down", Size("experts", experts), columns, ffn, role="expert")
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, choices: int | None = None) -> Tensor:
@@ -77,8 +77,8 @@ class MoeLayer(nn.Module):
         shared, biased = config.shared_intermediate, config.expert_bias
         self.shared = DenseMlp(hidden, shared, kind=kind) if shared else None
         sizes = Size("all_experts", experts), Size("hidden", hidden)
-        self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial="zeros") if biased else None
-        self.tokens: TokenSplit = LocalTokens()
+        self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial=0.0) if biased else None
+        self.tokens: TokenSplit = TokenSplit()
         self.dispatch: Dispatch = local_dispatch
         self._model = config if len(config.expert_counts) > 1 else None  # else sums of layers are of one length
 

@@ -47,7 +47,7 @@ class Router(ProjectionModule):
         choices = Size("choices", experts)
         self.weight = declare(self, "weight", choices, Size("hidden", hidden), role="router")
         biased = choosing.logit_bias
-        self.logit_bias = declare(self, "logit_bias", choices, role="vector", initial="zeros") if biased else None
+        self.logit_bias = declare(self, "logit_bias", choices, role="vector", initial=0.0) if biased else None
         self.step = StepContext()
         usual = Choosing(renormalise=choosing.renormalise, logit_bias=choosing.logit_bias)
         self.choosing, self._plain = choosing, choosing == usual

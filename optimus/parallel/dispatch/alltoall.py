@@ -125,7 +125,7 @@ class AllToAllDispatch:
         send, receive, tokens, choices = counts
         copies = make_copies(needed_by(indices_TK // self.experts_per_rank, self.group.size), sum(send))
         chosen_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes
-        leaving = _Spread.apply(x_TH, copies), _Spread.apply(weights_TK, copies), chosen_SK
+        leaving = _Copied.apply(x_TH, copies, False), _Copied.apply(weights_TK, copies, False), chosen_SK
         arriving = [all_to_all_rows_async(rows, send, receive, self.group) for rows in leaving]
         del leaving, chosen_SK
         overlapped.during_dispatch()
@@ -134,7 +134,7 @@ class AllToAllDispatch:
         y_RH = self._with_all_parts(x_RH, weights_RK, local_RK, experts, tokens, choices)
         returning = all_to_all_rows_async(y_RH, receive, send, self.group)
         overlapped.during_combine()
-        return _Collect.apply(returning(), copies)
+        return _Copied.apply(returning(), copies, True)
 
     def _with_all_parts(
         self,
@@ -167,34 +167,19 @@ def read_counts(*exchanges: tuple[Tensor, Tensor, Tensor]) -> tuple[ExchangeCoun
     )
 
 
-def _collected(rows: Tensor, copies: Copies) -> Tensor:
-    """[S, ...] to [T, ...]: the sum of each token's copies, in rank order."""
-    return F.embedding_bag(copies.copy_S, rows, copies.first_T, mode="sum")
-
-
-class _Spread(torch.autograd.Function):
-    """[T, ...] to [S, ...]: a row for every copy."""
+class _Copied(torch.autograd.Function):
+    """[T, ...] to [S, ...], a row for every copy; or with `collects` back, the sum of each token's copies in rank order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
-        ctx.copies = copies
-        return rows[copies.token_S]
+    def forward(ctx: Any, rows: Tensor, copies: Copies, collects: bool) -> Tensor:
+        ctx.copies, ctx.collects = copies, collects
+        return _copied(rows, copies, collects)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _collected(grads[0], ctx.copies), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _copied(grads[0], ctx.copies, not ctx.collects), None, None
 
 
-class _Collect(torch.autograd.Function):
-    """[S, ...] to [T, ...]: the sum over the copies."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
-        ctx.copies = copies
-        return _collected(rows, copies)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0][ctx.copies.token_S], None
+def _copied(rows: Tensor, copies: Copies, collects: bool) -> Tensor:
+    return F.embedding_bag(copies.copy_S, rows, copies.first_T, mode="sum") if collects else rows[copies.token_S]
