@@ -44,7 +44,7 @@ from optimus.resolve.parameters import layouts_of, recipe_of
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.run import RunInputs
 from optimus.state.model_state import ModelState
-from optimus.state.plan import plan_chunks
+from optimus.state.plan import divide_chunks, place_chunks
 from optimus.testing.steps import build
 from optimus.training.step import training_step
 
@@ -294,7 +294,7 @@ def _spread(config: RunConfig, mesh: Mesh, scattered: bool) -> Row:
     nodes = dict.fromkeys(range(mesh.node(mesh.size - 1) + 1), 0)
     writing = set()
     for rank in range(mesh.size):
-        plans = plan_chunks(layouts, mesh, rank, config.state, recipe)
+        plans = place_chunks(divide_chunks(layouts, mesh, rank, config.state, recipe), config.state, recipe)
         for plan, writer in zip(plans, writers(plans, mesh, rank, config.state, scattered=scattered)):
             if writer == rank:
                 nodes[mesh.node(rank)] += saved_bytes(plan)

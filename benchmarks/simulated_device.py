@@ -364,4 +364,4 @@ class Simulation:
     def weights(self) -> list[Tensor]:
         """Master weights of this rank, behind all updates."""
         self.state.finish()
-        return [chunk.master.clone() for chunk in self.state.chunks]
+        return [chunk.resident["model"].clone() for chunk in self.state.chunks]

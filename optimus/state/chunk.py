@@ -51,7 +51,7 @@ class Chunk(Placement):
             after()
         elif change:
             self.whole.settle()
-            self.part.finish_copy()
+            self.part.copy.finish()
             self.part.go("write")
         else:
             self.part.finish_update()
@@ -177,7 +177,7 @@ class TrainedChunk(Chunk):
             prefixes = [] if empty else [*states]
         unpruned = positions(plan, masks)[plan.shard].to(self.parameter.device)
         parts = {prefix: self.gathered_state(prefix)[unpruned] for prefix in prefixes}
-        self.part.finish_copy()
+        self.part.copy.finish()
         self.part.go("write")
         self.place(plan, masks)
         self.gradients.place()

@@ -207,9 +207,9 @@ class Gathering:
         gathered ahead, which would cost a fetch more, unless it is the nearest: else its fetch would not be hidden. Raises
         `UserError` where those in use are too many.
         """
-        if self._cache is None or chunk.plan.keeps_whole or chunk.whole.holds_block:
+        if self._cache is None or chunk.plan.keeps_whole or chunk.whole.has_memory:
             return True
-        held = [each for each in self._traced if each.whole.holds_block and not each.plan.keeps_whole]
+        held = [each for each in self._traced if each.whole.has_memory and not each.plan.keeps_whole]
         if len(held) < self._cache:
             return True
         next_use = self._trace.next_use if self._trace is not None else lambda each, place=0: math.inf

@@ -103,11 +103,6 @@ class Placement:
         kinds = {"model": "master", **{kind: kind for kind in self.plan.rule.kinds}}
         return {prefix: made[kind] for prefix, kind in kinds.items() if kind in made}
 
-    @property
-    def master(self) -> Tensor:
-        """This rank's part of the master weights, where they are always in memory."""
-        return self.resident["model"]
-
     def residency(self, prefix: str, weights: bool = False) -> Residency:
         """Where that of a checkpoint is which has this prefix: of the whole state, or of `weights` alone."""
         if prefix != "model":

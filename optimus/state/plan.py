@@ -238,13 +238,6 @@ def unpruned_shares(
     return {name: bits_of(bits) / max(1, sizes[name]) for name, bits in masks.items()}
 
 
-def plan_chunks(
-    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: Recipe
-) -> list[ChunkPlan]:
-    """The chunks of `rank`, divided and placed. Raises `UserError` as `divide_chunks` does."""
-    return place_chunks(divide_chunks(layouts, mesh, rank, options, recipe), options, recipe)
-
-
 def divide_chunks(
     layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: Recipe
 ) -> list[ChunkPlan]:

@@ -109,7 +109,7 @@ class GradientReduction:
         done behind it, before the parameters are used."""
         self.finish()  # of a step that was not finished
         self.leave()
-        self._arrive()
+        self._host.finish()
         self._found.clear()
         self._added.clear()
         self._host.go("clear")
@@ -192,9 +192,8 @@ class GradientReduction:
 
     def reduce(self) -> None:
         """Sum the gradients over the replicas into `reduced`: finish what began on arrival, or do all of it now."""
-        self.chunk.part.finish_update()
-        self.sum.go("last")
-        if not self._begun and (self._gradients.status == "here" or not self.chunk.plan.adds_gradients):
+        self.start()
+        if not self._begun and self._gradients.status == "here":
             self._start()
         self.finish()
         if self.sum.status == "last":
@@ -299,12 +298,12 @@ class GradientReduction:
             if self.waiting is self.chunk.compute_shard:
                 self._whole.settle()  # parameters that have been fetched for nothing
                 if part.copy.status == "weights":
-                    part.finish_copy()
+                    part.copy.finish()
                 part.go("lend")
             copied = moves.down(self.waiting, self.reduced)
             self._host.go("copy", copied)
         else:
-            self._arrive()
+            self._host.finish()
             copied, added = moves.add_down(self.waiting, self.reduced)
             self._host.go("add", added)
         self.sum.go("leave", copied)
@@ -315,18 +314,13 @@ class GradientReduction:
             self.sum.go("arrive")
             self._accumulated.go("free")
 
-    def _arrive(self) -> None:
-        """Wait for what the host has been sent."""
-        if self._host.status == "coming":
-            self._host.go("arrive")
-
     def square_sum(self, tile: int) -> Tensor:
         """Sum of squares of the reduced gradients of this rank's part, a scalar."""
         self.sum.go("measure")
         if not self.leaves:
             return self._square_sum(self.reduced, tile)
         if self.chunk.plan.sends_gradients:
-            self._arrive()
+            self._host.finish()
             self._host.go("read")
             self._transfers.synchronize()
             self._square = self._square_sum(self.waiting, tile).to(self.reduced.device)
@@ -341,7 +335,7 @@ class GradientReduction:
         """An update begins, which reads what is `waiting`."""
         self.sum.go("update")
         if self.leaves:
-            self._arrive()
+            self._host.finish()
             self._host.go("read")
 
 

@@ -84,11 +84,12 @@ class Status:
 
     def go(self, event: str, until: Callable[[], None] | None = None) -> None:
         """Take the way of the table; `arrive` waits. Raises `RuntimeError` where there is none, and in a thread that is not
-        named for it; `RuntimeError` too where what is under way would be forgotten."""
-        following = self._table[self.status].get(event)
+        named for it."""
+        following, name = self._table[self.status].get(event), threading.current_thread().name
         if following is None:
             raise RuntimeError(f"{event}: {self.thing} is {self.status}: a mistake in the order of the calls")
-        self.touch()
+        if name.startswith(_OTHERS) and not name.startswith(THREADS.get((self.thing, self.status), ("-",))):
+            raise RuntimeError(f"{event}: {self.thing} that is {self.status} is nothing for the thread {name}")
         if event == "arrive" and self.until is not None:
             self.until()
             self.until = None
@@ -96,15 +97,14 @@ class Status:
         if until is not None:
             self.until = until
 
-    def touch(self) -> None:
-        """Raises `RuntimeError` where the present thread may not touch what is of this status."""
-        name = threading.current_thread().name
-        if name.startswith(_OTHERS) and not name.startswith(THREADS.get((self.thing, self.status), ("-",))):
-            raise RuntimeError(f"{self.thing} that is {self.status} is nothing for the thread {name}")
+    def finish(self) -> None:
+        """Wait for what is under way, if there is anything."""
+        if self.until is not None:
+            self.go("arrive")
 
 
 class ManagedBuffer(Status):
-    """A buffer as it is: a `tensor` of the whole chunk, and where its content is.
+    """A buffer as it is: the memory of a `tensor` of the whole chunk, and where its content is.
 
     Unless it `stays`, its memory is freed while it is absent (by `resize`); views of it are valid again when it has memory.
     It is given at least `block` bytes: blocks of one size fit into one another's places.
@@ -120,7 +120,7 @@ class ManagedBuffer(Status):
         block: int = 0,
     ) -> None:
         super().__init__(thing)
-        self.tensor, self._stays, self._resize = tensor, stays, resize
+        self._tensor, self._stays, self._resize = tensor, stays, resize
         self._bytes = max(tensor.numel() * tensor.element_size(), block)
 
     @property
@@ -132,9 +132,9 @@ class ManagedBuffer(Status):
         before = self.has_memory
         super().go(event, until)
         if not self._stays and before != self.has_memory:
-            self._resize(self.tensor, self._bytes if self.has_memory else 0)
+            self._resize(self._tensor, self._bytes if self.has_memory else 0)
         if event == "open" and not before:
-            self.tensor.zero_()
+            self._tensor.zero_()
 
 
 class OwnPart(Status):
@@ -157,8 +157,3 @@ class OwnPart(Status):
             if self.behind is not None:
                 self.behind()
                 self.behind = None
-
-    def finish_copy(self) -> None:
-        """Wait for whoever copies it beside the training."""
-        if self.copy.status != "none":
-            self.copy.go("arrive")

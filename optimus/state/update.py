@@ -28,12 +28,9 @@ class Update:
     ) -> None:
         self._chunk, self._whole, self._gradients, self._rule = chunk, whole, gradients, rule
         self._transfers = chunk.transfers
+        # Whether other ranks take part in the update: all begin it in one order, so no worker does.
+        self.is_collective = bool(chunk.context.blocks)
         self._on: Residency = "host" if chunk.context.options.update_on == "host" else "device"
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether other ranks take part in the update: all begin it in one order, so no worker does."""
-        return bool(self._chunk.context.blocks)
 
     def step(self, now: OptimizerStep, tile: int, following: DiskStates | None = None) -> None:
         """One optimizer update, then the compute copies made anew; `following`, state on a disk, is read meanwhile.
@@ -55,8 +52,7 @@ class Update:
         self._whole.invalidate()
 
     def _run(self, now: OptimizerStep, tile: int, following: DiskStates | None, copy: Status) -> None:
-        if copy.status != "none":
-            copy.go("arrive")
+        copy.finish()
         copy.go("write")
         disk = self._chunk.disk
         with NOTHING_ON_DISK if disk is None else disk.updating() as on_disk:

@@ -14,13 +14,13 @@ from optimus.state.placement import Placement
 from optimus.state.statuses import ManagedBuffer
 
 
-class WholeParameters:
+class WholeParameters(ManagedBuffer):
     """Those of `chunk`; its `parameter` has memory while they are here."""
 
     def __init__(self, chunk: Placement) -> None:
         self._chunk, self._transfers, self.part = chunk, chunk.transfers, chunk.part
         stays, block = chunk.plan.keeps_whole, chunk.context.block
-        self._buffer = ManagedBuffer("parameters", chunk.parameter, chunk.transfers.resize, stays=stays, block=block)
+        super().__init__("parameters", chunk.parameter, chunk.transfers.resize, stays=stays, block=block)
         self._fetched = chunk.plan.residency("parameters.shard") != "device"
         self._turn = InTurn()
         self._depth = 0  # of what is here or coming
@@ -28,17 +28,12 @@ class WholeParameters:
     @property
     def here(self) -> bool:
         """Whether they are."""
-        return self._buffer.status == "here"
-
-    @property
-    def holds_block(self) -> bool:
-        """Whether they have memory."""
-        return self._buffer.has_memory
+        return self.status == "here"
 
     def start_gather(self, depth: int = 0) -> None:
         """Begin to gather what is neither here nor coming of the extent of `depth`, from the host and the parts of other
         ranks; behind an update that is under way."""
-        first = depth == 0 and not self._buffer.has_memory
+        first = depth == 0 and not self.has_memory
         fetches = self._fetched and first
         gathers = self._depth > depth or (self._chunk.elements.prunes and first and not fetches)
         if not (fetches or gathers) or self.part.status == "lent":  # nobody needs them before the update
@@ -48,10 +43,10 @@ class WholeParameters:
         if updating is not None:
             turn.add(lambda: updating)
         if fetches:
-            self._buffer.go("fetch", turn.finish)
+            self.go("fetch", turn.finish)
             turn.add(self._fetch)
         if gathers:
-            self._buffer.go("gather" if depth == 0 else "approach", turn.finish)
+            self.go("gather" if depth == 0 else "approach", turn.finish)
         while self._depth > depth:
             self._depth -= 1
             turn.add(partial(self._all_gather_async, self._depth))
@@ -81,20 +76,20 @@ class WholeParameters:
         """Have them here. All ranks of the groups must gather, in the same order."""
         self.start_gather()
         self.settle()
-        self._buffer.go("use")
+        self.go("use")
 
     def reshard(self) -> None:
         """Free them where they are kept otherwise; the module's parameters stay views of them."""
         if not self._chunk.plan.keeps_whole:
             self.settle()
-            self._buffer.go("free")
+            self.go("free")
             self._depth = max(self._depth, self._chunk.plan.depths.parameters)
 
     def settle(self) -> None:
         """Finish a gathering that is under way, which reads the parts that are about to change, and an update."""
         self.part.finish_update()
-        if self._buffer.until is not None:
-            self._buffer.go("arrive")
+        if self.until is not None:
+            self.finish()
             if self.here:
                 chunk = self._chunk
                 # By way of `data`: autograd must not take this for a change of what it has saved.
@@ -104,7 +99,7 @@ class WholeParameters:
         """This rank's part has changed: what others have of it, and this rank of theirs, is out of date."""
         plan = self._chunk.plan
         if plan.shard_steps or self._fetched or self._chunk.elements.prunes:
-            self._buffer.go("free")
+            self.go("free")
             self._depth = plan.depths.optimizer
             if not plan.offloaded:  # else by whoever uses them, behind the update
                 self.start_gather(plan.depths.parameters)

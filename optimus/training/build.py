@@ -103,13 +103,8 @@ def _masks(
     return masks | choose_masks(weights, config, targets_of(config, model))
 
 
-def no_masks(groups: Groups, layouts: Mapping[str, Layout], model: Transformer) -> Mapping[str, Tensor]:
-    """No parameter is pruned."""
-    return {}
-
-
 def build_model(
-    resolved: ResolvedRun, groups: Groups, device: torch.device, masks_of: MasksOf = no_masks
+    resolved: ResolvedRun, groups: Groups, device: torch.device, masks_of: MasksOf = lambda *_: {}
 ) -> tuple[Staged, ModelState]:
     """The stages of the model on this rank, with this rank's parts of its parameters, and their state, without values yet.
 

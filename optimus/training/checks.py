@@ -256,7 +256,6 @@ def dry_run(run: Run) -> str:
     except torch.OutOfMemoryError:
         raise UserError(_too_large(needed, free, one, run)) from None
     run.state.clear_gradients()
-    run.state.skip()  # they may have left for the host, where they wait in the place of the parameters
     at_rest = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
     kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in at_rest.items() if size)
     return f"memory per rank: {kinds}, activations of a microbatch {_gib(needed)}; {_gib(free)} free"

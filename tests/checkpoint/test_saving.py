@@ -277,18 +277,18 @@ def test_the_optimizer_goes_on_where_copies_are_done(tmp_path: Path, monkeypatch
     right, last, late = Staging._copy, state.chunks[-1], threading.Event()
 
     def copy(self: Staging, buffer: Tensor) -> None:
-        if buffer is last.master:
+        if buffer is last.resident["model"]:
             assert late.wait(30)
         right(self, buffer)
 
     monkeypatch.setattr(Staging, "_copy", copy)
     saver = Saver(state, beside=True)
     saver.save(full(tmp_path, 1))
-    old = [chunk.master.clone() for chunk in state.chunks]
+    old = [chunk.resident["model"].clone() for chunk in state.chunks]
     stepping = threading.Thread(target=update, args=(state,))
     stepping.start()
     stepping.join(0.3)
-    changed = [not torch.equal(chunk.master, was) for chunk, was in zip(state.chunks, old)]
+    changed = [not torch.equal(chunk.resident["model"], was) for chunk, was in zip(state.chunks, old)]
     assert changed == [True] * (len(old) - 1) + [False]
     late.set()
     stepping.join(30)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.rules import recipe
+from helpers.rules import plan_chunks, recipe
 from optimus.checkpoint.folder import Description
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import write_alone
@@ -17,7 +17,7 @@ from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
-from optimus.state.plan import ChunkPlan, plan_chunks
+from optimus.state.plan import ChunkPlan
 
 
 @st.composite

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.rules import recipe
+from helpers.rules import plan_chunks, recipe
 from optimus.checkpoint.folder import Description
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.writers import holders, writers
@@ -24,7 +24,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
-from optimus.state.plan import ChunkPlan, plan_chunks
+from optimus.state.plan import ChunkPlan
 from optimus.testing import run_ranks
 
 SMALL = {"hidden": 24, "layers": 2, "heads": 4, "vocab": 48}

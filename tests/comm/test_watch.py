@@ -200,7 +200,8 @@ def train_watched(config: dict[str, Any], on: bool) -> tuple[list[StepResult], l
             assert steps.groups.origin() is None
     finally:
         torch.use_deterministic_algorithms(False)
-    return results, [chunk.master.double().sum().item() for chunk in steps.state.chunks], len(steps.groups.watch._notes)
+    weights = [chunk.resident["model"].double().sum().item() for chunk in steps.state.chunks]
+    return results, weights, len(steps.groups.watch._notes)
 
 
 @pytest.mark.parametrize("layout", in_turns([LAYOUTS[2], LAYOUTS[8], LAYOUTS[-2], LAYOUTS[-1]], 4))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.rules import recipe
+from helpers.rules import plan_chunks, recipe
 from optimus.comm import Group, Groups
 from optimus.config.tree import StateConfig
 from optimus.kernels.expert_mlp import expert_mlp
@@ -17,7 +17,6 @@ from optimus.mesh import Layout, Mesh
 from optimus.parallel.tensor import SplitProduct
 from optimus.state.chunk import TrainedChunk
 from optimus.state.placement import ChunkContext
-from optimus.state.plan import plan_chunks
 from optimus.state.transfers import transfers
 from optimus.step_context import StepContext
 from optimus.testing import run_ranks
@@ -210,7 +209,7 @@ class Sharded:
 
     def backward(self, microbatch: int, *names: str) -> list[Callable[[], None]]:
         """The first part of a backward pass to these parameters; returns the second part."""
-        full, (first, norm, second) = self.chunk.whole._buffer, self.parameters.values()
+        full, (first, norm, second) = self.chunk.whole, self.parameters.values()
         buffers = self.chunk.gradient_buffers
         if full.status == "absent":
             full.go("gather")

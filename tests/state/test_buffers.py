@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
-from helpers.rules import ADAMW, recipe
+from helpers.rules import ADAMW, plan_chunks, recipe
 from optimus.config.tree import ShardRanks, StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 from optimus.state.buffers import Depths, aligned, buffers
-from optimus.state.plan import Piece, ShardStep, divide, lay_out, plan_chunks, sharing_steps
+from optimus.state.plan import Piece, ShardStep, divide, lay_out, sharing_steps
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from helpers.rules import recipe
+from helpers.rules import plan_chunks, recipe
 from optimus.comm import Group
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import OptimizerStep
 from optimus.state.chunk import TrainedChunk
 from optimus.state.placement import ChunkContext
-from optimus.state.plan import plan_chunks
 from optimus.state.transfers import transfers
 from optimus.testing.memory import allocated, tracking
 
@@ -47,7 +46,7 @@ def test_bytes_by_kind(compute: torch.dtype, gradient: torch.dtype) -> None:
 def filled(compute: torch.dtype, gradient: torch.dtype) -> TrainedChunk:
     chunk = chunk_of(1000, 77, 500, compute=compute, gradient=gradient)
     generator = torch.Generator().manual_seed(0)
-    for buffer in (chunk.master, chunk.resident["adamw.m"], chunk.gradients.gradient):
+    for buffer in (chunk.resident["model"], chunk.resident["adamw.m"], chunk.gradients.gradient):
         buffer.copy_(torch.randn(chunk.plan.size, generator=generator))
     chunk.resident["adamw.v"].copy_(torch.rand(chunk.plan.size, generator=generator))
     chunk.publish()
@@ -76,8 +75,8 @@ def test_the_step_does_not_depend_on_the_tile(compute: torch.dtype, gradient: to
         with whole.states() as expected, tiled.states() as found:
             for kind, buffer in expected.items():
                 assert torch.equal(buffer, found[kind]), (tile, kind)
-    assert torch.equal(whole.parameter, whole.master.to(compute))
-    assert not torch.equal(whole.master, filled(compute, gradient).master)
+    assert torch.equal(whole.parameter, whole.resident["model"].to(compute))
+    assert not torch.equal(whole.resident["model"], filled(compute, gradient).resident["model"])
     # Scaled in the tile, not in place.
     assert torch.equal(whole.gradients.gradient, filled(compute, gradient).gradients.gradient)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.planned import state_bytes
-from helpers.rules import recipe
+from helpers.rules import plan_chunks, recipe
 from helpers.whole import whole_state
 from optimus.checkpoint.loading import load_slices
 from optimus.checkpoint.slices import TensorSlice
@@ -21,7 +21,7 @@ from optimus.model.count import count_parameters
 from optimus.parallel.layouts import parameter_layouts
 from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
-from optimus.state.plan import bytes_by_kind, plan_chunks
+from optimus.state.plan import bytes_by_kind
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated, tracking
 from optimus.testing.steps import build, random_batch

@@ -79,7 +79,7 @@ class CountedChunk:
         self.whole, self.here, self.loads = self, False, 0
 
     @property
-    def holds_block(self) -> bool:
+    def has_memory(self) -> bool:
         return self.here
 
     def start_gather(self) -> None:

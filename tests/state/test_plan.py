@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.rules import recipe
+from helpers.rules import plan_chunks, recipe
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
@@ -19,7 +19,6 @@ from optimus.state.plan import (
     check_shard_ranks,
     divisions,
     lay_out,
-    plan_chunks,
     search_limit,
     shard_groups,
 )

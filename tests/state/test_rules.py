@@ -35,7 +35,7 @@ def held(config: dict[str, Any]) -> dict[str, Any]:
             for chunk in chunks
             for unlike in [{buffer.data_ptr(): buffer for buffer in buffers_of(chunk)}]
         ]
-        whole, own = sum(chunk.plan.size for chunk in chunks), sum(len(chunk.master) for chunk in chunks)
+        whole, own = sum(chunk.plan.size for chunk in chunks), sum(len(chunk.resident["model"]) for chunk in chunks)
         found[matrices] = whole, own, sum(bytes_each)
     return found
 

@@ -358,7 +358,7 @@ def staged() -> tuple[list[Any], list[int]]:
     with steps_of(config_of("dense")) as (machine, steps):
         steps.train()
         machine.forget()
-        staging, buffers = Staging(), {chunk: [chunk.master] for chunk in steps.state.chunks}
+        staging, buffers = Staging(), {chunk: [chunk.resident["model"]] for chunk in steps.state.chunks}
         staging.begin(buffers, {}, False, lambda wait: None)
         before = list(machine.waits)
         staging.run()

@@ -619,7 +619,7 @@ def test_weights_that_are_not_finite(small_run: dict[str, Any], tmp_path: Path) 
         load_config(config_of("dense"), ["pruning.sparsity=0.5", "pruning.at=0"]).model_dump(exclude_unset=True)
     )
     chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.recipe.unpruned)
-    chunk.master[0] = torch.nan
+    chunk.resident["model"][0] = torch.nan
     with pytest.raises(UserError, match=r"pruning: weights of blocks.* are not finite"):
         prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.recipe.unpruned, 10), magnitudes)
 
@@ -629,7 +629,7 @@ def not_finite_on_the_last() -> str:
     made = Steps(load_config(config_of("dense"), overrides).model_dump(exclude_unset=True))
     if made.groups.rank == 1:
         chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.recipe.unpruned)
-        chunk.master[0] = torch.nan
+        chunk.resident["model"][0] = torch.nan
     with pytest.raises(UserError) as caught:
         prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.recipe.unpruned, 10), magnitudes)
     return str(caught.value)

@@ -1,15 +1,17 @@
 """Update rules as the configuration has them by default."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 
-from optimus.config.tree import OptimizerConfig
+from optimus.config.tree import OptimizerConfig, StateConfig
+from optimus.mesh import Layout, Mesh
 from optimus.optim.adamw import AdamW
 from optimus.optim.lion import Lion
 from optimus.optim.muon import Muon
 from optimus.optim.schedule_free import ScheduleFree
-from optimus.state.plan import Recipe
+from optimus.state.plan import ChunkPlan, Recipe, divide_chunks, place_chunks
 
 _CONFIG = OptimizerConfig()
 _BETA1, _BETA2 = _CONFIG.betas
@@ -19,6 +21,13 @@ ADAMW = AdamW(beta1=_BETA1, beta2=_BETA2, eps=_CONFIG.eps, weight_decay=_DECAY)
 LION = Lion(beta1=_BETA1, beta2=_BETA2, weight_decay=_DECAY)
 MUON = Muon(momentum=_CONFIG.momentum, weight_decay=_DECAY)
 SCHEDULE_FREE = ScheduleFree(beta1=_BETA1, beta2=_BETA2, eps=_CONFIG.eps, weight_decay=_DECAY)
+
+
+def plan_chunks(
+    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: Recipe
+) -> list[ChunkPlan]:
+    """The chunks of `rank`, divided and placed."""
+    return place_chunks(divide_chunks(layouts, mesh, rank, options, recipe), options, recipe)
 
 
 def recipe(compute: torch.dtype = torch.float32) -> Recipe:

@@ -46,7 +46,7 @@ def trained(overrides: list[str], per_node: int | None, waits_at_once: bool) -> 
     with mock.patch.object(Group, "all_to_all_async", at_once if waits_at_once else usual):
         steps = Steps(load_config(config, overrides), per_node)
         losses = [torch.tensor(steps.train().loss) for _ in range(2)]
-    return [*losses, *(chunk.master.clone() for chunk in steps.state.chunks)]
+    return [*losses, *(chunk.resident["model"].clone() for chunk in steps.state.chunks)]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
