@@ -31,7 +31,7 @@ from optimus.model import Batch, Losses, Transformer
 from optimus.model.attention import AttentionPositions
 from optimus.model.init import initialize
 from optimus.parallel.parallelize import StageOptions, parallelize
-from optimus.pipeline.staged import Staged, select_stages
+from optimus.pipeline.staged import Staged
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.stages import partition_of
 from optimus.step_context import StepContext
@@ -56,11 +56,10 @@ def make_stages(config: RunConfig) -> Staged:
     model = Transformer(config.model)
     initialize(model, config.train.seed, config.model.init_std)
     partition = partition_of(config, groups.mesh, groups.rank)
-    select_stages(model, partition)
+    staged = stages_of(model, partition, config, groups, torch.float32, torch.device("cpu"))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
         buffers[parameter] = TensorBuffer(parameter.grad, groups.step)
-    staged = stages_of(model, partition, config, groups, torch.float32, torch.device("cpu"))
     parallelize(model, groups, StageOptions(), buffers, rows=staged.stages.values())
     return staged
 

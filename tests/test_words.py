@@ -42,7 +42,7 @@ NAMES = {  # whole identifiers, to the ones to use
     "collect_on_first": "gather_object",
     "gather_rows": "all_gather_rows",
     "held_by": "parameter_groups",
-    "keep_stages": "select_stages",
+    "keep_stages": "_select",
     "own_rows": "local_rows",
     "start_gathered": "all_gather_async",
     "start_summed": "reduce_scatter_async",

@@ -97,7 +97,7 @@ class StagePartition(NamedTuple):
         return stage if stage in (-1, *self.here) else len(self.blocks) - 1
 
 
-def select_stages(model: Transformer, partition: StagePartition) -> None:
+def _select(model: Transformer, partition: StagePartition) -> None:
     """Take from `model` the parameters of stages that are elsewhere; those that stay keep their names."""
     for i in range(len(model.blocks)):
         if not any(i in partition.blocks[stage] for stage in partition.here):
@@ -114,7 +114,7 @@ def select_stages(model: Transformer, partition: StagePartition) -> None:
 
 
 class Staged(nn.Module):
-    """The stages of `model` that are on this rank, which `model` has been reduced to (`select_stages`).
+    """The stages of `model` that are on this rank, to which it is reduced.
 
     `share`: into how many parts the rows and columns of the residual stream are split over ranks; it is of type `dtype`.
     `execute`, made by `training/stages.py`, does the work of so many microbatches, with or without backward passes.
@@ -135,6 +135,7 @@ class Staged(nn.Module):
         links: VocabularyLinks | None = None,
     ) -> None:
         super().__init__()
+        _select(model, partition)
         self.model = model
         self.partition, self.share, self.dtype = partition, share, dtype
         self.execute, self.pipeline, self.last, self.multiple, self.links = execute, pipeline, last, multiple, links

@@ -41,6 +41,25 @@ class RunInputs:
 
 
 @dataclass(frozen=True)
+class RankPlan:
+    """What one rank of a resolved run is to build: nothing of it is found out or decided any more."""
+
+    config: RunConfig
+    """Of the phase whose microbatches have most tokens."""
+    model: Transformer
+    """Of all stages, without memory for its parameters."""
+    partition: StagePartition
+    layouts: Mapping[str, Layout]
+    """Of the parameters of its stages."""
+    recipe: Recipe
+    divided: Mapping[int, Sequence[ChunkPlan]]
+    """The chunks of each of its stages."""
+    options: StageOptions
+    divisions: Sequence[RankPartition]
+    """The groups of ranks that all ranks make."""
+
+
+@dataclass(frozen=True)
 class ResolvedRun:
     """A run on a machine. All that prepares it, trains it, checks it and predicts it reads this, and changes nothing."""
 
@@ -96,9 +115,20 @@ class ResolvedRun:
         """The stages, and which are on `rank`."""
         return partition_of(self.config, self.mesh, rank)
 
-    def divisions(self, *, tags: bool) -> list[RankPartition]:
-        """The groups of ranks that the run makes. `tags`: the backend can tell messages in one group apart, as Gloo."""
-        return run_divisions(self.config, self.mesh, self.layouts, tags=tags)
+    def on_rank(self, rank: int, *, tags: bool) -> RankPlan:
+        """What `rank` is to build. `tags`: the backend can tell messages in one group apart, as Gloo."""
+        trained = [name for name in self.layouts if self.recipe.rules[name].trains]
+        partition = self.partition(rank)
+        return RankPlan(
+            self.widest,
+            self.model,
+            partition._replace(trained_from=partition.first_of(trained)),
+            {name: self.layouts[name] for name in self.held(rank)},
+            self.recipe,
+            self.divided(rank),
+            self.options,
+            run_divisions(self.config, self.mesh, self.layouts, tags=tags),
+        )
 
     # ---- State ----
 

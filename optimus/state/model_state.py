@@ -69,9 +69,9 @@ class ModelState:
         moves: Transfers | None = None,
     ) -> None:
         _check_trainable((name, each.requires_grad) for name, each in module.named_parameters())
-        self.groups, self.options, self.recipe, self.rules = groups, options, recipe, recipe.rules
-        self._frozen_masks = self._of_frozen(masks or {})
+        self.groups, self.options, self.rules = groups, options, recipe.rules
         self._module, self.tile, self._layouts = module, options.tile, layouts
+        self.recipe, self._frozen_masks = self._pruned_by(masks or {}, recipe)
         self.steps = 0  # optimizer steps applied
         self.drawn: Mapping[str, Tensor] | None = None  # masks by which it may be pruned next
         self.pruned = PruningProgress()
@@ -149,18 +149,19 @@ class ModelState:
             if chunk.elements.prunes and self.recipe.unpruned[slot.name] is not None
         }
 
-    def _of_frozen(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Frozen parameters have no buffers but themselves: their masks are kept for checkpoints alone."""
-        return {name: bits for name, bits in masks.items() if not self.rules[name].trains}
+    def _pruned_by(self, masks: Mapping[str, Tensor], recipe: Recipe) -> tuple[Recipe, dict[str, Tensor]]:
+        """The recipe with what these masks leave, and the masks of frozen parameters, which have no buffers but themselves:
+        theirs are kept for checkpoints alone."""
+        shares = unpruned_shares(masks, self._layouts, self.groups.mesh, self.groups.rank)
+        frozen = {name: bits for name, bits in masks.items() if not self.rules[name].trains}
+        return recipe._replace(unpruned=dict.fromkeys(recipe.unpruned) | shares), frozen
 
     def prune(self, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
         """Go on with the parameters that `masks` prune: by name, packed bits of this rank's part of those that the recipe
         has a place for. Between steps; all ranks must call. The state of unpruned elements stays, and other parameters stay
         pruned, but for a state that is `empty`, whose parameters will be given values."""
         masks = ({} if empty else self.masks) | {name: masks[name] for name in self.recipe.unpruned if name in masks}
-        shares = unpruned_shares(masks, self._layouts, self.groups.mesh, self.groups.rank)
-        self.recipe = self.recipe._replace(unpruned=dict.fromkeys(self.recipe.unpruned) | shares)
-        self._frozen_masks = self._of_frozen(masks)
+        self.recipe, self._frozen_masks = self._pruned_by(masks, self.recipe)
         for stage, plans in self._plans().items():
             for chunk, plan in zip(self._of_stage[stage], plans, strict=True):
                 if isinstance(chunk, TrainedChunk) and (plan.mask is not None or chunk.elements.prunes):

@@ -34,7 +34,9 @@ class Steps:
         self.groups = Groups(mesh_of(given, ranks, per_node), divisions=[])
         self.resolved = resolve_here(given, self.device, self.groups)
         self.config = self.resolved.config
-        self.model, self.state = build_model(self.resolved, self.groups, self.device)
+        self.model, self.state = build_model(
+            self.resolved.on_rank(self.groups.rank, tags=self.groups.tags), self.groups, self.device
+        )
         self.state.initialize(self.config.train.seed, self.config.model.init_std)
         self.done = 0
 
@@ -56,7 +58,8 @@ class Steps:
 
 def build(config: RunConfig, groups: Groups, device: torch.device = _CPU) -> tuple[Staged, ModelState]:
     """The stages of `config` on this rank, and their state without values yet; all ranks of `groups` must call."""
-    return build_model(resolve_here(config, device, groups), groups, device)
+    plan = resolve_here(config, device, groups).on_rank(groups.rank, tags=groups.tags)
+    return build_model(plan, groups, device)
 
 
 def random_batch(config: RunConfig, step: int) -> Tensor:

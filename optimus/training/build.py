@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -18,14 +19,12 @@ from optimus.mesh import Layout
 from optimus.mesh.placement import describe
 from optimus.model import Transformer
 from optimus.parallel.parallelize import parallelize
-from optimus.pipeline.staged import Staged, select_stages
+from optimus.pipeline.staged import Staged
 from optimus.resolve.parameters import targets_of
 from optimus.resolve.ranks import mesh_of, ranks_per_node
-from optimus.resolve.rules import with_factors
-from optimus.resolve.run import ResolvedRun
+from optimus.resolve.run import RankPlan, ResolvedRun
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
-from optimus.state.plan import unpruned_shares
 from optimus.state.pruning import weights_to_be
 from optimus.training.beginning import begins_anew, begins_with, first_weights
 from optimus.training.checks import check_memory
@@ -74,7 +73,8 @@ def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     config = resolved.config
     data = read_together(lambda: TrainingData(config, folders, resolved.phases), groups.world)
     groups.choose_by(resolved.facts.collectives)
-    model, state = build_model(resolved, groups, device, partial(_masks, config, device, resume))
+    plan = resolved.on_rank(groups.rank, tags=groups.tags)
+    model, state = build_model(plan, groups, device, partial(_masks, config, device, resume))
     if config.train.teacher is not None:
         last = model.partition.has_last
         model.teacher = read_together(lambda: load_teacher(config, device) if last else None, groups.world)
@@ -104,39 +104,30 @@ def _masks(
 
 
 def build_model(
-    resolved: ResolvedRun, groups: Groups, device: torch.device, masks_of: MasksOf = lambda *_: {}
+    plan: RankPlan, groups: Groups, device: torch.device, masks_of: MasksOf = lambda *_: {}
 ) -> tuple[Staged, ModelState]:
     """The stages of the model on this rank, with this rank's parts of its parameters, and their state, without values yet.
 
     `masks_of` gives the packed bits of this rank's parts of parameters that are pruned, of those with such layouts and of
     the model that holds them whole, without memory. All ranks must call.
     """
-    config, layouts, partition = resolved.widest, resolved.layouts, resolved.partition(groups.rank)
-    here = {name: each for name, each in layouts.items() if partition.keeps(name, config.model.tie_embeddings)}
-    masks = masks_of(groups, here, resolved.model)
-    unpruned = dict.fromkeys(resolved.recipe.unpruned) | unpruned_shares(masks, here, groups.mesh, groups.rank)
-    recipe = resolved.recipe._replace(unpruned=unpruned)
-    groups.make(resolved.divisions(tags=groups.tags))  # those of all stages
-    gathering = Gathering()
-    with torch.device("meta"):
-        model = with_factors(Transformer(config.model, resolved.options.routing), config.train)
-    trained = [name for name in layouts if recipe.rules[name].trains]
-    partition = partition._replace(trained_from=partition.first_of(trained))
-    select_stages(model, partition)
+    groups.make(plan.divisions)  # those of all stages
+    masks, gathering = masks_of(groups, plan.layouts, plan.model), Gathering()
+    model = deepcopy(plan.model)
+    staged = stages_of(model, plan.partition, plan.config, groups, plan.recipe.compute, device)
     state = ModelState(
         model,
-        {name: layouts[name] for name, _ in model.named_parameters()},
+        plan.layouts,
         groups,
-        config.state,
-        recipe=recipe,
+        plan.config.state,
+        recipe=plan.recipe,
         masks=masks,
         device=device,
+        divided=plan.divided,
         gathering=gathering,
-        divided=resolved.divided(groups.rank),
     )
-    staged = stages_of(model, partition, config, groups, recipe.compute, device)
     rows = staged.stages.values()
-    parallelize(model, groups, resolved.options, gathering.gradient_buffers, gathering.unit, rows)
+    parallelize(model, groups, plan.options, gathering.gradient_buffers, gathering.unit, rows)
     return staged, state
 
 
