@@ -30,7 +30,8 @@ from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
 from optimus.model import Batch, Losses, Transformer
 from optimus.model.attention import AttentionPositions
 from optimus.model.init import initialize
-from optimus.parallel.parallelize import StageOptions, parallelize
+from optimus.parallel.options import StageOptions
+from optimus.parallel.parallelize import parallelize
 from optimus.pipeline.staged import Staged
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.stages import partition_of

@@ -28,7 +28,7 @@ from optimus.optim.adamw import AdamW
 from optimus.resolve.groups import state_divisions
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
-from optimus.state.plan import Recipe
+from optimus.state.plan import Recipe, divide_chunks
 from optimus.state.transfers import Job, Transfers
 
 _PIECES = 16  # of an update, between which other copies take their turn on the links
@@ -311,12 +311,14 @@ class Simulation:
         groups = Groups(Mesh.of(ranks))
         groups.make(state_divisions(groups.mesh, layouts, state))
         rule = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+        recipe = Recipe(compute, dict.fromkeys(layouts, rule))
         self.state = ModelState(
             self.layers,
             layouts,
             groups,
             state,
-            recipe=Recipe(compute, dict.fromkeys(layouts, rule)),
+            {0: divide_chunks(layouts, groups.mesh, groups.rank, state, recipe)},
+            recipe=recipe,
             device=device.device,
             gathering=self.gathering,
             moves=device,

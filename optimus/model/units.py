@@ -4,7 +4,7 @@ What runs a unit gathers its parameters, recomputes what is to be recomputed and
 unit nor the block that calls it knows of that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,13 @@ def in_turn(calls: Sequence[tuple[Callable[..., Any], bool]], x: Any, *args: Any
         made = call(x, *args) if takes else call(x)
         x, rest = (made[0], (*rest, *made[1:])) if isinstance(made, tuple) else (made, rest)
     return (x, *rest) if rest else x
+
+
+def replace_all(model: nn.Module, made: Mapping[str, Callable[[Any], Any]]) -> None:
+    """Give all modules of `model` what is made for them of what their classes say is `replaceable`, by name."""
+    for module in model.modules():
+        for what in {*made}.intersection(getattr(module, "replaceable", ())):
+            setattr(module, what, made[what](module))
 
 
 def units_of(module: nn.Module) -> list[Unit]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.parallel.module_bytes import ModuleBytes, ModuleSetting, Place, block_bytes, end_bytes
-from optimus.parallel.parallelize import StageOptions
+from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
 
 Row = Sequence[tuple[ModuleBytes, ModuleBytes | None]]  # modules as they are, and run again with results cached

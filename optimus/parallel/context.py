@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from optimus.autograd import once_differentiable
-from optimus.comm import Group
+from optimus.comm import Group, Groups
 from optimus.comm.functional import all_to_all_rows, cached
 from optimus.errors import UserError
 from optimus.kernels.attention import (
@@ -34,6 +34,7 @@ from optimus.kernels.attention import (
 )
 from optimus.kernels.documents import Documents
 from optimus.model.sequence import SequenceSplit
+from optimus.parallel.options import StageOptions
 
 Seen = Callable[[int], list[AttentionBlock]]  # what a rank's positions see of those of another
 
@@ -259,3 +260,11 @@ def _check(length: int, multiple: int, method: str) -> None:
             f"sequences of {length} tokens cannot be divided by {method}: it wants a multiple of {multiple}, as "
             f"{length + -length % multiple}"
         )
+
+
+def sequence_split(groups: Groups, options: StageOptions) -> SequenceSplit:
+    """Context parallelism: how sequences are divided."""
+    group = groups.along("cp")
+    if group.size == 1:
+        return SequenceSplit()
+    return RingSequence(group) if options.context_method == "ring" else UlyssesSequence(group)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from optimus.comm import Group, Groups
 from optimus.mesh import Layout
 from optimus.model.parameters import Declaration, Dim, declarations
 
@@ -23,6 +24,11 @@ RULES: dict[Dim, str] = {  # logical dim to the mesh axis that it is split over;
     "expert_ffn": "etp",
 }
 _TENSOR = ("tp_in", "tp_out")
+
+
+def ranks_along(groups: Groups, dim: Dim) -> Group:
+    """The ranks that a dim is split over."""
+    return groups.along(*([RULES[dim]] if dim in RULES else []))
 
 
 def parameter_layouts(

@@ -29,7 +29,8 @@ from optimus.model.ensemble import Ensemble
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.units import Unit, in_turn, units_of
 from optimus.parallel.layouts import parameter_layouts
-from optimus.parallel.parallelize import StageOptions, parallelize
+from optimus.parallel.options import StageOptions
+from optimus.parallel.parallelize import parallelize
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.parallel.shapes import ShapeGroups, Shapes
 from optimus.step_context import StepContext

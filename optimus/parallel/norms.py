@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from optimus.autograd import once_differentiable
-from optimus.comm import Group
+from optimus.comm import Group, Groups
 from optimus.comm.functional import cached, total
 from optimus.kernels.backend import compute_dtype
 from optimus.model.norms import Norms
+from optimus.model.parameters import Dim
+from optimus.parallel.layouts import ranks_along
 
 
 class SplitNorms(Norms):
@@ -75,3 +77,9 @@ class _SplitLayerNorm(torch.autograd.Function):
         means_T2 = torch.cat([g.mean(-1, keepdim=True), (g * n).mean(-1, keepdim=True)], -1)
         mean_T1, dot_T1 = total(means_T2, ctx.group).div_(ctx.group.size).chunk(2, -1)
         return (g - mean_T1).sub_(n * dot_T1).mul_(r_T1).to(n_TH.dtype), None, None
+
+
+def norms_of(groups: Groups, columns: Dim) -> Norms:
+    """Those of rows with such columns."""
+    group = ranks_along(groups, columns)
+    return SplitNorms(group) if group.size > 1 else Norms()

@@ -12,17 +12,29 @@ Legend: T rows, L inputs and N outputs of a weight that are here.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optimus.autograd import once_differentiable
-from optimus.comm import Group
-from optimus.comm.functional import all_gather_async, all_reduce_async, cached, gathered, reduce_scatter_async
+from optimus.comm import Group, Groups
+from optimus.comm.functional import (
+    all_gather_async,
+    all_gather_rows,
+    all_reduce_async,
+    cached,
+    copy_to_group,
+    gathered,
+    reduce_scatter_async,
+)
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
 from optimus.model.linear import Product
+from optimus.model.parameters import Dim
+from optimus.parallel.layouts import RULES, ranks_along
+from optimus.parallel.options import StageOptions
 
 
 class SplitProduct(Product):
@@ -85,3 +97,24 @@ class _SplitProduct(torch.autograd.Function):
         x_grad = how.now_or_later(start(how.inner.input_gradient(y_grad_TN, w_NL), how.outputs))
         w_grad = how.inner.weight_gradient(y_grad_TN, rows(), w_NL, ctx.buffer) if wanted else None
         return x_grad(), w_grad, None, None
+
+
+def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Callable[[Dim, Dim], Product]:
+    """Tensor parallelism: how a weight with these dims (outputs, inputs) multiplies: by `inner`, and the communication that
+    its splits need."""
+    local = Product(inner)
+
+    def product(outputs: Dim, inputs: Dim) -> Product:
+        over = ranks_along(groups, inputs), ranks_along(groups, outputs)
+        if over[0].size * over[1].size == 1:
+            return local
+        # Where the residual stream is on the other side, its rows are split.
+        gathers, scatters = (options.sequence and RULES.get(dim) == "tp_out" for dim in (outputs, inputs))
+        return SplitProduct(inner, *over, gathers=gathers, scatters=scatters, overlap=options.overlap)
+
+    return product
+
+
+def row_gathering(groups: Groups, options: StageOptions) -> Callable[[Tensor], Tensor]:
+    """How every rank gets the rows that have been split."""
+    return partial(all_gather_rows if options.sequence else copy_to_group, group=groups.along("tp_out"))

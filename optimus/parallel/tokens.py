@@ -10,7 +10,7 @@ Legend: T rows of the residual stream, H columns of it, U tokens that a rank wor
 import torch
 from torch import Tensor
 
-from optimus.comm import Group
+from optimus.comm import Group, Groups
 from optimus.comm.functional import (
     all_reduce_autograd,
     columns_to_rows,
@@ -22,6 +22,7 @@ from optimus.comm.functional import (
 )
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.moe.tokens import TokenSplit
+from optimus.parallel.options import StageOptions
 
 
 class SplitTokens(TokenSplit):
@@ -58,3 +59,11 @@ class SplitTokens(TokenSplit):
             tokens *= self.rows.size * self.columns.size
         counts_E, probabilities_E, z_1 = all_reduce_autograd(sums, self.parts).split([len(stats.counts_E)] * 2 + [1])
         return RouterStats(counts_E.detach(), probabilities_E, z_1[0], tokens)
+
+
+def token_split(groups: Groups, options: StageOptions) -> TokenSplit:
+    """Which tokens the sparse layers of this rank work on."""
+    rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
+    if rows.size * columns.size * parts.size == 1:
+        return TokenSplit()
+    return SplitTokens(rows, columns, parts, sequence=options.sequence, duplicates=options.duplicates)

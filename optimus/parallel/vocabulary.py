@@ -26,6 +26,7 @@ from optimus.kernels.linear import linear
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy
 from optimus.mesh import Layout
 from optimus.model.vocabulary import Vocabulary
+from optimus.parallel.options import StageOptions
 from optimus.step_context import StepContext
 
 
@@ -103,3 +104,12 @@ def _whole_columns(x_TC: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
         return x_TC
     equal_TC = F.pad(x_TC, (0, max(sizes) - x_TC.shape[1]))
     return torch.cat([part[:, :size] for part, size in zip(gathered(equal_TC[None], group), sizes, strict=True)], 1)
+
+
+def vocabulary_split(groups: Groups, options: StageOptions, vocab: int) -> Vocabulary:
+    """How embedding and output layer are divided."""
+    axes = ("pp", "tp_out") if options.vocabulary else ("tp_out",)
+    everyone, rows, columns = groups.along(*axes), groups.along("tp_out"), groups.along("tp_in")
+    if everyone.size * columns.size == 1:
+        return Vocabulary(groups.step)
+    return SplitVocabulary(rows, columns, tokens_along(groups, vocab, *axes), options.sequence, everyone, groups.step)

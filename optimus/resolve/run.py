@@ -12,7 +12,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.model.count import count_parameters
 from optimus.parallel.activations import Activations, activation_bytes
-from optimus.parallel.parallelize import StageOptions
+from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.staged import StagePartition
 from optimus.resolve.decision import Decided, Decision

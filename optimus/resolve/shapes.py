@@ -4,7 +4,7 @@ from typing import Any
 
 from optimus.config import ModelConfig, RunConfig
 from optimus.mesh import Mesh
-from optimus.parallel.parallelize import StageOptions
+from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.stages import splits_backward

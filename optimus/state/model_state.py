@@ -23,7 +23,7 @@ from optimus.state.gathering import Gathering
 from optimus.state.masks import packed_bits
 from optimus.state.matrices import OverBlocks
 from optimus.state.placement import ChunkContext
-from optimus.state.plan import ChunkPlan, Recipe, divide_chunks, divisions, place_chunks, sharding_of, unpruned_shares
+from optimus.state.plan import ChunkPlan, Recipe, divisions, place_chunks, sharding_of, unpruned_shares
 from optimus.state.reduction import GradientReduction, square_dtype
 from optimus.state.transfers import Transfers, transfers
 
@@ -48,7 +48,7 @@ class ModelState:
     `layouts` says of each parameter, by name, how it lies on the mesh of `groups`; `masks` are packed bits of this rank's
     parts of those that are pruned. After this, `module`'s parameters are views into the chunks, of this rank's parts; their
     values are zero until `initialize` or `load_slices`. `divided` are the chunks of each stage of a pipeline, as
-    `state.plan.divide_stages` has them; by default there is one stage. `gathering` is what the parts of `module` were made
+    `state.plan.divide_stages` has them. `gathering` is what the parts of `module` were made
     with; without it, parameters must not be sharded, and autograd accumulates all gradients.
 
     Raises `UserError` where a parameter has been frozen by hand.
@@ -60,11 +60,11 @@ class ModelState:
         layouts: Mapping[str, Layout],
         groups: Groups,
         options: StateConfig,
+        divided: Mapping[int, Sequence[ChunkPlan]],
         *,
         recipe: Recipe,
         masks: Mapping[str, Tensor] | None = None,
         device: torch.device,
-        divided: Mapping[int, Sequence[ChunkPlan]] | None = None,
         gathering: Gathering | None = None,
         moves: Transfers | None = None,
     ) -> None:
@@ -79,7 +79,7 @@ class ModelState:
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
         self._reducing = dict[GradientReduction, None]()  # in the order in which their last reductions began
         self._leaving: deque[GradientReduction] = deque()
-        self._divided = divided or {0: divide_chunks(layouts, groups.mesh, groups.rank, options, recipe)}
+        self._divided = divided
         self._of_stage = self._make_chunks(masks or {}, moves or transfers(device))
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
         self.trained = _trained(self.chunks)

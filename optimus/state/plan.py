@@ -313,12 +313,13 @@ def _buffers(
     prunable: bool = False,
     sends: bool = False,
 ) -> tuple[Buffer, ...]:
+    whole = lifetime(options)
     return buffers(
         depths,
         recipe.compute,
         getattr(torch, options.gradient_dtype),
         rule,
-        lifetime=lifetime(options),
+        lifetime=whole,
         residency=residency,
         pruned=pruned,
         prunable=prunable,

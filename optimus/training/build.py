@@ -120,10 +120,10 @@ def build_model(
         plan.layouts,
         groups,
         plan.config.state,
+        plan.divided,
         recipe=plan.recipe,
         masks=masks,
         device=device,
-        divided=plan.divided,
         gathering=gathering,
     )
     rows = staged.stages.values()

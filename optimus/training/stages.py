@@ -1,6 +1,6 @@
 """The stages of a run on this rank, and how they are run."""
 
-from functools import cache
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -31,7 +31,8 @@ def stages_of(
     parallel, mesh = config.parallel, groups.mesh
     streams = groups.streams(2 * parallel.stages, "pp")
     team = groups.along("dp", "cp", "tp")
-    place = placement_of(config)
+    place, scheduled = placement_of(config), partial(schedule_of, config)
+    last = place.rank_of(place.stages - 1)
     exchange = VocabularyLinks.along(groups, place) if parallel.vocabulary else None
     if not groups.tags:
         for stream, ranks in links_of(place):
@@ -42,7 +43,7 @@ def stages_of(
     @cache
     def planned(microbatches: int, backward: bool) -> Schedule:
         if backward:
-            return schedule_of(config, microbatches)
+            return scheduled(microbatches)
         return forward_only(place, microbatches, vocabulary=parallel.vocabulary)
 
     def execute(work: ForwardWork, microbatches: int, backward: bool) -> list[Executed]:
@@ -55,7 +56,6 @@ def stages_of(
         ).run()
 
     share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in
-    last = place.rank_of(place.stages - 1)
     return Staged(model, partition, share, dtype, execute, groups.along("pp"), last, mesh.tp, exchange)
 
 

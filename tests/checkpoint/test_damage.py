@@ -21,6 +21,7 @@ import torch
 
 import optimus
 from helpers.rules import recipe
+from helpers.state_groups import model_state
 from helpers.trained import trainer_of
 from optimus.checkpoint.folder import DamagedError, Description, step_folder
 from optimus.checkpoint.format import pack_metadata, unpack_metadata
@@ -48,7 +49,7 @@ TENSORS = ["__0_0.distcp", "__1_0.distcp"]
 def made(ranks: int = 1) -> ModelState:
     with torch.device("meta"):
         module = Transformer(MODEL)
-    return ModelState(
+    return model_state(
         module,
         parameter_layouts(module),
         Groups(Mesh.of(ranks)),

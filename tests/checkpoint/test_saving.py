@@ -14,6 +14,7 @@ from torch import Tensor
 
 import optimus
 from helpers.rules import recipe
+from helpers.state_groups import model_state
 from helpers.whole import whole_state
 from optimus.checkpoint import saving
 from optimus.checkpoint.folder import Description, list_checkpoints, step_folder, step_of, weights_folder
@@ -41,7 +42,7 @@ def made(ranks: int = 1, **options: Any) -> tuple[Transformer, ModelState]:
     """A model of many chunks, and its state, in which every number is different."""
     with torch.device("meta"):
         module = Transformer(MODEL)
-    state = ModelState(
+    state = model_state(
         module,
         parameter_layouts(module),
         Groups(Mesh.of(ranks)),

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import optimus
 from helpers.rules import recipe
+from helpers.state_groups import model_state
 from helpers.whole import whole_state
 from optimus.checkpoint.folder import Description, find_checkpoint, step_folder
 from optimus.checkpoint.saving import Saver, Target
@@ -40,7 +41,7 @@ def made(model: ModelConfig = MODEL, precision: torch.dtype = torch.bfloat16) ->
 
 
 def made_of(module: Transformer, layouts: dict[str, Layout], precision: torch.dtype) -> ModelState:
-    return ModelState(
+    return model_state(
         module,
         layouts,
         Groups(Mesh()),

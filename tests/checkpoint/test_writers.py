@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.rules import plan_chunks, recipe
+from helpers.state_groups import model_state
 from optimus.checkpoint.folder import Description
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.writers import holders, writers
@@ -23,7 +24,6 @@ from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state.model_state import ModelState
 from optimus.state.plan import ChunkPlan
 from optimus.testing import run_ranks
 
@@ -200,7 +200,7 @@ def save(folder: Path, scattered: bool) -> None:
     config = ModelConfig.model_validate(MODELS["dense"])
     with torch.device("meta"):
         model = Transformer(config)
-    state = ModelState(
+    state = model_state(
         model,
         parameter_layouts(model),
         Groups(NODES),

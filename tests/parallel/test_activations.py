@@ -25,7 +25,7 @@ from optimus.model.units import Unit
 from optimus.parallel import module_bytes
 from optimus.parallel.activations import Activations, activation_bytes
 from optimus.parallel.module_bytes import ModuleSetting, block_bytes
-from optimus.parallel.parallelize import StageOptions
+from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.recompute_choice import BUSY, choose_recomputation, recomputed_flops

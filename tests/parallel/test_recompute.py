@@ -11,7 +11,8 @@ from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.model.moe.layer import Experts
-from optimus.parallel.parallelize import StageOptions, parallelize
+from optimus.parallel.options import StageOptions
+from optimus.parallel.parallelize import parallelize
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import StepContext
 from optimus.testing import run_ranks

@@ -21,10 +21,12 @@ from optimus.model.init import initialize
 from optimus.model.linear import Linear, Product
 from optimus.model.norms import Norms
 from optimus.model.parameters import Size
+from optimus.model.units import replace_all
 from optimus.model.vocabulary import Vocabulary
 from optimus.parallel.layouts import parameter_layouts
-from optimus.parallel.parallelize import StageOptions, parallelize, products, replace_all
-from optimus.parallel.tensor import SplitProduct
+from optimus.parallel.options import StageOptions
+from optimus.parallel.parallelize import parallelize
+from optimus.parallel.tensor import SplitProduct, products
 from optimus.testing import run_ranks
 
 GRIDS = [(2, 1), (1, 2), (4, 1), (2, 2), (3, 1)]  # ranks over outputs, over inputs, of what leaves the residual stream
@@ -280,7 +282,7 @@ def rounded_model(ranks: int, sequence: bool) -> tuple[Tensor, dict[str, int]]:
     groups, options, rounded = Groups(Mesh(tp=ranks)), StageOptions(sequence=sequence), Rounded()
     model = parallelize(Transformer(MODELS["dense"]), groups, options)
     product = products(groups, options, rounded)
-    replace_all(model, "product", lambda projection: product(*projection.dims))
+    replace_all(model, {"product": lambda projection: product(*projection.dims)})
     initialize(model, 0, 0.2)
     keep_own(model, sequence, groups)
     return trained(model)[1], rounded.calls

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.rules import ADAMW, recipe
-from helpers.state_groups import gather_units, groups_for
+from helpers.state_groups import gather_units, groups_for, model_state
 from helpers.sweep import in_turns
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
@@ -54,7 +54,7 @@ def made(
     rules = {name: Frozen() if name.startswith(frozen) else ADAMW for name in layouts}
     section = {"shard": shard, "chunk": limit, "gradient_dtype": str(compute).removeprefix("torch."), **options}
     config = StateConfig.model_validate(section | {"shard_ranks": widths})
-    state = ModelState(
+    state = model_state(
         module,
         layouts,
         groups_for(Mesh.of(ranks), layouts, config),
@@ -96,7 +96,7 @@ def cost(ranks: int) -> list[tuple[dict[str, int], int, dict[str, int], dict[str
         rest = rest_of(module, FIRST)
         layouts = {name: layout for name, layout in parameter_layouts(module).items() if not name.startswith(FIRST)}
         options = {"recipe": recipe(BF16), "device": torch.device("cpu"), "gathering": Gathering()}
-        alone = ModelState(rest, layouts, state.groups, state.options, **options)
+        alone = model_state(rest, layouts, state.groups, state.options, **options)
         frozen = [chunk for chunk in state.chunks if not chunk.plan.rule.trains]
         assert allocated(state.chunks) == bytes_by_kind([chunk.plan for chunk in state.chunks])
         size = sum(parameter.numel() for chunk in frozen for parameter in chunk.parameters)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from helpers.rules import recipe
+from helpers.state_groups import model_state
 from helpers.whole import whole_state
 from optimus.comm import Groups
 from optimus.config import ModelConfig
@@ -37,7 +38,7 @@ def made(
 ) -> tuple[Transformer, ModelState]:
     with torch.device("meta"):
         module = Transformer(config)
-    state = ModelState(
+    state = model_state(
         module,
         parameter_layouts(module),
         Groups(Mesh()),
@@ -117,7 +118,7 @@ def test_fp32_gradients_of_bf16_parameters_keep_small_addends() -> None:
     sums = {}
     for gradient in (FP32, BF16):
         module = nn.Linear(1, 1, bias=False)
-        state = ModelState(
+        state = model_state(
             module,
             {"weight": Layout((1, 1))},
             Groups(Mesh()),
@@ -186,7 +187,7 @@ def test_state_that_nobody_holds_is_freed() -> None:
 
     module = nn.Linear(3, 2)
     layouts = {name: Layout(tuple(parameter.shape)) for name, parameter in module.named_parameters()}
-    state = ModelState(
+    state = model_state(
         module,
         layouts,
         Groups(Mesh()),
@@ -213,4 +214,4 @@ def test_a_frozen_parameter_is_refused() -> None:
     frozen = Transformer(CONFIG).requires_grad_(False)
     options = {"recipe": recipe(BF16), "device": torch.device("cpu")}
     with pytest.raises(UserError, match=r"for embedding\.weight, .* and \d+ more"):
-        ModelState(frozen, parameter_layouts(frozen), Groups(Mesh()), StateConfig(), **options)
+        model_state(frozen, parameter_layouts(frozen), Groups(Mesh()), StateConfig(), **options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.rules import ADAMW
-from helpers.state_groups import gather_units, groups_for
+from helpers.state_groups import gather_units, groups_for, model_state
 from helpers.whole import whole_state
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
@@ -46,7 +46,7 @@ def made_with_module(
         module = Transformer(config)
     gather_units(module, gathering)
     layouts = parameter_layouts(module)
-    state = ModelState(
+    state = model_state(
         module,
         layouts,
         groups_for(Mesh.of(ranks), layouts, StateConfig.model_validate(options)),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import optimus
 from helpers.drawing import MODELS, config_of
 from helpers.rules import recipe
+from helpers.state_groups import model_state
 from helpers.whole import whole_state
 from optimus.checkpoint.masks import whole_masks
 from optimus.checkpoint.reader import Reader
@@ -481,7 +482,7 @@ def test_parameters_without_elements(per_tensor: bool) -> None:
         module = Empty()
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     layouts = {name: Layout(tuple(parameter.shape)) for name, parameter in module.named_parameters()}
-    state = ModelState(
+    state = model_state(
         module,
         layouts,
         Groups(Mesh()),

@@ -7,13 +7,20 @@ the former pay for few tokens on few ranks.
 from math import comb
 from typing import Literal
 
+from optimus.comm import Groups
 from optimus.comm.algorithms import CollectiveKind, Measured
 from optimus.comm.costs import expected
 from optimus.comm.groups import shape_of
 from optimus.comm.schedules import Shape
+from optimus.errors import UserError
 from optimus.measurements import GAIN
 from optimus.mesh import Mesh
 from optimus.model.architecture import ModelConfig
+from optimus.model.moe.dispatch import Dispatch, local_dispatch
+from optimus.parallel.dispatch.allgather import AllGatherDispatch
+from optimus.parallel.dispatch.alltoall import AllToAllDispatch
+from optimus.parallel.dispatch.two_level import TwoLevelDispatch
+from optimus.parallel.options import StageOptions
 
 Dispatcher = Literal["alltoall", "allgather"]
 _INDEX = 4  # bytes of a choice
@@ -67,3 +74,21 @@ def copies(experts: int, parts: int, chosen: int) -> float:
     """In how many of equal parts of the experts a token has some, if it chooses them at random."""
     elsewhere = comb(experts - experts // parts, chosen) / comb(experts, chosen)
     return parts * (1 - elsewhere)
+
+
+def dispatch_of(groups: Groups, options: StageOptions, experts: int) -> Dispatch:
+    """Expert parallelism: how tokens reach the `experts` of a layer. Raises `UserError` where these cannot be divided."""
+    ranks, parts = groups.along("ep"), groups.along("etp")
+    if ranks.size * parts.size == 1:
+        return local_dispatch
+    each, rest = divmod(experts, ranks.size)
+    if rest:
+        raise UserError(
+            f"{experts} experts cannot be divided over ep {ranks.size}: set parallel.expert to a divisor of "
+            "model.experts"
+        )
+    if options.dispatch == "alltoall" and (levels := groups.levels("ep")) is not None:
+        return TwoLevelDispatch(*levels, each, parts, duplicates=options.duplicates)
+    if options.dispatch == "alltoall":
+        return AllToAllDispatch(ranks, each, parts, duplicates=options.duplicates)
+    return AllGatherDispatch(groups.along("ep", "etp"), ranks.rank * each, each)

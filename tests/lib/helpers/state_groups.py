@@ -1,16 +1,21 @@
 """Groups of a model state, and the units of its model, without a run."""
 
 from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
 
 from optimus.comm import Groups
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
-from optimus.model.units import units_of
-from optimus.parallel.parallelize import always, replace_all
+from optimus.model.units import replace_all, units_of
+from optimus.parallel.parallelize import always
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.resolve.groups import state_divisions
 from optimus.state.gathering import Gathering
+from optimus.state.model_state import ModelState
+from optimus.state.plan import Recipe, divide_chunks
 from optimus.step_context import StepContext
 
 
@@ -21,7 +26,21 @@ def groups_for(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) 
     return groups
 
 
+def model_state(
+    module: nn.Module,
+    layouts: Mapping[str, Layout],
+    groups: Groups,
+    options: StateConfig,
+    *,
+    recipe: Recipe,
+    **more: Any,
+) -> ModelState:
+    """That of a model which is one stage."""
+    divided = {0: divide_chunks(layouts, groups.mesh, groups.rank, options, recipe)}
+    return ModelState(module, layouts, groups, options, divided, recipe=recipe, **more)
+
+
 def gather_units(model: Transformer, gathering: Gathering, recompute: tuple[str, ...] = ()) -> None:
     """Have the parameters of each unit gathered, and their gradients go to their buffers."""
-    replace_all(model, "gradients", always(gathering.gradient_buffers))
+    replace_all(model, {"gradients": always(gathering.gradient_buffers)})
     Recompute(Recomputation(recompute), StepContext(), gathering.unit).arrange([model.blocks], units_of(model))

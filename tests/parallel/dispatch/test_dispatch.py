@@ -20,7 +20,8 @@ from optimus.model.moe.dispatch import Dispatch, local_dispatch
 from optimus.model.moe.layer import Experts, MoeLayer
 from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
 from optimus.parallel.layouts import parameter_layouts
-from optimus.parallel.parallelize import StageOptions, parallelize
+from optimus.parallel.options import StageOptions
+from optimus.parallel.parallelize import parallelize
 from optimus.parallel.recompute import Recomputation
 from optimus.testing import run_ranks
 
