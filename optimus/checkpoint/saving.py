@@ -298,7 +298,7 @@ class Saver:
                 written.set()
 
     def _start(self, work: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=self._catching, args=(work,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._catching, args=(work,), name="optimus checkpoint", daemon=True)
         self._thread.start()
 
     def _catching(self, work: Callable[[], None]) -> None:

@@ -65,13 +65,13 @@ _WITHOUT_MEMORY = "absent", "near"
 # By thing and status, which threads may touch what it has, by the beginnings of their names; all else those that train
 # alone. A copy is waited for by whoever writes next, which may be the thread that updates.
 THREADS: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("part", "updating"): ("update", "optimus disk"),
-    ("host gradients", "coming"): ("update",),
-    ("copy", "none"): ("update",),
-    ("copy", "state"): ("update", "checkpoint", "optimus disk"),
-    ("copy", "weights"): ("update", "checkpoint", "optimus disk"),
+    ("part", "updating"): ("optimus update", "optimus disk"),
+    ("host gradients", "coming"): ("optimus update",),
+    ("copy", "none"): ("optimus update",),
+    ("copy", "state"): ("optimus update", "optimus checkpoint", "optimus disk"),
+    ("copy", "weights"): ("optimus update", "optimus checkpoint", "optimus disk"),
 }
-_OTHERS = "update", "optimus disk", "checkpoint"
+_OTHERS = "optimus update", "optimus disk", "optimus checkpoint"
 
 
 class Status:

@@ -75,7 +75,7 @@ class Transfers:
     def submit(self, work: Job, elements: int, on: str) -> Handle:
         """Let `work`, an update of so many elements on device or host, be done behind what has been submitted before. What
         it raises, the handle raises."""
-        self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="update")
+        self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="optimus update")
         done = self._worker.submit(torch.no_grad()(work))
 
         def wait() -> None:

@@ -188,7 +188,7 @@ def read_beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
     right = Target.buffer
 
     def buffer(self: Target, chunk: Chunk, *given: Any) -> Tensor:
-        if threading.current_thread().name == "checkpoint" and chunk.elements.prunes:
+        if threading.current_thread().name == "optimus checkpoint" and chunk.elements.prunes:
             there.set()
             assert go.wait(60)
         return right(self, chunk, *given)

@@ -36,10 +36,10 @@ from optimus.resolve.groups import communicators
 from optimus.resolve.parameters import layouts_of, whole_model
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.shapes import activation_shapes
-from optimus.state.chunk import Chunk
 from optimus.state.masks import packed_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import bytes_by_kind
+from optimus.state.whole import WholeParameters
 from optimus.testing import RankError, run_ranks
 from optimus.training import step
 from optimus.training.checks import _saved_bytes
@@ -429,7 +429,7 @@ def with_host_tensor() -> None:
 
 
 def without_memory() -> None:
-    with mock.patch.object(Chunk, "gather"):
+    with mock.patch.object(WholeParameters, "gather"):
         train(config_of("dense"), ["state.shard=parameters"], 4)
 
 

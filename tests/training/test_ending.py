@@ -249,7 +249,7 @@ def test_an_error_of_a_hook_leaves_no_checkpoint_half_written(
     monkeypatch.setattr(Metrics, "after_step", after_step)
     with pytest.raises(UserError, match="it is too hot"):
         optimus.train(small_run)
-    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "optimus checkpoint"]
     assert list((Path(small_run["train"]["output"]) / "checkpoints").iterdir()) == []
     monkeypatch.undo()
     assert optimus.train(small_run, resume=True)["step"] == 6

@@ -98,7 +98,7 @@ class LateTransfers(Transfers):
 
         def wait() -> None:
             if not done.done():
-                before, threading.current_thread().name = threading.current_thread().name, "update, later"
+                before, threading.current_thread().name = threading.current_thread().name, "optimus update, later"
                 try:
                     with torch.no_grad():
                         work()
@@ -233,7 +233,7 @@ class Order:
         with self.chunk.states(change=True) as states:
             self.chunk.fill_part(states["model"], self.weight[self.chunk.dense_extent])
         self.chunk.publish()
-        self.saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.saver = ThreadPoolExecutor(1, thread_name_prefix="optimus checkpoint")
         self.saved: list[Future[None]] = []
         self.updates = 0
 
