@@ -118,6 +118,7 @@ class Saver:
         checkpoints are untouched.
         """
         done = self.finish()
+        self._state.skip()  # a step that was not finished
         with self._waiting():
             self._targets = targets
             self._drawn = self._state.drawn or {}

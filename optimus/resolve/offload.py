@@ -95,9 +95,11 @@ def residency(run: ResolvedRun) -> Decided:
         return Decided()
     machine = _machine_of(run)
     found = [_of_rank(run, rank, machine) for rank in run.stage_ranks]
+    caches = [chosen.cache for _, chosen, _, cached in found if chosen.cache < cached]
     values = {
-        "state.device_states": min(share for share, _, _ in found),
-        "state.cache": max(1, min(chosen.cache for _, chosen, _ in found)),
+        "state.device_states": min(share for share, *_ in found),
+        # A rank whose chunks are all in the cache limits no other that has more of them.
+        "state.cache": max(1, min(caches, default=max(chosen.cache for _, chosen, *_ in found))),
         "state.update_on": found[0][1].update_on,
     }
     return Decided({key: values[key] for key in values if open_[key]}, _why(machine, found[0][2], found[0][1]))
@@ -111,8 +113,8 @@ def _machine_of(run: ResolvedRun) -> _Machine:
     return _Machine(Rates(*rates), compute, max(each.spread for each in timings.values()))
 
 
-def _of_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[float, OffloadChoice, StepShape]:
-    """(share of the state on the device, what is chosen, the step it is chosen for)."""
+def _of_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[float, OffloadChoice, StepShape, int]:
+    """(share of the state on the device, what is chosen, the step it is chosen for, chunks that take turns in the cache)."""
     state = run.config.state
     elsewhere, here = run.chunk_plans(rank, 0.0), run.chunk_plans(rank, 1.0)
     room = _room(run, rank, elsewhere, here)
@@ -137,7 +139,7 @@ def _of_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[float, Off
         spread=machine.spread,
     ) or OffloadChoice(least, devices[0], both[-1])
     share = sum(plan.size for plan in here[: found.device]) / max(1, sum(plan.size for plan in here))
-    return share, found, shape
+    return share, found, shape, room.cached
 
 
 def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:

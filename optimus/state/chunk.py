@@ -164,8 +164,9 @@ class TrainedChunk(Chunk):
         self.gradients.free()  # now that the views of it are made
 
     def skip(self) -> None:
-        """The step is not applied: what gradients wait in the place of is made anew."""
+        """The step is not applied: what gradients wait in the place of is made anew, and they are no more."""
         if self.part.status == "lent":
+            self.gradients.clear()
             self.publish()
 
     def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:

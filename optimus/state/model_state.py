@@ -278,6 +278,7 @@ class ModelState:
 
         What has been on its way is here, so that one rank can go on alone with parameters that are kept whole.
         """
+        self.skip()  # a step that was not finished
         for chunk in self.chunks:
             chunk.show()
         self.finish()

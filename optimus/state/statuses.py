@@ -50,7 +50,8 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
             "update": "updating",
             "lend": "lent",
         },
-        "lent": {"compute": "rest", "update": "updating"},  # gradients wait in the place of what is computed with
+        # Gradients wait in the place of what is computed with.
+        "lent": {"read": "lent", "write": "lent", "compute": "rest", "update": "updating"},
         "updating": {"gather": "updating", "arrive": "rest"},  # gathered behind it
     },
     # A copy that is made beside the training: of the state, or of what is computed with, too.

@@ -239,3 +239,14 @@ def test_ranks_find_the_same_and_so_does_the_next_run(tmp_path: Path) -> None:
     assert first.timings["up"].best == pytest.approx(3 * timings(FAST)["up"].best)
     assert coarse(1_000) < coarse(1_050)
     assert run_ranks(_by_rank, 3, raw, [1_050, 1_100, 3_000])[2].device_bytes == first.device_bytes
+
+
+def test_a_stage_whose_chunks_are_all_in_the_cache_limits_no_other() -> None:
+    raw = config_of(residency="all", shard="optimizer", chunk=1_000_000) | {
+        "parallel": {"pipeline": 4, "blocks": [1, 1, 1, 5]}
+    }
+    raw["model"]["vocab"] = 30_000
+    run = resolved(load_config(raw), 4, device_bytes=2**40)
+    chunks = [len(run.chunk_plans(rank)) for rank in run.stage_ranks]
+    assert min(chunks) == 1 < max(chunks)
+    assert run.config.state.cache == max(chunks)

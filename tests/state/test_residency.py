@@ -17,15 +17,17 @@ from helpers.drawing import config_of
 from helpers.equality import Trained, train_steps
 from helpers.rules import ADAMW
 from helpers.whole import whole_state
-from optimus.checkpoint.folder import list_checkpoints
+from optimus.checkpoint.folder import Description, list_checkpoints, weights_folder
 from optimus.checkpoint.reader import verify
-from optimus.checkpoint.saving import Saver
+from optimus.checkpoint.saving import Saver, Target
+from optimus.checkpoint.store import load_state
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 from optimus.state import disk
 from optimus.state.buffers import Depths, buffers
 from optimus.state.disk import BUFFERS, PAGE, DiskStates, StateFile
+from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers
 from optimus.state.update import Update
 from optimus.testing import RankError, run_ranks
@@ -422,3 +424,48 @@ def test_a_checkpoint_between_queued_updates(slow: Slow, residency: str, tmp_pat
     load_state(again.state, target.folder, model=steps.config.model, full=True)
     found = whole_state(again.state)
     assert all(torch.equal(found[key], tensor) for key, tensor in right.items())
+
+
+@pytest.mark.parametrize("then", ["read", "evaluate", "initialize", "save", "train"])
+def test_after_a_step_that_did_not_end(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients wait in the place of the parameters: the weights are there, and whoever computes with them has them."""
+    steps, expected = steps_of("state.residency=all", "state.cache=9", *IN_BF16), steps_of(*IN_BF16)
+    for each in (steps, expected):
+        each.train()
+    right, calls = GradientReduction.square_sum, iter(range(1000))
+
+    def ends(self: GradientReduction, tile: int) -> torch.Tensor:
+        if next(calls) == 3:
+            raise ZeroDivisionError
+        return right(self, tile)
+
+    monkeypatch.setattr(GradientReduction, "square_sum", ends)
+    with pytest.raises(ZeroDivisionError):
+        steps.train()
+    monkeypatch.undo()
+    assert {chunk.part.status for chunk in steps.state.chunks} == {"lent"}
+    steps.done -= 1
+    if then == "evaluate":
+        places = torch.tensor([3, 20])
+        found = [_evaluated(each, random_batch(each.config, 5)[:2], places) for each in (steps, expected)]
+        assert torch.equal(*found)
+    elif then == "initialize":
+        for each in (steps, expected):
+            each.state.initialize(1, 0.02)
+    elif then == "save":
+        model, other = steps.config.model, steps_of(*IN_BF16)
+        target = Target(weights_folder(tmp_path, 2), Description(model, 8, 2, False, "bfloat16"))
+        Saver(steps.state, beside=False).save(target)
+        load_state(other.state, target.folder, model=model, full=False)
+        loaded = whole_state(other.state)
+        for key, tensor in whole_state(expected.state).items():
+            assert not key.startswith("model.") or torch.equal(loaded[key], tensor.bfloat16().float()), key
+    elif then == "train":
+        assert steps.train() == expected.train()
+    for key, tensor in whole_state(expected.state).items():
+        assert torch.equal(whole_state(steps.state)[key], tensor), key
+
+
+def _evaluated(steps: Steps, tokens_BS: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad(), steps.state.evaluating():
+        return steps.model.at_tokens(tokens_BS, places, steps.model.head)

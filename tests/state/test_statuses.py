@@ -120,7 +120,7 @@ PLANTED = [
         '            self.part.go("read")',
     ),
     (CHUNK, '        self.whole.settle()\n        self.part.go("compute")', '        self.part.go("compute")'),
-    (CHUNK, 'if self.part.status == "lent":\n            self.publish()', "pass"),
+    (CHUNK, 'if self.part.status == "lent":\n            self.gradients.clear()\n            self.publish()', "pass"),
     (CHUNK, "        self.gradients.clear()\n        self.whole.settle()", "        self.whole.settle()"),
     (CHUNK, '        self.part.copy.finish()\n        self.part.go("write")\n', '        self.part.go("write")\n'),
 ]

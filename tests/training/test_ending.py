@@ -253,3 +253,12 @@ def test_an_error_of_a_hook_leaves_no_checkpoint_half_written(
     assert list((Path(small_run["train"]["output"]) / "checkpoints").iterdir()) == []
     monkeypatch.undo()
     assert optimus.train(small_run, resume=True)["step"] == 6
+
+
+def test_a_thread_that_is_not_the_main_one_trains(small_run: dict[str, Any]) -> None:
+    """As a notebook or a server may have it, whatever it is called; signals are then the program's own."""
+    ended: list[int] = []
+    thread = threading.Thread(target=lambda: ended.append(optimus.train(small_run)["step"]), name="update_0")
+    thread.start()
+    thread.join(120)
+    assert ended == [6]

@@ -1,6 +1,7 @@
 """Ends a run at Ctrl-C and other signals."""
 
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,8 @@ class Interrupt(Hook):
 
     def before_training(self, trainer: Trainer) -> None:
         self._speaks = trainer.groups.rank == 0
-        for number in ending_signals():
+        alone = threading.current_thread() is threading.main_thread()  # which alone may say what signals do
+        for number in ending_signals() if alone else ():
             self._previous[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
