@@ -50,8 +50,9 @@ def in_turn(calls: Sequence[tuple[Callable[..., Any], bool]], x: Any, *args: Any
 def replace_all(model: nn.Module, made: Mapping[str, Callable[[Any], Any]]) -> None:
     """Give all modules of `model` what is made for them of what their classes say is `replaceable`, by name."""
     for module in model.modules():
-        for what in {*made}.intersection(getattr(module, "replaceable", ())):
-            setattr(module, what, made[what](module))
+        for what in getattr(module, "replaceable", ()):  # in its order: what is made may be made by all ranks together
+            if what in made:
+                setattr(module, what, made[what](module))
 
 
 def units_of(module: nn.Module) -> list[Unit]:
