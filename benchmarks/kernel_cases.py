@@ -25,6 +25,7 @@ from optimus.kernels.linear import linear, linear_reference
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from optimus.kernels.rms_norm import rms_norm, rms_norm_reference
 from optimus.kernels.rotary import rotary, rotary_reference, rotary_table
+from optimus.kernels.square_sum import square_sum, square_sum_reference
 from optimus.model.architecture import ModelConfig
 from optimus.model.count import count_parameters
 from optimus.model.moe.choices import Choosing
@@ -56,7 +57,7 @@ class Case(NamedTuple):
     reference: Function | None  # None where nothing is ours
     flops: float = 0.0  # of forward and backward pass; 0: bound by memory
     bytes: float = 0.0  # that they must move at the least; 0: bound by arithmetic
-    in_place: bool = False  # an update, which has no backward pass
+    in_place: bool = False  # of the step's end, without a backward pass
 
 
 class Sizes(NamedTuple):
@@ -73,7 +74,7 @@ class Sizes(NamedTuple):
 def cases(sizes: Sizes) -> Iterator[Callable[[], Case]]:
     """What makes each case, in the order of a step; one at a time, as their tensors may fill the memory."""
     model = sizes.model
-    makers = [_embedding, _qkv, _attention, _rotary, _output_projection, _linear_cross_entropy, _adamw]
+    makers = [_embedding, _qkv, _attention, _rotary, _output_projection, _linear_cross_entropy, _norm, _adamw]
     makers += (
         [_layer_norm, _gate_up, _swiglu, _down] if model.experts is None else [_rms_norm, _qk_norm, _router, _experts]
     )
@@ -329,6 +330,17 @@ def _linear_cross_entropy(sizes: Sizes) -> Case:
         "linear_cross_entropy", f"{T}x{H} by {H}x{V}", 1, [_activation(sizes, T, H), _weight(sizes, V, H)],
         _one(lambda x, w: linear_cross_entropy(x, w, target_T)), {"whole logits": reference}, reference,
         flops=6.0 * T * H * V,
+    )  # fmt: skip
+
+
+def _norm(sizes: Sizes) -> Case:
+    """Of the gradients, which are in fp32; as `clip_grad_norm_` makes it, in fp32, and in float64, by what torch has."""
+    parameters = count_parameters(sizes.model).total
+    n = min(parameters, _STATE_ELEMENTS)
+    plain = {"float64": _one(square_sum_reference), "fp32": _one(lambda x: torch.linalg.vector_norm(x).square())}
+    return Case(
+        "gradient_norm", f"{n}", parameters / n, [torch.randn(n, device=sizes.device)], _one(square_sum), plain,
+        _one(square_sum_reference), bytes=4.0 * n, in_place=True,
     )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def run(
             del case
             gc.collect()
     for row in rows:
-        row["calls_per_step"] *= 1 if row["kernel"] == "adamw" else microbatches
+        row["calls_per_step"] *= 1 if row["kernel"] in ("gradient_norm", "adamw") else microbatches
     return Result(rows, _shares_and_ratios(rows, "cpu" if sizes.device.type == "cpu" else "gpu"))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from optimus.comm import Group, Groups
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
+from optimus.kernels.square_sum import square_dtype
 from optimus.mesh import Layout
 from optimus.model.parameters import Role, declarations
 from optimus.optim.rule import OptimizerStep
@@ -24,7 +25,7 @@ from optimus.state.masks import packed_bits
 from optimus.state.matrices import OverBlocks
 from optimus.state.placement import ChunkContext
 from optimus.state.plan import ChunkPlan, Recipe, divisions, place_chunks, sharding_of, unpruned_shares
-from optimus.state.reduction import GradientReduction, square_dtype
+from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers, transfers
 
 _REDUCING = 2  # chunks whose long gradient buffers may be on their way to the other ranks at once, or to the host

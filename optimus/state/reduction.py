@@ -15,13 +15,14 @@ after each, to be added up there.
 
 import weakref
 from collections import Counter
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from optimus.comm import Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
+from optimus.kernels.square_sum import square_sum
 from optimus.state.buffers import aligned
 from optimus.state.placement import Placement
 from optimus.state.statuses import ManagedBuffer, Status
@@ -328,8 +329,8 @@ class GradientReduction:
 
     def _square_sum(self, gradients: Tensor, tile: int) -> Tensor:
         if gradients.device.type != "cpu":  # in one launch
-            return _square_sum(gradients)
-        return torch.stack([_square_sum(part) for part in gradients.split(aligned(tile, self.chunk.plan.align))]).sum()
+            return square_sum(gradients)
+        return torch.stack([square_sum(part) for part in gradients.split(aligned(tile, self.chunk.plan.align))]).sum()
 
     def use(self) -> None:
         """An update begins, which reads what is `waiting`."""
@@ -354,16 +355,3 @@ def _after_accumulation(
     if reduction is not None and to is not None and not to.used:
         reduction.found()
         reduction.after_gradient()
-
-
-def _square_sum(part: Tensor) -> Tensor:
-    """Sum of squares, a scalar: in float64, where fp32 numbers may be added up one after the other, and the sum would depend
-    on how they lie. Of 84,000 gradients the norm was off by 2e-5; and pruned chunks have others of the same."""
-    return torch.linalg.vector_norm(part, dtype=square_dtype(part.device)).square()
-
-
-@cache
-def square_dtype(device: torch.device) -> torch.dtype:
-    """The type in which squares of gradients are added up: float64, which some accelerators lack; these add in a tree."""
-    known = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_properties", None)
-    return torch.float64 if known is None or getattr(known(device), "has_fp64", True) else torch.float32

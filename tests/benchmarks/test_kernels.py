@@ -12,7 +12,7 @@ from optimus.errors import UserError
 CPU = torch.device("cpu")
 OLMOE = {
     "embedding", "rms_norm", "qkv_projection", "qk_norm", "rotary", "attention", "output_projection", "router", "experts",
-    "linear_cross_entropy", "adamw",
+    "linear_cross_entropy", "gradient_norm", "adamw",
 }  # fmt: skip
 OLMO = OLMOE - {"rms_norm", "qk_norm", "router", "experts"} | {
     "layer_norm", "gate_up_projection", "swiglu", "down_projection",

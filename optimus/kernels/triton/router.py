@@ -107,7 +107,9 @@ def _route(
     p, lse, logits = _softmax(logits_TE, t, T, E, EXPERTS)
     # A token's weights sum to 1 as a softmax of its choices: their probabilities may all be too small for fp32.
     weighed = logits if RENORMALISE else p
-    left = tl.where((e < E)[None, :], p, -1.0)  # -1 for what can no longer be chosen
+    # What is not a number compares with nothing: each thread would find another largest. It counts as 0 and is not lost, as
+    # the whole token's weights are not numbers. -1 is what can no longer be chosen.
+    left = tl.where((e < E)[None, :], tl.where(p == p, p, 0.0), -1.0)
     hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
     j = tl.arange(0, CHOICES)[None, :]
     weights = tl.zeros((TOKENS, CHOICES), dtype=tl.float32)
@@ -117,8 +119,8 @@ def _route(
     for k in range(K):
         if FORCED:
             expert = ((forced * K + k) % E).to(tl.int32)
-        else:  # what is not a number may point anywhere: the choice stays an expert
-            expert = tl.minimum(tl.argmax(left, axis=1, tie_break_left=True).to(tl.int32), E - 1)
+        else:
+            expert = tl.argmax(left, axis=1, tie_break_left=True).to(tl.int32)
         hit = expert[:, None] == e[None, :]
         left = tl.where(hit, -1.0, left)
         hits += hit.to(tl.int32)

@@ -17,7 +17,7 @@ PRODUCTS = {"_expert_up", "_expert_down_backward", "_grouped_product", "_weight_
 OTHERS = {
     "_count", "_index", "_row_tiles", "_reduce", "_sum_parts", "_route", "_route_backward", "_rms_norm",
     "_rms_norm_backward", "_rotate", "_sum_rows", "_swiglu", "_swiglu_backward", "_softmax_gradient", "_adamw",
-    "_compress", "_expand",
+    "_compress", "_expand", "_square_sum",
 }  # fmt: skip
 # What lies in order is read and written many bytes at a time, not element by element, which a mask that may end anywhere
 # makes of it. The narrowest access of kernels that do nothing else; others read at least something so.
@@ -30,6 +30,7 @@ READ_WIDE = {
     "_rms_norm_backward",
     "_softmax_gradient",
     "_rotate",
+    "_square_sum",
 }
 MATRIX = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx90a": "mfma", "gfx942": "mfma"}
 

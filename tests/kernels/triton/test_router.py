@@ -86,6 +86,7 @@ def test_what_is_not_a_number_shows_but_stays_in_its_token(device: torch.device,
     others = [0, 2, 3]
     assert routed.weights_TK[others].equal(clean.weights_TK[others])
     assert routed.weights_TK[1].isnan().all()
+    assert routed.counts_E.sum() == 8
     assert routed.indices_TK.min() >= 0
     assert routed.indices_TK.max() < 5
 
