@@ -96,24 +96,23 @@ def parts(chip: str | None, out: Path, work: Path, rehearse: bool) -> list[Part]
     """In the order of their value; the seconds of all are ten minutes."""
     program = ["-m", "helpers.on_fake"] if chip == FAKE else ["-m"]
 
-    def own(name: str, seconds: int, needs: tuple[str, ...] = ()) -> Part:
+    def own(name: str, seconds: int, needs: tuple[str, ...] = (), on_chip: bool = False) -> Part:
         folders = ["--output", str(out), "--work", str(work), "--seconds", str(seconds - 20)]
         words = [*program, "benchmarks.gpu_parts", name, *folders, *(["--rehearse"] if rehearse else [])]
-        return Part(name, words, seconds, needs)
+        return Part(name, words, seconds, needs, on_chip)
 
-    def bench(name: str, seconds: int, *words: str, needs: tuple[str, ...] = (), on_chip: bool = False) -> Part:
-        command = "kernels" if name == "tiles" else name
+    def bench(name: str, seconds: int, *words: str, needs: tuple[str, ...] = ()) -> Part:
         fixed = [
             *program,
             "optimus.cli",
             "bench",
-            command,
+            name,
             "--device",
             chip or "cpu",
             "--output",
             str(out / f"{name}.json"),
         ]
-        return Part(name, [*fixed, *words], seconds, needs, on_chip)
+        return Part(name, [*fixed, *words], seconds, needs)
 
     tests = [*program, "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton"]
     tests[-1] += "/test_swiglu.py" if rehearse else ""
@@ -128,15 +127,15 @@ def parts(chip: str | None, out: Path, work: Path, rehearse: bool) -> list[Part]
     }  # fmt: skip
     return [
         own("machine", 40),
-        Part("tests", tests, 90, ("pytest", "hypothesis", "triton")),
-        own("step", 90),
+        Part("tests", tests, 60, ("pytest", "hypothesis", "triton")),
+        own("step", 60),
         own("trace", 40),
         own("curve", 60),
-        own("layouts", 90),
+        own("layouts", 100),
         bench("moe", 80, *sizes["moe"], needs=("transformers",)),
-        bench("tiles", 40, "--tune", "--tokens", "16384", needs=("triton",), on_chip=True),
+        own("tiles", 70, ("triton",), on_chip=True),
         own("trainer", 40, ("transformers", "accelerate")),
-        bench("kernels", 30, *sizes["kernels"], needs=("transformers",)),
+        bench("kernels", 50, *sizes["kernels"], needs=("transformers",)),
     ]
 
 

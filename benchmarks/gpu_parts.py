@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,15 +19,17 @@ from unittest import mock
 import torch
 
 import optimus
-from benchmarks.harness import Row, Stopwatch, apart
+from benchmarks.harness import Row, Stopwatch, apart, cpu_threads
 from benchmarks.training import tree
 from optimus.config.load import resolve_model
+from optimus.cores import usable_cores
 from optimus.errors import UserError
 from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
 from optimus.observe.report import print_table
 
 _WARM_UP = 3  # steps that are not counted
+_CORES = 8  # of a small model on the CPU: a machine may show more than it gives
 _LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and what makes the layout
     "expert 2, all-to-all": (2, ["parallel.expert=2"]),
     "data 2, parameters sharded": (2, ["state.shard=parameters"]),
@@ -98,7 +100,7 @@ def step(sizes: Sizes) -> dict[str, Any]:
     from optimus.plan.prediction import predict
 
     config = load_config(sizes.run("step", sizes.model(8), 8, 2048))
-    with _timed_update(sizes.device) as seconds:
+    with _timed_update(sizes.device) as seconds, _without_saving():
         optimus.train(config, ["train.stop_at=10"])
     records = read_metrics(sizes.work / "step")[_WARM_UP:]
     plan = predict(as_configured(asked(config, str(sizes.work / "machine.yaml"), 1, [])))
@@ -115,6 +117,13 @@ def step(sizes: Sizes) -> dict[str, Any]:
         **{f"{name}_ms": 1e3 * statistics.median(times[_WARM_UP:]) for name, times in seconds.items()},
     }
     return found
+
+
+def _without_saving() -> AbstractContextManager[Any]:
+    """Within, runs write no checkpoint at their end: of such a model 50 GB."""
+    from optimus.training.trainer import Trainer
+
+    return mock.patch.object(Trainer, "save")
 
 
 @contextmanager
@@ -144,7 +153,8 @@ def _timed_update(device: torch.device) -> Iterator[dict[str, list[float]]]:
 
 def trace(sizes: Sizes) -> dict[str, Any]:
     """One step in full: its longest kernels, and how long the device had nothing to do."""
-    optimus.train(sizes.run("trace", sizes.model(4), 8, 2048, observe={"trace": 3}), ["train.stop_at=3"])
+    with _without_saving():
+        optimus.train(sizes.run("trace", sizes.model(4), 8, 2048, observe={"trace": 3}), ["train.stop_at=3"])
     (path,) = (sizes.work / "trace").glob("**/trace-rank-0.json")
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     of_device = any(event.get("cat") == "kernel" for event in events)  # else operators of the host
@@ -180,7 +190,8 @@ def curve(sizes: Sizes) -> dict[str, Any]:
     whole = losses("whole")
     losses("resumed", f"train.stop_at={steps // 2}")
     resumed = losses("resumed", resume=True)
-    exact = losses("exact", "train.device=cpu", "train.precision=float32")
+    with cpu_threads(min(_CORES, usable_cores())):
+        exact = losses("exact", "train.device=cpu", "train.precision=float32")
     off = {"from_cpu_fp32": apart(whole, exact), "after_resume": apart(resumed, whole)}
     if off["from_cpu_fp32"] > 0.02 or off["after_resume"] > 0.005:
         raise RuntimeError(f"losses differ by {off}")
@@ -220,6 +231,19 @@ def layouts(sizes: Sizes) -> dict[str, Any]:
     return {"equal": len(rows), "not reached": len(left)}
 
 
+def tiles(sizes: Sizes) -> dict[str, Any]:
+    """The fastest tiles of the experts' products, next to those that are preferred now."""
+    from benchmarks import tiles
+    from optimus.model.architecture import ModelConfig
+
+    layer = tiles.Layer(
+        ModelConfig.model_validate(sizes.model(1)), 32 if sizes.rehearse else 16384, torch.bfloat16, sizes.device
+    )
+    rows = tiles.search(layer, sizes.seconds, 0 if sizes.rehearse else tiles.compilers())
+    print_table(rows, "the fastest tiles found")
+    return {f"{row['kernel']}.{row['rows']}": row["tflops"] / row["present_tflops"] for row in rows if "tflops" in row}
+
+
 def trainer(sizes: Sizes) -> dict[str, Any]:
     """A few steps against the Trainer of transformers."""
     from benchmarks import train
@@ -230,7 +254,7 @@ def trainer(sizes: Sizes) -> dict[str, Any]:
     return dict(found.ratios)
 
 
-PARTS = {function.__name__: function for function in (machine, step, trace, curve, layouts, trainer)}
+PARTS = {function.__name__: function for function in (machine, step, trace, curve, layouts, tiles, trainer)}
 
 
 def main() -> int:

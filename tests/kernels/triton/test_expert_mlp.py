@@ -101,7 +101,7 @@ def test_equals_the_definition(
 def test_biases_and_clamps(
     name: str, dtype: torch.dtype, tile_sizes: None, random: Random, same_function: Callable[..., None]
 ) -> None:
-    """As gpt-oss has them; a third of what is clamped is beyond the limits. Both ways see the pre-activation as it is stored:
+    """As gpt-oss has them; a third of what is clamped is beyond the limits. Both see the pre-activation as it is stored:
     what is rounded across a limit, where the gradient jumps, is one in a thousand, and no error of the kernel's."""
     indices, inputs = inputs_of(CASES[name], random, dtype)
     bias = random(len(inputs[2]), inputs[2].shape[1], dtype=dtype)

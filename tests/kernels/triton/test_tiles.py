@@ -22,7 +22,7 @@ def test_every_kernel_has_a_row_and_the_table_stays_as_it_was(
 ) -> None:
     monkeypatch.setattr(tiles, "_ROUNDS", 1)
     before = tuning.tiles("down", torch.empty(0, dtype=torch.bfloat16), 64, 512, 512)
-    rows = tiles.search(MODEL, 8, torch.float32, device, 0.0)
+    rows = tiles.search(tiles.Layer(MODEL, 8, torch.float32, device), 0.0, compilers=0)
     products = ["up", "down", "down_backward", "up_backward", "all four"]
     assert [row["kernel"] for row in rows] == [*products, *products, "weight_gradient"]
     assert [row["rows"] for row in rows[:-1]] == [128] * 5 + [64] * 5
@@ -32,3 +32,14 @@ def test_every_kernel_has_a_row_and_the_table_stays_as_it_was(
             assert row["tflops"] == row["present_tflops"]
     assert math.isclose(rows[4]["ms"], sum(row["ms"] for row in rows[:4]))
     assert tuning.tiles("down", torch.empty(0, dtype=torch.bfloat16), 64, 512, 512) == before
+
+
+def test_what_is_not_compiled_in_time_is_left_out(device: torch.device) -> None:
+    """The present choice is not: it is first, and compiled where it is timed."""
+    layer = tiles.Layer(MODEL, 8, torch.float32, device)
+    candidates = tiles._candidates(layer)
+    few = {key: of_kernel[:2] for key, of_kernel in candidates.items()}
+    compiled = tiles._compiled(few, layer, 0.0, compilers=1)
+    assert [of_kernel[0] for of_kernel in compiled.values()] == [of_kernel[0] for of_kernel in few.values()]
+    assert sum(map(len, compiled.values())) < sum(map(len, few.values()))
+    assert all(set(compiled[key]) <= set(few[key]) for key in few)
