@@ -1,11 +1,12 @@
 """Everything that a machine with one accelerator can say, in one call of some ten minutes, the most valuable first.
 
 `make gpu-check OUT=folder`: what the machine can do; the kernels' tests with the real compiler, in bf16 as well; real steps,
-beside what the planner says of them; a trace; losses against the CPU's; layouts with several ranks on the device; the sparse
-block and every other operation against rivals; the fastest tiles; the Trainer of `transformers`. Tables, JSON, plots go to
-the folder and, as one archive, beside it; a summary is printed last. A part that fails or takes too long does not stop the
-others; the exit code says whether all went well. Without an accelerator, or with --rehearse, every part has tiny sizes: on
-the CPU, or with `--rehearse fake` on the fake accelerator, which has no numbers but runs what a real one would.
+beside what the planner says of them; a trace; losses against the CPU's; options of state and all families; layouts with
+several ranks on the device; the sparse block and every other operation against rivals; the fastest tiles; the Trainer of
+`transformers`. Tables, JSON, plots go to the folder and, as one archive, beside it; a summary is printed last. A part that
+fails or takes too long does not stop the others; the exit code says whether all went well. Without an accelerator, or with
+--rehearse, every part has tiny sizes: on the CPU, or with `--rehearse fake` on the fake accelerator, which has no numbers
+but runs what a real one would.
 
 Packages that this Python lacks are taken from a folder of wheels, if one is given, for this call only; nothing is installed
 and nothing downloaded. This file needs the standard library alone.
@@ -127,15 +128,16 @@ def parts(chip: str | None, out: Path, work: Path, rehearse: bool) -> list[Part]
     }  # fmt: skip
     return [
         own("machine", 40),
-        Part("tests", tests, 60, ("pytest", "hypothesis", "triton")),
-        own("step", 60),
-        own("trace", 40),
-        own("curve", 60),
+        Part("tests", tests, 50, ("pytest", "hypothesis", "triton")),
+        own("step", 30),
+        own("trace", 20),
+        own("curve", 40),
+        own("options", 100),
         own("layouts", 100),
-        bench("moe", 80, *sizes["moe"], needs=("transformers",)),
+        bench("moe", 70, *sizes["moe"], needs=("transformers",)),
         own("tiles", 70, ("triton",), on_chip=True),
         own("trainer", 40, ("transformers", "accelerate")),
-        bench("kernels", 50, *sizes["kernels"], needs=("transformers",)),
+        bench("kernels", 40, *sizes["kernels"], needs=("transformers",)),
     ]
 
 

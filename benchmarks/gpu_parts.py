@@ -12,6 +12,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,14 +22,18 @@ import torch
 import optimus
 from benchmarks.harness import Row, Stopwatch, apart, cpu_threads
 from benchmarks.training import tree
+from helpers.families import SIZES, needed
 from optimus.config.load import resolve_model
 from optimus.cores import usable_cores
 from optimus.errors import UserError
+from optimus.kernels import backend
+from optimus.model.families import families
 from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
 from optimus.observe.report import print_table
 
 _WARM_UP = 3  # steps that are not counted
+_TOLERANCE = 0.02  # of losses in bf16, relative
 _CORES = 8  # of a small model on the CPU: a machine may show more than it gives
 _LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and what makes the layout
     "expert 2, all-to-all": (2, ["parallel.expert=2"]),
@@ -38,6 +43,17 @@ _LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and what makes the layo
     "context 2": (2, ["parallel.context=2"]),
     "data 2, tensor 2": (4, ["parallel.tensor=2"]),
     "pipeline 2, expert 2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
+}
+_OPTIONS: dict[str, list[str]] = {  # of one process, whose numbers are those without them
+    "update on the device": ["state.residency=optimizer", "state.update_on=device"],
+    "update on the host": ["state.residency=optimizer", "state.update_on=host"],
+    "cache of three": ["state.residency=all", "state.cache=3"],
+    "gradients to the host": ["state.residency=all", "state.accumulate_on=host"],
+    "state on a disk": ["state.residency=disk"],
+    "gradients in bf16": ["state.gradient_dtype=bfloat16"],
+    "recomputed norms": ["recompute=[norm]"],
+    "recomputed blocks": ["recompute=[block]"],
+    "written in the background": ["checkpoint.asynchronous=true", "checkpoint.every=2"],
 }
 
 
@@ -178,7 +194,7 @@ def curve(sizes: Sizes) -> dict[str, Any]:
 
     Raises `RuntimeError` where they differ by more than rounding.
     """
-    model, steps = resolve_model("mula-tiny-moe")["model"], 6 if sizes.rehearse else 40
+    model, steps = resolve_model("mula-tiny-moe")["model"], 8 if sizes.rehearse else 40
 
     def losses(name: str, *overrides: str, resume: bool = False) -> list[float]:
         config = sizes.run(
@@ -191,11 +207,53 @@ def curve(sizes: Sizes) -> dict[str, Any]:
     losses("resumed", f"train.stop_at={steps // 2}")
     resumed = losses("resumed", resume=True)
     with cpu_threads(min(_CORES, usable_cores())):
-        exact = losses("exact", "train.device=cpu", "train.precision=float32")
-    off = {"from_cpu_fp32": apart(whole, exact), "after_resume": apart(resumed, whole)}
-    if off["from_cpu_fp32"] > 0.02 or off["after_resume"] > 0.005:
+        exact = losses("exact", "train.device=cpu", "train.precision=float32", f"train.stop_at={steps // 4}")
+    off = {"from_cpu_fp32": apart(whole[: len(exact)], exact), "after_resume": apart(resumed, whole)}
+    if off["from_cpu_fp32"] > _TOLERANCE or off["after_resume"] > 0.005:
         raise RuntimeError(f"losses differ by {off}")
     return {"last_loss": whole[-1], **off}
+
+
+def options(sizes: Sizes) -> dict[str, Any]:
+    """Losses of one process do not depend on where its state is and what it recomputes; those of small models of all
+    families, of as many as the time allows, not on the kernels."""
+    model, steps = resolve_model("mula-tiny-moe")["model"], 3 if sizes.rehearse else 6
+    end = time.monotonic() + sizes.seconds
+
+    def losses(name: str, model: dict[str, Any], overrides: list[str], micro_batch: int) -> list[float]:
+        config = sizes.run(f"{name}-{micro_batch}", model, 8, 256, steps=steps, micro_batch=micro_batch)
+        config["train"]["global_batch"] = 8
+        optimus.train(config, [f"train.device={sizes.device.type}", "state.chunk=500000", *overrides])
+        return [record["loss"] for record in read_metrics(sizes.work / f"{name}-{micro_batch}")]
+
+    expected = losses("plain", model, [], 2)
+    rows = [_compared(name, partial(losses, name, model, more, 2), expected) for name, more in _OPTIONS.items()]
+    left = list(families())
+    while left and time.monotonic() < end and not (sizes.rehearse and len(rows) > len(_OPTIONS)):
+        name = left.pop(0)
+        small = {"family": name, **SIZES, "hidden": 64, "intermediate": 64, "vocab": 4096, **needed(name)}
+        with mock.patch.object(backend, "_runs_triton", return_value=False):
+            expected = losses(f"{name}-plain", small, [], 8)
+        rows.append(_compared(name, partial(losses, name, small, [], 8), expected))
+    print_table(rows, "losses with an option against those without; of a family with kernels against those without")
+    _all_equal(rows)
+    return {"equal": len(rows), "not reached": len(left)}
+
+
+def _compared(name: str, losses: Callable[[], list[float]], expected: list[float]) -> Row:
+    """How far they are from those expected, or why there are none."""
+    began = time.monotonic()
+    try:
+        off: float | str = apart(losses(), expected)
+    except Exception as error:  # one that fails tells nothing of the others
+        off = f"{type(error).__name__}: {error}".splitlines()[0]
+    equal = isinstance(off, float) and off <= _TOLERANCE
+    return {"what": name, "off": off, "equal": equal, "seconds": time.monotonic() - began}
+
+
+def _all_equal(rows: list[Row]) -> None:
+    if wrong := [str(row["what"]) for row in rows if not row["equal"]]:
+        raise RuntimeError(f"not the same losses: {', '.join(wrong)}")
 
 
 def layouts(sizes: Sizes) -> dict[str, Any]:
@@ -217,17 +275,9 @@ def layouts(sizes: Sizes) -> dict[str, Any]:
         if time.monotonic() + longest > end or (sizes.rehearse and rows):
             break
         del left[name]
-        began = time.monotonic()
-        try:
-            off: float | str = apart(losses(name, ranks, overrides), expected)
-        except UserError as error:
-            off = str(error).splitlines()[0]
-        equal = isinstance(off, float) and off <= 0.02
-        rows.append({"layout": name, "ranks": ranks, "off": off, "equal": equal, "seconds": time.monotonic() - began})
+        rows.append(_compared(name, partial(losses, name, ranks, overrides), expected))
     print_table(rows, "losses of several ranks on one device against one process")
-    wrong = [row["layout"] for row in rows if not row["equal"]]
-    if wrong:
-        raise RuntimeError(f"not the losses of one process: {', '.join(wrong)}")
+    _all_equal(rows)
     return {"equal": len(rows), "not reached": len(left)}
 
 
@@ -254,7 +304,7 @@ def trainer(sizes: Sizes) -> dict[str, Any]:
     return dict(found.ratios)
 
 
-PARTS = {function.__name__: function for function in (machine, step, trace, curve, layouts, tiles, trainer)}
+PARTS = {function.__name__: function for function in (machine, step, trace, curve, options, layouts, tiles, trainer)}
 
 
 def main() -> int:

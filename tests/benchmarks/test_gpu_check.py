@@ -22,7 +22,7 @@ SCRIPT = Path(gpu_check.__file__)
 HERE = ("torch", "triton", "transformers", "numpy")  # what a machine with a GPU has, with what these need
 LACKED = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection")  # though some of theirs need them
 CARRIED = (*LACKED, "accelerate", "cloudpickle", "hypothesis", "psutil", "pytest")
-PARTS = ["trace", "curve", "layouts", "moe", "tiles", "trainer", "kernels", "tests"]
+PARTS = ["trace", "curve", "options", "layouts", "moe", "tiles", "trainer", "kernels", "tests"]
 
 
 def needed(names: Iterable[str]) -> set[str]:
@@ -108,7 +108,7 @@ def test_parts_are_those_of_the_page(tmp_path: Path) -> None:
     for chip in (None, "cuda", NAME):
         found = gpu_check.parts(chip, tmp_path, tmp_path, rehearse=chip != "cuda")
         assert [part.name for part in found] == [
-            "machine", "tests", "step", "trace", "curve", "layouts", "moe", "tiles", "trainer", "kernels"
+            "machine", "tests", "step", "trace", "curve", "options", "layouts", "moe", "tiles", "trainer", "kernels"
         ]  # fmt: skip
         assert sum(part.seconds for part in found) == 600
         assert {"machine", "step", *PARTS} == {part.name for part in found}

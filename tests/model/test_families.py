@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from helpers.families import LATENT, SIZES, needed
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.hub.config_json import read_model, write_config
@@ -18,25 +19,11 @@ from optimus.model.families import families, family_named
 from optimus.model.norms import NORMS
 from optimus.model.parameters import named_tensors
 
-SIZES = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 24, "vocab": 48}
-SPARSE = {"experts": 4, "experts_per_token": 2}
-LATENT = {"keys": 8, "rotary": 4, "value": 6}
 OPTIONS = {"dense_layers": 1, "kv_heads": 1, "attention_bias": "all", "mlp_bias": True, "tie_embeddings": False}
 
 
 def model_of(name: str, **options: object) -> ModelConfig:
     return ModelConfig.model_validate({"family": name, **SIZES, **needed(name), **options})
-
-
-def needed(name: str) -> dict[str, object]:
-    """What a model of the family needs besides sizes."""
-    fields = families()[name].fields
-    windows = {"window": 8} if "window" in fields else {}
-    given = {"head_size": 16} if "head_size" in fields else {}
-    given |= {"query_scale": 8} if "query_scale" in fields else {}
-    learned = {"learned_positions": 64} if "learned_positions" in fields else {}
-    latent = {"latent": LATENT, "head_size": 6, "shared_experts": 1} if "latent" in fields else {}
-    return given | windows | learned | latent | (SPARSE if "experts" in fields else {})
 
 
 PUBLISHED = [name for name, family in families().items() if family.architecture]

@@ -117,10 +117,8 @@ def _route(
     if FORCED:
         forced = tl.load(forced_T + t, mask=t < T, other=0)
     for k in range(K):
-        if FORCED:
-            expert = ((forced * K + k) % E).to(tl.int32)
-        else:
-            expert = tl.argmax(left, axis=1, tie_break_left=True).to(tl.int32)
+        expert = (forced * K + k) % E if FORCED else tl.argmax(left, axis=1, tie_break_left=True)
+        expert = expert.to(tl.int32)
         hit = expert[:, None] == e[None, :]
         left = tl.where(hit, -1.0, left)
         hits += hit.to(tl.int32)

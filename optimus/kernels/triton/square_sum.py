@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096  # elements of a program
+_BLOCK = 8192  # elements of a program
 
 
 def square_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
