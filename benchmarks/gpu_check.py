@@ -128,16 +128,16 @@ def parts(chip: str | None, out: Path, work: Path, rehearse: bool) -> list[Part]
     }  # fmt: skip
     return [
         own("machine", 40),
-        Part("tests", tests, 50, ("pytest", "hypothesis", "triton")),
+        Part("tests", tests, 60, ("pytest", "hypothesis", "triton")),
         own("step", 30),
         own("trace", 20),
-        own("curve", 40),
-        own("options", 100),
-        own("layouts", 100),
+        own("curve", 90),
+        own("options", 80),
+        own("layouts", 80),
         bench("moe", 70, *sizes["moe"], needs=("transformers",)),
-        own("tiles", 70, ("triton",), on_chip=True),
+        own("tiles", 60, ("triton",), on_chip=True),
         own("trainer", 40, ("transformers", "accelerate")),
-        bench("kernels", 40, *sizes["kernels"], needs=("transformers",)),
+        bench("kernels", 30, *sizes["kernels"], needs=("transformers",)),
     ]
 
 

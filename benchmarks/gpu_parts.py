@@ -232,6 +232,7 @@ def options(sizes: Sizes) -> dict[str, Any]:
     while left and time.monotonic() < end and not (sizes.rehearse and len(rows) > len(_OPTIONS)):
         name = left.pop(0)
         small = {"family": name, **SIZES, "hidden": 64, "intermediate": 64, "vocab": 4096, **needed(name)}
+        small |= {"learned_positions": 256} if "learned_positions" in small else {}
         with mock.patch.object(backend, "_runs_triton", return_value=False):
             expected = losses(f"{name}-plain", small, [], 8)
         rows.append(_compared(name, partial(losses, name, small, [], 8), expected))

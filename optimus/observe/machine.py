@@ -1,5 +1,6 @@
 """What the machine is: peak arithmetic where it is known, free memory, versions."""
 
+import gc
 import importlib.metadata
 import os
 import platform
@@ -145,14 +146,17 @@ def _cpu_features() -> set[str]:
 
 
 def free_memory(device: Any) -> int:
-    """Bytes that can still be allocated on a torch device."""
+    """Bytes that can still be allocated on a torch device, once what earlier runs of this process have left there is freed."""
     import torch
 
     if device.type == "cpu":
         import psutil
 
         return int(psutil.virtual_memory().available)
-    return int(torch.get_device_module(device).mem_get_info(device)[0])
+    module = torch.get_device_module(device)
+    gc.collect()  # modules and their state refer to each other
+    module.empty_cache()
+    return int(module.mem_get_info(device)[0])
 
 
 def whole_memory(device: Any) -> int:

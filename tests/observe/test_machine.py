@@ -1,5 +1,7 @@
 """Devices by name, peak arithmetic by product."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -74,3 +76,22 @@ def test_reports_name_what_is_there() -> None:
     found = versions("no-such-package")
     assert found["torch"] == torch.__version__.split("+")[0] or found["torch"] == torch.__version__
     assert found["no-such-package"] == "not installed"
+
+
+def test_what_an_earlier_run_left_on_a_device_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules refer to each other: they go when somebody collects them, and the allocator keeps their memory."""
+    run = torch.nn.Identity()
+    run.itself = [run]
+    alive, cached = weakref.ref(run), [100]
+    del run
+
+    def empty_cache() -> None:
+        cached[0] = 100 if alive() is not None else 0
+
+    module = SimpleNamespace(mem_get_info=lambda device: (1000 - cached[0], 1000), empty_cache=empty_cache)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    gc.disable()
+    try:
+        assert free_memory(torch.device("meta")) == 1000
+    finally:
+        gc.enable()

@@ -401,6 +401,8 @@ class _Module:
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return machine().mem_get_info(device)
 
+    def empty_cache(self) -> None: ...
+
     def get_rng_state(self, device: Any = None) -> Tensor:
         return torch.zeros(16, dtype=torch.uint8)
 

@@ -92,6 +92,7 @@ def load(built: Path) -> ModuleType:
         "current_device": lambda: 0,
         "get_device_name": lambda device=None: "phantom",
         "mem_get_info": lambda device=None: controls.memory_info(),
+        "empty_cache": lambda: None,
         "is_bf16_supported": lambda: True,
         "get_amp_supported_dtype": lambda: [torch.bfloat16],
         "get_rng_state": lambda device=None: generator.get_state(),
