@@ -146,7 +146,7 @@ def _cpu_features() -> set[str]:
 
 
 def free_memory(device: Any) -> int:
-    """Bytes that can still be allocated on a torch device, once what earlier runs of this process have left there is freed."""
+    """Bytes that can still be allocated on a torch device, when what earlier runs of this process have left is freed."""
     import torch
 
     if device.type == "cpu":

@@ -5,9 +5,3 @@ dispatchers are exact and drop no token. Each rank calls its layers with tokens 
 What autograd then leaves in an expert's gradient is the sum over the tokens of all N ranks, while all other gradients are of
 this rank's tokens alone.
 """
-
-from optimus.parallel.dispatch.allgather import AllGatherDispatch
-from optimus.parallel.dispatch.alltoall import AllToAllDispatch
-from optimus.parallel.dispatch.two_level import TwoLevelDispatch
-
-__all__ = ["AllGatherDispatch", "AllToAllDispatch", "TwoLevelDispatch"]

@@ -18,7 +18,9 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.model.moe.dispatch import Dispatch, local_dispatch
 from optimus.model.moe.layer import Experts, MoeLayer
-from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
+from optimus.parallel.dispatch.allgather import AllGatherDispatch
+from optimus.parallel.dispatch.alltoall import AllToAllDispatch
+from optimus.parallel.dispatch.two_level import TwoLevelDispatch
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.options import StageOptions
 from optimus.parallel.parallelize import parallelize
