@@ -5,13 +5,13 @@ that two cores can show what eight ranks would do. A simulation of the same draw
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from optimus.comm import Group, Groups
+from optimus.comm import Group, Groups, Result
 from optimus.mesh import Mesh
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.executor import Executed, Message, ScheduledExecutor, StageLinks
@@ -82,16 +82,16 @@ class TimedLinks(StageLinks):
     def send(self, send: Action, message: Message) -> None:
         super().send(send, (torch.tensor([time.perf_counter()], dtype=torch.float64), *message))
 
-    def start_receive(self, receive: Action, room: Message) -> Callable[[], Message]:
+    def start_receive(self, receive: Action, room: Message) -> Result[Message]:
         sent_1 = torch.empty(1, dtype=torch.float64)
-        finish_receive = super().start_receive(receive, (sent_1, *room))
+        coming = super().start_receive(receive, (sent_1, *room))
 
-        def finish() -> Message:
-            finish_receive()
+        def wait() -> Message:
+            coming.wait()
             wait_until(sent_1.item() + self._seconds)
             return room
 
-        return finish
+        return Result(wait)
 
 
 def wait_until(moment: float) -> None:

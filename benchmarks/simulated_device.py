@@ -141,7 +141,7 @@ class SimulatedDevice(Transfers):
         if not turn:
             raise RuntimeError("nothing stands behind a copy: so no computation would wait for it")
         ended, self.now = self.now, began
-        turn.add(lambda: lambda: self._reach(ended))
+        turn.add(lambda: Handle(lambda: self._reach(ended)))
 
     def _copy(self, link: CopyLink, target: Tensor, source: Tensor) -> Handle:
         self._time_updates(self.now)
@@ -161,7 +161,7 @@ class SimulatedDevice(Transfers):
                     raise Race("the destination of a copy has been written to under it")
                 target.data.copy_(kept)
 
-        return wait
+        return Handle(wait)
 
     def compute(self, seconds: float) -> None:
         """The device computes for so long."""
@@ -185,7 +185,7 @@ class SimulatedDevice(Transfers):
                 self._make(self._unmade.popleft())
             update.made.result()
 
-        return wait
+        return Handle(wait)
 
     def _time_updates(self, until: float) -> None:
         """Find the times of all pieces of updates that have begun by then."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optimus.comm import Handle
 from optimus.state.chunk import Chunk
 
 
@@ -19,7 +20,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._copies: dict[int, Tensor] = {}  # by the identity of the buffer
-        self._plan: list[tuple[Callable[[], None], list[Tensor], threading.Event]] = []
+        self._plan: list[tuple[Handle, list[Tensor], threading.Event]] = []
         self._ready: torch.Event | None = None
 
     def begin(
@@ -42,7 +43,7 @@ class Staging:
                     waiting(event.wait)
 
             self._plan.append((chunk.updated, list(those), copied))
-            chunk.hold(until, weights)
+            chunk.hold(Handle(until), weights)
         there = {id(buffer): buffer.shape for those in buffers.values() for buffer in those}
         # Of buffers that are no more others may have the identity.
         self._copies = {key: copy for key, copy in self._copies.items() if there.get(key) == copy.shape}
@@ -55,7 +56,7 @@ class Staging:
         try:
             for updated, buffers, copied in self._plan:
                 if buffers:
-                    updated()
+                    updated.wait()
                 for buffer in buffers:
                     self._copy(buffer)
                 copied.set()

@@ -4,8 +4,9 @@ Read `group.py` first, then `algorithms.py` (which algorithm is used), `schedule
 is carried out).
 """
 
-from optimus.comm.group import CollectiveError, Group, Handle
+from optimus.comm.group import CollectiveError, Group
 from optimus.comm.groups import Groups, RankPartition
+from optimus.comm.handle import DONE, Handle, Result
 from optimus.comm.turns import InTurn
 
-__all__ = ["CollectiveError", "Group", "Groups", "Handle", "InTurn", "RankPartition"]
+__all__ = ["DONE", "CollectiveError", "Group", "Groups", "Handle", "InTurn", "RankPartition", "Result"]

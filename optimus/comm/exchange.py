@@ -10,7 +10,7 @@ pieces of a large tensor, go on in turn, so that one is between nodes while anot
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -106,13 +106,6 @@ def carry_out(exchanges: Sequence[Exchange]) -> None:
     """To their ends, a round of each in turn."""
     while exchanges:
         exchanges = [each for each in exchanges if next(each, _END) is not _END]
-
-
-class CollectiveWork:
-    """Something to wait for, as torch's works are."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
 
 
 class Driver:

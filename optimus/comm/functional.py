@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from optimus.autograd import once_differentiable
-from optimus.comm.group import Group, Handle
+from optimus.comm.group import Group
+from optimus.comm.handle import Handle, Result
 
 T = TypeVar("T")
 
@@ -82,20 +83,20 @@ def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], grou
 
     The gradients of the rows go back the way these came (all-to-all in both passes).
     """
-    return all_to_all_rows_async(x, send, receive, group)()
+    return all_to_all_rows_async(x, send, receive, group).wait()
 
 
-def all_to_all_rows_async(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Callable[[], Tensor]:
+def all_to_all_rows_async(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Result[Tensor]:
     """Begin `all_to_all_rows`; the result gives the rows.
 
     What is computed until then goes on beside it, in the backward pass too: autograd goes through both in reverse, so that
     the gradients are under way while it goes through what lies between.
     """
     if group.size == 1:
-        return lambda: x
+        return Result(lambda: x)
     under_way = _UnderWay(send, receive, group)
     out = _Begun.apply(x, under_way)
-    return lambda: _Finished.apply(out, under_way)
+    return Result(lambda: _Finished.apply(out, under_way))
 
 
 def all_gather_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
@@ -115,30 +116,28 @@ Collective = Callable[[Tensor, Group], Tensor]
 
 def gathered(x: Tensor, group: Group) -> Tensor:
     """All-gather of rows."""
-    return all_gather_async(x, group)()
+    return all_gather_async(x, group).wait()
 
 
-def all_gather_async(x: Tensor, group: Group) -> Callable[[], Tensor]:
+def all_gather_async(x: Tensor, group: Group) -> Result[Tensor]:
     """Begin an all-gather of rows; the result gives them."""
     if group.size == 1:
-        return lambda: x
+        return Result(lambda: x)
     out = x.new_empty(len(x) * group.size, *x.shape[1:])
-    finish = group.all_gather_async(out, x.contiguous())
-    return lambda: (finish(), out)[1]
+    return _giving(out, group.all_gather_async(out, x.contiguous()))
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
     """Reduce-scatter of rows."""
-    return reduce_scatter_async(x, group)()
+    return reduce_scatter_async(x, group).wait()
 
 
-def reduce_scatter_async(x: Tensor, group: Group) -> Callable[[], Tensor]:
+def reduce_scatter_async(x: Tensor, group: Group) -> Result[Tensor]:
     """Begin a reduce-scatter of rows, of which `x` may be used up; the result gives this rank's."""
     if group.size == 1:
-        return lambda: x
+        return Result(lambda: x)
     out = x.new_empty(len(x) // group.size, *x.shape[1:])
-    finish = group.reduce_scatter_async(x.contiguous(), out)
-    return lambda: (finish(), out)[1]
+    return _giving(out, group.reduce_scatter_async(x.contiguous(), out))
 
 
 def local_rows(x: Tensor, group: Group) -> Tensor:
@@ -148,15 +147,26 @@ def local_rows(x: Tensor, group: Group) -> Tensor:
 
 def total(x: Tensor, group: Group) -> Tensor:
     """All-reduce."""
-    return all_reduce_async(x.clone(memory_format=torch.contiguous_format), group)()
+    return all_reduce_async(x.clone(memory_format=torch.contiguous_format), group).wait()
 
 
-def all_reduce_async(x: Tensor, group: Group) -> Callable[[], Tensor]:
+def all_reduce_async(x: Tensor, group: Group) -> Result[Tensor]:
     """Begin an all-reduce of contiguous `x`, in place; the result gives it."""
-    if group.size == 1:
-        return lambda: x
-    finish = group.all_reduce_async(x)
-    return lambda: (finish(), x)[1]
+    return _giving(x, group.all_reduce_async(x))
+
+
+def shift_async(x: Tensor, group: Group) -> Result[Tensor]:
+    """Begin to send `x` to the next rank of the ring; the result gives that of the previous one."""
+    came = torch.empty_like(x)
+    return _giving(came, group.shift_async(x, came))
+
+
+def _giving(out: Tensor, handle: Handle) -> Result[Tensor]:
+    def wait() -> Tensor:
+        handle.wait()
+        return out
+
+    return Result(wait)
 
 
 def _identity(x: Tensor, group: Group) -> Tensor:
@@ -213,7 +223,7 @@ class _UnderWay:
 
     def finish(self) -> Tensor:
         out, handle = self._begun.pop()
-        handle()
+        handle.wait()
         return out
 
     @property

@@ -1,8 +1,7 @@
 """A group of ranks and its collectives. A group of one needs no process group.
 
 A collective that fails, because a peer has died or did not come in time, ends in one message that names the collective, its
-group and its size; `*_async` begin one and return a handle, which is called to wait for it, so that work can be done in
-between.
+group and its size; `*_async` begin one and return a handle, whose `wait` waits for it, so that work can be done in between.
 """
 
 import re
@@ -21,7 +20,6 @@ from optimus.comm.exchange import (
     AS_THEY_ARE,
     Channel,
     Codec,
-    CollectiveWork,
     Driver,
     Exchange,
     begin,
@@ -32,6 +30,7 @@ from optimus.comm.exchange import (
     reduce,
     shift,
 )
+from optimus.comm.handle import DONE, Handle
 from optimus.comm.recorder import Recorder
 from optimus.comm.schedules import Round, Shape, everyone
 from optimus.comm.scratch import Scratch
@@ -45,8 +44,6 @@ from optimus.comm.watch import Watch
 from optimus.errors import UserError
 from optimus.step_context import StepContext, region
 
-Handle = Callable[[], None]
-"""Waits for what has been begun."""
 Begin = Callable[[int], Any]
 """Begins the collective of this number in its group: a work, or several."""
 T = TypeVar("T")
@@ -147,7 +144,7 @@ class Group:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` on every rank by its sum over the ranks, in place."""
-        self._all_reduce(tensor)()
+        self._all_reduce(tensor).wait()
 
     def _all_reduce(self, tensor: Tensor, beside: bool = False) -> Handle:
         algorithm = self.algorithm("all_reduce", tensor)
@@ -179,7 +176,7 @@ class Group:
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None) -> None:
         """Fill `out` with this rank's part of the sum of `tensor` over the ranks; see `reduce_scatter_async`."""
-        self._reduce_scatter(tensor, out, lengths)()
+        self._reduce_scatter(tensor, out, lengths).wait()
 
     def _reduce_scatter(
         self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
@@ -213,7 +210,7 @@ class Group:
 
     def all_gather(self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None) -> None:
         """Fill `tensor` with the `part` of every rank; see `all_gather_async`."""
-        self._all_gather(tensor, part, lengths)()
+        self._all_gather(tensor, part, lengths).wait()
 
     def _all_gather(
         self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
@@ -261,13 +258,13 @@ class Group:
         """Begin the exchange of blocks of `tensor`, in pieces, each as `go` says. Rounds after the first go on `beside` what
         this rank does meanwhile, or when the result is called."""
 
-        def call(number: int) -> CollectiveWork:
+        def call(number: int) -> Handle:
             # Each of those that are under way in the group at once has a tag of its own, beyond those of messages.
             link = Channel(self.ranks, self._handle, (self._tag + 1) * TAGS + number % TAGS, self._shared.scratch)
             under_way = [go(each, link) for each in in_pieces(blocks, pieces(algorithm, self.shape, tensor.nbytes))]
             begin(under_way)
             beside_us = beside and rounds > 1
-            return CollectiveWork(self._driver.begin(under_way).result if beside_us else partial(carry_out, under_way))
+            return Handle(self._driver.begin(under_way).result if beside_us else partial(carry_out, under_way))
 
         return self._start(name, tensor, call, leaves)
 
@@ -282,13 +279,13 @@ class Group:
         if self.size == 1:
             return rows
         if send is not None and receive is not None:
-            out, finish = self.all_to_all_async(rows, send, receive)
-            finish()
+            out, handle = self.all_to_all_async(rows, send, receive)
+            handle.wait()
             return out
         rows = rows.contiguous()
         out, algorithm = torch.empty_like(rows), self.algorithm("all_to_all", rows)
         if algorithm == OWN:
-            self._start("all_to_all", rows, self._collective(dist.all_to_all_single, out, rows), rows)()
+            self._start("all_to_all", rows, self._collective(dist.all_to_all_single, out, rows), rows).wait()
         elif self._levels is not None:
             all_to_all_in_two_groups(rows, out, *self._levels)
         else:
@@ -296,9 +293,9 @@ class Group:
         return out
 
     def all_to_all_async(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, Handle]:
-        """Begin `all_to_all` of so many rows; what it gives is there when the handle has been called."""
+        """Begin `all_to_all` of so many rows; what it gives is there when the handle has been waited for."""
         if self.size == 1:
-            return rows, lambda: None
+            return rows, DONE
         rows = rows.contiguous()
         out = rows.new_empty(sum(receive), *rows.shape[1:])
         call = self._collective(dist.all_to_all_single, out, rows, list(receive), list(send))
@@ -311,7 +308,7 @@ class Group:
             return exchange(steps, piece[: self.size], piece[self.size :], self.rank, link)
 
         blocks = [each.view(-1) for whole in (rows, out) for each in whole.chunk(self.size)]
-        self._exchanging("all_to_all", algorithm, rows, blocks, go, len(steps), rows, beside=False)()
+        self._exchanging("all_to_all", algorithm, rows, blocks, go, len(steps), rows, beside=False).wait()
 
     def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
         """Begin to send `tensor` to the next rank of the group, as a ring, and to fill `out` with that of the previous one.
@@ -329,10 +326,18 @@ class Group:
         leaves = tensor if self.rank == first else None
         return self._start("broadcast", tensor, call, leaves, comes=self.rank != first)
 
+    def reduce(self, tensor: Tensor, target: int) -> None:
+        """Replace `tensor` on the rank `target` by the sum over the ranks; elsewhere it is used up."""
+        self.reduce_async(tensor, target).wait()
+
     def reduce_async(self, tensor: Tensor, target: int) -> Handle:
         """Begin to replace `tensor` on the rank `target` by the sum over the ranks; elsewhere it is used up (reduce)."""
         call = self._collective(dist.reduce, tensor, self.ranks[target])
         return self._start("reduce", tensor, call, tensor, comes=self.rank == target)
+
+    def send(self, tensor: Tensor, to: int, what: str = "send") -> None:
+        """Send `tensor`, contiguous, to rank `to` of the group, and wait until it may change."""
+        self.send_async(tensor, to, what).wait()
 
     def send_async(self, tensor: Tensor, to: int, what: str = "send") -> Handle:
         """Begin to send `tensor`, contiguous, to rank `to` of the group; it must stay as it is until the result is called.
@@ -342,6 +347,10 @@ class Group:
         at = self._between(self.rank, to)
         call = partial(dist.isend, tensor, self.ranks[to], self._handle, self._tag)
         return self._start(what, tensor, lambda _: call(), tensor, comes=False, at=at)
+
+    def recv(self, tensor: Tensor, source: int, what: str = "receive") -> None:
+        """Fill `tensor`, contiguous, with what rank `source` of the group sends next."""
+        self.recv_async(tensor, source, what).wait()
 
     def recv_async(self, tensor: Tensor, source: int, what: str = "receive") -> Handle:
         """Begin to fill `tensor`, contiguous, with what rank `source` of the group sends next."""
@@ -356,9 +365,9 @@ class Group:
         """
         for source, target in pairs:
             if self.rank == source:
-                self.send_async(torch.zeros(1, device=device), target, "connection")()
+                self.send(torch.zeros(1, device=device), target, "connection")
             elif self.rank == target:
-                self.recv_async(torch.zeros(1, device=device), source, "connection")()
+                self.recv(torch.zeros(1, device=device), source, "connection")
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """This rank waits inside the context for what others of the group do, but not in a collective."""
@@ -366,7 +375,7 @@ class Group:
 
     def broadcast(self, tensor: Tensor, first: int = 0) -> None:
         """Replace `tensor` on every rank by that of the group's `first` rank, in place."""
-        self.broadcast_async(tensor, first)()
+        self.broadcast_async(tensor, first).wait()
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank, so that all ranks take the same turn. To be asked of all ranks, whose group
@@ -436,7 +445,7 @@ class Group:
         A group of one has nothing to begin.
         """
         if self.size == 1:
-            return lambda: None
+            return DONE
         at = at or self._name
         number = self._recorder.begins(at)
         if self.watch is not None and leaves is not None:
@@ -452,7 +461,7 @@ class Group:
             if self.watch is not None and comes:
                 self.watch.comes((at, number))
 
-        return finish
+        return Handle(finish)
 
     def _between(self, source: int, target: int) -> str:
         """The way of messages from one rank to another: both count those of theirs, and nobody else takes part."""

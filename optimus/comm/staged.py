@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from optimus.comm.group import Group, Handle
+from optimus.comm.group import Group
+from optimus.comm.handle import Handle
 
 
 class HostStagedGroup(Group):
@@ -47,9 +48,9 @@ class HostStagedGroup(Group):
     def all_to_all_async(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, Handle]:
         if self._stays(rows):
             return super().all_to_all_async(rows, send, receive)
-        host, wait = super().all_to_all_async(_copy(rows), send, receive)
+        host, handle = super().all_to_all_async(_copy(rows), send, receive)
         out = torch.empty_like(host, device=rows.device)
-        return out, _then(wait, out, host)
+        return out, _then(handle, out, host)
 
     def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
         if self._stays(tensor):
@@ -92,12 +93,12 @@ def _room(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
-def _then(wait: Handle, tensor: Tensor, host: Tensor) -> Handle:
+def _then(handle: Handle, tensor: Tensor, host: Tensor) -> Handle:
     """Wait, and give `tensor` what the host has got."""
 
     @torch.no_grad()
     def finish() -> None:
-        wait()
+        handle.wait()
         tensor.copy_(host, non_blocking=True)
 
-    return finish
+    return Handle(finish)

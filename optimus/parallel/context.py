@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from optimus.autograd import once_differentiable
-from optimus.comm import Group, Groups
-from optimus.comm.functional import all_to_all_rows, cached
+from optimus.comm import Group, Groups, Result
+from optimus.comm.functional import all_to_all_rows, cached, shift_async
 from optimus.errors import UserError
 from optimus.kernels.attention import (
     PLAIN,
@@ -166,17 +166,17 @@ def _ring_backward(
     """The gradients of q, k and v. Those of k and v follow their keys and values round the ring, a step behind them."""
     wide = lse_BNS.dtype
     q_grad = torch.zeros_like(q_BSND, dtype=wide)
-    arrive: Callable[[], Tensor] = partial(q_grad.new_zeros, (2, *k_BSMD.shape))
+    arriving = Result(partial(q_grad.new_zeros, (2, *k_BSMD.shape)))
     for source, (k, v) in _going_round(torch.stack([k_BSMD, v_BSMD]), group):
         blocks = seen(source)
         found = [block.backward(out_grad_BSND, q_BSND, k, v, out_BSND, lse_BNS) for block in blocks]
-        kv_grad = arrive()
+        kv_grad = arriving.wait()
         for block, (q_part, k_part, v_part) in zip(blocks, found):
             q_grad[:, block.queries] += q_part
             kv_grad[0, :, block.keys] += k_part
             kv_grad[1, :, block.keys] += v_part
-        arrive = _start_shift(kv_grad, group)
-    k_grad, v_grad = arrive()
+        arriving = shift_async(kv_grad, group)
+    k_grad, v_grad = arriving.wait()
     return q_grad.to(q_BSND.dtype), k_grad.to(k_BSMD.dtype), v_grad.to(v_BSMD.dtype)
 
 
@@ -184,17 +184,10 @@ def _going_round(own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """(rank, its tensor) of every rank, beginning with `own`; the next one is on its way while one is used."""
     here = own
     for step in range(group.size - 1):
-        arrive = _start_shift(here, group)
+        arriving = shift_async(here, group)
         yield (group.rank - step) % group.size, here
-        here = arrive()
+        here = arriving.wait()
     yield (group.rank + 1) % group.size, here
-
-
-def _start_shift(x: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Begin to send `x` to the next rank; the result gives that of the previous one."""
-    came = torch.empty_like(x)
-    finish = group.shift_async(x, came)
-    return lambda: (finish(), came)[1]
 
 
 def _seen(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimus.comm import Group, Groups, Handle, RankPartition
+from optimus.comm import DONE, Group, Groups, Handle, RankPartition
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -32,22 +32,22 @@ class ShapeGroup(Group):
     """A group whose other ranks have and send what this one does; its collectives take no memory but their results'."""
 
     def _all_reduce(self, tensor: Tensor, beside: bool = False) -> Handle:
-        return _done
+        return DONE
 
     def _reduce_scatter(
         self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
     ) -> Handle:
-        return _done
+        return DONE
 
     def _all_gather(
         self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
     ) -> Handle:
         if not tensor.is_meta:
             tensor.view(self.size, *part.shape).copy_(part)
-        return _done
+        return DONE
 
     def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
-        return _done
+        return DONE
 
     def all_to_all(
         self, rows: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
@@ -60,14 +60,10 @@ class ShapeGroup(Group):
         if not rows.is_meta:
             first = sum(send[: self.rank])
             out.view(self.size, receive[0], *rows.shape[1:]).copy_(rows[first : first + send[self.rank]])
-        return out, _done
+        return out, DONE
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size
-
-
-def _done() -> None:
-    """Nothing is under way."""
 
 
 class Shapes(TorchDispatchMode):

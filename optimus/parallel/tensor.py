@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus.autograd import once_differentiable
-from optimus.comm import Group, Groups
+from optimus.comm import Group, Groups, Result
 from optimus.comm.functional import (
     all_gather_async,
     all_gather_rows,
@@ -63,16 +63,16 @@ class SplitProduct(Product):
         """All rows that the product is about."""
         return gathered(x_TL, self.outputs) if self.gathers else x_TL
 
-    def now_or_later(self, finish: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """`finish` when it is called, or now if nothing is to overlap with what has begun."""
+    def now_or_later(self, result: Result[Tensor]) -> Result[Tensor]:
+        """`result` when it is waited for, or now if nothing is to overlap with what has begun."""
         if self.overlap:
-            return finish
-        finished = finish()
-        return lambda: finished
+            return result
+        found = result.wait()
+        return Result(lambda: found)
 
     def add_up(self, y_TN: Tensor) -> Tensor:
         """The sum over the ranks that have other inputs; `y_TN` is used up."""
-        return (reduce_scatter_async if self.scatters else all_reduce_async)(y_TN, self.inputs)()
+        return (reduce_scatter_async if self.scatters else all_reduce_async)(y_TN, self.inputs).wait()
 
 
 class _SplitProduct(torch.autograd.Function):
@@ -92,11 +92,11 @@ class _SplitProduct(torch.autograd.Function):
         how: SplitProduct = ctx.how
         wanted = ctx.needs_input_grad[1]
         y_grad_TN = gathered(grads[0], how.inputs) if how.scatters else grads[0].contiguous()
-        rows = how.now_or_later(all_gather_async(x_TL, how.outputs) if how.gathers and wanted else lambda: x_TL)
+        rows = how.now_or_later(all_gather_async(x_TL, how.outputs) if how.gathers and wanted else Result(lambda: x_TL))
         start = reduce_scatter_async if how.gathers else all_reduce_async
         x_grad = how.now_or_later(start(how.inner.input_gradient(y_grad_TN, w_NL), how.outputs))
-        w_grad = how.inner.weight_gradient(y_grad_TN, rows(), w_NL, ctx.buffer) if wanted else None
-        return x_grad(), w_grad, None, None
+        w_grad = how.inner.weight_gradient(y_grad_TN, rows.wait(), w_NL, ctx.buffer) if wanted else None
+        return x_grad.wait(), w_grad, None, None
 
 
 def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Callable[[Dim, Dim], Product]:

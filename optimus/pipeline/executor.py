@@ -6,13 +6,13 @@ ahead of the one that needs it, so that a message arrives while something else i
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from optimus.comm import Group, Handle
+from optimus.comm import Group, Handle, Result
 from optimus.pipeline.schedule import Action, Kind, Schedule, partner
 from optimus.step_context import region
 
@@ -73,18 +73,18 @@ class StageLinks:
         self._leaving.append((message, [stream.send_async(tensor, peer, where) for tensor in message]))
         self.finish(but=2 * self._schedule.stages)
 
-    def start_receive(self, receive: Action, room: Message) -> Callable[[], Message]:
-        """Begin to receive into `room`, which the result, that waits for it, returns."""
+    def start_receive(self, receive: Action, room: Message) -> Result[Message]:
+        """Begin to receive into `room`, which the result gives."""
         stream, peer = self._stream(receive), self._schedule.peer(receive)
         where = f"{receive} from rank {stream.ranks[peer]}"
-        finishes = [stream.recv_async(tensor, peer, where) for tensor in room]
+        handles = [stream.recv_async(tensor, peer, where) for tensor in room]
 
-        def finish() -> Message:
-            for each in finishes:
-                each()
+        def wait() -> Message:
+            for handle in handles:
+                handle.wait()
             return room
 
-        return finish
+        return Result(wait)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Whichever message comes first is waited for inside the context."""
@@ -93,8 +93,8 @@ class StageLinks:
     def finish(self, but: int = 0) -> None:
         """Wait until all that was sent is there, but for so many of the last messages."""
         while len(self._leaving) > but:
-            for finish in self._leaving.popleft()[1]:
-                finish()
+            for handle in self._leaving.popleft()[1]:
+                handle.wait()
 
     def _stream(self, receive: Action) -> Group:
         return self._streams[2 * receive.stage + (receive.kind is Kind.RECEIVE_BACKWARD)]
@@ -150,7 +150,7 @@ class ScheduledExecutor:
         self._actions = schedule.actions[links.rank]
         self._schedule, self._links, self._work = schedule, links, work
         self._computing = Computing(schedule, work)
-        self._coming: dict[Action, Callable[[], Message]] = {}  # by receive
+        self._coming: dict[Action, Result[Message]] = {}  # by receive
 
     def run(self) -> list[Executed]:
         """All actions of a step. Raises `CollectiveError`, which names action and peer, when another rank is lost."""
@@ -160,7 +160,7 @@ class ScheduledExecutor:
                 for receive in next(posts):
                     self._coming[receive] = self._links.start_receive(receive, self._work.room(receive.microbatch))
                 needed = self._schedule.receive_for(action)
-                self._computing.run(action, None if needed is None else self._coming.pop(needed)())
+                self._computing.run(action, None if needed is None else self._coming.pop(needed).wait())
             elif action.kind.sends:
                 self._links.send(action, self._computing.made.pop(self._schedule.made_for(action)))
         self._links.finish()

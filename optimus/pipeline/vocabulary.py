@@ -48,7 +48,7 @@ class _Logits(NamedTuple):
     edge: GradientEdge
     softmax: PartialSoftmax
     all_P2T: Tensor  # normalisers and chosen logits of all parts
-    finish: Handle
+    gathering: Handle
 
 
 class VocabularyPasses:
@@ -87,8 +87,8 @@ class VocabularyPasses:
 
     def embedded(self, microbatch: int) -> Tensor:
         """On the first stage's rank, its input [T, H]."""
-        x_TH, finish = self._under_way.pop(("embedding", microbatch))
-        finish()
+        x_TH, handle = self._under_way.pop(("embedding", microbatch))
+        handle.wait()
         return x_TH
 
     def send_output(self, microbatch: int, x_TH: Tensor) -> None:
@@ -98,8 +98,8 @@ class VocabularyPasses:
 
     def output_gradient(self, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
         """On the last stage's rank: (targets [T], cross-entropy of each, gradient [T, H] of what `send_output` has sent)."""
-        x_grad_TH, finish = self._under_way.pop(("output gradient", microbatch))
-        finish()
+        x_grad_TH, handle = self._under_way.pop(("output gradient", microbatch))
+        handle.wait()
         self._finish("output", microbatch)  # what the others have made of it is here
         return *self._losses.pop(microbatch), x_grad_TH
 
@@ -110,8 +110,8 @@ class VocabularyPasses:
 
     def finish(self) -> None:
         """Wait for all that is under way."""
-        for _, finish in self._under_way.values():
-            finish()
+        for _, handle in self._under_way.values():
+            handle.wait()
         self._under_way.clear()
 
     def _embed(self, microbatch: int) -> None:
@@ -121,8 +121,8 @@ class VocabularyPasses:
         if x_TH.requires_grad:
             self._embedding_edges[microbatch] = get_gradient_edge(x_TH)
         x_TH = x_TH.detach()
-        finish = self._links.embeddings.reduce_async(x_TH, self._links.first)
-        self._under_way["embedding", microbatch] = x_TH, finish
+        handle = self._links.embeddings.reduce_async(x_TH, self._links.first)
+        self._under_way["embedding", microbatch] = x_TH, handle
 
     def _find_logits(self, microbatch: int) -> None:
         x_TH = self._given(self._outputs, self._links.outputs, self._links.last, "output", microbatch)
@@ -135,19 +135,19 @@ class VocabularyPasses:
         softmax = partial_softmax(logits_TV, self._targets(microbatch), first, p_TV)
         own_2T = torch.stack([softmax.lse_T, softmax.chosen_T])
         all_P2T = own_2T.new_empty(group.size, *own_2T.shape)
-        finish = group.all_gather_async(all_P2T, own_2T[None])
-        self._logits[microbatch] = _Logits(x_TH, edge, softmax, all_P2T, finish)
+        gathering = group.all_gather_async(all_P2T, own_2T[None])
+        self._logits[microbatch] = _Logits(x_TH, edge, softmax, all_P2T, gathering)
 
     def _find_loss(self, microbatch: int) -> None:
-        x_TH, edge, softmax, all_P2T, finish = self._logits.pop(microbatch)
-        finish()
+        x_TH, edge, softmax, all_P2T, gathering = self._logits.pop(microbatch)
+        gathering.wait()
         lse_T, chosen_T = all_P2T[:, 0].logsumexp(0), all_P2T[:, 1].sum(0)
         grad_TV = complete_softmax(softmax, lse_T).mul_(self._scale / self._count)
         torch.autograd.backward(edge, grad_TV.to(x_TH.dtype))
         x_grad_TH = x_TH.grad
         assert x_grad_TH is not None
-        finish = self._links.output_gradients.reduce_async(x_grad_TH, self._links.last)
-        self._under_way["output gradient", microbatch] = x_grad_TH, finish
+        handle = self._links.output_gradients.reduce_async(x_grad_TH, self._links.last)
+        self._under_way["output gradient", microbatch] = x_grad_TH, handle
         if self._rank == self._links.last:
             self._losses[microbatch] = softmax.target_T, (lse_T - chosen_T) * (softmax.target_T >= 0)
 
@@ -171,13 +171,13 @@ class VocabularyPasses:
         """
         where = f"send of the {what} of microbatch {microbatch} to rank"
         others = [rank for rank in range(group.size) if rank != group.rank]
-        finishes = [group.send_async(tensor, rank, f"{where} {group.ranks[rank]}") for rank in others]
+        handles = [group.send_async(tensor, rank, f"{where} {group.ranks[rank]}") for rank in others]
 
-        def finish() -> None:
-            for each in finishes:
-                each()
+        def wait() -> None:
+            for handle in handles:
+                handle.wait()
 
-        self._under_way[what, microbatch] = tensor, finish
+        self._under_way[what, microbatch] = tensor, Handle(wait)
 
     def _given(self, own: dict[int, Tensor], group: Group, source: int, what: str, microbatch: int) -> Tensor:
         """What rank `source` of `group`, which has it among its `own`, gives to all next."""
@@ -185,7 +185,7 @@ class VocabularyPasses:
             return own.pop(microbatch)
         tensor = self._room(microbatch)
         where = f"receive of the {what} of microbatch {microbatch} from rank {group.ranks[source]}"
-        group.recv_async(tensor, source, where)()
+        group.recv(tensor, source, where)
         return tensor
 
     def _finish(self, what: str, microbatch: int) -> None:
@@ -193,6 +193,6 @@ class VocabularyPasses:
 
         To wait any earlier is to wait in a circle: it is the schedule that says when they take it.
         """
-        _, finish = self._under_way.pop((what, microbatch), (None, None))
-        if finish is not None:
-            finish()
+        _, handle = self._under_way.pop((what, microbatch), (None, None))
+        if handle is not None:
+            handle.wait()

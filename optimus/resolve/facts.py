@@ -136,8 +136,8 @@ def _measured(moves: Transfers, dtype: torch.dtype) -> dict[str, Timing]:
         return lambda: rule.update(OptimizerStep(1, 1e-4), Tile(weight, gradient, moments))
 
     works: Sequence[Callable[[], object]] = (
-        lambda: moves.up(there, host)(),
-        lambda: moves.down(host, there)(),
+        lambda: moves.up(there, host).wait(),
+        lambda: moves.down(host, there).wait(),
         update(moves.on_host),
         update(moves.on_device),
         lambda: torch.mm(square, square),

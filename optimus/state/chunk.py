@@ -48,7 +48,7 @@ class Chunk(Placement):
         Only the thread that trains knows what is under way: another waits for the `updated` that it was given, `after`.
         """
         if after is not None:
-            after()
+            after.wait()
         elif change:
             self.whole.settle()
             self.part.copy.finish()
@@ -68,13 +68,13 @@ class Chunk(Placement):
 
         def wait() -> None:
             if updating is not None:
-                updating()
+                updating.wait()
             self.transfers.synchronize()
 
-        return wait
+        return Handle(wait)
 
     def hold(self, until: Handle, weights: bool = False) -> None:
-        """Call `until`, once, before the next update changes this rank's part: it returns when that has been copied or
+        """Wait for `until`, once, before the next update changes this rank's part: it is done when that has been copied or
         written. `weights`: what is computed with is copied, too."""
         self.part.copy = Status("copy")  # others have been waited for by whoever makes this one
         self.part.copy.go("hold weights" if weights else "hold", until)
@@ -140,7 +140,7 @@ class Chunk(Placement):
             whole[self.plan.shard] = states[prefix].to(whole.device)
         for depth in reversed(range(self.plan.depths.optimizer)):
             outer, inner = whole[self.plan.extent(depth)], whole[self.plan.extent(depth + 1)]
-            self.groups[depth].all_gather_async(outer, inner, self.plan.lengths(depth))()
+            self.groups[depth].all_gather(outer, inner, self.plan.lengths(depth))
         self.elements.expand(whole, self.plan.borders[-1], fresh=False)
         return whole
 

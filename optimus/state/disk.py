@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from optimus.comm import Handle
+from optimus.comm import DONE, Handle
 from optimus.errors import UserError
 from optimus.state.transfers import Transfers
 
@@ -126,7 +126,7 @@ class StateFile:
             except OSError as error:
                 raise self._failed(error) from None
 
-        return wait
+        return Handle(wait)
 
     def _failed(self, error: OSError) -> UserError:
         return UserError(
@@ -173,14 +173,14 @@ class DiskStates:
         self._file, self._kinds = file, kinds
         self._room = 0  # bytes
         self._read: tuple[Tensor, Handle] | None = None  # ahead of its update
-        self._written: Handle = lambda: None
+        self._written = DONE
         self.resize(kinds, elements)
 
     def resize(self, kinds: Sequence[str], elements: int) -> None:
         """There are so many `elements` of the same kinds from now on; what was there is lost. Between steps."""
         assert (*kinds,) == (*self._kinds,), f"a record of {self._kinds} cannot be one of {kinds}"
         assert self._read is None, "read for an update that has not been"
-        self._written()
+        self._written.wait()
         self._elements, self._bytes = elements, 4 * elements * len(kinds)
         if not self._room or self._bytes > self._room:  # a state that is loaded may be pruned less than it was made for
             self._offset, self._room = self._file.place(self._bytes), self._bytes
@@ -190,16 +190,16 @@ class DiskStates:
         """Inside, the buffers are in memory of their own, and are written back behind it if they may `change`."""
         buffer = self._file.new_buffer()
         record = self._record(buffer)
-        self._written()
-        self._file.read_async(record, self._offset)()
+        self._written.wait()
+        self._file.read_async(record, self._offset).wait()
         yield self._states(buffer)
         if change:
-            self._file.write_async(record, self._offset)()
+            self._file.write_async(record, self._offset).wait()
 
     def read_ahead(self) -> None:
         """Begin to read what the coming update will need, into the next of the file's buffers."""
         if self._read is None:
-            self._written()
+            self._written.wait()
             buffer = self._file.take()
             self._read = buffer, self._file.read_async(self._record(buffer), self._offset)
 
@@ -209,7 +209,7 @@ class DiskStates:
         self.read_ahead()
         assert self._read is not None
         (buffer, arrived), self._read = self._read, None
-        arrived()
+        arrived.wait()
         yield self._states(buffer)
         self._written = self._file.write_async(self._record(buffer), self._offset, partial(self._file.give, buffer))
 

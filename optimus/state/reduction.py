@@ -20,13 +20,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Handle, InTurn
+from optimus.comm import DONE, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.square_sum import square_sum
 from optimus.state.buffers import aligned
 from optimus.state.placement import Placement
 from optimus.state.statuses import ManagedBuffer, Status
-from optimus.state.transfers import done_already
 from optimus.state.whole import WholeParameters
 from optimus.step_context import StepContext
 
@@ -209,7 +208,7 @@ class GradientReduction:
         """Finish all that is under way of the reduction."""
         if self.sum.status == "summing":
             self.sum.go("arrive")
-        self._turn.finish()
+        self._turn.wait()
 
     def free_gradient(self) -> None:
         """Finish what is under way of the reduction, until the long buffer is free."""
@@ -241,7 +240,7 @@ class GradientReduction:
     def _reduce_kept(self) -> None:
         """Sum what is kept of the gradients, to the part of this rank's optimizer, and that over its copies."""
         plan = self.chunk.plan
-        self.sum.go("send" if plan.sends_gradients else "reduce", self._turn.finish)
+        self.sum.go("send" if plan.sends_gradients else "reduce", self._turn)
         kept = plan.depths.gradients
         if plan.adds_gradients:
             self._accumulated.go("open")
@@ -253,33 +252,33 @@ class GradientReduction:
         """Begin to sum this rank's part of the extent of `depth` over its group; `buffer` has that of `outer`."""
         plan = self.chunk.plan
         whole, part = buffer[plan.within(outer, depth)], buffer[plan.within(outer, depth + 1)]
-        wait = self.chunk.groups[depth].reduce_scatter_async(whole, part, plan.lengths(depth))
+        handle = self.chunk.groups[depth].reduce_scatter_async(whole, part, plan.lengths(depth))
 
-        def finish() -> None:
-            wait()
+        def wait() -> None:
+            handle.wait()
             if depth + 1 == plan.depths.gradients:
                 self._add(part)
 
-        return finish
+        return Handle(wait)
 
     def _add(self, part: Tensor) -> Handle:
         """Add what is kept of the gradients of a microbatch to those before, and free the others."""
         self._accumulated.go("open")
         self._kept.add_(part)
         self._gradients.go("free")
-        return done_already
+        return DONE
 
     def _all_reduce_async(self) -> Handle:
         """Begin to sum `reduced` over the copies, in pieces of which several are under way at once (AxoNN, 3.3.3)."""
         options, length = self._context.options, len(self.reduced)
         pieces = self.reduced.split((options.coarsening or length) * options.tile) if length else ()
-        waits = [self.replica_group.all_reduce_async(piece) for piece in pieces]
+        handles = [self.replica_group.all_reduce_async(piece) for piece in pieces]
 
-        def finish() -> None:
-            for wait in waits:
-                wait()
+        def wait() -> None:
+            for handle in handles:
+                handle.wait()
 
-        return finish
+        return Handle(wait)
 
     # ---- They go to the host ----
 

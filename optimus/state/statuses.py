@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from optimus.comm import Handle
+
 # Of each thing: by status, what may happen, and the status that follows. The first status is what it begins with.
 TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     # Whole parameters. Absent: without memory, or memory whose content is out of date.
@@ -81,9 +83,9 @@ class Status:
     def __init__(self, thing: str) -> None:
         self.thing, self._table = thing, TRANSITIONS[thing]
         self.status = next(iter(self._table))
-        self.until: Callable[[], None] | None = None
+        self.until: Handle | None = None
 
-    def go(self, event: str, until: Callable[[], None] | None = None) -> None:
+    def go(self, event: str, until: Handle | None = None) -> None:
         """Take the way of the table; `arrive` waits. Raises `RuntimeError` where there is none, and in a thread that is not
         named for it."""
         following, name = self._table[self.status].get(event), threading.current_thread().name
@@ -92,7 +94,7 @@ class Status:
         if name.startswith(_OTHERS) and not name.startswith(THREADS.get((self.thing, self.status), ("-",))):
             raise RuntimeError(f"{event}: {self.thing} that is {self.status} is nothing for the thread {name}")
         if event == "arrive" and self.until is not None:
-            self.until()
+            self.until.wait()
             self.until = None
         self.status = following
         if until is not None:
@@ -129,7 +131,7 @@ class ManagedBuffer(Status):
         """Whether there is any for its content."""
         return self.status not in _WITHOUT_MEMORY
 
-    def go(self, event: str, until: Callable[[], None] | None = None) -> None:
+    def go(self, event: str, until: Handle | None = None) -> None:
         before = self.has_memory
         super().go(event, until)
         if not self._stays and before != self.has_memory:
@@ -146,7 +148,7 @@ class OwnPart(Status):
         self.copy = Status("copy")
         self.behind: Callable[[], None] | None = None  # what is done when the update has been waited for
 
-    def go(self, event: str, until: Callable[[], None] | None = None) -> None:
+    def go(self, event: str, until: Handle | None = None) -> None:
         super().go(event, until)
         if event in ("write", "lend"):  # which a copy of it must allow
             self.copy.go(event)

@@ -1,6 +1,6 @@
 """Between device and host: copies beside the computation, and a worker that updates state which is not on the device.
 
-What is begun returns a handle; called, what this thread (or its stream) does from then on comes behind it.
+What is begun returns a handle; waited for, what this thread (or its stream) does from then on comes behind it.
 """
 
 import threading
@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from optimus.comm import Handle, InTurn
+from optimus.comm import DONE, Handle, InTurn
 from optimus.state.buffers import Buffer
 
 Job = Callable[[], None]
@@ -48,12 +48,12 @@ class Transfers:
     def up(self, target: Tensor, source: Tensor) -> Handle:
         """Begin to copy from the host to the device, behind what the device has been told to do."""
         target.copy_(source)
-        return done_already
+        return DONE
 
     def down(self, target: Tensor, source: Tensor) -> Handle:
         """Begin to copy from the device to the host, behind what the device has been told to do."""
         target.copy_(source)
-        return done_already
+        return DONE
 
     def add_down(self, target: Tensor, source: Tensor) -> tuple[Handle, Handle]:
         """Begin to copy from the device, behind what it has been told to do, and to add to what the host has. Returns what
@@ -62,11 +62,11 @@ class Transfers:
         copies, left = self.down(copied, source), [copied]
 
         def add() -> None:
-            copies()
+            copies.wait()
             if left:
                 target.add_(left.pop())
 
-        return add, add
+        return Handle(add), Handle(add)
 
     def advance(self, turn: InTurn) -> None:
         """Let what stands behind a copy, or an update, in `turn` begin when that is done, without waiting for it."""
@@ -81,7 +81,7 @@ class Transfers:
         def wait() -> None:
             done.result()
 
-        return wait
+        return Handle(wait)
 
     def in_order(self) -> AbstractContextManager[None]:
         """An update by this thread itself: behind what its stream has been told to do, and before what it is told next."""
@@ -115,10 +115,6 @@ class Transfers:
             make = self.on_device if on == "device" else self.on_host
             self._scratch[key] = make(part.numel(), part.dtype)
         return self._scratch[key][: part.numel()].view(part.shape)
-
-
-def done_already() -> None:
-    """Nothing is to be waited for."""
 
 
 class StreamTransfers(Transfers):
@@ -158,7 +154,7 @@ class StreamTransfers(Transfers):
         return self._behind(done), super().submit(add, len(source), "host")
 
     def _behind(self, done: torch.Event) -> Handle:
-        return lambda: torch.accelerator.current_stream(self.device).wait_event(done)
+        return Handle(lambda: torch.accelerator.current_stream(self.device).wait_event(done))
 
     def advance(self, turn: InTurn) -> None:
         self._up.wait_stream(torch.accelerator.current_stream(self.device))
@@ -183,11 +179,11 @@ class StreamTransfers(Transfers):
         enqueued = super().submit(run, elements, on)
 
         def wait() -> None:
-            enqueued()
+            enqueued.wait()
             for event in ended:
                 torch.accelerator.current_stream(self.device).wait_event(event)
 
-        return wait
+        return Handle(wait)
 
     @contextmanager
     def in_order(self) -> Iterator[None]:

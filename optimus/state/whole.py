@@ -43,10 +43,10 @@ class WholeParameters(ManagedBuffer):
         if updating is not None:
             turn.add(lambda: updating)
         if fetches:
-            self.go("fetch", turn.finish)
+            self.go("fetch", turn)
             turn.add(self._fetch)
         if gathers:
-            self.go("gather" if depth == 0 else "approach", turn.finish)
+            self.go("gather" if depth == 0 else "approach", turn)
         while self._depth > depth:
             self._depth -= 1
             turn.add(partial(self._all_gather_async, self._depth))

@@ -73,9 +73,9 @@ def training_step(
     with watch.on(), region(lambda: "forward and backward passes"):
         losses, predicted = accumulate_gradients(model, state, batch, config, sources)
         # Over all ranks, also those of a grid, which find the same: bit by bit, as each decides by it what is applied.
-        finish = state.groups.world.all_reduce_async(losses)
+        summing = state.groups.world.all_reduce_async(losses)
         norm = state.reduce_gradients()
-    finish()
+    summing.wait()
     with_losses = state.groups.world.size // state.groups.mesh.pp  # one stage of a pipeline has them
     loss, balance, z, divergence, *of_sources = (losses / with_losses).tolist()
     lr, scale = step_learning_rate(config, step), clip_scale(config, step, norm)

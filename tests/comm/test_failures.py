@@ -41,7 +41,7 @@ def without_1(collective: str, late: bool) -> tuple[str, float]:
             dist.destroy_process_group()
         return "", 0.0
     try:
-        COLLECTIVES[collective](group, tensor)()
+        COLLECTIVES[collective](group, tensor).wait()
     except CollectiveError as error:
         return str(error), time.monotonic() - began
     return "it came to an end", time.monotonic() - began

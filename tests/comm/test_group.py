@@ -22,9 +22,9 @@ def along(axes: tuple[str, ...]) -> tuple[list[int], int, float, list[float], li
     total = torch.tensor([float(groups.rank)])
     group.all_reduce(total)
     numbers, scattered = torch.arange(2.0 * group.size) + groups.rank, torch.ones(2)
-    group.reduce_scatter_async(numbers.clone(), scattered)()
+    group.reduce_scatter_async(numbers.clone(), scattered).wait()
     part = slice(2 * group.rank, 2 * group.rank + 2)
-    group.reduce_scatter_async(numbers, numbers[part])()
+    group.reduce_scatter_async(numbers, numbers[part]).wait()
     assert torch.equal(numbers[part], scattered)
     whole = torch.zeros(2 * group.size)
     whole[part] = float(groups.rank)
@@ -61,15 +61,15 @@ def in_unequal_parts() -> tuple[list[float], list[float]]:
     numbers = torch.arange(8.0) * 10**group.rank
     part = numbers.split(LENGTHS)[group.rank]
     apart = torch.full_like(part, torch.nan)
-    group.reduce_scatter_async(numbers.clone(), apart, LENGTHS)()
-    group.reduce_scatter_async(numbers, part, LENGTHS)()
+    group.reduce_scatter_async(numbers.clone(), apart, LENGTHS).wait()
+    group.reduce_scatter_async(numbers, part, LENGTHS).wait()
     assert torch.equal(part, apart)
     whole = torch.full((8,), torch.nan)
-    group.all_gather_async(whole, part, LENGTHS)()
+    group.all_gather_async(whole, part, LENGTHS).wait()
     within = torch.full((8,), torch.nan)
     here = within.split(LENGTHS)[group.rank]
     here.copy_(part)
-    group.all_gather_async(within, here, LENGTHS)()
+    group.all_gather_async(within, here, LENGTHS).wait()
     assert torch.equal(within, whole)
     return part.tolist(), whole.tolist()
 
@@ -102,8 +102,8 @@ def given(lengths: list[int] | None) -> list[tuple[str, list[int]]]:
             stack.enter_context(mock.patch.object(dist, name, noted(name), create=True))
         whole = torch.arange(8.0)
         part = whole.split(lengths or [2] * 4)[group.rank]
-        group.reduce_scatter_async(whole, part, lengths)()
-        group.all_gather_async(whole, part, lengths)()
+        group.reduce_scatter_async(whole, part, lengths).wait()
+        group.all_gather_async(whole, part, lengths).wait()
     return calls
 
 
@@ -122,7 +122,7 @@ def test_a_group_of_one_needs_no_process_group() -> None:
     value, out = torch.tensor([5.0]), torch.zeros(1)
     group.all_reduce(value)
     group.broadcast(value)
-    group.reduce_scatter_async(value, out)()
+    group.reduce_scatter_async(value, out).wait()
     whole = torch.zeros(1)
     group.all_gather(whole, value)
     assert value.item() == out.item() == whole.item() == 5.0
@@ -146,8 +146,8 @@ def shifted(axis: str) -> list[list[float]]:
     group = Groups(MESH).along(axis)
     sent = [torch.full((10**i,), 10.0 * i + group.rank) for i in range(3)]
     came = [torch.zeros_like(tensor) for tensor in sent]
-    for finish in [group.shift_async(tensor, out) for tensor, out in zip(sent, came, strict=True)]:
-        finish()
+    for handle in [group.shift_async(tensor, out) for tensor, out in zip(sent, came, strict=True)]:
+        handle.wait()
     return [tensor.unique().tolist() for tensor in came]
 
 
@@ -220,8 +220,8 @@ def long_sums(length: int) -> list[bool]:
     """Sums of bf16 numbers that are exact, in two collectives that are under way at once."""
     group = Groups(Mesh(dp=4)).world
     tensors = [torch.full((length // 8, 8), float(group.rank + 10 * i), dtype=torch.bfloat16) for i in range(2)]
-    for finish in [group.all_reduce_async(tensor) for tensor in tensors]:
-        finish()
+    for handle in [group.all_reduce_async(tensor) for tensor in tensors]:
+        handle.wait()
     return [bool((tensor == 6 + 40 * i).all()) for i, tensor in enumerate(tensors)]
 
 

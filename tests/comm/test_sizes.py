@@ -64,13 +64,13 @@ def tried(group: Group, given: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]
     odd = torch.cat([odd, odd[:1]])  # of a size that the ranks do not divide
     group.all_reduce(summed)
     group.all_reduce(odd)
-    group.reduce_scatter_async(own, scattered)()
+    group.reduce_scatter_async(own, scattered).wait()
     within = own.clone()
-    group.reduce_scatter_async(within, within[here])()
+    group.reduce_scatter_async(within, within[here]).wait()
     group.all_gather(gathered, own[here])
-    group.shift_async(own, came)()
+    group.shift_async(own, came).wait()
     group.broadcast(told, n - 1)
-    group.reduce_async(rooted, n - 1)()
+    group.reduce_async(rooted, n - 1).wait()
     exchanged = group.all_to_all(own, [part] * n, [part] * n)
     return {
         "all_reduce": (summed, total),

@@ -27,10 +27,10 @@ def collectives(group: Group, device: str) -> list[Tensor]:
     found += [summed, alone]
     flat = numbers(group, device, 8 * n)
     handle = group.reduce_scatter_async(flat, flat[8 * group.rank :][:8])  # in place
-    handle()
+    handle.wait()
     whole = like(8 * n)
     whole[8 * group.rank :][:8] = flat[8 * group.rank :][:8]
-    group.all_gather_async(whole, whole[8 * group.rank :][:8])()
+    group.all_gather_async(whole, whole[8 * group.rank :][:8]).wait()
     found.append(whole)
     lengths = [5, 0, 7][:n]
     uneven = like(sum(lengths))
@@ -42,15 +42,15 @@ def collectives(group: Group, device: str) -> list[Tensor]:
     sent = [group.rank + to for to in range(n)]
     found.append(group.all_to_all(numbers(group, device, sum(sent), 2), sent, sent))
     passed, spread, total = like(6), numbers(group, device, 4), numbers(group, device, 4)
-    group.shift_async(numbers(group, device, 6), passed)()
+    group.shift_async(numbers(group, device, 6), passed).wait()
     group.broadcast(spread, 1)
-    group.reduce_async(total, 1)()
+    group.reduce_async(total, 1).wait()
     found += [passed, spread, *([total] if group.rank == 1 else [])]
     if group.rank == 0:
-        group.send_async(numbers(group, device, 5), 1)()
+        group.send_async(numbers(group, device, 5), 1).wait()
     if group.rank == 1:
         came = like(5)
-        group.recv_async(came, 0)()
+        group.recv_async(came, 0).wait()
         found.append(came)
     assert {each.device.type for each in found} == {device}
     assert group.any(group.rank == 1)

@@ -57,15 +57,15 @@ def results(group: Group, dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor]
         group.reduce_scatter(all_[rank].clone(), out, lengths)
         found.append((f"reduce_scatter {lengths}", out, mine))
         within = all_[rank].clone()
-        group.reduce_scatter_async(within, within.split(lengths)[rank], lengths)()
+        group.reduce_scatter_async(within, within.split(lengths)[rank], lengths).wait()
         assert torch.equal(within.split(lengths)[rank], out), "in place"
         whole = torch.full((size,), torch.nan, dtype=dtype)
         group.all_gather(whole, all_[rank].split(lengths)[rank], lengths)
         right = torch.cat([each.split(lengths)[place] for place, each in enumerate(all_)])
         found.append((f"all_gather {lengths}", whole, right.double()))
         sums = [all_[rank].clone() for _ in range(3)]
-        for wait in [group.all_reduce_async(each) for each in sums[:2]]:
-            wait()
+        for handle in [group.all_reduce_async(each) for each in sums[:2]]:
+            handle.wait()
         group.all_reduce(sums[2])
         assert torch.equal(sums[0], sums[1]), "each time"
         assert torch.equal(sums[0], sums[2]), "each time"

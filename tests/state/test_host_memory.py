@@ -448,7 +448,7 @@ def test_use_after_eviction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_wait_for_a_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     made = simulation(6, cache=3)
-    monkeypatch.setattr(made.state.chunks[2].whole._turn, "finish", lambda: None)
+    monkeypatch.setattr(made.state.chunks[2].whole._turn, "wait", lambda: None)
     assert math.isnan(made.run(1)[0].loss)
 
 

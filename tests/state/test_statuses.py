@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers.orders import CASES, Order
+from optimus.comm import Handle
 from optimus.state import chunk, placement
 from optimus.state.statuses import THREADS, TRANSITIONS, ManagedBuffer, Status
 from optimus.state.transfers import transfers
@@ -22,7 +23,7 @@ ORDERS, BLOCK = 5000, 500  # with one thread and with several, each
 @pytest.mark.parametrize(("thing", "status", "event"), EVERY)
 def test_transitions(thing: str, status: str, event: str) -> None:
     held, waited = Status(thing), list[int]()
-    held.status, held.until = status, lambda: waited.append(1)
+    held.status, held.until = status, Handle(lambda: waited.append(1))
     following = TRANSITIONS[thing][status].get(event)
     if following is None:
         with pytest.raises(RuntimeError, match=rf"{event}: {thing} is {status}: a mistake in the order of the calls"):
@@ -69,8 +70,8 @@ def test_orders(threads: bool, block: int) -> None:
 
 WHOLE, REDUCTION, UPDATE, CHUNK = "whole", "reduction", "update", "chunk"
 PLANTED = [
-    (WHOLE, 'self.go("fetch", turn.finish)', "pass"),
-    (WHOLE, 'self.go("gather" if depth == 0 else "approach", turn.finish)', "pass"),
+    (WHOLE, 'self.go("fetch", turn)', "pass"),
+    (WHOLE, 'self.go("gather" if depth == 0 else "approach", turn)', "pass"),
     (WHOLE, "self.start_gather()\n        self.settle()", "self.settle()"),
     (WHOLE, "self.start_gather()\n        self.settle()", "self.start_gather()"),
     (WHOLE, 'self.settle()\n            self.go("free")', 'self.go("free")'),

@@ -19,6 +19,7 @@ from optimus.checkpoint.folder import Description, step_folder, weights_folder
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
+from optimus.comm import Handle
 from optimus.config import load_config
 from optimus.resolve.parameters import layouts_of, whole_model
 from optimus.state import model_state
@@ -238,7 +239,7 @@ def test_what_is_copied_does_not_change(residency: str | None, tmp_path: Path) -
     """Neither by an update, nor by what is loaded or begun anew; each waits once."""
     steps, waits = steps_of("fp32", residency, tmp_path, done=1), list[str]()
     first, *_ = steps.state.trained
-    first.hold(lambda: waits.append("read"))
+    first.hold(Handle(lambda: waits.append("read")))
     with first.states():
         assert not waits
     with first.states(change=True):
@@ -246,7 +247,7 @@ def test_what_is_copied_does_not_change(residency: str | None, tmp_path: Path) -
     steps.train()
     steps.state.finish()
     assert waits == ["read"]
-    first.hold(lambda: waits.append("again"))
+    first.hold(Handle(lambda: waits.append("again")))
     steps.train()
     steps.state.finish()
     assert waits == ["read", "again"]

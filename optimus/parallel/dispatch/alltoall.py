@@ -129,12 +129,12 @@ class AllToAllDispatch:
         arriving = [all_to_all_rows_async(rows, send, receive, self.group) for rows in leaving]
         del leaving, chosen_SK
         overlapped.during_dispatch()
-        x_RH, weights_RK, indices_RK = (arrive() for arrive in arriving)
+        x_RH, weights_RK, indices_RK = (rows.wait() for rows in arriving)
         local_RK = local_indices(indices_RK, self.group.rank * self.experts_per_rank, self.experts_per_rank)
         y_RH = self._with_all_parts(x_RH, weights_RK, local_RK, experts, tokens, choices)
         returning = all_to_all_rows_async(y_RH, receive, send, self.group)
         overlapped.during_combine()
-        return _Copied.apply(returning(), copies, True)
+        return _Copied.apply(returning.wait(), copies, True)
 
     def _with_all_parts(
         self,

@@ -353,8 +353,8 @@ def disk_rates(clock: Clock, size: int, folder: Path) -> tuple[float, float]:
     file.place(size)
     file.reserve()
     buffer = file.take()
-    write = size / clock.seconds(lambda: file.write_async(buffer, 0)())
-    return size / clock.seconds(lambda: file.read_async(buffer, 0)()), write
+    write = size / clock.seconds(lambda: file.write_async(buffer, 0).wait())
+    return size / clock.seconds(lambda: file.read_async(buffer, 0).wait()), write
 
 
 def _attended(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Attended]:
@@ -391,9 +391,9 @@ def _overlap(clock: Clock, device: torch.device) -> float:
             call()
 
     def both() -> None:
-        finish = group.all_reduce_async(x)
+        handle = group.all_reduce_async(x)
         compute()
-        finish()
+        handle.wait()
 
     computing = clock.seconds(compute)
     return min(1.0, max(0.0, (moving + computing - clock.seconds(both)) / min(moving, computing)))
@@ -427,6 +427,6 @@ def collective_call(kind: Talk, x: Tensor, group: Group) -> Callable[[], Any]:
         return lambda: group.all_to_all(rows, each, each)
     if kind == "shift":
         out = torch.empty_like(x)
-        return lambda: group.shift_async(x, out)()
+        return lambda: group.shift_async(x, out).wait()
     part = x.new_ones(x.numel() // group.size)
     return partial(group.all_gather if kind == "all_gather" else group.reduce_scatter, x, part)

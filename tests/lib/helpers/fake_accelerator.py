@@ -15,7 +15,7 @@ A process that has it never loses it again: it is one of its own.
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -37,7 +37,7 @@ from helpers.fake_device import (
     put,
 )
 from optimus.autograd import once_differentiable
-from optimus.comm import Group
+from optimus.comm import Group, Result
 from optimus.kernels import adamw, attention
 from optimus.kernels import devices as chips
 from optimus.parallel.dispatch.allgather import AllGatherDispatch
@@ -137,15 +137,15 @@ def _stub_messages() -> None:
         links, trace = self._links, self._computing.trace
         start = links.start_receive
 
-        def start_receive(receive: Action, room: Message) -> Callable[[], Message]:
-            finish, needed = start(receive, room), (Kind.FORWARD, *receive[1:])
+        def start_receive(receive: Action, room: Message) -> Result[Message]:
+            coming, needed = start(receive, room), (Kind.FORWARD, *receive[1:])
 
             def wait() -> Message:
                 while receive.kind is Kind.RECEIVE_BACKWARD and not any(each[:3] == needed for each in trace):
                     time.sleep(1e-3)
-                return finish()
+                return coming.wait()
 
-            return wait
+            return Result(wait)
 
         put(links, start_receive=start_receive)
         return execute(self)

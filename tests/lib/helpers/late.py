@@ -32,6 +32,6 @@ class LateTransfers(Transfers):
             with self._lock:
                 while not given:
                     self._queued.popleft()()
-            given[0]()
+            given[0].wait()
 
-        return wait
+        return Handle(wait)

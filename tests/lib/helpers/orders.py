@@ -66,7 +66,7 @@ class Late(NamedTuple):
                     raise Race("the target of a copy has been written to under it")
                 self.target.data.copy_(kept)
 
-        return wait
+        return Handle(wait)
 
 
 class LateTransfers(Transfers):
@@ -106,7 +106,7 @@ class LateTransfers(Transfers):
                     threading.current_thread().name = before
                 done.set_result(None)
 
-        return wait
+        return Handle(wait)
 
 
 class LateGroup:
@@ -127,7 +127,7 @@ class LateGroup:
             whole.data[: lengths[0]] = kept
             whole.data[lengths[0] :] = self.others
 
-        return wait
+        return Handle(wait)
 
     def reduce_scatter_async(self, whole: Tensor, part: Tensor, lengths: Sequence[int]) -> Handle:
         kept = whole.clone()
@@ -137,7 +137,7 @@ class LateGroup:
                 raise Race("gradients have been changed while they were reduced")
             whole[len(part) :] = torch.nan
 
-        return wait
+        return Handle(wait)
 
     def all_reduce_async(self, piece: Tensor) -> Handle:
         kept = piece.clone()
@@ -148,7 +148,7 @@ class LateGroup:
                 raise Race("a sum has been changed while it was made")
             piece.copy_(kept)
 
-        return wait
+        return Handle(wait)
 
 
 @dataclass
@@ -457,9 +457,9 @@ class Order:
 
         if self.threads:
             self.saved.append(self.saver.submit(copy))
-            chunk.hold(lambda: cast(None, copied.wait(60)), weights)
+            chunk.hold(Handle(lambda: cast(None, copied.wait(60))), weights)
         else:
-            chunk.hold(lambda: None if copied.is_set() else copy(), weights)
+            chunk.hold(Handle(lambda: None if copied.is_set() else copy()), weights)
 
     def _prune(self) -> None:
         """Some elements more."""

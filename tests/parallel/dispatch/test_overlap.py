@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers.drawing import config_of
-from optimus.comm import Group, Handle
+from optimus.comm import DONE, Group, Handle
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
 
@@ -33,9 +33,9 @@ usual = Group.all_to_all_async
 
 
 def at_once(self: Group, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, Handle]:
-    out, finish = usual(self, rows, send, receive)
-    finish()
-    return out, lambda: None
+    out, handle = usual(self, rows, send, receive)
+    handle.wait()
+    return out, DONE
 
 
 def trained(overrides: list[str], per_node: int | None, waits_at_once: bool) -> list[Tensor]:

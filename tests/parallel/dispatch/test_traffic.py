@@ -17,9 +17,8 @@ from optimus.mesh import Mesh
 from optimus.model.moe.choices import choices_of
 from optimus.model.moe.layer import Experts
 from optimus.parallel.dispatch.allgather import AllGatherDispatch
-from optimus.parallel.dispatch.alltoall import AllToAllDispatch
+from optimus.parallel.dispatch.alltoall import AllToAllDispatch, make_copies, needed_by
 from optimus.parallel.dispatch.two_level import TwoLevelDispatch
-from optimus.parallel.dispatch.alltoall import make_copies, needed_by
 from optimus.testing import run_ranks
 from optimus.testing.traffic import Traffic, counting
 
