@@ -11,7 +11,7 @@ import torch.distributed as dist
 from optimus.comm.algorithms import KINDS, Measured, on_two_levels
 from optimus.comm.device_waits import GRACE
 from optimus.comm.exchange import AS_THEY_ARE, Codec
-from optimus.comm.group import Group, Shared
+from optimus.comm.group import Group, Shared, Transport
 from optimus.comm.recorder import Recorder
 from optimus.comm.schedules import Shape
 from optimus.comm.staged import HostStagedGroup
@@ -207,7 +207,7 @@ class Groups:
         handle = self._handle(parts, own, alone)
         # Gloo moves nothing but memory of the host.
         kind = HostStagedGroup if self.tags and torch.accelerator.is_available() else Group
-        return kind(own, own.index(self.rank), handle, alone, shape=shape, shared=self._shared, levels=levels)
+        return kind(own, own.index(self.rank), Transport(handle, alone, shape, levels), self._shared)
 
     def levels(self, *axes: str) -> tuple[Group, Group] | None:
         """For the group along `axes` of several ranks on several nodes those across and within nodes; else None."""

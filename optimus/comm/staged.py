@@ -16,36 +16,31 @@ from optimus.comm.handle import Handle
 class HostStagedGroup(Group):
     """A group over Gloo whose ranks may give tensors of a device. Those of the host go as in any group."""
 
-    def _all_reduce(self, tensor: Tensor, beside: bool = False) -> Handle:
+    def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         if self._stays(tensor):
-            return super()._all_reduce(tensor, beside)
+            return super().all_reduce_async(tensor, beside)
         host = _copy(tensor)
-        return _then(super()._all_reduce(host, beside), tensor, host)
+        return _then(super().all_reduce_async(host, beside), tensor, host)
 
-    def _reduce_scatter(
-        self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
+    def reduce_scatter_async(
+        self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None, beside: bool = True
     ) -> Handle:
         if self._stays(tensor):
-            return super()._reduce_scatter(tensor, out, lengths, beside)
+            return super().reduce_scatter_async(tensor, out, lengths, beside)
         host = _room(out)
-        return _then(super()._reduce_scatter(_copy(tensor), host, lengths, beside), out, host)
+        return _then(super().reduce_scatter_async(_copy(tensor), host, lengths, beside), out, host)
 
-    def _all_gather(
-        self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
+    def all_gather_async(
+        self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None, beside: bool = True
     ) -> Handle:
         if self._stays(tensor):
-            return super()._all_gather(tensor, part, lengths, beside)
+            return super().all_gather_async(tensor, part, lengths, beside)
         host = _room(tensor)
-        return _then(super()._all_gather(host, _copy(part), lengths, beside), tensor, host)
+        return _then(super().all_gather_async(host, _copy(part), lengths, beside), tensor, host)
 
-    def all_to_all(
+    def all_to_all_async(
         self, rows: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
-    ) -> Tensor:
-        if self._stays(rows):
-            return super().all_to_all(rows, send, receive)
-        return super().all_to_all(_copy(rows), send, receive).to(rows.device)
-
-    def all_to_all_async(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, Handle]:
+    ) -> tuple[Tensor, Handle]:
         if self._stays(rows):
             return super().all_to_all_async(rows, send, receive)
         host, handle = super().all_to_all_async(_copy(rows), send, receive)

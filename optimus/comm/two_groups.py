@@ -42,6 +42,9 @@ class Level(Protocol):
     def all_to_all(self, rows: Tensor) -> Tensor:
         """As `Group.all_to_all`."""
 
+    def all_to_all_async(self, rows: Tensor) -> tuple[Tensor, Handle]:
+        """As `Group.all_to_all_async`."""
+
 
 def all_gather_in_two_groups(tensor: Tensor, part: Tensor, across: Level, within: Level) -> Handle:
     """Begin to fill `tensor` with the `part` of every rank: between nodes, on the node, then in the order of the ranks."""
@@ -85,8 +88,14 @@ def all_reduce_in_two_groups(tensor: Tensor, across: Level, within: Level) -> Ha
     return Handle(finish)
 
 
-def all_to_all_in_two_groups(rows: Tensor, out: Tensor, across: Level, within: Level) -> None:
-    """Send an equal part of `rows` to every rank: to the rank of the receiver's place on the node, then between nodes."""
+def all_to_all_in_two_groups(rows: Tensor, out: Tensor, across: Level, within: Level) -> Handle:
+    """Begin to send an equal part of `rows` to every rank: to the rank of the receiver's place on the node, then between
+    nodes."""
     to_NMS = rows.view(across.size, within.size, -1)
-    here_MNS = within.all_to_all(to_NMS.transpose(0, 1))  # of each rank of the node, what goes to this one's place
-    out.view_as(to_NMS).copy_(across.all_to_all(here_MNS.transpose(0, 1)))
+    here_MNS, inside = within.all_to_all_async(to_NMS.transpose(0, 1))  # what goes to this one's place on its node
+
+    def finish() -> None:
+        inside.wait()
+        out.view_as(to_NMS).copy_(across.all_to_all(here_MNS.transpose(0, 1)))
+
+    return Handle(finish)

@@ -31,16 +31,16 @@ class ShapeGroups(Groups):
 class ShapeGroup(Group):
     """A group whose other ranks have and send what this one does; its collectives take no memory but their results'."""
 
-    def _all_reduce(self, tensor: Tensor, beside: bool = False) -> Handle:
+    def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         return DONE
 
-    def _reduce_scatter(
-        self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
+    def reduce_scatter_async(
+        self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None, beside: bool = True
     ) -> Handle:
         return DONE
 
-    def _all_gather(
-        self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
+    def all_gather_async(
+        self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None, beside: bool = True
     ) -> Handle:
         if not tensor.is_meta:
             tensor.view(self.size, *part.shape).copy_(part)
@@ -49,13 +49,11 @@ class ShapeGroup(Group):
     def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
         return DONE
 
-    def all_to_all(
+    def all_to_all_async(
         self, rows: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Handle]:
         each = [len(rows) // self.size] * self.size
-        return self.all_to_all_async(rows, send or each, receive or each)[0]
-
-    def all_to_all_async(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, Handle]:
+        send, receive = send or each, receive or each
         out = rows.new_empty(sum(receive), *rows.shape[1:])
         if not rows.is_meta:
             first = sum(send[: self.rank])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optimus.comm import CollectiveError, Group, Groups
 from optimus.comm.exchange import Channel
+from optimus.comm.group import Transport
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
@@ -30,7 +31,7 @@ COLLECTIVES = {
 def without_1(collective: str, late: bool) -> tuple[str, float]:
     """The error, and after how many seconds; of rank 1, which sleeps over the timeout or closes its connections, none."""
     handle = dist.new_group(RANKS, timeout=timedelta(seconds=2))
-    group = Group(RANKS, dist.get_rank(), handle)
+    group = Group(RANKS, dist.get_rank(), Transport(handle))
     tensor = torch.ones(SIZE)
     group.all_reduce(tensor)  # the connections are there
     began = time.monotonic()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus.comm import Groups, RankPartition
+from optimus.comm import Group, Groups, RankPartition
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
@@ -94,13 +94,12 @@ def given(lengths: list[int] | None) -> list[tuple[str, list[int]]]:
 
         return call
 
-    group = Groups(MESH).world
     names = ["all_gather", "reduce_scatter", "all_gather_single", "reduce_scatter_single"]
     names += ["all_gather_into_tensor", "reduce_scatter_tensor"]
     with mock.patch.object(dist, "get_backend", return_value="another"), ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, noted(name), create=True))
-        whole = torch.arange(8.0)
+        group, whole = Group(range(4), dist.get_rank()), torch.arange(8.0)
         part = whole.split(lengths or [2] * 4)[group.rank]
         group.reduce_scatter_async(whole, part, lengths).wait()
         group.all_gather_async(whole, part, lengths).wait()

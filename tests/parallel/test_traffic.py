@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Group, Groups
+from optimus.comm import Group, Groups, Handle
 from optimus.comm.functional import local_rows
-from optimus.comm.group import Handle
 from optimus.config import load_config
 from optimus.kernels.linear import MatrixProduct
 from optimus.mesh import Mesh

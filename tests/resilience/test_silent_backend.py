@@ -19,7 +19,7 @@ import torch.distributed as dist
 from helpers.silent_backend import SilentGroup, silent_group
 from optimus.comm import CollectiveError, Group
 from optimus.comm.device_waits import Deadline, DeviceWaits
-from optimus.comm.group import Shared
+from optimus.comm.group import Shared, Transport
 from optimus.resilience.exits import Exit
 from optimus.resilience.hangs import find_culprits
 from optimus.resilience.policy import CRASHES, Do, decide
@@ -32,7 +32,7 @@ def joined(aborts: float) -> tuple[Group, SilentGroup]:
     handle = silent_group(range(3), aborts)
     shared = Shared()
     shared.recorder.device = DeviceWaits(handle.stream.mark)
-    group = Group(range(3), dist.get_rank(), handle, shared=shared)
+    group = Group(range(3), dist.get_rank(), Transport(handle), shared)
     group.all_reduce(torch.ones(4))
     handle.stream.synchronize()
     return group, handle
@@ -43,7 +43,7 @@ def rank(number: int, folder: Path, fault: str, deadline: bool) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 3), rank=number, world_size=3)
     group, handle = joined(aborts=1.5 if fault == "kill" else 2.5)
-    recorder = group._recorder
+    recorder = group.observer.recorder
     assert recorder.device is not None
     if number == 1:
         if fault == "kill":
@@ -110,7 +110,7 @@ def waited() -> tuple[float, dict[str, float]]:
     group.all_reduce(torch.ones(4))
     handle.stream.synchronize()
     time.sleep(0.1)  # its watchdog has seen it
-    recorder = group._recorder
+    recorder = group.observer.recorder
     return recorder.seconds, recorder.by_kind
 
 
@@ -145,11 +145,11 @@ def raising(error: Exception, *_: Any) -> Any:
 @pytest.mark.parametrize("name", ["OutOfMemoryError", "AcceleratorError"])
 def test_what_a_device_fails_of_is_no_lost_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     error = getattr(torch, name)("the device is sick")
-    group = Group([0, 1], 0, handle=object())
+    group = Group([0, 1], 0, Transport(object()))
     monkeypatch.setattr(dist, "get_backend", lambda _: "another")
     with pytest.raises(type(error), match="is sick"):
-        group._start("all_reduce", torch.ones(1), partial(raising, error))
+        group.observer.begin("all_reduce", torch.ones(1), partial(raising, error))
     for other, expected in ((dist.DistBackendError("closed"), CollectiveError), (RuntimeError("a bug"), RuntimeError)):
         with pytest.raises(expected) as caught:
-            group._start("all_reduce", torch.ones(1), partial(raising, other))
+            group.observer.begin("all_reduce", torch.ones(1), partial(raising, other))
         assert isinstance(caught.value, CollectiveError) == (expected is CollectiveError)

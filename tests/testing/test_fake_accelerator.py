@@ -22,7 +22,8 @@ from torch import Tensor
 from helpers.covering import covering
 from helpers.drawing import config_of, drawn, passes
 from helpers.sweep import in_turns
-from optimus.comm import Group, Groups, recorder
+from optimus.comm import Group, Groups, Handle, recorder
+from optimus.comm.observer import Observer
 from optimus.config import dump_config, load_config
 from optimus.kernels import backend
 from optimus.kernels.devices import CHIPS, chip_of
@@ -257,25 +258,25 @@ def products_under_way(overrides: list[str], ranks: int, per_node: int | None) -
     """Of a step of a model with a shared expert: for each all-to-all, in order, how many products are launched from when it
     has begun to when it is waited for."""
     model = SIZES | {"family": "deepseek_v3", "experts": 4, "experts_per_token": 2} | FAMILY["deepseek_v3"]
-    found, begin = [], Group._start
+    found, begin = [], Observer.begin
 
     with steps_of(config_of("dense") | {"model": model}, overrides, ranks, 0, per_node) as (machine, steps):
 
         def products() -> int:
             return sum(count for (_, kernel), count in machine.launches.items() if "mm" in kernel)
 
-        def start(self: Group, name: str, *args: Any, **options: Any) -> Callable[[], None]:
-            finish, before, number = begin(self, name, *args, **options), products(), len(found)
+        def start(self: Observer, name: str, *args: Any, **options: Any) -> Handle:
+            begun, before, number = begin(self, name, *args, **options), products(), len(found)
             found.extend([-1] if name == "all_to_all" else [])
 
             def wait() -> None:
                 if name == "all_to_all":
                     found[number] = products() - before
-                finish()
+                begun.wait()
 
-            return wait
+            return Handle(wait)
 
-        with mock.patch.object(Group, "_start", start):
+        with mock.patch.object(Observer, "begin", start):
             steps.train()
     return found
 
@@ -665,7 +666,9 @@ def links_of_rank(rank: int) -> tuple[list[tuple[Any, int]], set[tuple[Any, int]
 
     def noted(begin: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Group, tensor: Tensor, peer: int, what: str) -> Any:
-            found[what if what in found else "other"].append((self._handle.group_name, self.ranks[peer]))
+            found[what if what in found else "other"].append(
+                (self._transport.process_group.group_name, self.ranks[peer])
+            )
             return begin(self, tensor, peer, what)
 
         return call

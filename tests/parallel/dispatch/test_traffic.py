@@ -4,7 +4,6 @@ Legend: T tokens of a rank, K experts per token, E experts, H hidden, N ranks.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -105,19 +104,15 @@ def rows_to_nodes(indices_NTK: Tensor) -> list[Counter[int]]:
     dispatch = TwoLevelDispatch(*levels, PER_RANK, Group([groups.rank], 0))
     rows: list[Counter[int]] = []
 
-    def noted(name: str) -> Callable[..., Any]:
-        real = getattr(Group, name)
+    real = Group.all_to_all_async
 
-        def exchange(self: Group, tensor: Tensor, *counts: list[int]) -> Any:
-            sent = counts[0] if counts else [1] * self.size  # of counts
-            rows.append(Counter({rank: count for rank, count in zip(self.ranks, sent) if rank != groups.rank}))
-            return real(self, tensor, *counts)
-
-        return exchange
+    def noted(self: Group, tensor: Tensor, *counts: list[int] | None) -> Any:
+        sent = counts[0] if counts and counts[0] else [1] * self.size  # of counts
+        rows.append(Counter({rank: count for rank, count in zip(self.ranks, sent) if rank != groups.rank}))
+        return real(self, tensor, *counts)
 
     indices_TK = indices_NTK[groups.rank]
-    names = ("all_to_all", "all_to_all_async")
-    with mock.patch.multiple(Group, **{name: noted(name) for name in names}):  # type: ignore[arg-type]
+    with mock.patch.object(Group, "all_to_all_async", noted):
         dispatch(torch.randn(T, H), torch.rand(indices_TK.shape), indices_TK, Experts(PER_RANK, H, I))
     return rows
 
