@@ -327,6 +327,10 @@ class TrainConfig(Section):
             raise ValueError("the steps of a run in epochs depend on the data")
         return -(-self.tokens // (self.global_batch * self.sequence_length))
 
+    def microbatches(self, data_ranks: int) -> int:
+        """Of a step on each of so many data-parallel ranks."""
+        return max(1, self.global_batch // (data_ranks * self.micro_batch))
+
 
 def _length(found: str) -> str:
     return f"the length of the run is one of steps, tokens and epochs, but {found}"

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, Literal, TypeVar, get_args
 
 import numpy as np
 
+from optimus.config.sizes import size_text
 from optimus.cores import usable_cores
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
@@ -588,8 +589,8 @@ def _check_disk(run: _Run, needed: float) -> None:
     free = shutil.disk_usage(run.partial).free
     if missing > free:
         raise UserError(
-            f"too little disk space for {run.output}: about {missing / 1e9:.2f} GB needed (tokens, and as much again "
-            f"for the shards), {free / 1e9:.2f} GB free. Free some space, or choose an `output` on another disk."
+            f"too little disk space for {run.output}: about {size_text(missing)} needed (tokens, and as much again "
+            f"for the shards), {size_text(free)} free. Free some space, or choose an `output` on another disk."
         )
 
 

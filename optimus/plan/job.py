@@ -104,7 +104,7 @@ class Job:
     @property
     def microbatches(self) -> int:
         """Of a step."""
-        return max(1, self.train.global_batch // (self.mesh.dp * self.train.micro_batch))
+        return self.train.microbatches(self.mesh.dp)
 
     @property
     def tokens(self) -> int:

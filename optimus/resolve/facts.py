@@ -15,6 +15,7 @@ import torch
 from optimus.comm import Group
 from optimus.comm.algorithms import Measured
 from optimus.config import RunConfig
+from optimus.config.sizes import size_text
 from optimus.config.tree import StateConfig
 from optimus.measurements import Measurements, Timing, Timings, in_turn
 from optimus.mesh import Mesh
@@ -109,7 +110,7 @@ def _memory_to_count_on(
     else:
         free = min(world.all_gather_object(free_memory(device)))
         counted = world.on_first(lambda: known.free_memory(str(device), free))
-    said = f"memory: {counted / 2**30:.2f} GiB are counted on, of {free / 2**30:.2f} GiB free"
+    said = f"memory: {size_text(counted)} are counted on, of {size_text(free)} free"
     return counted // sharers(mesh, device), [said]
 
 

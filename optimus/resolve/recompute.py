@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from optimus.config.sizes import size_text
 from optimus.parallel.activations import Activations
 from optimus.parallel.recompute import Recomputation
 from optimus.resolve.decision import Decided
@@ -21,9 +22,9 @@ def recomputation(run: ResolvedRun) -> Decided:
     given = config.recompute_budget
     budget, sizes = _left(run) if given is None else (given, lambda chosen: run.activations(chosen, load=BUSY))
     chosen, found = choose_recomputation(config.model, budget, run.widest.train.sequence_length, sizes)
-    said = f"keeps {_mib(found.saved)} of activations, {_mib(found.peak)} at the peak"
+    said = f"keeps {size_text(found.saved)} of activations, {size_text(found.peak)} at the peak"
     values = {"recompute": [*chosen.kinds], "recompute_every": chosen.every, "recompute_budget": None}
-    return Decided(values, f"{chosen} {said}, of {_mib(budget)}")
+    return Decided(values, f"{chosen} {said}, of {size_text(budget)}")
 
 
 def _left(run: ResolvedRun) -> tuple[int, Callable[[Recomputation], Activations]]:
@@ -44,7 +45,3 @@ def _left(run: ResolvedRun) -> tuple[int, Callable[[Recomputation], Activations]
         return max(kept, key=lambda each: each.peak)
 
     return least, sizes
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"

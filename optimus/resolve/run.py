@@ -101,8 +101,7 @@ class ResolvedRun:
     @property
     def microbatches(self) -> int:
         """Of a step on each data-parallel rank; of phases the most."""
-        each = self.mesh.dp * self.config.train.micro_batch
-        return max(1, *(phase.config.train.global_batch // each for phase in self.phases))
+        return max(phase.config.train.microbatches(self.mesh.dp) for phase in self.phases)
 
     # ---- Ranks ----
 

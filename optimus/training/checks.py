@@ -21,6 +21,7 @@ from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.config import ModelConfig, RunConfig, load_config
+from optimus.config.sizes import size_text
 from optimus.data.shards import Shards
 from optimus.data.training import TrainingData, check_same_tokenizer
 from optimus.errors import UserError
@@ -206,7 +207,7 @@ def _check_room(
     beside = config.state.residency != "device" and device.type == "cpu"
     where = f", {together} ranks" if together > 1 else ", on the fullest rank" if elsewhere else ""
     and_copies = f", and {copies / total:.3g} to be copied for checkpoints" if copies else ""
-    and_copies += f", and {_gib(teacher)} of train.teacher" if teacher else ""
+    and_copies += f", and {size_text(teacher)} of train.teacher" if teacher else ""
     cures = ["set checkpoint.asynchronous=false"] if copies else []
     cures += ["set state.residency=disk"] if beside and config.state.residency != "disk" else []
     cures += (
@@ -218,7 +219,7 @@ def _check_room(
     raise UserError(
         f"the state of this model ({total / 1e9:.2f} B parameters, {each / together / total:.3g} bytes each"
         f"{' on the host' if beside else ''}{where}{and_copies}) "
-        f"needs {_gib(needed)}, but {device} has {_gib(free)} free: {', '.join(cures)}, "
+        f"needs {size_text(needed)}, but {device} has {size_text(free)} free: {', '.join(cures)}, "
         "state.gradient_dtype=bfloat16, a state.shard over more ranks, more stages (parallel.pipeline), or another machine"
     )
 
@@ -243,7 +244,7 @@ def dry_run(run: Run) -> str:
             one = _saved_bytes(run, tokens[:few]) // few
     except torch.OutOfMemoryError:
         raise UserError(
-            f"a microbatch of one sequence does not fit into the {_gib(free)} that {run.device} has free: "
+            f"a microbatch of one sequence does not fit into the {size_text(free)} that {run.device} has free: "
             "shorten train.sequence_length, or recompute some activations (recompute: [norm, attention, ...])"
         ) from None
     needed = one * micro_batch
@@ -257,8 +258,8 @@ def dry_run(run: Run) -> str:
         raise UserError(_too_large(needed, free, one, run)) from None
     run.state.clear_gradients()
     at_rest = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
-    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in at_rest.items() if size)
-    return f"memory per rank: {kinds}, activations of a microbatch {_gib(needed)}; {_gib(free)} free"
+    kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in at_rest.items() if size)
+    return f"memory per rank: {kinds}, activations of a microbatch {size_text(needed)}; {size_text(free)} free"
 
 
 def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
@@ -283,10 +284,6 @@ def _too_large(needed: int, free: int, one: int, run: Run) -> str:
     fitting = min(fitting, run.config.train.micro_batch - 1)  # an accelerator runs out by what lives for a moment, too
     cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.sequence_length"
     return (
-        f"the activations of a microbatch of {run.config.train.micro_batch} sequences need {_gib(needed)}, but "
-        f"{run.device} has {_gib(free)} free: {cure}, or recompute some (recompute: [norm, attention, ...])"
+        f"the activations of a microbatch of {run.config.train.micro_batch} sequences need {size_text(needed)}, but "
+        f"{run.device} has {size_text(free)} free: {cure}, or recompute some (recompute: [norm, attention, ...])"
     )
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"

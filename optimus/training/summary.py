@@ -32,7 +32,7 @@ def summarise(run: ResolvedRun, instances: int) -> dict[str, Any]:
         "epochs": tokens_after(phases, last) / (instances * train.sequence_length),
         "warmup_steps": config.warmup_steps,
         "global_batch": train.global_batch,
-        "microbatches": train.global_batch // (mesh.dp * train.micro_batch),
+        "microbatches": train.microbatches(mesh.dp),
         "micro_batch": train.micro_batch,
         "context": train.sequence_length,
         "ranks": mesh.size,

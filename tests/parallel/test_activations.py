@@ -15,6 +15,7 @@ from torch import Tensor
 from helpers.sweep import in_turns
 from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
+from optimus.config.sizes import size_text
 from optimus.errors import UserError
 from optimus.measurements import coarse
 from optimus.mesh import Mesh
@@ -402,6 +403,6 @@ def test_the_default_budget_is_what_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     run = resolve_here(config, torch.device("cpu"), groups)
     (counted,) = run.facts.notes
     (note,) = {str(decision) for decision in run.decisions if decision.key == "recompute"}
-    assert counted == f"memory: {coarse(free) / 2**30:.2f} GiB are counted on, of {free / 2**30:.2f} GiB free"
+    assert counted == f"memory: {size_text(coarse(free))} are counted on, of {size_text(free)} free"
     assert note.startswith("recompute: [")
-    assert note.endswith(f"of {0.9 * (coarse(free) - state) / 2**20:,.1f} MiB)")
+    assert note.endswith(f"of {size_text(0.9 * (coarse(free) - state))})")

@@ -21,6 +21,7 @@ import optimus
 from helpers.planned import resolved, state_bytes
 from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
+from optimus.config.sizes import size_text
 from optimus.observe.metrics import read_metrics
 from optimus.resolve.ranks import ranks_per_node
 from optimus.resolve.run import ResolvedRun
@@ -28,8 +29,6 @@ from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
 from optimus.training import checks
 from optimus.training.build import build_run
-
-GIB = 2**30
 
 
 def edited(config: dict[str, Any], **sections: Any) -> dict[str, Any]:
@@ -136,7 +135,7 @@ def test_sequences_of_which_one_cannot_be_divided(small_run: dict[str, Any], cap
     said = capfd.readouterr().err
     assert "3 ranks on 1 node; the last axis varies fastest" in said
     assert re.search(r"tp_out +3 +1 +0 +0 1 2\n", said)
-    assert re.search(r"memory per rank: .* activations of a microbatch [0-9.]+ MiB", said)
+    assert re.search(r"memory per rank: .* activations of a microbatch [0-9.]+ [kM]B", said)
 
 
 def test_the_tokenizer_changed(small_run: dict[str, Any], own_data: Path) -> None:
@@ -303,7 +302,7 @@ def test_a_state_that_does_not_fit(
     with_free_memory(monkeypatch, lambda: total * per_parameter - 1)
     with pytest.raises(optimus.UserError) as caught:
         check_memory(config, torch.device("cpu"), 1)
-    needed = f"{total * per_parameter / GIB:.2f} GiB"
+    needed = size_text(total * per_parameter)
     text = rf"the state of this model \(6\.92 B parameters, {per_parameter} bytes each\) needs {needed}, but cpu has .* free"
     assert re.match(text, str(caught.value))
     with pytest.raises(optimus.UserError, match=r"bytes each, 4 ranks\)"):  # which share the memory of one machine
@@ -335,7 +334,7 @@ def test_the_dry_run_counts_the_activations(small_run: dict[str, Any], recompute
     run = build_run(load_config(small_run), torch.device("cpu"), resume=False)
     report = checks.dry_run(run)
     one = direct_count(small_run)
-    assert f"activations of a microbatch {8 * one / 2**20:.1f} MiB; " in report
+    assert f"activations of a microbatch {size_text(8 * one)}; " in report
     assert one > 32 * 32 * 2 * 2  # at the very least, the input of every block
 
 
