@@ -89,11 +89,10 @@ def configuration(root: Path, name: str, steps: int) -> dict[str, Any]:
             "micro_batch": 4,
             "sequence_length": 256,
         },
-        "evaluate": {
-            "text": str(Path(sysconfig.get_paths()["stdlib"]) / "json"),
-            "every": 20,
-            "prompts": ["def __init__(self", "import "],
-        },
+        "evaluate": {"prompts": ["def __init__(self", "import "]},
+        "validation": [
+            {"text": str(Path(sysconfig.get_paths()["stdlib"]) / "json"), "every": 20, "max_bytes": 262_144}
+        ],
         "checkpoint": {"every": 10},
         "observe": {"log_every": 5, "report": False},
     }

@@ -290,7 +290,7 @@ def test_paths_are_expanded_where_no_shell_has_seen_them(
     (tmp_path / "text" / "a.txt").write_text("some text\n" * 400)
     small_run["data"]["path"] = "$PLACE/data"
     small_run["train"] |= {"output": "~/run", "steps": 2}
-    small_run["evaluate"] = {"every": 2, "text": "${PLACE}/text", "max_bytes": 64}
+    small_run["validation"] = [{"every": 2, "text": "${PLACE}/text", "max_bytes": 64}]
     small_run["tuning"] = {"cache": "$PLACE/cache"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_run))
     tokenizer = prepared / "tokenizer.json"

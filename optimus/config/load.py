@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from optimus.config.combinations import check_combinations
-from optimus.config.renamed import RENAMED
+from optimus.config.renamed import MOVED, RENAMED, with_new_names
 from optimus.config.tree import RunConfig
 from optimus.config.yaml_text import Dumper, Loader, parse_yaml
 from optimus.disk import user_path
@@ -47,6 +47,8 @@ def load_config(
     else:
         path = user_path(source)
         raw, where = _read_including(path, read_model_folder), str(path)
+        if path.name == "config.yaml" and (path.parent / "environment.jsonl").exists():  # a run has written it
+            raw = with_new_names(raw)
     if isinstance(overrides, str):
         raise UserError(f"overrides are a list of texts: give [{overrides!r}]")
     for text in overrides:
@@ -252,7 +254,7 @@ def _must_be(problem: Any) -> str:
 
 def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
     """What it is called now; or the same key where another section has it, or else the nearest of this one."""
-    if now := RENAMED.get(".".join([*section, key])):
+    if now := (RENAMED | MOVED).get(".".join([*section, key])):
         return f"here it is {now}"
     elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]
     if elsewhere:

@@ -416,14 +416,11 @@ class CheckpointConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Validation and tasks during training."""
+    """Prompts and tasks during training."""
 
-    every: int | None = Field(None, gt=0, description="Steps between validations (bits per byte).")
-    text: PathText | None = Field(None, description="Folder or file of validation text.")
-    max_bytes: int = Field(262_144, gt=0, description="Use only this many bytes of the text.")
     prompts: list[str] = Field([])
-    """Prompts that the model continues at each validation (of the text here, or of a set in `validation`), by at most 64 of
-    the most probable tokens; samples.jsonl of the run folder and the report have what it writes. An empty one begins a
+    """Prompts that the model continues when a set of `validation` is measured, and after the last step, by at most 64 of the
+    most probable tokens; samples.jsonl of the run folder and the report have what it writes. An empty one begins a
     document."""
     tasks: list[str] = Field([], description="Tasks that are run during training, as `optimus evaluate --tasks`.")
     task_data: PathText | None = Field(None, description="Folder of their data.")
@@ -431,27 +428,33 @@ class EvaluateConfig(Section):
     tasks_limit: int = Field(200, gt=0, description="Most documents per task.")
 
     @model_validator(mode="after")
-    def _text(self) -> "EvaluateConfig":
-        if self.every is not None and self.text is None:
-            raise ValueError("every is set but text is not: name a file or folder of validation text")
+    def _together(self) -> "EvaluateConfig":
         if len({bool(self.tasks), self.task_data is not None, self.tasks_every is not None}) > 1:
             raise ValueError("tasks, task_data and tasks_every go together: set all of them or none")
         return self
 
 
 class ValidationConfig(Section):
-    """A set of validation text; its loss and bits per byte are metrics, loss/NAME and bits_per_byte/NAME."""
+    """A set of validation text, whose bits per byte and loss are metrics."""
 
-    name: str = Field(description="Its name in the metrics.")
+    name: str | None = None
+    """Its name in the metrics, bits_per_byte/NAME and loss/NAME. One set may have none: its metric is bits_per_byte."""
     path: PathText | None = Field(None, description="Folder written by `optimus prepare`; or give text.")
     text: PathText | None = Field(None, description="File, folder or glob of text.")
     every: int | None = Field(None, gt=0, description="Steps between validations. Default: after the last step only.")
-    tokens: Count = Field(1 << 17, description="Use only so many tokens, also as 2e6 or 1M.")
+    tokens: Count = Field(1 << 17)
+    """Use only so many tokens, also as 2e6 or 1M. With max_bytes: as many as these have, unless it is given."""
+    max_bytes: int | None = Field(None, gt=0, description="Of text: use only so many bytes.")
 
     @model_validator(mode="after")
     def _text(self) -> "ValidationConfig":
         if (self.path is None) == (self.text is None):
-            raise ValueError(f"{self.name}: give one of path (prepared data) and text (files)")
+            raise ValueError(f"{self.name or 'a set'}: give one of path (prepared data) and text (files)")
+        if self.max_bytes is not None:
+            if self.text is None:
+                raise ValueError(f"{self.name or 'a set'}: max_bytes is of text: give tokens for prepared data")
+            if not self.given("tokens"):  # of a byte and the end of its document
+                self.tokens = 2 * self.max_bytes
         return self
 
 
@@ -567,7 +570,7 @@ class RunConfig(Section):
     buffers, free memory being rounded down to a coarse step."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
-    validation: list[ValidationConfig] = Field([], description="Further sets that are validated during training.")
+    validation: list[ValidationConfig] = Field([], description="Sets that are measured during training.")
     collectives: CollectivesConfig = CollectivesConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -624,6 +627,7 @@ class RunConfig(Section):
         elif not train.given("steps", "tokens", "epochs"):
             raise ValueError(f"train: {_length('it is missing: give one of them')}")
         names = [each.name for each in self.validation]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"validation: two sets are named {min(twice)}: give each a name of its own")
+        if twice := [name for name in names if names.count(name) > 1]:
+            which = "have no name" if twice[0] is None else f"are named {twice[0]}"
+            raise ValueError(f"validation: two sets {which}: give each a name of its own")
         return self

@@ -96,7 +96,7 @@ def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str,
             "validation text can, and the losses are not drawn."
         )
         if not any(folder.last("bits_per_byte") is not None for folder in folders):
-            warnings.append("None of them has bits per byte: set evaluate.every and evaluate.text to measure them.")
+            warnings.append("None of them has bits per byte: add a set to `validation` to measure them.")
     several = compared(dict(zip(names, folders)), with_loss=not hidden) if len(folders) > 1 else None
     return {
         "title": f"Report of {names[0]}" if len(names) == 1 else f"{len(names)} runs compared",

@@ -86,7 +86,7 @@ def compared(runs: Mapping[str, RunFolder], with_loss: bool) -> tuple[str, list[
 
 
 def best_bits(folder: RunFolder) -> tuple[float, int] | None:
-    """The lowest bits per byte of its validations and the step: of `evaluate.text`, else of the first set that has any."""
+    """The lowest bits per byte of its validations and the step: of the set without a name, else the first that has any."""
     for key in ("bits_per_byte", *(name for name in folder.metrics if name.startswith("bits_per_byte/"))):
         pairs = zip(folder.column(key), folder.records)
         found = [(value, each["step"]) for value, each in pairs if value is not None and math.isfinite(value)]

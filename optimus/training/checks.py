@@ -73,7 +73,7 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
     another tokenizer."""
     for number, each in enumerate(config.validation):
         if each.text is not None:
-            _check_text(each.text, f"validation.{number}.text", _BYTES_PER_TOKEN * each.tokens)
+            _check_text(each.text, f"validation.{number}.text", each.max_bytes or _BYTES_PER_TOKEN * each.tokens)
         elif each.path is not None:
             shards = Shards(each.path, config.train.data_cache)
             check_same_tokenizer(data.first_folder, shards)
@@ -82,8 +82,6 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
                     f"validation.{number}.path: of the first {each.tokens:,} tokens of {each.path} none is predicted: raise "
                     "validation.tokens, or prepare it with a longer `context`"
                 )
-    if config.evaluate.text is not None:
-        _check_text(config.evaluate.text, "evaluate.text", config.evaluate.max_bytes)
     if config.evaluate.tasks:
         from optimus.evaluation.tasks import check_lm_eval, load_tasks
 

@@ -102,7 +102,12 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (DENSE, {"train": TRAIN | {"steps": None, "tokens": 256, "stop_at": 2}}, r"train: stop_at 2 is beyond steps 1"),
         (DENSE, {"train": TRAIN | {"steps": None, "tokens": "2X"}}, r"train\.tokens: not a number: '2X'"),
         (DENSE, {"train": TRAIN | {"steps": None, "tokens": 0.5}}, r"'train\.tokens' is 0\.5"),
-        (DENSE, {"evaluate": {"every": 5}}, r"evaluate: every is set but text is not"),
+        (
+            DENSE,
+            {"evaluate": {"every": 5}},
+            r"unknown key 'evaluate\.every': here it is validation: \[\{every: \.\.\.\}\]",
+        ),
+        (DENSE, {"validation": 2 * [{"text": "a"}]}, r"validation: two sets have no name: give each a name of its own"),
         (DENSE, {"moe": {}}, r"moe: the model is dense: remove the section moe"),
         (DENSE, {"recompute": ["moe"]}, r"recompute: a dense model has no module 'moe'"),
         (EXPERTS, {"recompute": ["mlp"]}, r"recompute: a model whose blocks all have experts has no module 'mlp'"),

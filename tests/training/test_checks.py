@@ -419,14 +419,13 @@ def test_what_is_needed_later_is_looked_for_first(small_run: dict[str, Any], tmp
         (line, f"{line}:6: not valid JSON"),
         (cut, "damaged or truncated compressed file"),
     ):
-        found = message(edited(small_run, evaluate={"every": 2, "text": str(text)}), check=True)
-        assert found.startswith("evaluate.text: ")
-        assert problem in found
         found = message(small_run | {"validation": [{"name": "a", "every": 2, "text": str(text)}]}, check=True)
         assert found.startswith("validation.0.text: ")
         assert problem in found
     assert not Path(small_run["train"]["output"]).exists()
-    optimus.train(edited(small_run, evaluate={"text": str(late), "max_bytes": 20}), check=True)  # it is not read so far
+    optimus.train(
+        small_run | {"validation": [{"text": str(late), "max_bytes": 20}]}, check=True
+    )  # it is not read so far
 
 
 def test_initial_weights_of_another_model_are_refused_by_the_check(small_run: dict[str, Any], tmp_path: Path) -> None:

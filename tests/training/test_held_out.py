@@ -26,7 +26,7 @@ TEXT = Path(__file__)
 def train_rank(config: dict[str, Any], texts: list[str], data: list[str]) -> str:
     """One rank of a run, on a node where text and data lie in places of its own; what ended it."""
     rank = dist.get_rank()
-    config["evaluate"]["text"], config["data"]["path"] = texts[rank], data[rank]
+    config["validation"][0]["text"], config["data"]["path"] = texts[rank], data[rank]
     try:
         train_here(config)
     except UserError as error:
@@ -37,7 +37,7 @@ def train_rank(config: dict[str, Any], texts: list[str], data: list[str]) -> str
 @pytest.fixture
 def config(small_run: dict[str, Any]) -> dict[str, Any]:
     small_run["train"] |= {"steps": 2, "precision": "float32"}
-    small_run["evaluate"] = {"every": 1, "max_bytes": 2000}
+    small_run["validation"] = [{"every": 1, "max_bytes": 2000}]
     return small_run
 
 
@@ -65,13 +65,13 @@ def test_only_the_first_rank_is_asked_for_the_text(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a launcher starts every rank with its own checks, a refusal on another node would leave the first waiting."""
-    config["evaluate"]["text"] = str(tmp_path / "absent")
+    config["validation"][0]["text"] = str(tmp_path / "absent")
     tree = load_config(config)
     data = TrainingData(tree)
     monkeypatch.setenv("RANK", "1")
     check_run(tree, data, mesh_of(tree, 2, 2), False)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UserError, match=r"evaluate\.text: input not found: .*absent"):
+    with pytest.raises(UserError, match=r"validation\.0\.text: input not found: .*absent"):
         check_run(tree, data, mesh_of(tree, 2, 2), False)
 
 
@@ -103,7 +103,6 @@ def validate_rank(config: dict[str, Any]) -> None:
 @pytest.fixture
 def sets(config: dict[str, Any], prepared: Path) -> dict[str, Any]:
     config["train"]["steps"] = 3
-    config["evaluate"] = {}
     config["validation"] = [
         {"name": "files", "text": str(TEXT), "every": 2, "tokens": 500},
         {"name": "rows", "path": str(prepared), "tokens": "0.1K"},
@@ -158,6 +157,7 @@ def test_rows_have_the_loss_that_training_has(sets: dict[str, Any], prepared: Pa
     [
         ({"name": "a"}, "validation.0: a: give one of path .* and text"),
         ({"name": "rows", "text": "absent"}, "validation: two sets are named rows"),
+        ({"path": "a", "max_bytes": 9}, "validation.0: a set: max_bytes is of text: give tokens"),
         ({"name": "a", "text": "absent.txt"}, "input not found: absent.txt"),
         ({"name": "a", "path": "absent"}, "absent is not a folder of prepared data"),
     ],

@@ -11,6 +11,7 @@ import optimus
 from helpers.planned import resolved
 from optimus.config import RunConfig, load_config
 from optimus.config.renamed import with_new_names
+from optimus.config.tree import ValidationConfig
 from optimus.data.shards import Shards
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -81,6 +82,17 @@ def test_what_a_run_of_an_earlier_version_has_written(small_run: dict[str, Any])
         "lr_schedule": {"warmup_steps": 7},
         "train": {"sequence_length": 32, "precision": "float32"},
     }
+    text = {"text": "held-out", "every": 100, "max_bytes": 65536}
+    other = {"name": "rows", "path": "rows"}
+    assert with_new_names({"evaluate": text | {"prompts": ["def"]}, "validation": [other]}) == {
+        "evaluate": {"prompts": ["def"]},
+        "validation": [text, other],
+    }
+    read = ValidationConfig.model_validate(text)
+    assert read.tokens >= 65536 + 1  # what it was limited to are bytes alone
+    assert ValidationConfig.model_validate(read.model_dump()) == read
+    never = {"evaluate": {"text": None, "every": None, "max_bytes": 262_144}}
+    assert with_new_names(never) == {"evaluate": {}, "validation": []}
 
 
 @pytest.mark.parametrize(
@@ -132,3 +144,20 @@ def test_check_warns_as_the_run_does(small_run: dict[str, Any]) -> None:
     found = optimus.train(edited(small_run, lr_schedule={"warmup_steps": 2500}), check=True)
     assert len(found["warnings"]) == 1
     assert f"warning: {found['warnings'][0]}" in found["summary"]
+
+
+def test_the_configuration_that_an_earlier_version_has_written_goes_on(small_run: dict[str, Any]) -> None:
+    """As `optimus train RUN/config.yaml --resume`; the same file of a user's own is refused, and says what to write."""
+    run = edited(small_run, train={"steps": 2, "stop_at": 1})
+    optimus.train(run)
+    path = Path(run["train"]["output"]) / "config.yaml"
+    written = yaml.safe_load(path.read_text())
+    del written["validation"]
+    written["evaluate"] |= {"text": __file__, "every": 1, "max_bytes": 500}
+    path.write_text(yaml.safe_dump(written))
+    optimus.train(path, ["train.stop_at=null"], resume=True)
+    assert read_metrics(path.parent)[-1]["bits_per_byte"] > 0
+    own = path.with_name("own.yaml")
+    own.write_text(yaml.safe_dump(written))
+    with pytest.raises(optimus.UserError, match=r"unknown key 'evaluate\.max_bytes': here it is validation: \["):
+        optimus.train(own, resume=True)

@@ -18,7 +18,8 @@ PROMPTS = ["def train(", "import", ""]
 @pytest.fixture
 def config(small_run: dict[str, Any]) -> dict[str, Any]:
     small_run["train"] |= {"steps": 5, "precision": "float32"}
-    small_run["evaluate"] = {"text": __file__, "every": 2, "max_bytes": 500, "prompts": PROMPTS}
+    small_run["validation"] = [{"text": __file__, "every": 2, "max_bytes": 500}]
+    small_run["evaluate"] = {"prompts": PROMPTS}
     return small_run
 
 
@@ -39,7 +40,12 @@ def test_samples_are_what_the_model_writes_and_change_nothing(config: dict[str, 
     written = [generate(config["train"]["output"], prompt, max_tokens=16) for prompt in PROMPTS]
     assert [each["text"] for each in samples[-1]["samples"]] == written
     assert any(written)
-    without = {**config, "evaluate": {}, "train": {**config["train"], "output": str(tmp_path / "without")}}
+    without = {
+        **config,
+        "evaluate": {},
+        "validation": [],
+        "train": {**config["train"], "output": str(tmp_path / "without")},
+    }
     train(without)
     losses = [[record["loss"] for record in read_metrics(Path(c["train"]["output"]))] for c in (config, without)]
     assert losses[0] == losses[1]
@@ -86,6 +92,6 @@ def test_a_long_prompt_loses_its_beginning_and_a_resumed_run_its_later_samples(c
 
 
 def test_prompts_without_text_are_continued_at_the_end(config: dict[str, Any]) -> None:
-    config["evaluate"] = {"prompts": ["def"]}
+    config["validation"] = []
     train(config)
     assert [record["step"] for record in found(config)] == [5]

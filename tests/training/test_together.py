@@ -168,7 +168,8 @@ def config_of(draw: Draw, data: Path, place: Path, output: Path) -> dict[str, An
     if draw.hook:
         config["train"]["hooks"] = ["helpers.counting.Counting"]
     if draw.measured:
-        config["evaluate"] = {"text": __file__, "every": 2, "max_bytes": 300, "prompts": ["def", ""]}
+        config["validation"] = [{"text": __file__, "every": 2, "max_bytes": 300}]
+        config["evaluate"] = {"prompts": ["def", ""]}
         config["observe"]["verbose"] = True
     if draw.teacher:
         config["train"]["teacher"] = {"checkpoints": [str(place / "teacher")], "weight": 0.5}

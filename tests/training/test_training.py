@@ -128,7 +128,10 @@ def test_two_ranks_equal_one(
     if shard != "none":  # one case has the launcher, the others ranks that are there
         request.getfixturevalue("warm_ranks")
     text = {"every": 3, "text": str(Path(__file__).with_name("test_checks.py")), "max_bytes": 2000}
-    one = changed(small_run, precision="float32", micro_batch=4) | {"evaluate": text, "checkpoint": {"broadcast": send}}
+    one = changed(small_run, precision="float32", micro_batch=4) | {
+        "validation": [text],
+        "checkpoint": {"broadcast": send},
+    }
     one["optimizer"] = {"eps": 3e-5}
     two = changed(one, output=str(tmp_path / "two")) | {"state": {"shard": shard}, "parallel": {"expert": expert}}
     alone = {"parallel": {"expert": 1}}
@@ -185,7 +188,7 @@ def test_starting_from_the_weights_of_another_run(small_run: dict[str, Any], tmp
 
 def test_held_out_text_is_measured(small_run: dict[str, Any]) -> None:
     text = Path(__file__).with_name("test_training.py")
-    small_run["evaluate"] = {"every": 3, "text": str(text), "max_bytes": 2000}
+    small_run["validation"] = [{"every": 3, "text": str(text), "max_bytes": 2000}]
     optimus.train(small_run)
     found = [record.get("bits_per_byte") for record in read_metrics(Path(small_run["train"]["output"]))]
     assert [value is not None for value in found] == [False, False, True, False, False, True]

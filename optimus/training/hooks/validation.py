@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.comm import CollectiveError
+from optimus.config.tree import ValidationConfig
 from optimus.data import tokenizer
 from optimus.data.shards import Shards
 from optimus.errors import UserError
@@ -42,23 +43,22 @@ class Validation(Hook):
     def _found(self, trainer: Trainer, step: int) -> dict[str, float]:
         """By name, what is due after a step."""
         section, found, due = trainer.config.evaluate, dict[str, float](), partial(_is_due, trainer, step)
-        if section.every is not None and section.text is not None and due(section.every):
-            parts = self._text(trainer, section.text, max_bytes=section.max_bytes)
-            found["bits_per_byte"] = self._measure(trainer, parts)["bits_per_byte"]
         for each in trainer.config.validation:
             if due(each.every):
-                of_text = self._text(trainer, each.text, max_tokens=each.tokens) if each.text is not None else None
-                measured = self._measure(trainer, of_text or self._rows(trainer, str(each.path), each.tokens))
-                found |= {f"{name}/{each.name}": measured[name] for name in ("loss", "bits_per_byte")}
+                read = self._rows if each.text is None else self._text
+                measured = self._measure(trainer, read(trainer, each))
+                if each.name is None:
+                    found["bits_per_byte"] = measured["bits_per_byte"]
+                else:
+                    found |= {f"{name}/{each.name}": measured[name] for name in ("loss", "bits_per_byte")}
         if section.tasks_every is not None and due(section.tasks_every):
             found |= self._tasks(trainer)
         return found
 
     def _is_sampled(self, trainer: Trainer, step: int) -> bool:
         """Whether prompts are continued after a step: where some text is measured, and at the last one."""
-        section = trainer.config.evaluate
-        every = (section.every, *(each.every for each in trainer.config.validation))
-        return bool(section.prompts) and any(_is_due(trainer, step, each) for each in every)
+        every = (None, *(each.every for each in trainer.config.validation))
+        return bool(trainer.config.evaluate.prompts) and any(_is_due(trainer, step, each) for each in every)
 
     def _samples(self, trainer: Trainer) -> list[dict[str, str]]:
         """Of each prompt the `prompt` and the `text` that continues it; where the model has no room for both, the beginning
@@ -137,27 +137,25 @@ class Validation(Hook):
             if metric != "n"
         }
 
-    def _text(
-        self, trainer: Trainer, text: str, max_bytes: int | None = None, max_tokens: int | None = None
-    ) -> Iterator[Any]:
+    def _text(self, trainer: Trainer, of: ValidationConfig) -> Iterator[Any]:
         from optimus.evaluation.text import read_parts
 
         data = trainer.run.data.first_folder
         context = trainer.progress.phase.config.train.sequence_length
-        encoder = self._encoder(trainer)
         yield from read_parts(
-            encoder, text, eos_id=data.eos_id, context=context, max_bytes=max_bytes, max_tokens=max_tokens
-        )
+            self._encoder(trainer), str(of.text), eos_id=data.eos_id, context=context, max_bytes=of.max_bytes,
+            max_tokens=of.tokens,
+        )  # fmt: skip
 
     def _encoder(self, trainer: Trainer) -> Any:
         """The `tokenizers.Tokenizer` of the data; for rank 0, which reads."""
         data = trainer.run.data.first_folder
         return tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
 
-    def _rows(self, trainer: Trainer, path: str, tokens: int) -> Iterator[Any]:
+    def _rows(self, trainer: Trainer, of: ValidationConfig) -> Iterator[Any]:
         from optimus.evaluation.text import read_rows
 
-        yield from read_rows(Shards(path, trainer.config.train.data_cache), tokens)
+        yield from read_rows(Shards(str(of.path), trainer.config.train.data_cache), of.tokens)
 
 
 def _is_due(trainer: Trainer, step: int, every: int | None) -> bool:
