@@ -7,9 +7,9 @@ How each is carried out is in `strategies.py`, what is noted of it in `observer.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from optimus.comm.observer import Observer
 from optimus.comm.recorder import Recorder
 from optimus.comm.schedules import Shape
 from optimus.comm.scratch import Scratch
-from optimus.comm.strategies import Backend, Messages, Rounds, Strategy, TwoLevels
+from optimus.comm.strategies import TAGS, Backend, Messages, Rounds, Strategy, TwoLevels
 from optimus.comm.watch import Watch
 from optimus.errors import UserError
 from optimus.step_context import StepContext
@@ -46,7 +46,8 @@ class Shared:
         self.measured = measured
 
 
-class Transport(NamedTuple):
+@dataclass(frozen=True)
+class Transport:
     """What carries a group's collectives: torch's `process_group`, and messages of this `tag` in it. `shape` is how the
     ranks lie on nodes, by default all on one; `levels` are the groups across and within nodes, where there are any."""
 
@@ -54,7 +55,7 @@ class Transport(NamedTuple):
     tag: int = 0
     shape: Shape | None = None
     levels: "tuple[Group, Group] | None" = None
-    driver: Driver | None = None  # of what goes on beside this rank; by default the group's own
+    driver: Driver = field(default_factory=Driver)  # of what goes on beside this rank
 
 
 class Group:
@@ -75,43 +76,42 @@ class Group:
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.rank = rank
-        transport, shared = transport or Transport(), shared or Shared()
-        self.shape = transport.shape or Shape(1, self.size)
-        self._transport = transport._replace(driver=transport.driver or Driver())
-        self._shared, self.step = shared, shared.step
+        self.transport = transport = transport or Transport()
+        self.shared = shared = shared or Shared()
+        self.shape, self.step = transport.shape or Shape(1, self.size), shared.step
         self.watch = shared.watch if watched else None
         self._gloo = self.size > 1 and dist.is_initialized() and dist.get_backend(transport.process_group) == "gloo"
         self.observer = Observer(self.ranks, rank, transport.tag, shared.recorder, self.watch, self._gloo)
         self._backend = Backend(transport.process_group, self.observer)
+        self._messages = Messages(
+            self.ranks, rank, self.shape, transport.process_group, (transport.tag + 1) * TAGS, transport.driver,
+            shared.scratch, shared.partial_sums, self.observer,
+        )  # fmt: skip
 
     @property
     def unwatched(self) -> "Group":
         """The same group, of whose numbers nothing is noted."""
-        return type(self)(self.ranks, self.rank, self._transport, self._shared, watched=False)
+        return type(self)(self.ranks, self.rank, self.transport, self.shared, watched=False)
 
     def tagged(self, tag: int) -> "Group":
         """The same group for messages of their own."""
-        own = self._transport._replace(tag=tag, levels=None, driver=None)
-        return type(self)(self.ranks, self.rank, own, self._shared)
+        own = replace(self.transport, tag=tag, levels=None, driver=Driver())
+        return type(self)(self.ranks, self.rank, own, self.shared)
 
     def algorithm(self, kind: CollectiveKind, tensor: Tensor) -> str:
         """The name of the algorithm for a collective of a whole tensor (`comm/algorithms.py`)."""
         narrow = tensor.is_floating_point() and tensor.element_size() < 4
-        measured = self._shared.measured
+        measured = self.shared.measured
         return used(kind, self.shape, tensor.nbytes, measured, by_messages=self._gloo, narrow=narrow)
 
     def _strategy(self, kind: CollectiveKind, tensor: Tensor, even: bool = True) -> Strategy:
         """By the table of algorithms; two levels need `even` parts."""
-        algorithm, levels = self.algorithm(kind, tensor), self._transport.levels
+        algorithm, levels = self.algorithm(kind, tensor), self.transport.levels
         if algorithm == OWN or not (self._gloo or (levels is not None and even)):
             return self._backend
         if levels is not None and even:
             return TwoLevels(*levels)
-        (group, tag, _, _, driver), shared = self._transport, self._shared
-        assert driver is not None
-        sums = shared.partial_sums
-        over = Messages(self.ranks, self.rank, group, tag, self.shape, shared.scratch, sums, driver, self.observer)
-        return Rounds(algorithm, over)
+        return Rounds(algorithm, self._messages)
 
     # ---- Collectives of whole tensors ----
 
@@ -124,7 +124,7 @@ class Group:
         something else, and not only when the handle is waited for."""
         if self.size == 1:
             return DONE
-        levels = self._transport.levels
+        levels = self.transport.levels
         even = levels is None or tensor.numel() % levels[1].size == 0
         return self._strategy("all_reduce", tensor, even).all_reduce(tensor, beside)
 
@@ -222,7 +222,7 @@ class Group:
 
         Messages between two ranks are received in the order in which they are sent.
         """
-        call = partial(dist.isend, tensor, self.ranks[to], self._transport.process_group, self._transport.tag)
+        call = partial(dist.isend, tensor, self.ranks[to], self.transport.process_group, self.transport.tag)
         at = self.observer.between(self.rank, to)
         return self.observer.begin(what, tensor, lambda _: call(), tensor, comes=False, at=at)
 
@@ -232,7 +232,7 @@ class Group:
 
     def recv_async(self, tensor: Tensor, source: int, what: str = "receive") -> Handle:
         """Begin to fill `tensor`, contiguous, with what rank `source` of the group sends next."""
-        call = partial(dist.irecv, tensor, self.ranks[source], self._transport.process_group, self._transport.tag)
+        call = partial(dist.irecv, tensor, self.ranks[source], self.transport.process_group, self.transport.tag)
         return self.observer.begin(what, tensor, lambda _: call(), at=self.observer.between(source, self.rank))
 
     def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
@@ -243,7 +243,7 @@ class Group:
         """
         if self.size == 1:
             return _given(tensor, out)
-        call = partial(shift, tensor, out, self.ranks, self.rank, self._transport.process_group)
+        call = partial(shift, tensor, out, self.ranks, self.rank, self.transport.process_group)
         return self.observer.begin("shift", tensor, lambda _: call(), tensor)
 
     def connect(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -280,7 +280,7 @@ class Group:
             return [value]
         values: list[Any] = [None] * self.size
         with self.observer.talking("all_gather of an object"):
-            dist.all_gather_object(values, value, group=self._transport.process_group)
+            dist.all_gather_object(values, value, group=self.transport.process_group)
         return values
 
     def gather_object(self, value: T) -> list[T] | None:
@@ -289,7 +289,7 @@ class Group:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with self.observer.talking("gather of an object"):
-            dist.gather_object(value, values, dst=self.ranks[0], group=self._transport.process_group)
+            dist.gather_object(value, values, dst=self.ranks[0], group=self.transport.process_group)
         return values
 
     def broadcast_object(self, value: T | None) -> T:
@@ -297,7 +297,7 @@ class Group:
         values: list[Any] = [value]
         if self.size > 1:
             with self.observer.talking("broadcast of an object"):
-                dist.broadcast_object_list(values, src=self.ranks[0], group=self._transport.process_group)
+                dist.broadcast_object_list(values, src=self.ranks[0], group=self.transport.process_group)
         return cast(T, values[0])
 
     def on_first(self, call: Callable[[], T]) -> T:

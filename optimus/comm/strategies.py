@@ -30,13 +30,6 @@ from optimus.comm.handle import Handle
 from optimus.comm.observer import Observer
 from optimus.comm.schedules import Round, Shape, everyone
 from optimus.comm.scratch import Scratch
-from optimus.comm.two_groups import (
-    Level,
-    all_gather_in_two_groups,
-    all_reduce_in_two_groups,
-    all_to_all_in_two_groups,
-    reduce_scatter_in_two_groups,
-)
 
 TAGS = 1 << 16  # of messages of collectives that are under way in a group
 
@@ -89,36 +82,113 @@ class Backend(NamedTuple):
         return self.begin("all_to_all", rows, partial(dist.all_to_all_single, out, rows), rows)
 
 
+class Level(Protocol):
+    """What is asked of the group of a level: `comm.group.Group`."""
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """As `Group.all_reduce`."""
+
+    def all_gather(self, tensor: Tensor, part: Tensor) -> None:
+        """As `Group.all_gather`."""
+
+    def all_gather_async(self, tensor: Tensor, part: Tensor) -> Handle:
+        """As `Group.all_gather_async`."""
+
+    def reduce_scatter(self, tensor: Tensor, out: Tensor) -> None:
+        """As `Group.reduce_scatter`."""
+
+    def reduce_scatter_async(self, tensor: Tensor, out: Tensor) -> Handle:
+        """As `Group.reduce_scatter_async`."""
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """As `Group.all_to_all`."""
+
+    def all_to_all_async(self, rows: Tensor) -> tuple[Tensor, Handle]:
+        """As `Group.all_to_all_async`."""
+
+
 class TwoLevels(NamedTuple):
-    """Collectives of the groups across and within nodes; each notes its own."""
+    """Collectives of the groups of this rank's place on each node and of its node; each notes its own.
+
+    NCCL's algorithm of few steps (PAT) runs only in groups with one rank on each node (PCCL, arXiv 2504.18658): those across
+    nodes have. All ranks begin the two in the same order.
+
+    Legend: N nodes, M ranks on each, S elements of a part.
+    """
 
     across: Level
     within: Level
 
     def all_reduce(self, tensor: Tensor, beside: bool) -> Handle:
-        return all_reduce_in_two_groups(tensor, *self)
+        """Parts of it on the node, each of which is summed between nodes."""
+        flat = tensor.view(-1)
+        part = flat.chunk(self.within.size)[self.within.rank]
+        inside = self.within.reduce_scatter_async(flat, part)
+
+        def wait() -> None:
+            inside.wait()
+            self.across.all_reduce(part)
+            self.within.all_gather(flat, part)
+
+        return Handle(wait)
 
     def reduce_scatter(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor, even: bool, beside: bool) -> Handle:
-        return reduce_scatter_in_two_groups(tensor, out, *self)
+        """On the node, then between nodes."""
+        all_MNS = tensor.view(self.across.size, self.within.size, -1).transpose(0, 1).contiguous()
+        of_place_NS = all_MNS.new_empty(all_MNS.shape[1:])
+        inside = self.within.reduce_scatter_async(all_MNS.view(-1), of_place_NS.view(-1))
+
+        def wait() -> None:
+            inside.wait()
+            self.across.reduce_scatter(of_place_NS.view(-1), out.view(-1))
+
+        return Handle(wait)
 
     def all_gather(self, tensor: Tensor, parts: Sequence[Tensor], part: Tensor, even: bool, beside: bool) -> Handle:
-        return all_gather_in_two_groups(tensor, part, *self)
+        """Between nodes, on the node, then in the order of the ranks."""
+        part_S = part.reshape(-1)
+        of_place_NS = part_S.new_empty(self.across.size, len(part_S))
+        between = self.across.all_gather_async(of_place_NS.view(-1), part_S)
+
+        def wait() -> None:
+            between.wait()
+            all_MNS = of_place_NS.new_empty(self.within.size, *of_place_NS.shape)
+            self.within.all_gather(all_MNS.view(-1), of_place_NS.view(-1))
+            tensor.view(self.across.size, self.within.size, -1).copy_(all_MNS.transpose(0, 1))
+
+        return Handle(wait)
 
     def all_to_all(self, rows: Tensor, out: Tensor, beside: bool) -> Handle:
-        return all_to_all_in_two_groups(rows, out, *self)
+        """To the rank of the receiver's place on the node, then between nodes."""
+        to_NMS = rows.view(self.across.size, self.within.size, -1)
+        here_MNS, inside = self.within.all_to_all_async(to_NMS.transpose(0, 1))  # what goes to this one's place
+
+        def wait() -> None:
+            inside.wait()
+            out.view_as(to_NMS).copy_(self.across.all_to_all(here_MNS.transpose(0, 1)))
+
+        return Handle(wait)
 
 
 class Messages(NamedTuple):
-    """Of a group over Gloo: how its rounds go, and what they take."""
+    """What rounds take of a group over Gloo."""
 
     ranks: Sequence[int]
     rank: int
-    process_group: Any
-    tag: int
     shape: Shape
+    process_group: Any
+    first_tag: int  # of its collectives: each of those that are under way at once has its own
+    driver: Driver
     scratch: Scratch
     partial_sums: Codec
-    driver: Driver
     observer: Observer
 
 
@@ -188,8 +258,7 @@ class Rounds(NamedTuple):
         over = self.over
 
         def call(number: int) -> Handle:
-            # Each of those that are under way in the group at once has a tag of its own, beyond those of messages.
-            link = Channel(over.ranks, over.process_group, (over.tag + 1) * TAGS + number % TAGS, over.scratch)
+            link = Channel(over.ranks, over.process_group, over.first_tag + number % TAGS, over.scratch)
             under_way = [
                 go(each, link) for each in in_pieces(blocks, pieces(self.algorithm, over.shape, tensor.nbytes))
             ]

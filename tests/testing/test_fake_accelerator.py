@@ -667,7 +667,7 @@ def links_of_rank(rank: int) -> tuple[list[tuple[Any, int]], set[tuple[Any, int]
     def noted(begin: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Group, tensor: Tensor, peer: int, what: str) -> Any:
             found[what if what in found else "other"].append(
-                (self._transport.process_group.group_name, self.ranks[peer])
+                (self.transport.process_group.group_name, self.ranks[peer])
             )
             return begin(self, tensor, peer, what)
 
