@@ -36,6 +36,7 @@ class _Region(NamedTuple):
     """Bytes of what is run again together, or not at all."""
 
     saved: float
+    cached: float  # of it results of collectives, which the cache gives up when the modules are run again
     modules: list[tuple[float, float, float]]
     """Of each what it makes when it is run again, the most it holds besides, and what waits for the part for the weights."""
 
@@ -121,11 +122,11 @@ def _part(regions: Sequence[_Region]) -> _Part:
     left = kept = sum(region.saved for region in regions)
     above = -inf
     for region in reversed(regions):
-        left += sum(again for again, _, _ in region.modules)
+        left += sum(again for again, _, _ in region.modules) - region.cached
         for again, work, waiting in reversed(region.modules):
             above = max(above, left + work - kept)
             left += waiting - again
-        left -= region.saved
+        left -= region.saved - region.cached
     return _Part(kept, above, left)
 
 
@@ -140,7 +141,7 @@ def _row_regions(row: Row, kinds: Collection[str], stream: int, kept: _Sources) 
 
 def _alone(module: ModuleBytes, kept: _Sources) -> _Region:
     """A module that keeps what it needs, unless that is `kept` already."""
-    return _Region(module.saved - _shared(module, kept), [(0, module.work, module.waiting)])
+    return _Region(module.saved - _shared(module, kept), 0, [(0, module.work, module.waiting)])
 
 
 def _shared(module: ModuleBytes, kept: _Sources) -> float:
@@ -158,7 +159,7 @@ def _run_again(modules: Row, stream: int, kept: _Sources) -> _Region:
     kept.add(first.source)
     there = set(kept)
     shared = [_shared(module, there) for module, _ in modules]
-    made = [module.saved - each - given for (module, _), each, given in zip(modules, shared, results)]
+    made = [module.saved - each for (module, _), each in zip(modules, shared)]
     if cached is not None:  # to the point where all that it keeps is there, and no further
-        made[-1] = last.given - shared[-1] + cached.work - last.work
-    return _Region(saved, [(size, module.work, module.waiting) for size, (module, _) in zip(made, modules)])
+        made[-1] = results[-1] + last.given - shared[-1] + cached.work - last.work
+    return _Region(saved, sum(results), [(size, module.work, module.waiting) for size, (module, _) in zip(made, modules)])

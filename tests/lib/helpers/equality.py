@@ -116,5 +116,5 @@ def compare(found: Trained, right: Trained, where: str, rtol: float) -> None:
     for key, tensor in found.tensors.items():
         if key.startswith("model."):
             y = right.tensors[key]
-            error = float((tensor - y).norm() / y.norm())
+            error = float((tensor - y).norm() / (y.norm() or 1.0))  # of zeros (frozen ones, an unused bias): absolute
             assert error <= rtol, f"{where}: {key} differs by {error:.2g} after {len(found.steps)} steps"
