@@ -43,8 +43,9 @@ def _check_sections(config: RunConfig) -> None:
         )
 
 
-def _check_multiple(name: str, size: int, axis: str, parts: int, cure: str = ": choose a divisor") -> None:
+def _check_multiple(name: str, size: int, axis: str, parts: int, cure: str | None = None) -> None:
     if size % parts:
+        cure = f": choose a divisor of {size} there" if cure is None else cure
         raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}{cure}")
 
 

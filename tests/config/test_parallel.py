@@ -32,7 +32,7 @@ def refused(expected: str, model: dict[str, Any], parallel: dict[str, Any], **se
         ({"tensor": [0, 2]}, r"parallel: tensor \[0, 2\] must be a number or two of them"),
         ({"sequence": True}, r"parallel: sequence splits tokens over the tensor-parallel ranks, but tensor is 1: remove it"),
         ({"sequence": True, "tensor": [1, 1]}, r"parallel: sequence splits tokens .* tensor is 1: remove it"),
-        ({"tensor": 8}, r"model\.heads 12 is not a multiple of parallel\.tensor 8: choose a divisor"),
+        ({"tensor": 8}, r"model\.heads 12 is not a multiple of parallel\.tensor 8: choose a divisor of 12"),
         ({"tensor": [1, 5]}, r"model\.hidden 48 is not a multiple of the inputs of parallel\.tensor 5: choose a divisor"),
         ({"context": 3}, r"train\.sequence_length 32 cannot be split into the 6 .* 3 needs \(ring\): .* can is 30$"),
         ({"context": 32}, r"the 64 equal parts that parallel\.context 32 needs \(ring\): the nearest that can is 64"),
