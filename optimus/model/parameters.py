@@ -74,7 +74,9 @@ def declare(
     Raises `ValueError` for one number that does not say of what it is a factor: how its gradient is summed would be a guess.
     """
     if not dims and factor_of is None:
-        raise ValueError(f"parameter {name} of {type(module).__name__} is one number: say by factor_of what dims it scales")
+        raise ValueError(
+            f"parameter {name} of {type(module).__name__} is one number: say by factor_of what dims it scales"
+        )
     declared = module.__dict__.setdefault("declared", {})
     declared[name] = Declaration(tuple(of for of, _ in dims), role, initial, factor_of or ())
     return nn.Parameter(torch.empty([size for _, size in dims]))

@@ -162,4 +162,6 @@ def _run_again(modules: Row, stream: int, kept: _Sources) -> _Region:
     made = [module.saved - each for (module, _), each in zip(modules, shared)]
     if cached is not None:  # to the point where all that it keeps is there, and no further
         made[-1] = results[-1] + last.given - shared[-1] + cached.work - last.work
-    return _Region(saved, sum(results), [(size, module.work, module.waiting) for size, (module, _) in zip(made, modules)])
+    return _Region(
+        saved, sum(results), [(size, module.work, module.waiting) for size, (module, _) in zip(made, modules)]
+    )

@@ -47,7 +47,9 @@ def test_dims_name_what_the_sizes_are(family: dict[str, object], tied: bool) -> 
 def test_one_number_says_what_it_scales() -> None:
     """Or that it scales nothing: whether its gradient is a part of a sum follows from it."""
     layer = nn.Module()
-    with pytest.raises(ValueError, match=r"parameter alpha of Module is one number: say by factor_of what dims it scales"):
+    with pytest.raises(
+        ValueError, match=r"parameter alpha of Module is one number: say by factor_of what dims it scales"
+    ):
         declare(layer, "alpha", role="vector", initial=0.5)
     assert declare(layer, "alpha", role="vector", initial=0.5, factor_of=()).shape == ()
 
