@@ -24,9 +24,11 @@ def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]
     The stages of a pipeline that do not hold the parameters are divided likewise.
     """
     *_, copies = divisions(mesh, layout.partial_axes, options)
-    of_rank = {rank: ranks for ranks in copies for rank in ranks}
+    together = list(copies)
+    of_rank = {rank: ranks for ranks in together for rank in ranks}
     alike = (
-        [rank for other in mesh.group(ranks[0], layout.replicated_axes) for rank in of_rank[other]] for ranks in copies
+        [rank for other in mesh.group(ranks[0], layout.replicated_axes) for rank in of_rank[other]]
+        for ranks in together
     )
     return sorted({min(ranks): sorted(ranks) for ranks in alike}.values())
 

@@ -16,35 +16,33 @@ from optimus.comm.recorder import Recorder
 from optimus.comm.schedules import Shape
 from optimus.comm.staged import HostStagedGroup
 from optimus.comm.watch import Watch
-from optimus.mesh import Mesh
+from optimus.mesh import Division, Mesh
 from optimus.mesh.mesh import DENSE, EXPERT
-
-Parts = tuple[tuple[int, ...], ...]
 
 
 class RankPartition(NamedTuple):
-    """All ranks divided into `parts`, each of which is a group: one for all uses, or `apart` of them, each for one.
+    """All ranks divided into those of a group: one for all uses, or `apart` of them, each for one.
 
     `messages`: nothing but messages between two of its ranks go through a group.
     """
 
     what: str
-    parts: list[list[int]]
+    division: Division
     apart: int = 0
     messages: bool = False
 
 
 def divisions_of(mesh: Mesh) -> Iterator[RankPartition]:
     """Those along every set of axes of either view, each once, and the levels of expert parallelism."""
-    found: dict[Parts, RankPartition] = {}
+    found: dict[Division, RankPartition] = {}
     for view in (DENSE, EXPERT):
         axes = [axis for axis in view if mesh.axis_size(axis) > 1]
         sets = chain.from_iterable(combinations(axes, length) for length in range(1, len(axes) + 1))
         for each in [*sets, *([("embedding",)] if mesh.pp > 1 else [])]:
-            parts = list(mesh.groups(each))
-            found.setdefault(tuple(map(tuple, parts)), RankPartition(" x ".join(each), parts))
-    for division in level_divisions(mesh, "ep"):
-        found.setdefault(tuple(map(tuple, division.parts)), division)
+            division = mesh.groups(each)
+            found.setdefault(division, RankPartition(" x ".join(each), division))
+    for level in level_divisions(mesh, "ep"):
+        found.setdefault(level.division, level)
     yield from found.values()
 
 
@@ -56,21 +54,23 @@ def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
     return shape if nodes == alike else None
 
 
-def levels_of(parts: Sequence[Sequence[int]], mesh: Mesh) -> tuple[list[list[int]], list[list[int]]] | None:
-    """Divisions into ranks of one place on each node, and those of one node; None unless all parts lie alike on several
+def levels_of(division: Division, mesh: Mesh) -> tuple[Division, Division] | None:
+    """Divisions into ranks of one place on each node, and those of one node; None unless all groups lie alike on several
     nodes with several ranks each."""
-    shapes = {shape_of(part, mesh) for part in parts}
-    shape = shapes.pop()
-    if shapes or shape is None or min(shape) == 1:
+    table, *others = division.tables
+    shape = shape_of(table[0].tolist(), mesh)
+    if others or shape is None or min(shape) == 1:
         return None
-    across = [list(part[place :: shape.per]) for part in parts for place in range(shape.per)]
-    within = [list(part[first : first + shape.per]) for part in parts for first in range(0, shape.ranks, shape.per)]
-    return across, within
+    ranks_GNP = table.reshape(-1, *shape)
+    nodes_GNP = ranks_GNP // (mesh.ranks_per_node or mesh.size)
+    if (nodes_GNP != nodes_GNP[..., :1]).any() or (nodes_GNP[:, 1:, 0] <= nodes_GNP[:, :-1, 0]).any():
+        return None
+    return Division([ranks_GNP.swapaxes(1, 2).reshape(-1, shape.nodes)]), Division([ranks_GNP.reshape(-1, shape.per)])
 
 
 def level_divisions(mesh: Mesh, *axes: str) -> list[RankPartition]:
     """Those that `Groups.levels` needs."""
-    levels, what = levels_of(list(mesh.groups(axes)), mesh), " x ".join(axes)
+    levels, what = levels_of(mesh.groups(axes), mesh), " x ".join(axes)
     return (
         []
         if levels is None
@@ -107,21 +107,20 @@ class Groups:
         self._uneven: list[Sequence[int]] = []  # groups that have different numbers of ranks on nodes
         grace = 0.0 if self.tags else GRACE
         self._timeout = None if timeout is None else timedelta(seconds=timeout + grace)
-        self._made: dict[Parts, Group] = {}
-        self._apart: dict[Parts, list[Group]] = {}
+        self._made: dict[Division, Group] = {}
+        self._apart: dict[Division, list[Group]] = {}
         self._numbers = count(1)  # of groups that are not shared
         self._along: dict[frozenset[str], Group] = {}
         self.make(divisions_of(mesh) if divisions is None else divisions)
 
     def make(self, divisions: Iterable[RankPartition]) -> None:
         """Make the groups of these divisions that there are not yet; all ranks call with the same, in the same order."""
-        for division in divisions:
-            parts = tuple(map(tuple, division.parts))
-            if division.apart:
-                alone = [next(self._numbers) for _ in range(division.apart)]
-                self._apart.setdefault(parts, []).extend(self._make(parts, number) for number in alone)
+        for _, division, apart, _ in divisions:
+            if apart:
+                alone = [next(self._numbers) for _ in range(apart)]
+                self._apart.setdefault(division, []).extend(self._make(division, number) for number in alone)
             else:
-                self._shared_group(parts)
+                self._shared_group(division)
 
     @property
     def notes(self) -> list[str]:
@@ -167,7 +166,7 @@ class Groups:
         """The ranks that differ from this one on `axes` only."""
         key = frozenset(axes)
         if key not in self._along:
-            self._along[key] = self.dividing(list(self.mesh.groups(axes)))
+            self._along[key] = self.dividing(self.mesh.groups(axes))
         return self._along[key]
 
     def streams(self, number: int, *axes: str) -> list[Group]:
@@ -183,62 +182,61 @@ class Groups:
     def apart(self, number: int, *axes: str) -> list[Group]:
         """Groups along `axes` apart from all others, so many that nobody has asked for before: ranks may enter one of them
         before or after another."""
-        parts = tuple(map(tuple, self.mesh.groups(axes)))
-        made = self._apart.get(parts, [])
-        if max(map(len, parts)) == 1:
-            return [self._make(parts) for _ in range(number)]
+        division = self.mesh.groups(axes)
+        made = self._apart.get(division, [])
+        if division.largest == 1:
+            return [self._make(division) for _ in range(number)]
         if len(made) < number:
             raise _not_made(f"{number} groups along {', '.join(axes)} apart from others")
         return [made.pop(0) for _ in range(number)]
 
-    def dividing(self, parts: Sequence[Sequence[int]]) -> Group:
-        """This rank's group where `parts` divide all ranks."""
-        key = tuple(map(tuple, parts))
-        if key not in self._made and len(key) > 1 and max(map(len, key)) > 1:
-            raise _not_made(f"a division of the ranks into {list(key[0])} ...")
-        return self._shared_group(key)  # torch has the one of all ranks; one of a rank alone needs none
+    def dividing(self, division: Division) -> Group:
+        """This rank's group of `division`."""
+        if division not in self._made and len(division) > 1 and division.largest > 1:
+            raise _not_made(f"a division of the ranks into {division.group(self.rank)} ...")
+        return self._shared_group(division)  # torch has the one of all ranks; one of a rank alone needs none
 
-    def _make(self, parts: Parts, alone: int = 0) -> Group:
+    def _make(self, division: Division, alone: int = 0) -> Group:
         """This rank's group; where it is to be `alone`, with that number in its name."""
-        own = next(part for part in parts if self.rank in part)
-        shape, levels = shape_of(own, self.mesh), None if alone else self._levels(parts)
+        own = division.group(self.rank)
+        shape, levels = shape_of(own, self.mesh), None if alone else self._levels(division)
         if shape is None:
             self._uneven.append(own)
-        handle = self._handle(parts, own, alone)
+        handle = self._handle(division, own, alone)
         # Gloo moves nothing but memory of the host.
         kind = HostStagedGroup if self.tags and torch.accelerator.is_available() else Group
         return kind(own, own.index(self.rank), Transport(handle, alone, shape, levels), self._shared)
 
     def levels(self, *axes: str) -> tuple[Group, Group] | None:
         """For the group along `axes` of several ranks on several nodes those across and within nodes; else None."""
-        parts = levels_of(list(self.mesh.groups(axes)), self.mesh)
-        return None if parts is None else (self.dividing(parts[0]), self.dividing(parts[1]))
+        levels = levels_of(self.mesh.groups(axes), self.mesh)
+        return None if levels is None else (self.dividing(levels[0]), self.dividing(levels[1]))
 
-    def _levels(self, parts: Parts) -> tuple[Group, Group] | None:
+    def _levels(self, division: Division) -> tuple[Group, Group] | None:
         """Groups across and within nodes, for backends with collectives of their own, where two levels were measured."""
         measured = self._shared.measured
         if self.tags or measured is None:
             return None
-        shape, levels = shape_of(parts[0], self.mesh), levels_of(parts, self.mesh)
+        shape, levels = shape_of(division.group(self.rank), self.mesh), levels_of(division, self.mesh)
         if shape is None or levels is None:
             return None
         if not any(on_two_levels(name) for kind in KINDS for name in measured.curves(kind, shape)):
             return None
-        across, within = (self._shared_group(tuple(map(tuple, each))) for each in levels)
+        across, within = map(self._shared_group, levels)
         return across, within
 
-    def _shared_group(self, parts: Parts) -> Group:
-        if parts not in self._made:
-            self._made[parts] = self._make(parts)
-        return self._made[parts]
+    def _shared_group(self, division: Division) -> Group:
+        if division not in self._made:
+            self._made[division] = self._make(division)
+        return self._made[division]
 
-    def _handle(self, parts: Parts, own: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
+    def _handle(self, division: Division, own: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
         """A group of all ranks is torch's own, unless it is to be alone.
 
         Only its members make a group. torch names it by its ranks and the number of groups that the process has made before:
         so that members give it one name, every rank makes one of each division, be it of itself alone, unless all are.
         """
-        if max(map(len, parts)) == 1 or not (alone or len(own) < self.mesh.size):
+        if division.largest == 1 or not (alone or len(own) < self.mesh.size):
             return None
         backend = dist.get_backend().split(":")[-1]  # of several, the device's: hosts tell something to all ranks alone
         group: dist.ProcessGroup = dist.new_group(

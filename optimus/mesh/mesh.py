@@ -15,11 +15,14 @@ A mesh is handed to what needs it; there is no global one.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
+
 from optimus.errors import UserError
+from optimus.mesh.division import Division, Table
 
 DENSE = ("pp", "dp", "cp", "tp_in", "tp_out")
 EXPERT = ("pp", "edp", "ep", "etp")
@@ -152,18 +155,21 @@ class Mesh:
             ranges[0] = sorted({0, self.pp - 1})
         return sorted(map(sum, product(*map(self._offsets, view, ranges))))
 
-    def groups(self, axes: Sequence[str]) -> Iterator[list[int]]:
-        """Every group along `axes`, in an order that all ranks agree on; together they hold each rank once.
-
-        Each coordinate adds to a rank what it adds to rank 0: so all groups are that of rank 0, moved along the other axes.
-        """
+    def groups(self, axes: Sequence[str]) -> Division:
+        """Every group along `axes`; together they hold each rank once."""
         view, single = _view(axes), _single(axes)
-        first = self.group(0, axes)
-        for start in self.group(0, [axis for axis in view if axis not in single]):
-            if "embedding" not in axes or self.coordinate(start, "pp") == 0:
-                yield [start + each for each in first]
-            elif self.coordinate(start, "pp") < self.pp - 1:  # between the first and the last stage
-                yield self.group(start, axes)
+        block, sizes = self.block, [self.axis_size(axis) for axis in view]
+        ranks = np.arange(self.size, dtype=np.int32).reshape(-1, self.pp, block).swapaxes(0, 1).reshape(sizes)
+        along = [place for place, axis in enumerate(view) if axis in single or (axis == "pp" and "embedding" in single)]
+
+        def table(ranks: Table) -> Table:
+            rows = np.moveaxis(ranks, along, range(-len(along), 0))
+            return np.sort(rows.reshape(-1, math.prod(rows.shape[len(view) - len(along) :])), axis=1)
+
+        if "embedding" not in single or self.pp == 1:
+            return Division([table(ranks)])
+        between = [table(stage[None]) for stage in ranks[1:-1]]  # the first stage and the last one
+        return Division([table(ranks[[0, -1]]), *between])
 
     def node(self, rank: int) -> int:
         """The node that holds `rank`."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimus.comm import DONE, Group, Groups, Handle, RankPartition
+from optimus.mesh import Division
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -24,8 +25,8 @@ class ShapeGroups(Groups):
     def make(self, divisions: Iterable[RankPartition]) -> None:
         """There is nothing to make."""
 
-    def dividing(self, parts: Sequence[Sequence[int]]) -> Group:
-        return ShapeGroup(parts[0], 0, shared=self._shared)
+    def dividing(self, division: Division) -> Group:
+        return ShapeGroup(division.group(0), 0, shared=self._shared)
 
 
 class ShapeGroup(Group):

@@ -8,7 +8,7 @@ from optimus.comm import RankPartition
 from optimus.comm.groups import level_divisions
 from optimus.config import RunConfig
 from optimus.config.tree import StateConfig
-from optimus.mesh import Layout, Mesh
+from optimus.mesh import Division, Layout, Mesh
 from optimus.resolve.rules import tilings
 from optimus.resolve.stages import placement_of
 from optimus.state.plan import divisions
@@ -47,16 +47,14 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
         asked += dict.fromkeys(tiling.split_axes(layout, mesh) for layout in layouts.values())
     asked += dict.fromkeys(layout.partial_axes for layout in layouts.values())
     named = {_named(mesh, axes): axes for axes in reversed(asked)}  # those of one name have the same groups
-    found = [
-        RankPartition(name, list(mesh.groups(named[name]))) for name in dict.fromkeys(_named(mesh, a) for a in asked)
-    ]
+    found = [RankPartition(name, mesh.groups(named[name])) for name in dict.fromkeys(_named(mesh, a) for a in asked)]
     if config.model.experts and config.moe.dispatch == "alltoall":
         found += level_divisions(mesh, "ep")
     found += state_divisions(mesh, layouts, config.state)
-    unlike: dict[tuple[tuple[int, ...], ...], RankPartition] = {}
-    for division in found:
-        unlike.setdefault(tuple(map(tuple, division.parts)), division)
-    return [division for division in unlike.values() if max(map(len, division.parts)) > 1]
+    unlike: dict[Division, RankPartition] = {}
+    for each in found:
+        unlike.setdefault(each.division, each)
+    return [each for each in unlike.values() if each.division.largest > 1]
 
 
 def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[RankPartition]:
@@ -65,20 +63,20 @@ def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateCon
     for axes in dict.fromkeys(layout.partial_axes for layout in layouts.values()):
         *steps, copies = divisions(mesh, axes, options)
         name = _named(mesh, axes)
-        found += [RankPartition(f"shards {number} of {name}", parts) for number, parts in enumerate(steps, start=1)]
+        found += [RankPartition(f"shards {number} of {name}", step) for number, step in enumerate(steps, start=1)]
         found.append(RankPartition(f"copies of shards of {name}", copies))
     return found
 
 
 def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[RankPartition]:
     """All divisions of which a run makes groups. `tags`: the backend can tell messages in one group apart, as Gloo."""
-    found, pipeline = shared_divisions(config, mesh, layouts), list(mesh.groups(("pp",)))
+    found, pipeline = shared_divisions(config, mesh, layouts), mesh.groups(("pp",))
     if mesh.pp > 1 and not tags:
         found.append(RankPartition("messages of pp", pipeline, 2 * config.parallel.stages, messages=True))
     if config.parallel.vocabulary:
         found.append(RankPartition("passes of pp", pipeline, 4))
         found.append(
-            RankPartition(f"normalisers of {_named(mesh, ('pp', 'tp_out'))}", list(mesh.groups(("pp", "tp_out"))), 1)
+            RankPartition(f"normalisers of {_named(mesh, ('pp', 'tp_out'))}", mesh.groups(("pp", "tp_out")), 1)
         )
     return found
 
@@ -92,9 +90,9 @@ def communicators(
     neighbours.
     """
     found: list[list[Communicators]] = [[] for _ in ranks]
-    for what, parts, apart, messages in run_divisions(config, mesh, layouts, tags=False):
+    for what, division, apart, messages in run_divisions(config, mesh, layouts, tags=False):
         for rank, theirs in zip(ranks, found):
-            size = len(next(part for part in parts if rank in part))
+            size = len(division.group(rank))
             if messages:
                 theirs.append(Communicators(what, 2, 2 * _neighbours(config, mesh.coordinate(rank, "pp"))))
             elif size > 1:

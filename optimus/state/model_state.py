@@ -113,7 +113,7 @@ class ModelState:
             key = plan.partial_axes, plan.rule.trains
             if key not in known:
                 found = divisions(groups.mesh, plan.partial_axes, sharding_of(plan.rule, options))
-                known[key] = [groups.dividing(parts) for parts in (found if plan.rule.trains else found[:-1])]
+                known[key] = [groups.dividing(each) for each in (found if plan.rule.trains else found[:-1])]
             if not plan.rule.trains:
                 return Chunk(plan, replace(common, groups=known[key]))
             *sharing, copies = known[key]

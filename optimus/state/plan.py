@@ -4,18 +4,21 @@
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from optimus.config.tree import StateConfig, shard_widths
 from optimus.errors import UserError
-from optimus.mesh import Layout, Mesh
+from optimus.mesh import Division, Layout, Mesh
+from optimus.mesh.division import Table
 from optimus.optim.rule import Rule
 from optimus.state.buffers import ALIGN, KINDS, RESIDENCES, Buffer, Depths, Lifetime, Residency, aligned, buffers
 from optimus.state.masks import MaskForm, MaskPlan, bits_of
@@ -498,22 +501,26 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
         )
 
 
-def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list[list[list[int]]]:
+def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list[Division]:
     """All ranks divided into groups, in one way for each step in which state is sharded, and into those that hold the
     same part of it, last."""
-    found: list[list[list[int]]] = []
-    for ranks in mesh.groups(replicas):
-        parts = shard_groups(mesh, ranks, options)
-        steps, _ = sharing_steps(shard_widths(options.shard, options.shard_ranks), len(parts[0]))
-        found = found or [[] for _ in range(len(steps) + 1)]
-        inner = 1
-        for step, groups in zip(steps, found):
-            for part in parts:
-                blocks = [part[start : start + inner * step] for start in range(0, len(part), inner * step)]
-                groups += [block[place::inner] for block in blocks for place in range(inner)]
-            inner *= step
-        found[-1] += [list(same) for same in zip(*parts)]
-    return found
+    all_replicas = mesh.groups(replicas)
+    first = next(iter(all_replicas))
+    place = {rank: number for number, rank in enumerate(first)}
+    # What shares state out among the first replicas does so among others, which lie alike.
+    places_PW = np.array([[place[rank] for rank in part] for part in shard_groups(mesh, first, options)])
+    shards = all_replicas.cut(lambda ranks_GR: [ranks_GR[:, places_P] for places_P in places_PW])
+    steps, _ = sharing_steps(shard_widths(options.shard, options.shard_ranks), shards.largest)
+
+    def shared(step: int, inner: int) -> Division:
+        def cut(ranks_GW: Table) -> list[Table]:
+            return [ranks_GW.reshape(-1, step, inner).swapaxes(1, 2).reshape(-1, step)]
+
+        return shards.cut(cut)
+
+    inner = accumulate(steps, operator.mul, initial=1)
+    copies = all_replicas.cut(lambda ranks_GR: [ranks_GR[:, places_P] for places_P in places_PW.T])
+    return [*map(shared, steps, inner), copies]
 
 
 def bytes_by_kind(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:

@@ -66,8 +66,8 @@ def made(run: dict[str, Any], backend: str) -> tuple[list[list[int]], list[list[
     layouts = layouts_of(whole_model(steps.config), steps.config)
     said: list[list[int]] = []
     for each in run_divisions(steps.config, mesh, layouts, tags=backend == "gloo"):
-        if each.apart or len(each.parts) > 1:  # that of all ranks is there
-            said += (each.apart or 1) * [part for part in each.parts if rank in part]
+        if each.apart or len(each.division) > 1:  # that of all ranks is there
+            said += (each.apart or 1) * [each.division.group(rank)]
     return sorted(calls), sorted(said)
 
 

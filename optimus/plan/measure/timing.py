@@ -25,7 +25,7 @@ from optimus.comm import Group, Groups, RankPartition
 from optimus.comm.algorithms import CollectiveKind
 from optimus.kernels.attention import causal_attention
 from optimus.kernels.matmul import Form, in_form, matmul
-from optimus.mesh import Mesh
+from optimus.mesh import Division, Mesh
 from optimus.mesh.strided import StridedGroup
 from optimus.observe.machine import device_name, use_device
 from optimus.plan.collectives import collective_seconds, transfer_seconds
@@ -404,11 +404,11 @@ def _overlap(clock: Clock, device: torch.device) -> float:
 
 def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talked]:
     ranks = dist.get_world_size()
-    divisions = {place: RankPartition("rings", list(map(list, groups_of(place, ranks)))) for place in places(ranks)}
+    divisions = {place: RankPartition("rings", Division.of(groups_of(place, ranks))) for place in places(ranks)}
     groups = Groups(Mesh(dp=ranks), divisions=divisions.values())
     kinds: list[Talk] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     for place, division in divisions.items():
-        group = groups.dividing(division.parts)
+        group = groups.dividing(division.division)
         # A shift is the same in every group of a stride: one of two ranks is between the same two.
         for kind in [*kinds, "shift"] if place.size == 2 else kinds:
             for size in extent.sizes:

@@ -1,0 +1,62 @@
+"""All ranks divided into groups, as tables: what is done with thousands of groups is done with all of them at once."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.int32]
+"""Groups of as many ranks each, [groups, ranks]."""
+
+
+class Division:
+    """Every rank in one group; groups may have different numbers of ranks.
+
+    Divisions are equal when their groups are, in whatever order these were given. The order of the ranks in a group counts.
+    """
+
+    def __init__(self, tables: Iterable[Table]) -> None:
+        by_size: dict[int, list[Table]] = {}
+        for table in tables:
+            if table.size:
+                by_size.setdefault(table.shape[1], []).append(table.astype(np.int32, copy=False))
+        wholes = [those[0] if len(those) == 1 else np.concatenate(those) for _, those in sorted(by_size.items())]
+        self.tables = [whole[np.argsort(whole[:, 0])] for whole in wholes]
+        self._key = tuple((table.shape, table.tobytes()) for table in self.tables)
+
+    @classmethod
+    def of(cls, groups: Iterable[Sequence[int]]) -> "Division":
+        """From each group's ranks."""
+        return cls(np.array([group], np.int32) for group in groups)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Division) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __len__(self) -> int:
+        """Number of groups."""
+        return sum(map(len, self.tables))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The ranks of each group, the smallest groups first, and of these by their first rank."""
+        for table in self.tables:
+            yield from table.tolist()
+
+    @property
+    def largest(self) -> int:
+        """Ranks of the largest group."""
+        return max((table.shape[1] for table in self.tables), default=0)
+
+    def group(self, rank: int) -> list[int]:
+        """The ranks of the group that `rank` is in."""
+        for table in self.tables:
+            if len(rows := np.flatnonzero((table == rank).any(1))):
+                found: list[int] = table[rows[0]].tolist()
+                return found
+        raise ValueError(f"rank {rank} is in none of the groups")
+
+    def cut(self, into: Callable[[Table], Iterable[Table]]) -> "Division":
+        """Each group divided further: `into` makes tables of its parts from one of whole groups."""
+        return Division(part for table in self.tables for part in into(table))

@@ -1,0 +1,26 @@
+"""All ranks divided into groups."""
+
+import random
+
+import pytest
+
+from optimus.mesh import Division, Mesh
+
+
+def test_groups_in_any_order_are_the_same_division() -> None:
+    groups = [[0, 3, 6], [1], [2], [4, 7], [5]]
+    shuffled = random.Random(0).sample(groups, len(groups))
+    division = Division.of(groups)
+    assert division == Division.of(shuffled)
+    assert hash(division) == hash(Division.of(shuffled))
+    assert division != Division.of([[0, 6, 3], [1], [2], [4, 7], [5]])  # ranks of a group have places
+    assert list(division) == [[1], [2], [5], [4, 7], [0, 3, 6]]
+    assert (len(division), division.largest) == (5, 3)
+    assert [division.group(rank) for rank in (6, 2, 4)] == [[0, 3, 6], [2], [4, 7]]
+    with pytest.raises(ValueError, match="rank 8 is in none"):
+        division.group(8)
+
+
+def test_groups_are_cut_together() -> None:
+    halves = Mesh(dp=4, tp=2).groups(("dp",)).cut(lambda ranks_GR: [ranks_GR[:, :2], ranks_GR[:, 2:]])
+    assert list(halves) == [[0, 2], [1, 3], [4, 6], [5, 7]]
