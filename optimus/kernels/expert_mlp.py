@@ -173,8 +173,7 @@ class _ExpertMLP(torch.autograd.Function):
         (y_grad_TH,), forms = grads, ctx.forms
         x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *index = ctx.saved_tensors
         routes = Routes._make([*index, ctx.slices])
-        deferred = any(buffer is not None and buffer.deferred for buffer in ctx.buffers)
-        slices = routes.fullest if x_TH.is_meta and not deferred else routes.slices  # what is deferred is of all
+        slices = routes.fullest if x_TH.is_meta else routes.slices
         token_P = routes.choice_P // weights_TK.shape[1]
         weight_P1 = (weights_TK.flatten()[routes.choice_P] * routes.real_P)[:, None]
         weight_grad_P = torch.empty_like(routes.real_P)
@@ -182,6 +181,8 @@ class _ExpertMLP(torch.autograd.Function):
         busy = [e for e, _ in slices]
         gate_up = WeightGradient(gate_up_EJH, ctx.buffers[0], busy, ctx.needs_input_grad[2], forms)
         down = WeightGradient(down_EHI, ctx.buffers[1], busy, ctx.needs_input_grad[3], forms)
+        for weight in (gate_up, down) if len(slices) < len(routes.slices) else ():  # what is deferred is of all
+            weight.add_shapes(sum(rows.stop - rows.start for e, rows in routes.slices if e not in busy))
         bias_grad_EJ = z_PJ.new_zeros(gate_up_EJH.shape[:2]) if ctx.needs_input_grad[4] else None
         x_scratch, g_scratch = x_TH.new_empty(2, routes.most, x_TH.shape[1])
         h_scratch = x_TH.new_empty(routes.most, down_EHI.shape[2])

@@ -90,7 +90,7 @@ class WeightGradient:
         wanted: bool,
         forms: Forms | None = None,
     ) -> None:
-        self._buffer, self._wanted, self._shape, self._forms = buffer, wanted, weight_EAB.shape, forms
+        self._weight_EAB, self._buffer, self._wanted, self._forms = weight_EAB, buffer, wanted, forms
         self._product_AB: Tensor | None = None
         self._deferred: list[tuple[int, Tensor, Tensor]] | None = None
         if not wanted:
@@ -121,6 +121,12 @@ class WeightGradient:
         else:
             matmul(left_AP, right_PB, out=grad_AB, add=True, rows_vary=True, forms=forms)
 
+    def add_shapes(self, rows: int) -> None:
+        """Of products of so many rows, which nobody computes, what would be deferred."""
+        if self._deferred is not None:
+            _, a, b = self._weight_EAB.shape
+            self._deferred.append((0, self._weight_EAB.new_empty(a, rows), self._weight_EAB.new_empty(rows, b)))
+
     def close(self) -> Tensor | None:
         """What autograd is to add: nothing where a buffer has it or nobody wants it."""
         if not self._wanted:
@@ -136,6 +142,6 @@ class WeightGradient:
 
     def _add_deferred(self, grad: Tensor) -> None:
         products, self._deferred = self._deferred or [], None
-        self._grad_EAB = grad.view(self._shape)
+        self._grad_EAB = grad.view(self._weight_EAB.shape)
         for expert, left_AP, right_PB in products:
             self.add(expert, left_AP, right_PB)

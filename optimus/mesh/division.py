@@ -52,8 +52,8 @@ class Division:
     def group(self, rank: int) -> list[int]:
         """The ranks of the group that `rank` is in."""
         for table in self.tables:
-            if len(rows := np.flatnonzero((table == rank).any(1))):
-                found: list[int] = table[rows[0]].tolist()
+            if len(places := np.flatnonzero(table == rank)):
+                found: list[int] = table[places[0] // table.shape[1]].tolist()
                 return found
         raise ValueError(f"rank {rank} is in none of the groups")
 

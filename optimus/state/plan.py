@@ -505,11 +505,10 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list
     """All ranks divided into groups, in one way for each step in which state is sharded, and into those that hold the
     same part of it, last."""
     all_replicas = mesh.groups(replicas)
-    first = next(iter(all_replicas))
-    place = {rank: number for number, rank in enumerate(first)}
+    first = all_replicas.group(0)
     # What shares state out among the first replicas does so among others, which lie alike.
-    places_PW = np.array([[place[rank] for rank in part] for part in shard_groups(mesh, first, options)])
-    shards = all_replicas.cut(lambda ranks_GR: [ranks_GR[:, places_P] for places_P in places_PW])
+    places_PW = np.searchsorted(first, shard_groups(mesh, first, options))
+    shards = all_replicas.cut(lambda ranks_GR: [ranks_GR[:, places_PW].reshape(-1, places_PW.shape[1])])
     steps, _ = sharing_steps(shard_widths(options.shard, options.shard_ranks), shards.largest)
 
     def shared(step: int, inner: int) -> Division:
@@ -519,7 +518,7 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list
         return shards.cut(cut)
 
     inner = accumulate(steps, operator.mul, initial=1)
-    copies = all_replicas.cut(lambda ranks_GR: [ranks_GR[:, places_P] for places_P in places_PW.T])
+    copies = all_replicas.cut(lambda ranks_GR: [ranks_GR[:, places_PW.T].reshape(-1, len(places_PW))])
     return [*map(shared, steps, inner), copies]
 
 
