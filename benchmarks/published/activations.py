@@ -37,14 +37,14 @@ class OtherActivations:
 
     def stage(self, counts: Counts) -> float:
         """Kept of a microbatch from its forward pass to its backward pass."""
-        saved = 2 * self.stream * counts["last"] + sum(counts[layer] * self._block(layer) for layer in self.blocks)
+        saved = 2 * self.stream * counts.last + sum(counts.of(layer) * self._block(layer) for layer in self.blocks)
         return self.profile.fragments * saved
 
     def working(self, counts: Counts) -> float:
         """There for a moment: what a block makes again and its gradients, or the logits."""
-        again = [self._again(layer) for layer in self.blocks if counts[layer]]
+        again = [self._again(layer) for layer in self.blocks if counts.of(layer)]
         tp = self.job.mesh.tp_out * (self.job.mesh.pp if self.job.parallel.vocabulary else 1)
-        logits = self.T * self.model.vocab / tp * self.profile.logits if counts["last"] else 0.0
+        logits = self.T * self.model.vocab / tp * self.profile.logits if counts.last else 0.0
         return self.profile.fragments * max([*again, logits])
 
     def _again(self, layer: int) -> float:

@@ -1,6 +1,5 @@
 """The commands that predict: a plan, and a pipeline's schedule."""
 
-import gc
 import json
 import shutil
 import sys
@@ -98,7 +97,6 @@ def plan(
     import torch
 
     torch.set_num_threads(1)  # shapes leave them nothing to do but wait for each other
-    gc.set_threshold(100_000)  # a search keeps most of what it makes: to look for what can be freed takes a tenth of it
     question: dict[str, Any] = {
         "machine": machine,
         "ranks": ranks,

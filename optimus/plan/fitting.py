@@ -114,8 +114,7 @@ class Fitting:
         """The ways to hold its state that leave memory."""
         key = job.mesh, job.parallel.stages_per_rank, job.ends_apart, job.microbatches > 1
         if key not in self._ways:
-            unlike = {tuple(map(id, stages)): stages for stages in stages_of_each(job)}
-            counts = [together(stages) for stages in unlike.values()]
+            counts = [together(stages) for stages in dict.fromkeys(map(tuple, stages_of_each(job)))]
             ways = (_Way(*way, state_room(counts, held(job, *way))) for way in sharded(job))
             self._ways[key] = [way for way in ways if min(way.room) > 0]
         return self._ways[key]
@@ -132,9 +131,9 @@ class Fitting:
         """Of ranks whose stages are alike one, which keeps what any of them does."""
         key = job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank, job.microbatches
         if key not in self._ranks:
-            merged: dict[tuple[int, ...], Rank] = {}
+            merged: dict[tuple[Counts, ...], Rank] = {}
             for rank in ranks_of(job):
-                name = tuple(map(id, rank.stages))
+                name = tuple(rank.stages)
                 live = [*merged[name].live, *rank.live] if name in merged else rank.live
                 merged[name] = rank._replace(live=largest(live))
             self._ranks[key] = list(merged.values())

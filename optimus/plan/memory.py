@@ -9,6 +9,7 @@ measurements, what `benchmarks.published.activations` counts.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from optimus.model.count import count_parameters
@@ -95,12 +96,12 @@ def stages_of_each(job: Job) -> list[list[Counts]]:
 
 def state_of(ranks: Sequence[Counts], job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
     """Of each rank: what it holds of parameters, gradients and the optimizer's state, on the device and elsewhere."""
-    found: dict[tuple[int, ...], tuple[dict[str, float], Elsewhere]] = {}
+    found: dict[Counts, tuple[dict[str, float], Elsewhere]] = {}
     for counts in ranks:
-        if (key := tuple(counts.values())) not in found:
+        if counts not in found:
             held = parameter_groups(job.when_largest, counts)
-            found[key] = state_parts(held, job, counts), elsewhere_of(job, held)
-    return [found[tuple(counts.values())] for counts in ranks]
+            found[counts] = state_parts(held, job, counts), elsewhere_of(job, held)
+    return [found[counts] for counts in ranks]
 
 
 def state_size(job: Job) -> float:
@@ -120,13 +121,13 @@ def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[st
 
 def state_parts(held: Sequence[ParameterGroup], job: Job, counts: Counts) -> dict[str, float]:
     """What is there at rest, copies for checkpoints too, and whole parameters and gradients while they are used."""
-    blocks, profile, saving = max(1, counts["blocks"]), job.profile, job.config.checkpoint
+    blocks, profile, saving = max(1, counts.blocks), job.profile, job.config.checkpoint
     here = job.machine.host.shared and saving.asynchronous  # copies lie in the ranks' own memory
     copied = written(held, profile.state_bytes, scattered=saving.scattered) if here else 0.0
     home, waiting, _ = RESIDENCES[job.state.residency]
     share = device_share(job)
     parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0, "copies": share * copied}
-    if counts["last"] and job.teachers:
+    if counts.last and job.teachers:
         parts["teacher"] = job.itemsize * sum(count_parameters(teacher).total for teacher in job.teachers)
     chunk, whole = chunk_elements(held, job), sum(each.elements for each in held)
     if home != "device":
@@ -173,16 +174,13 @@ def run_activations(job: Job) -> ActivationSizes:
     shapes = activation_shapes(config, job.mesh, job.teachers, int(job.itemsize))
     # A search also asks for layouts with which duplicates cannot be sent; they are not counted.
     shapes |= {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
-    alike, known = sorted(set(job.model.alike)), dict[tuple[int, ...], tuple[float, float, float]]()
 
+    @cache
     def sizes(counts: Counts) -> tuple[float, float, float]:
-        key = tuple(counts.values())
-        if key not in known:
-            layers = [layer for layer in alike for _ in range(counts[layer])]
-            first, last = bool(counts["first"]), bool(counts["last"])
-            found = activation_bytes(job.model, chosen, layers=layers, first=first, last=last, **shapes)
-            known[key] = float(found.saved), float(found.waiting), float(found.peak - found.saved)
-        return known[key]
+        layers = [layer for layer, number in counts.kinds for _ in range(number)]
+        first, last = bool(counts.first), bool(counts.last)
+        found = activation_bytes(job.model, chosen, layers=layers, first=first, last=last, **shapes)
+        return float(found.saved), float(found.waiting), float(found.peak - found.saved)
 
     return sizes
 

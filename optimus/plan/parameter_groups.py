@@ -23,11 +23,8 @@ from optimus.state.tiling import TILINGS
 
 _DEFAULT = ((default_rule(), 1.0, 1.0),)
 
-# In blocks like that layer, in all blocks, before the blocks, after them, or in both places: a table that embedding and
-# output layer share.
-Where = int | Literal["blocks", "first", "last", "tied", "every"]
-Counts = Mapping[Where, int]
-"""Of a stage or a rank: blocks of each kind, by their first layer, and of all kinds; and whether it has the others."""
+# In blocks like that layer, before the blocks, after them, or in both places: a table that embedding and output layer share.
+Where = int | Literal["first", "last", "tied", "every"]
 _Key = tuple[tuple[str, ...], Rule, float]  # the axes of those that hold the same, the update rule, the unpruned share
 
 
@@ -42,14 +39,32 @@ class ParameterKind(NamedTuple):
     unpruned: float
 
 
-class Kinds(tuple[ParameterKind, ...]):
-    """The kinds of a model's parameters: one object for the same layouts, so that it is found without reading all of it."""
+class Counts(NamedTuple):
+    """What a stage or a rank has of the model."""
 
-    __slots__ = ()
-    __hash__ = object.__hash__
+    kinds: tuple[tuple[int, int], ...]  # of each kind of block its first layer, and how many there are
+    first: int  # whether it has what is before the blocks
+    last: int
+    tied: int  # whether a table that both ends share
+    every: int = 1  # a part of what all stages have
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    @property
+    def blocks(self) -> int:
+        """Of all kinds."""
+        return sum(number for _, number in self.kinds)
+
+    def of(self, where: Where) -> int:
+        """Of one kind of block, or whether it has that."""
+        if isinstance(where, str):
+            return int(getattr(self, where))
+        return dict(self.kinds).get(where, 0)
+
+
+class Kinds:
+    """The kinds of a model's parameters; there is one for the same layouts (`_kinds`)."""
+
+    def __init__(self, rows: Iterable[ParameterKind]) -> None:
+        self.rows = tuple(rows)
 
 
 class MatrixGroup(NamedTuple):
@@ -163,7 +178,7 @@ def parameter_groups(job: Job, counts: Counts) -> list[ParameterGroup]:
     kinds = kinds_of(job)
     found: dict[_Key, tuple[float, list[MatrixGroup]]] = {}
     for (where, key), (elements, matrices) in _sums(kinds, job.mesh):
-        number = counts.get(where, 0)
+        number = counts.of(where)
         if number:
             before, those = found.get(key, (0.0, []))
             those += [each._replace(number=number * each.number) for each in matrices]
@@ -173,7 +188,7 @@ def parameter_groups(job: Job, counts: Counts) -> list[ParameterGroup]:
     runs: Mapping[_Key, tuple[tuple[Piece, ...], ...]] = {}
     limit = 0
     if any(matrices for _, matrices in found.values()):
-        runs, limit = _runs(kinds, job.mesh, tuple(counts.items()), state.chunk)
+        runs, limit = _runs(kinds, job.mesh, counts, state.chunk)
     return [
         ParameterGroup(
             elements,
@@ -203,7 +218,7 @@ def _keys(kinds: Kinds, mesh: Mesh) -> list[_Key]:
     """Of each of `kinds`; two sets of axes may be the same ranks."""
     known: dict[StridedGroup, tuple[str, ...]] = {}
     found = []
-    for _, layout, rule, _, unpruned in kinds:
+    for _, layout, rule, _, unpruned in kinds.rows:
         axes = tuple(axis for axis in layout.partial_axes if mesh.axis_size(axis) > 1)
         found.append((known.setdefault(group_along(mesh, axes) if axes else StridedGroup(1), axes), rule, unpruned))
     return found
@@ -211,16 +226,15 @@ def _keys(kinds: Kinds, mesh: Mesh) -> list[_Key]:
 
 @lru_cache(maxsize=1024)
 def _runs(
-    kinds: Kinds, mesh: Mesh, counts: tuple[tuple[Where, int], ...], chosen: int | None
+    kinds: Kinds, mesh: Mesh, counts: Counts, chosen: int | None
 ) -> tuple[Mapping[_Key, tuple[tuple[Piece, ...], ...]], int]:
     """(what a rank with so many blocks of each kind lays end to end into chunks, the most elements of a chunk).
 
     Blocks of one kind come before those of the next, whatever their order is.
     """
     found: dict[tuple[_Key, tuple[str, ...]], list[Piece]] = {}
-    numbers = dict(counts)
-    for where, alike in groupby(zip(kinds, _keys(kinds, mesh)), key=lambda each: each[0].where):
-        number, those = numbers.get(where, 0), list(alike)
+    for where, alike in groupby(zip(kinds.rows, _keys(kinds, mesh)), key=lambda each: each[0].where):
+        number, those = counts.of(where), list(alike)
         for block in range(number):
             for (_, layout, _, share, _), key in those:
                 if block < round(share * number):
@@ -238,7 +252,7 @@ def _runs(
 def _sums(kinds: Kinds, mesh: Mesh) -> list[tuple[tuple[Where, _Key], tuple[float, list[MatrixGroup]]]]:
     """Elements of a rank, and those that are matrices to their rule, by where they are, who else has them, and the rule."""
     found: dict[tuple[Where, _Key], tuple[float, list[MatrixGroup]]] = {}
-    for (where, layout, rule, share, _), alike in zip(kinds, _keys(kinds, mesh)):
+    for (where, layout, rule, share, _), alike in zip(kinds.rows, _keys(kinds, mesh)):
         key = where, alike
         elements = math.prod(layout.shape) / math.prod(mesh.axis_size(axis) for _, axis in layout.sharded_dims)
         before, matrices = found.get(key, (0.0, []))

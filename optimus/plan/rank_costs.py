@@ -5,6 +5,7 @@ what it is spent on; collectives are what is not hidden behind computation.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -79,8 +80,8 @@ class RankCosts:
     def like(self, job: Job) -> "RankCosts":
         """The same modules, with what is known of their times, in a job that divides likewise what they have been asked for:
         it differs in the pipeline, in how the state is held and in what is recomputed."""
-        other = object.__new__(RankCosts)  # `copy` takes longer
-        other.__dict__.update(self.__dict__, job=job, _held=None)
+        other = copy(self)
+        other.job, other._held = job, None
         return other
 
     def known_of(self, key: Hashable, find: Callable[[], T]) -> T:

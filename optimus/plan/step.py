@@ -20,7 +20,7 @@ from optimus.pipeline.estimates import StageTimes, least_seconds, pipeline_secon
 from optimus.plan.collectives import transfer_seconds
 from optimus.plan.job import Job
 from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradients
-from optimus.plan.parameter_groups import Counts, ParameterGroup, Where, max_load, parameter_groups, written
+from optimus.plan.parameter_groups import Counts, ParameterGroup, max_load, parameter_groups, written
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.resolve import stages as of_run
 
@@ -112,9 +112,9 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
     stages: dict[int, _Stage] = {}
     for number in dict.fromkeys(alike):
         each = counts[number]
-        stage = work.known_of((experts, vocabulary, *each.values()), partial(_stage, work, each))
+        stage = work.known_of((experts, vocabulary, each), partial(_stage, work, each))
         if job.recompute:
-            again = work.known_of((inside, *each.values()), partial(_recomputed, work, each))
+            again = work.known_of((inside, each), partial(_recomputed, work, each))
             stage = stage._replace(again=again)
         if job.state.shard == "parameters":
             passes = stage.forward, add([stage.backward, stage.weights])
@@ -134,8 +134,8 @@ def _alike(
     model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], Counts]]:
     """(of each stage the first one that has the same, such stages of each rank, what these have together)."""
-    first, counts = dict[int, int](), counts_of(model, sizes)
-    alike = tuple(first.setdefault(id(each), number) for number, each in enumerate(counts))
+    first, counts = dict[Counts, int](), counts_of(model, sizes)
+    alike = tuple(first.setdefault(each, number) for number, each in enumerate(counts))
     ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
     return alike, ranks, {own: together([counts[number] for number in own]) for own in dict.fromkeys(ranks)}
 
@@ -151,10 +151,10 @@ def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float
 def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
     """What comes after the passes, or is not hidden beside them."""
     job, counts = work.job, passes.counts
-    moved = work.remembered(("state", *counts.values()), lambda: _state_seconds(work, counts))
+    moved = work.remembered(("state", counts), lambda: _state_seconds(work, counts))
     beside = OffloadSeconds(moved.update, 0.0)
     if job.state.residency != "device":
-        held = work.remembered(("held", *counts.values()), lambda: parameter_groups(job, counts))
+        held = work.remembered(("held", counts), lambda: parameter_groups(job, counts))
         forward, backward = (sum(times) for times in zip(*((t.forward, t.backward + t.weights) for t in passes.own)))
         beside = offload_seconds(job, held, forward, backward)
     ends = {
@@ -182,26 +182,21 @@ def blocks_of_stages(job: Job) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[Counts, ...]:
-    """Of stages of so many blocks: blocks of each kind, and whether it has the first and the last part. Equal ones are the
-    same object."""
+    """Of stages of so many blocks: blocks of each kind, and whether it has the first and the last part."""
     alike, kinds = iter(model.alike), sorted(set(model.alike))
-    found: dict[tuple[int, ...], Counts] = {}
     stages = []
     for stage, size in enumerate(sizes):
         number = Counter(islice(alike, size))
         first, last = int(stage == 0), int(stage == len(sizes) - 1)
-        counts: dict[Where, int] = {layer: number[layer] for layer in kinds}
-        counts |= {"blocks": size, "first": first, "last": last, "tied": max(first, last), "every": 1}
-        stages.append(found.setdefault(tuple(counts.values()), counts))
+        stages.append(Counts(tuple((layer, number[layer]) for layer in kinds), first, last, max(first, last)))
     return tuple(stages)
 
 
 def together(counts: Sequence[Counts]) -> Counts:
     """Of the stages of a rank; a table that embedding and output layer share is there once."""
-    once = ("tied", "every")
-    return {
-        where: max(c[where] for c in counts) if where in once else sum(c[where] for c in counts) for where in counts[0]
-    }
+    kinds, first, last, tied, every = zip(*counts)
+    added = tuple((each[0][0], sum(number for _, number in each)) for each in zip(*kinds))
+    return Counts(added, sum(first), sum(last), max(tied), max(every))
 
 
 # ---- A microbatch in a stage ----
@@ -211,15 +206,15 @@ def _stage(work: RankCosts, counts: Counts) -> _Stage:
     """With nothing recomputed."""
     parallel, parts, starting = work.job.parallel, list[tuple[Passes, float]](), 0.0
     for layer, feed_forward in work.feed_forward.items():
-        if number := counts[layer]:
+        if number := counts.of(layer):
             norms = work.blocks[layer].norms
             parts += [(work.norm, norms * number), (work.attention[layer], number), (feed_forward, number)]
             starting += work.profile.host * number if work.model.experts_of(layer) else 0.0
     if parallel.vocabulary:
         parts += [(work.embedding, 1 / parallel.stages_per_rank), (work.head, 1 / parallel.stages_per_rank)]
     else:
-        parts += [(work.embedding, counts["first"]), (work.head, counts["last"]), (work.norm, counts["last"])]
-    if work.job.teachers and counts["last"]:
+        parts += [(work.embedding, counts.first), (work.head, counts.last), (work.norm, counts.last)]
+    if work.job.teachers and counts.last:
         parts.append((work.known_of("teacher", lambda: _teaching(work)), 1))
     forward, backward, weights = (add(_scaled(passes[i], times) for passes, times in parts) for i in range(3))
     return _Stage(forward, backward, weights, Terms(), starting)
@@ -242,7 +237,7 @@ def _recomputed(work: RankCosts, counts: Counts) -> Terms:
     """Of a stage, what its backward passes recompute."""
     job, recompute, again = work.job, work.job.recompute, list[Terms]()
     for layer, feed_forward in work.feed_forward.items():
-        if number := counts[layer]:
+        if number := counts.of(layer):
             attention, norms = work.attention[layer], work.blocks[layer].norms
             name = "moe" if work.model.experts_of(layer) else "mlp"
             share = number / (job.config.recompute_every if "block" not in recompute else 1)
@@ -268,7 +263,7 @@ def _gathering(work: RankCosts, counts: Counts, forward: Terms, backward: Terms)
     """Of a stage's microbatch: all-gathering parameters, forward and backward, and reducing their gradients, as far as
     computing does not hide it."""
     profile = work.profile
-    gather, reduce = work.remembered(("gathers", *counts.values()), lambda: _gathers(work, counts))
+    gather, reduce = work.remembered(("gathers", counts), lambda: _gathers(work, counts))
     second = (gather if work.job.state.reshard_after_forward else 0.0) + reduce
     share = profile.overlap_gather * work.machine.overlap
     return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)
@@ -276,7 +271,7 @@ def _gathering(work: RankCosts, counts: Counts, forward: Terms, backward: Terms)
 
 def _gathers(work: RankCosts, counts: Counts) -> tuple[float, float]:
     """Seconds of all-gathering the parameters of a stage, and of reduce-scattering their gradients."""
-    parts = max(1, work.profile.gathers * counts["blocks"])
+    parts = max(1, work.profile.gathers * counts.blocks)
     held = parameter_groups(work.job, counts)
     gather = (_moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e, parts) for each in held)
     reduce = (
