@@ -10,7 +10,7 @@ from functools import cached_property
 from benchmarks.published.profiles import FrameworkProfile
 from optimus.plan.blocks import Projection, blocks_of
 from optimus.plan.job import Job
-from optimus.plan.parameter_groups import Counts
+from optimus.plan.parameter_groups import PartCounts
 
 
 class OtherActivations:
@@ -31,16 +31,16 @@ class OtherActivations:
         self.e = job.itemsize
         self.stream = self.R * model.hidden / mesh.tp_in * self.e
 
-    def __call__(self, counts: Counts) -> tuple[float, float, float]:
+    def __call__(self, counts: PartCounts) -> tuple[float, float, float]:
         """As the planner asks for them; of a backward pass that is split, all is taken to stay to its end."""
         return float(self.stage(counts)), float(self.stage(counts)), float(self.working(counts))
 
-    def stage(self, counts: Counts) -> float:
+    def stage(self, counts: PartCounts) -> float:
         """Kept of a microbatch from its forward pass to its backward pass."""
         saved = 2 * self.stream * counts.last + sum(counts.of(layer) * self._block(layer) for layer in self.blocks)
         return self.profile.fragments * saved
 
-    def working(self, counts: Counts) -> float:
+    def working(self, counts: PartCounts) -> float:
         """There for a moment: what a block makes again and its gradients, or the logits."""
         again = [self._again(layer) for layer in self.blocks if counts.of(layer)]
         tp = self.job.mesh.tp_out * (self.job.mesh.pp if self.job.parallel.vocabulary else 1)

@@ -108,12 +108,12 @@ def plan(
         _dry_run(api.plan(model, overrides, as_is=as_is, best=1, **question).plans[0].job, dry_run, as_json)
         return
     found = api.plan(model, overrides, best=best, as_is=as_is, largest=largest, scale=numbers, **question)
-    from optimus.plan import report, scaling
-
     if output is not None:
-        report.write_config(found.plans[0], output)
+        found.write_config(output)
     if plot is not None:
-        scaling.draw(found.points, plot)
+        from optimus.plan.scaling import draw
+
+        draw(found.points, plot)
     if page is not None:
         from optimus.plan.page import write_page
 
@@ -121,33 +121,23 @@ def plan(
         drawn = api.plan(model, overrides, best=best, **question).plans if searched else found.plans
         write_page(drawn, found.points, page)
     if as_json:
-        show(report.answer_as_json(found.plans, found.points), True, "")
+        show(found.as_json(), True, "")
         return
-    _print(found, page, explain, wide=wide, largest=largest)
+    _print(found, page, explain, wide=wide)
 
 
-def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool, largest: bool) -> None:
+def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool) -> None:
     """An answer of the planner as a table."""
-    from optimus.config.sizes import counted
     from optimus.observe.table import print_table
-    from optimus.plan import report
 
-    job, plans = found.job, found.plans
-    rows = report.scaled_rows(found.points, wide=wide) if found.points else report.rows_of(plans, wide=wide)
-    if largest:
-        rows = [report.largest_row(plan) | row for plan, row in zip(plans, rows)]
-    batch = f"{job.train.global_batch:,} sequences of {job.train.sequence_length:,} tokens"
-    title = f"{counted(job.mesh.size, 'rank')} of {job.machine.name}, {batch}, {job.precision}"
-    print_table(rows, title, None if wide else _WIDTH)
+    print_table(found.rows(wide=wide), found.title(), None if wide else _WIDTH)
     columns = shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
-    for line in report.below_table(plans[0]) if not found.points else ():
+    for line in found.notes():
         print(textwrap.fill(line, min(_WIDTH, columns)))
     if page is not None:
         print(f"{page}: open it in a browser; it needs no network")
     if explain is not None:
-        if explain > len(plans):
-            raise UserError(f"--explain {explain}: there are {len(plans)} rows")
-        print(report.explained(plans[explain - 1]))
+        print(found.explained(explain))
 
 
 def _numbers(text: str) -> list[int]:
@@ -162,7 +152,7 @@ def _numbers(text: str) -> list[int]:
 
 def _dry_run(job: Any, rank: int, as_json: bool) -> None:
     from optimus.config.sizes import size_text
-    from optimus.plan.dry_run import dry_run
+    from optimus.plan.prediction import dry_run
     from optimus.plan.report import verdict
 
     found = dry_run(job, rank)

@@ -5,9 +5,9 @@ Read `group.py` first, then `strategies.py` (the ways in which a collective is c
 """
 
 from optimus.comm.group import Group
-from optimus.comm.groups import Groups, RankPartition
+from optimus.comm.groups import Groups, PlannedGroups
 from optimus.comm.handle import DONE, Handle, Result
 from optimus.comm.observer import CollectiveError
 from optimus.comm.turns import InTurn
 
-__all__ = ["DONE", "CollectiveError", "Group", "Groups", "Handle", "InTurn", "RankPartition", "Result"]
+__all__ = ["DONE", "CollectiveError", "Group", "Groups", "Handle", "InTurn", "PlannedGroups", "Result"]

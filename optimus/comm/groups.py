@@ -16,31 +16,31 @@ from optimus.comm.recorder import Recorder
 from optimus.comm.schedules import Shape
 from optimus.comm.staged import HostStagedGroup
 from optimus.comm.watch import Watch
-from optimus.mesh import Division, Mesh
+from optimus.mesh import Mesh, RankPartition
 from optimus.mesh.mesh import DENSE, EXPERT
 
 
-class RankPartition(NamedTuple):
+class PlannedGroups(NamedTuple):
     """All ranks divided into those of a group: one for all uses, or `apart` of them, each for one.
 
     `messages`: nothing but messages between two of its ranks go through a group.
     """
 
     what: str
-    division: Division
+    division: RankPartition
     apart: int = 0
     messages: bool = False
 
 
-def divisions_of(mesh: Mesh) -> Iterator[RankPartition]:
+def divisions_of(mesh: Mesh) -> Iterator[PlannedGroups]:
     """Those along every set of axes of either view, each once, and the levels of expert parallelism."""
-    found: dict[Division, RankPartition] = {}
+    found: dict[RankPartition, PlannedGroups] = {}
     for view in (DENSE, EXPERT):
         axes = [axis for axis in view if mesh.axis_size(axis) > 1]
         sets = chain.from_iterable(combinations(axes, length) for length in range(1, len(axes) + 1))
         for each in [*sets, *([("embedding",)] if mesh.pp > 1 else [])]:
             division = mesh.groups(each)
-            found.setdefault(division, RankPartition(" x ".join(each), division))
+            found.setdefault(division, PlannedGroups(" x ".join(each), division))
     for level in level_divisions(mesh, "ep"):
         found.setdefault(level.division, level)
     yield from found.values()
@@ -54,7 +54,7 @@ def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
     return shape if nodes == alike else None
 
 
-def levels_of(division: Division, mesh: Mesh) -> tuple[Division, Division] | None:
+def levels_of(division: RankPartition, mesh: Mesh) -> tuple[RankPartition, RankPartition] | None:
     """Divisions into ranks of one place on each node, and those of one node; None unless all groups lie alike on several
     nodes with several ranks each."""
     table, *others = division.tables
@@ -65,16 +65,17 @@ def levels_of(division: Division, mesh: Mesh) -> tuple[Division, Division] | Non
     nodes_GNP = ranks_GNP // (mesh.ranks_per_node or mesh.size)
     if (nodes_GNP != nodes_GNP[..., :1]).any() or (nodes_GNP[:, 1:, 0] <= nodes_GNP[:, :-1, 0]).any():
         return None
-    return Division([ranks_GNP.swapaxes(1, 2).reshape(-1, shape.nodes)]), Division([ranks_GNP.reshape(-1, shape.per)])
+    across = RankPartition([ranks_GNP.swapaxes(1, 2).reshape(-1, shape.nodes)])
+    return across, RankPartition([ranks_GNP.reshape(-1, shape.per)])
 
 
-def level_divisions(mesh: Mesh, *axes: str) -> list[RankPartition]:
+def level_divisions(mesh: Mesh, *axes: str) -> list[PlannedGroups]:
     """Those that `Groups.levels` needs."""
     levels, what = levels_of(mesh.groups(axes), mesh), " x ".join(axes)
     return (
         []
         if levels is None
-        else [RankPartition(f"{what} across nodes", levels[0]), RankPartition(f"{what} on a node", levels[1])]
+        else [PlannedGroups(f"{what} across nodes", levels[0]), PlannedGroups(f"{what} on a node", levels[1])]
     )
 
 
@@ -94,7 +95,7 @@ class Groups:
         self,
         mesh: Mesh,
         timeout: float | None = None,
-        divisions: Iterable[RankPartition] | None = None,
+        divisions: Iterable[PlannedGroups] | None = None,
         *,
         measured: Measured | None = None,
         partial_sums: Codec = AS_THEY_ARE,
@@ -107,13 +108,13 @@ class Groups:
         self._uneven: list[Sequence[int]] = []  # groups that have different numbers of ranks on nodes
         grace = 0.0 if self.tags else GRACE
         self._timeout = None if timeout is None else timedelta(seconds=timeout + grace)
-        self._made: dict[Division, Group] = {}
-        self._apart: dict[Division, list[Group]] = {}
+        self._made: dict[RankPartition, Group] = {}
+        self._apart: dict[RankPartition, list[Group]] = {}
         self._numbers = count(1)  # of groups that are not shared
         self._along: dict[frozenset[str], Group] = {}
         self.make(divisions_of(mesh) if divisions is None else divisions)
 
-    def make(self, divisions: Iterable[RankPartition]) -> None:
+    def make(self, divisions: Iterable[PlannedGroups]) -> None:
         """Make the groups of these divisions that there are not yet; all ranks call with the same, in the same order."""
         for _, division, apart, _ in divisions:
             if apart:
@@ -190,13 +191,13 @@ class Groups:
             raise _not_made(f"{number} groups along {', '.join(axes)} apart from others")
         return [made.pop(0) for _ in range(number)]
 
-    def dividing(self, division: Division) -> Group:
+    def dividing(self, division: RankPartition) -> Group:
         """This rank's group of `division`."""
         if division not in self._made and len(division) > 1 and division.largest > 1:
             raise _not_made(f"a division of the ranks into {division.group(self.rank)} ...")
         return self._shared_group(division)  # torch has the one of all ranks; one of a rank alone needs none
 
-    def _make(self, division: Division, alone: int = 0) -> Group:
+    def _make(self, division: RankPartition, alone: int = 0) -> Group:
         """This rank's group; where it is to be `alone`, with that number in its name."""
         own = division.group(self.rank)
         shape, levels = shape_of(own, self.mesh), None if alone else self._levels(division)
@@ -212,7 +213,7 @@ class Groups:
         levels = levels_of(self.mesh.groups(axes), self.mesh)
         return None if levels is None else (self.dividing(levels[0]), self.dividing(levels[1]))
 
-    def _levels(self, division: Division) -> tuple[Group, Group] | None:
+    def _levels(self, division: RankPartition) -> tuple[Group, Group] | None:
         """Groups across and within nodes, for backends with collectives of their own, where two levels were measured."""
         measured = self._shared.measured
         if self.tags or measured is None:
@@ -225,12 +226,12 @@ class Groups:
         across, within = map(self._shared_group, levels)
         return across, within
 
-    def _shared_group(self, division: Division) -> Group:
+    def _shared_group(self, division: RankPartition) -> Group:
         if division not in self._made:
             self._made[division] = self._make(division)
         return self._made[division]
 
-    def _handle(self, division: Division, own: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
+    def _handle(self, division: RankPartition, own: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
         """A group of all ranks is torch's own, unless it is to be alone.
 
         Only its members make a group. torch names it by its ranks and the number of groups that the process has made before:

@@ -3,8 +3,8 @@
 Pure arithmetic: no process group and no torch, so that 12,288 ranks can be reasoned about anywhere.
 """
 
-from optimus.mesh.division import Division
 from optimus.mesh.layout import Layout
 from optimus.mesh.mesh import Mesh
+from optimus.mesh.partition import RankPartition
 
-__all__ = ["Division", "Layout", "Mesh"]
+__all__ = ["Layout", "Mesh", "RankPartition"]

@@ -22,7 +22,7 @@ from itertools import product
 import numpy as np
 
 from optimus.errors import UserError
-from optimus.mesh.division import Division, Table
+from optimus.mesh.partition import RankPartition, Table
 
 DENSE = ("pp", "dp", "cp", "tp_in", "tp_out")
 EXPERT = ("pp", "edp", "ep", "etp")
@@ -155,7 +155,7 @@ class Mesh:
             ranges[0] = sorted({0, self.pp - 1})
         return sorted(map(sum, product(*map(self._offsets, view, ranges))))
 
-    def groups(self, axes: Sequence[str]) -> Division:
+    def groups(self, axes: Sequence[str]) -> RankPartition:
         """Every group along `axes`; together they hold each rank once."""
         view, single = _view(axes), _single(axes)
         block, sizes = self.block, [self.axis_size(axis) for axis in view]
@@ -167,9 +167,9 @@ class Mesh:
             return np.sort(rows.reshape(-1, math.prod(rows.shape[len(view) - len(along) :])), axis=1)
 
         if "embedding" not in single or self.pp == 1:
-            return Division([table(ranks)])
+            return RankPartition([table(ranks)])
         between = [table(stage[None]) for stage in ranks[1:-1]]  # the first stage and the last one
-        return Division([table(ranks[[0, -1]]), *between])
+        return RankPartition([table(ranks[[0, -1]]), *between])
 
     def node(self, rank: int) -> int:
         """The node that holds `rank`."""

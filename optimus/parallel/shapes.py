@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimus.comm import DONE, Group, Groups, Handle, RankPartition
-from optimus.mesh import Division
+from optimus.comm import DONE, Group, Groups, Handle, PlannedGroups
+from optimus.mesh import RankPartition
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -22,10 +22,10 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 class ShapeGroups(Groups):
     """The groups of the first rank of `mesh`, without a process group."""
 
-    def make(self, divisions: Iterable[RankPartition]) -> None:
+    def make(self, divisions: Iterable[PlannedGroups]) -> None:
         """There is nothing to make."""
 
-    def dividing(self, division: Division) -> Group:
+    def dividing(self, division: RankPartition) -> Group:
         return ShapeGroup(division.group(0), 0, shared=self._shared)
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from optimus.config import RunConfig, load_config, resolve_model
 from optimus.config.load import validated
@@ -18,23 +18,15 @@ from optimus.mesh import Mesh
 from optimus.plan.job import Job, job_of, profile_of
 from optimus.plan.largest import largest as deepest
 from optimus.plan.machine import Network, load_machine, machine_names
-from optimus.plan.prediction import Plan, predict
+from optimus.plan.prediction import predict
 from optimus.plan.proposal import config_of, decided, layout_of, run_of
-from optimus.plan.scaling import ScalingPoint
+from optimus.plan.report import Answer
 from optimus.plan.scaling import scale as study
 from optimus.plan.search import search
 from optimus.plan.what_if import changed
 from optimus.resolve.microbatches import with_microbatches
 
 _SEQUENCES, _PER_RANK = 1024, 4  # of a batch where none is given: the paper's, or more so that many ranks have work
-
-
-class Answer(NamedTuple):
-    """What was asked, and the plans for it; of a study of scaling, its points besides."""
-
-    job: Job
-    plans: Sequence[Plan]
-    points: Sequence[ScalingPoint] = ()
 
 
 def plan(
@@ -72,7 +64,7 @@ def plan(
     if scale:
         points = study(job, scale, given)
         return Answer(job, [point.plan for point in points], points)
-    return Answer(job, [given] if given else deepest(job) if largest else search(job, best))
+    return Answer(job, [given] if given else deepest(job) if largest else search(job, best), largest=largest)
 
 
 def _counted(ranks: int | None) -> int:

@@ -25,7 +25,7 @@ from optimus.plan.memory import (
     usable,
 )
 from optimus.plan.offloading import host_room
-from optimus.plan.parameter_groups import Counts
+from optimus.plan.parameter_groups import PartCounts
 from optimus.plan.step import least_time, step_time, together
 from optimus.resolve.stages import splits_backward
 from optimus.state.buffers import RESIDENCES
@@ -131,7 +131,7 @@ class Fitting:
         """Of ranks whose stages are alike one, which keeps what any of them does."""
         key = job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank, job.microbatches
         if key not in self._ranks:
-            merged: dict[tuple[Counts, ...], Rank] = {}
+            merged: dict[tuple[PartCounts, ...], Rank] = {}
             for rank in ranks_of(job):
                 name = tuple(rank.stages)
                 live = [*merged[name].live, *rank.live] if name in merged else rank.live
@@ -167,7 +167,7 @@ class Fitting:
         return [sum(parts.values()) for parts in activations_of(self._ranks_of(job), self._kept[key])]
 
 
-def state_room(ranks: Sequence[Counts], job: Job) -> list[float]:
+def state_room(ranks: Sequence[PartCounts], job: Job) -> list[float]:
     """Bytes that its state leaves of the device of each of `ranks`; none where the host has no room for it."""
     room, beside = usable(job.machine), host_room(job)
     return [

@@ -28,7 +28,7 @@ from optimus.plan.offloading import (
     elsewhere_of,
     sends_gradients,
 )
-from optimus.plan.parameter_groups import Counts, ParameterGroup, parameter_groups, written
+from optimus.plan.parameter_groups import ParameterGroup, PartCounts, parameter_groups, written
 from optimus.plan.step import blocks_of_stages, counts_of, together
 from optimus.resolve.dispatcher import dispatch
 from optimus.resolve.shapes import activation_shapes
@@ -41,7 +41,7 @@ KINDS = "norm", "attention", "mlp", "moe", "block"  # of recomputation, in the c
 _AHEAD = 2  # blocks whose whole parameters, or gradients, are there at a time where they are sharded
 
 
-ActivationSizes = Callable[[Counts], tuple[float, float, float]]
+ActivationSizes = Callable[[PartCounts], tuple[float, float, float]]
 """Bytes of one microbatch in a stage: from its forward to its backward pass, between the two parts of the latter where it is
 split, and for a moment besides."""
 
@@ -63,8 +63,8 @@ class Memory:
 class Rank(NamedTuple):
     """A rank of the pipeline: what its stages hold, together and each, and the microbatches that they keep at most."""
 
-    counts: Counts
-    stages: Sequence[Counts]
+    counts: PartCounts
+    stages: Sequence[PartCounts]
     live: Sequence[Live]
 
 
@@ -87,16 +87,16 @@ def ranks_of(job: Job) -> list[Rank]:
     return [Rank(together(stages), stages, kept) for stages, kept in zip(stages_of_each(job), live)]
 
 
-def stages_of_each(job: Job) -> list[list[Counts]]:
+def stages_of_each(job: Job) -> list[list[PartCounts]]:
     """Of each rank of the pipeline what its stages have."""
     counts = counts_of(job.model, blocks_of_stages(job))
     owned = stages_of_ranks(job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank)
     return [[counts[number] for number in own] for own in owned]
 
 
-def state_of(ranks: Sequence[Counts], job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
+def state_of(ranks: Sequence[PartCounts], job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
     """Of each rank: what it holds of parameters, gradients and the optimizer's state, on the device and elsewhere."""
-    found: dict[Counts, tuple[dict[str, float], Elsewhere]] = {}
+    found: dict[PartCounts, tuple[dict[str, float], Elsewhere]] = {}
     for counts in ranks:
         if counts not in found:
             held = parameter_groups(job.when_largest, counts)
@@ -119,7 +119,7 @@ def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[st
     return parts
 
 
-def state_parts(held: Sequence[ParameterGroup], job: Job, counts: Counts) -> dict[str, float]:
+def state_parts(held: Sequence[ParameterGroup], job: Job, counts: PartCounts) -> dict[str, float]:
     """What is there at rest, copies for checkpoints too, and whole parameters and gradients while they are used."""
     blocks, profile, saving = max(1, counts.blocks), job.profile, job.config.checkpoint
     here = job.machine.host.shared and saving.asynchronous  # copies lie in the ranks' own memory
@@ -176,7 +176,7 @@ def run_activations(job: Job) -> ActivationSizes:
     shapes |= {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
 
     @cache
-    def sizes(counts: Counts) -> tuple[float, float, float]:
+    def sizes(counts: PartCounts) -> tuple[float, float, float]:
         layers = [layer for layer, number in counts.kinds for _ in range(number)]
         first, last = bool(counts.first), bool(counts.last)
         found = activation_bytes(job.model, chosen, layers=layers, first=first, last=last, **shapes)

@@ -39,7 +39,7 @@ class ParameterKind(NamedTuple):
     unpruned: float
 
 
-class Counts(NamedTuple):
+class PartCounts(NamedTuple):
     """What a stage or a rank has of the model."""
 
     kinds: tuple[tuple[int, int], ...]  # of each kind of block its first layer, and how many there are
@@ -173,7 +173,7 @@ def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool, rules: Rules, f
     )
 
 
-def parameter_groups(job: Job, counts: Counts) -> list[ParameterGroup]:
+def parameter_groups(job: Job, counts: PartCounts) -> list[ParameterGroup]:
     """What a rank with so much of the model holds, by replicas and update rule."""
     kinds = kinds_of(job)
     found: dict[_Key, tuple[float, list[MatrixGroup]]] = {}
@@ -226,7 +226,7 @@ def _keys(kinds: Kinds, mesh: Mesh) -> list[_Key]:
 
 @lru_cache(maxsize=1024)
 def _runs(
-    kinds: Kinds, mesh: Mesh, counts: Counts, chosen: int | None
+    kinds: Kinds, mesh: Mesh, counts: PartCounts, chosen: int | None
 ) -> tuple[Mapping[_Key, tuple[tuple[Piece, ...], ...]], int]:
     """(what a rank with so many blocks of each kind lays end to end into chunks, the most elements of a chunk).
 

@@ -105,9 +105,7 @@ def memory_of_run(job: Job, run: ResolvedRun) -> Memory:
 
 def _memory(rank: int, found: MemoryAccount, shared: bool) -> Memory:
     """`shared`: copies for checkpoints lie in the ranks' own memory."""
-    parts = {kind: float(found.device[kind]) for kind in ("parameters", "gradients")}
-    parts |= {"optimizer": float(sum(found.device[kind] for kind in _OPTIMIZER)), "gathered": float(found.gathered)}
-    parts |= {"copies": float(found.copies if shared else 0)}
-    parts |= {"teacher": float(found.teacher)} if found.teacher else {}
-    parts |= {"activations": float(found.activations), "working": float(found.working)}
+    kinds = found.kinds(shared=shared)
+    parts = {"gathered": 0.0, "copies": 0.0, "optimizer": float(sum(kinds.pop(kind) for kind in _OPTIMIZER))}
+    parts |= {kind: float(size) for kind, size in kinds.items()}
     return Memory(rank, parts, Elsewhere(*(float(sum(kept.values())) for kept in (found.host, found.disk))))

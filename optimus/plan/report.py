@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,21 +65,64 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def answer_as_json(plans: Sequence[Plan], points: Sequence[ScalingPoint]) -> dict[str, Any]:
-    """Plans, and the points of a study of scaling, if it is one."""
-    scaled = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in points]
-    machine = plans[0].job.machine
-    source = " ".join(machine.source.split())
-    said = {"machine": {"name": machine.name, "memory_bytes": machine.memory, "source": source}}
-    return {"plans": [as_json(each) for each in plans], **said, **({"scaling": scaled} if points else {})}
+@dataclass(frozen=True)
+class Answer:
+    """What was asked, and the plans for it; of a study of scaling its points besides, and whether it is the `largest` model
+    that was looked for."""
+
+    job: Job
+    plans: Sequence[Plan]
+    points: Sequence[ScalingPoint] = ()
+    largest: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """The plans, the machine's figures, and points of scaling."""
+        scaled = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in self.points]
+        machine = self.job.machine
+        source = " ".join(machine.source.split())
+        said = {"machine": {"name": machine.name, "memory_bytes": machine.memory, "source": source}}
+        return {"plans": [as_json(each) for each in self.plans], **said, **({"scaling": scaled} if scaled else {})}
+
+    def rows(self, *, wide: bool = False) -> list[dict[str, Any]]:
+        """Of a table, the layout by the axes that are longer than 1, or with `wide` a column for everything. One row per
+        plan, or per number of ranks: what is the same in all of these is in the first columns alone."""
+        rows = rows_of(self.plans, wide=wide)
+        if self.largest:
+            return [_largest_row(plan) | row for plan, row in zip(self.plans, rows)]
+        return [_scaled_row(point, row, wide) for point, row in zip(self.points, rows)] if self.points else rows
+
+    def title(self) -> str:
+        """What the table is of."""
+        job = self.job
+        batch = f"{job.train.global_batch:,} sequences of {job.train.sequence_length:,} tokens"
+        return f"{counted(job.mesh.size, 'rank')} of {job.machine.name}, {batch}, {job.precision}"
+
+    def notes(self) -> list[str]:
+        """What the table does not say of its first plan."""
+        return [] if self.points else _below_table(self.plans[0])
+
+    def explained(self, row: int) -> str:
+        """The plan in that row of the table, term by term. Raises `UserError` where there is none."""
+        if row > len(self.plans):
+            raise UserError(f"--explain {row}: there are {len(self.plans)} rows")
+        return explained(self.plans[row - 1])
+
+    def write_config(self, path: Path) -> None:
+        """The first plan's configuration, for `optimus train`. Raises `UserError` where a file is, or none can be made."""
+        path = user_path(path)
+        if path.exists():
+            raise UserError(f"--output: {path} is there already: choose another name, or take it away")
+        with naming_disk_errors(path, "Choose another place for --output"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(dump_config(config_of(self.plans[0].job)), encoding="utf-8")
 
 
 def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]]:
-    """One row per plan: the layout by the axes that are longer than 1, or with `wide` a column for everything."""
+    """A row per plan."""
     return [{"": str(number), **_row(plan, wide)} for number, plan in enumerate(plans, start=1)]
 
 
-def largest_row(plan: Plan) -> dict[str, Any]:
+def _largest_row(plan: Plan) -> dict[str, Any]:
     """The first columns of a plan of the largest model."""
     model = plan.job.model
     parameters = f"{count_parameters(model).total / 1e9:.3g} B"
@@ -86,16 +130,11 @@ def largest_row(plan: Plan) -> dict[str, Any]:
     return {"": "", "state on": plan.job.state.residency, "layers": layers, "parameters": parameters}
 
 
-def scaled_rows(points: Sequence[ScalingPoint], *, wide: bool = False) -> list[dict[str, Any]]:
-    """One row per number of ranks; what is the same in all of them is in the first columns alone."""
-    rows = []
-    for point, row in zip(points, rows_of([point.plan for point in points], wide=wide)):
-        row["efficiency"] = f"{100 * point.efficiency:.1f} %"
-        if not wide:
-            row = {"": "", "layout": row["layout"], "tokens/s": row["tokens/s"], **row}
-            del row["shard"], row["recompute"]
-        rows.append(row | {"": f"{point.ranks:,}"})
-    return rows
+def _scaled_row(point: ScalingPoint, row: dict[str, Any], wide: bool) -> dict[str, Any]:
+    if not wide:
+        first = {"": "", "layout": row["layout"], "tokens/s": row["tokens/s"]}
+        row = first | {name: value for name, value in row.items() if name not in ("shard", "recompute")}
+    return row | {"efficiency": f"{100 * point.efficiency:.1f} %", "": f"{point.ranks:,}"}
 
 
 def _row(plan: Plan, wide: bool) -> dict[str, Any]:
@@ -146,7 +185,7 @@ def _run_length(plan: Plan) -> _RunLength | None:
     return _RunLength(steps, steps * job.tokens, seconds, seconds / 3600 * job.mesh.size)
 
 
-def below_table(plan: Plan) -> list[str]:
+def _below_table(plan: Plan) -> list[str]:
     """What a table does not say of its first plan: how long the run takes, what memory is left, and what the table's words
     and figures mean."""
     job, machine = plan.job, plan.job.machine
@@ -262,13 +301,3 @@ def verdict(size: float, job: Job) -> tuple[bool, str]:
     beside = f"communicators' buffers take {size_text(buffers)} and fragments" if buffers else "fragments waste"
     left = "" if fits or size > memory else f" ({size_text(room)} of them can be used; {beside} the rest)"
     return fits, f"{size_text(size)} on {size_text(memory)}{left}: {'fits' if fits else 'does not fit'}"
-
-
-def write_config(plan: Plan, path: Path) -> None:
-    """The plan's configuration, for `optimus train`. Raises `UserError` where a file is, or none can be made."""
-    path = user_path(path)
-    if path.exists():
-        raise UserError(f"--output: {path} is there already: choose another name, or take it away")
-    with naming_disk_errors(path, "Choose another place for --output"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dump_config(config_of(plan.job)), encoding="utf-8")

@@ -20,7 +20,7 @@ from optimus.pipeline.estimates import StageTimes, least_seconds, pipeline_secon
 from optimus.plan.collectives import transfer_seconds
 from optimus.plan.job import Job
 from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradients
-from optimus.plan.parameter_groups import Counts, ParameterGroup, max_load, parameter_groups, written
+from optimus.plan.parameter_groups import ParameterGroup, PartCounts, max_load, parameter_groups, written
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.resolve import stages as of_run
 
@@ -69,7 +69,7 @@ class _Passes(NamedTuple):
     stages: Sequence[_Stage]  # of the slowest rank
     own: Sequence[StageTimes]  # of these
     times: tuple[StageTimes, ...]  # of all stages
-    counts: Counts  # of the slowest rank
+    counts: PartCounts  # of the slowest rank
     least: float  # seconds of all microbatches, if ranks share no cores
 
 
@@ -132,9 +132,9 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 @lru_cache(maxsize=1024)
 def _alike(
     model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
-) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], Counts]]:
+) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], PartCounts]]:
     """(of each stage the first one that has the same, such stages of each rank, what these have together)."""
-    first, counts = dict[Counts, int](), counts_of(model, sizes)
+    first, counts = dict[PartCounts, int](), counts_of(model, sizes)
     alike = tuple(first.setdefault(each, number) for number, each in enumerate(counts))
     ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
     return alike, ranks, {own: together([counts[number] for number in own]) for own in dict.fromkeys(ranks)}
@@ -181,28 +181,28 @@ def blocks_of_stages(job: Job) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[Counts, ...]:
+def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[PartCounts, ...]:
     """Of stages of so many blocks: blocks of each kind, and whether it has the first and the last part."""
     alike, kinds = iter(model.alike), sorted(set(model.alike))
     stages = []
     for stage, size in enumerate(sizes):
         number = Counter(islice(alike, size))
         first, last = int(stage == 0), int(stage == len(sizes) - 1)
-        stages.append(Counts(tuple((layer, number[layer]) for layer in kinds), first, last, max(first, last)))
+        stages.append(PartCounts(tuple((layer, number[layer]) for layer in kinds), first, last, max(first, last)))
     return tuple(stages)
 
 
-def together(counts: Sequence[Counts]) -> Counts:
+def together(counts: Sequence[PartCounts]) -> PartCounts:
     """Of the stages of a rank; a table that embedding and output layer share is there once."""
     kinds, first, last, tied, every = zip(*counts)
     added = tuple((each[0][0], sum(number for _, number in each)) for each in zip(*kinds))
-    return Counts(added, sum(first), sum(last), max(tied), max(every))
+    return PartCounts(added, sum(first), sum(last), max(tied), max(every))
 
 
 # ---- A microbatch in a stage ----
 
 
-def _stage(work: RankCosts, counts: Counts) -> _Stage:
+def _stage(work: RankCosts, counts: PartCounts) -> _Stage:
     """With nothing recomputed."""
     parallel, parts, starting = work.job.parallel, list[tuple[Passes, float]](), 0.0
     for layer, feed_forward in work.feed_forward.items():
@@ -233,7 +233,7 @@ def _teaching(work: RankCosts) -> Passes:
     return Passes(*(Terms(teacher=each) for each in (seconds, work.head.backward.seconds, work.head.weights.seconds)))
 
 
-def _recomputed(work: RankCosts, counts: Counts) -> Terms:
+def _recomputed(work: RankCosts, counts: PartCounts) -> Terms:
     """Of a stage, what its backward passes recompute."""
     job, recompute, again = work.job, work.job.recompute, list[Terms]()
     for layer, feed_forward in work.feed_forward.items():
@@ -259,7 +259,7 @@ def _scaled(terms: Terms, times: float) -> Terms:
     return Terms(*(time * times for time in terms))
 
 
-def _gathering(work: RankCosts, counts: Counts, forward: Terms, backward: Terms) -> float:
+def _gathering(work: RankCosts, counts: PartCounts, forward: Terms, backward: Terms) -> float:
     """Of a stage's microbatch: all-gathering parameters, forward and backward, and reducing their gradients, as far as
     computing does not hide it."""
     profile = work.profile
@@ -269,7 +269,7 @@ def _gathering(work: RankCosts, counts: Counts, forward: Terms, backward: Terms)
     return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)
 
 
-def _gathers(work: RankCosts, counts: Counts) -> tuple[float, float]:
+def _gathers(work: RankCosts, counts: PartCounts) -> tuple[float, float]:
     """Seconds of all-gathering the parameters of a stage, and of reduce-scattering their gradients."""
     parts = max(1, work.profile.gathers * counts.blocks)
     held = parameter_groups(work.job, counts)
@@ -313,7 +313,7 @@ class _StateSeconds(NamedTuple):
     written: Sequence[tuple[int, float]]  # into checkpoints: every how many steps, and bytes
 
 
-def _state_seconds(work: RankCosts, counts: Counts) -> _StateSeconds:
+def _state_seconds(work: RankCosts, counts: PartCounts) -> _StateSeconds:
     profile, saving = work.profile, work.job.config.checkpoint
     every = parameter_groups(work.job, counts)
     held = [each for each in every if each.rule.trains]

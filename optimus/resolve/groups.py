@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from optimus.comm import RankPartition
+from optimus.comm import PlannedGroups
 from optimus.comm.groups import level_divisions
 from optimus.config import RunConfig
 from optimus.config.tree import StateConfig
-from optimus.mesh import Division, Layout, Mesh
+from optimus.mesh import Layout, Mesh, RankPartition
 from optimus.resolve.rules import tilings
 from optimus.resolve.stages import placement_of
 from optimus.state.plan import divisions
@@ -34,7 +34,7 @@ class Communicators(NamedTuple):
     number: int
 
 
-def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[RankPartition]:
+def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[PlannedGroups]:
     """Those whose groups have all uses: each once, and none that consists of groups of one.
 
     `layouts` are those of the parameters of all stages, so that all ranks find the same, in the same order.
@@ -47,36 +47,36 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
         asked += dict.fromkeys(tiling.split_axes(layout, mesh) for layout in layouts.values())
     asked += dict.fromkeys(layout.partial_axes for layout in layouts.values())
     named = {_named(mesh, axes): axes for axes in reversed(asked)}  # those of one name have the same groups
-    found = [RankPartition(name, mesh.groups(named[name])) for name in dict.fromkeys(_named(mesh, a) for a in asked)]
+    found = [PlannedGroups(name, mesh.groups(named[name])) for name in dict.fromkeys(_named(mesh, a) for a in asked)]
     if config.model.experts and config.moe.dispatch == "alltoall":
         found += level_divisions(mesh, "ep")
     found += state_divisions(mesh, layouts, config.state)
-    unlike: dict[Division, RankPartition] = {}
+    unlike: dict[RankPartition, PlannedGroups] = {}
     for each in found:
         unlike.setdefault(each.division, each)
     return [each for each in unlike.values() if each.division.largest > 1]
 
 
-def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[RankPartition]:
+def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[PlannedGroups]:
     """Those among which parameters of these layouts and what belongs to them are sharded, and copies of shards summed."""
     found = []
     for axes in dict.fromkeys(layout.partial_axes for layout in layouts.values()):
         *steps, copies = divisions(mesh, axes, options)
         name = _named(mesh, axes)
-        found += [RankPartition(f"shards {number} of {name}", step) for number, step in enumerate(steps, start=1)]
-        found.append(RankPartition(f"copies of shards of {name}", copies))
+        found += [PlannedGroups(f"shards {number} of {name}", step) for number, step in enumerate(steps, start=1)]
+        found.append(PlannedGroups(f"copies of shards of {name}", copies))
     return found
 
 
-def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[RankPartition]:
+def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[PlannedGroups]:
     """All divisions of which a run makes groups. `tags`: the backend can tell messages in one group apart, as Gloo."""
     found, pipeline = shared_divisions(config, mesh, layouts), mesh.groups(("pp",))
     if mesh.pp > 1 and not tags:
-        found.append(RankPartition("messages of pp", pipeline, 2 * config.parallel.stages, messages=True))
+        found.append(PlannedGroups("messages of pp", pipeline, 2 * config.parallel.stages, messages=True))
     if config.parallel.vocabulary:
-        found.append(RankPartition("passes of pp", pipeline, 4))
+        found.append(PlannedGroups("passes of pp", pipeline, 4))
         found.append(
-            RankPartition(f"normalisers of {_named(mesh, ('pp', 'tp_out'))}", mesh.groups(("pp", "tp_out")), 1)
+            PlannedGroups(f"normalisers of {_named(mesh, ('pp', 'tp_out'))}", mesh.groups(("pp", "tp_out")), 1)
         )
     return found
 

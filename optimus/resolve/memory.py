@@ -49,6 +49,12 @@ class MemoryAccount(NamedTuple):
         """Of the device."""
         return sum(self.device.values()) + self.teacher + self.gathered + self.activations + self.working
 
+    def kinds(self, *, shared: bool) -> dict[str, int]:
+        """Of the device: the state's, and what there is besides. `shared`: copies for checkpoints lie in the same memory."""
+        beside = {"gathered": self.gathered, "copies": self.copies if shared else 0, "teacher": self.teacher}
+        there = {kind: size for kind, size in beside.items() if size}
+        return {**self.device, "activations": self.activations, "working": self.working, **there}
+
     def taken(self, facts: Facts) -> int:
         """Of the memory that `facts.device_bytes` counts: on a processor what is on the host is there, too."""
         return self.total + (sum(self.host.values()) if facts.device == "cpu" else 0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from optimus.comm import RankPartition
+from optimus.comm import PlannedGroups
 from optimus.config import ModelConfig, RunConfig
 from optimus.config.phases import Phase, longest, phases_of
 from optimus.mesh import Layout, Mesh
@@ -55,7 +55,7 @@ class RankPlan:
     divided: Mapping[int, Sequence[ChunkPlan]]
     """The chunks of each of its stages."""
     options: StageOptions
-    divisions: Sequence[RankPartition]
+    divisions: Sequence[PlannedGroups]
     """The groups of ranks that all ranks make."""
 
 

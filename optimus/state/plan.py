@@ -17,8 +17,8 @@ from torch import Tensor
 
 from optimus.config.tree import StateConfig, shard_widths
 from optimus.errors import UserError
-from optimus.mesh import Division, Layout, Mesh
-from optimus.mesh.division import Table
+from optimus.mesh import Layout, Mesh, RankPartition
+from optimus.mesh.partition import Table
 from optimus.optim.rule import Rule
 from optimus.state.buffers import ALIGN, KINDS, RESIDENCES, Buffer, Depths, Lifetime, Residency, aligned, buffers
 from optimus.state.masks import MaskForm, MaskPlan, bits_of
@@ -501,7 +501,7 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
         )
 
 
-def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list[Division]:
+def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list[RankPartition]:
     """All ranks divided into groups, in one way for each step in which state is sharded, and into those that hold the
     same part of it, last."""
     all_replicas = mesh.groups(replicas)
@@ -511,7 +511,7 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list
     shards = all_replicas.cut(lambda ranks_GR: [ranks_GR[:, places_PW].reshape(-1, places_PW.shape[1])])
     steps, _ = sharing_steps(shard_widths(options.shard, options.shard_ranks), shards.largest)
 
-    def shared(step: int, inner: int) -> Division:
+    def shared(step: int, inner: int) -> RankPartition:
         def cut(ranks_GW: Table) -> list[Table]:
             return [ranks_GW.reshape(-1, step, inner).swapaxes(1, 2).reshape(-1, step)]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus.comm import Group, Groups, RankPartition
-from optimus.mesh import Division, Mesh
+from optimus.comm import Group, Groups, PlannedGroups
+from optimus.mesh import Mesh, RankPartition
 from optimus.testing import run_ranks
 
 MESH = Mesh(dp=4, ep=2)
@@ -158,11 +158,11 @@ def test_a_shift_goes_to_the_next_rank(axis: str, size: int) -> None:
 
 
 def divided() -> tuple[bool, int]:
-    groups, other = Groups(MESH), Division.of([[0, 3], [1, 2]])
-    same = groups.dividing(Division.of([[0, 2], [1, 3]])) is groups.along("edp")
+    groups, other = Groups(MESH), RankPartition.of([[0, 3], [1, 2]])
+    same = groups.dividing(RankPartition.of([[0, 2], [1, 3]])) is groups.along("edp")
     with pytest.raises(RuntimeError, match=r"no group for a division of the ranks into \[(0, 3|1, 2)\]"):
         groups.dividing(other)
-    groups.make([RankPartition("others", other)])
+    groups.make([PlannedGroups("others", other)])
     return same, groups.dividing(other).ranks[-1]
 
 
@@ -171,10 +171,10 @@ def test_groups_of_the_same_ranks_are_shared() -> None:
 
 
 DIVISIONS = [  # of 8 ranks; in how many groups with others a rank is, differs
-    Division.of([[0, 3, 6], [1], [2], [4, 7], [5]]),
-    Division.of([[0], [1], [2], [3], [4], [5], [6], [7]]),
-    Division.of([[0, 1], [2], [3], [4], [5], [6], [7]]),
-    Division.of([[0, 7], [1, 2, 3, 4, 5, 6]]),
+    RankPartition.of([[0, 3, 6], [1], [2], [4, 7], [5]]),
+    RankPartition.of([[0], [1], [2], [3], [4], [5], [6], [7]]),
+    RankPartition.of([[0, 1], [2], [3], [4], [5], [6], [7]]),
+    RankPartition.of([[0, 7], [1, 2, 3, 4, 5, 6]]),
 ]
 
 
@@ -190,9 +190,9 @@ def unlike_groups() -> tuple[list[list[int]], list[tuple[list[int], float]]]:
     with mock.patch.object(dist, "new_group", noted):
         mesh = Mesh(pp=4, dp=2)
         along = {axis: mesh.groups((axis,)) for axis in ("embedding", "dp", "pp")}
-        shared = [RankPartition("", parts) for parts in [DIVISIONS[0], along["embedding"], *DIVISIONS[1:], along["dp"]]]
+        shared = [PlannedGroups("", parts) for parts in [DIVISIONS[0], along["embedding"], *DIVISIONS[1:], along["dp"]]]
         groups = Groups(
-            mesh, divisions=[*shared, *(RankPartition("", along[axis], apart=2) for axis in ("pp", "embedding"))]
+            mesh, divisions=[*shared, *(PlannedGroups("", along[axis], apart=2) for axis in ("pp", "embedding"))]
         )
         asked = [groups.dividing(DIVISIONS[0]), groups.along("embedding"), *map(groups.dividing, DIVISIONS[1:])]
         asked += [groups.along("dp"), *groups.apart(2, "pp"), *groups.apart(2, "embedding"), groups.world]

@@ -19,10 +19,9 @@ from optimus.config import load_config
 from optimus.config.sizes import counted, size_text
 from optimus.plan import largest, report
 from optimus.plan.asking import as_configured, asked, configured
-from optimus.plan.dry_run import dry_run
 from optimus.plan.machine import load_machine
 from optimus.plan.machine_template import machine_template
-from optimus.plan.prediction import predict
+from optimus.plan.prediction import dry_run, predict
 from optimus.plan.profile import Profile
 from optimus.plan.what_if import changed
 

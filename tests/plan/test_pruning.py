@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from optimus.plan.asking import as_configured, asked, configured
-from optimus.plan.dry_run import dry_run
 from optimus.plan.job import Job
 from optimus.plan.memory import room_of
-from optimus.plan.prediction import Plan, predict
+from optimus.plan.prediction import Plan, dry_run, predict
 from optimus.plan.search import search
 
 PRUNED = ["pruning.sparsity=0.9", "pruning.at=0"]

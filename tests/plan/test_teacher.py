@@ -13,10 +13,9 @@ from optimus.model.init import initialize
 from optimus.parallel.activations import Activations
 from optimus.parallel.recompute import Recomputation
 from optimus.plan.asking import as_configured, asked
-from optimus.plan.dry_run import dry_run
 from optimus.plan.job import Job
 from optimus.plan.memory import memory_of_ranks
-from optimus.plan.prediction import predict
+from optimus.plan.prediction import dry_run, predict
 from optimus.resolve import facts, recompute
 from optimus.resolve.ranks import mesh_of
 from optimus.testing.memory import tracking

@@ -11,12 +11,11 @@ from optimus.mesh.strided import StridedGroup
 from optimus.optim.muon import Muon
 from optimus.plan.asking import as_configured, asked, configured
 from optimus.plan.collectives import collective_seconds
-from optimus.plan.dry_run import dry_run
 from optimus.plan.job import Job
 from optimus.plan.machine import load_machine
 from optimus.plan.memory import Memory
 from optimus.plan.parameter_groups import parameter_groups
-from optimus.plan.prediction import Plan, predict
+from optimus.plan.prediction import Plan, dry_run, predict
 from optimus.plan.proposal import run_of
 from optimus.plan.search import search
 from optimus.plan.step import blocks_of_stages, counts_of

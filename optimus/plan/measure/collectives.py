@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from optimus.comm import Group, Groups, RankPartition
+from optimus.comm import Group, Groups, PlannedGroups
 from optimus.comm.algorithms import KINDS, OWN, CollectiveKind, Curve, Curves, Measured, names
 from optimus.comm.schedules import Shape
 from optimus.errors import UserError, naming_disk_errors
-from optimus.mesh import Division, Mesh
+from optimus.mesh import Mesh, RankPartition
 from optimus.observe.machine import free_memory, use_device
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.measure.ranks import on_ranks
@@ -80,15 +80,15 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
     """Every algorithm in every kind of group, with a group that uses no other."""
     ranks = dist.get_world_size()
     mesh = Mesh(dp=ranks, ranks_per_node=per)
-    parts = {Shape(ranks // per, per): Division.of([range(ranks)])}
+    parts = {Shape(ranks // per, per): RankPartition.of([range(ranks)])}
     if min(ranks // per, per) > 1:
-        parts[Shape(1, per)] = Division.of(range(first, first + per) for first in range(0, ranks, per))
-        parts[Shape(ranks // per, 1)] = Division.of(range(place, ranks, per) for place in range(per))
+        parts[Shape(1, per)] = RankPartition.of(range(first, first + per) for first in range(0, ranks, per))
+        parts[Shape(ranks // per, 1)] = RankPartition.of(range(place, ranks, per) for place in range(per))
     for shape, divided in parts.items():
         for algorithm in dict.fromkeys(name for kind in KINDS for name in names(kind, shape)):
             kinds = [kind for kind in KINDS if algorithm in _tried(kind, shape)]
             if kinds:
-                groups = Groups(mesh, divisions=[RankPartition("measured", divided)], measured=always(algorithm, shape))
+                groups = Groups(mesh, divisions=[PlannedGroups("measured", divided)], measured=always(algorithm, shape))
                 yield from ((kind, shape, algorithm, groups.dividing(divided)) for kind in kinds)
 
 

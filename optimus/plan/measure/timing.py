@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optimus.comm import Group, Groups, RankPartition
+from optimus.comm import Group, Groups, PlannedGroups
 from optimus.comm.algorithms import CollectiveKind
 from optimus.kernels.attention import causal_attention
 from optimus.kernels.matmul import Form, in_form, matmul
-from optimus.mesh import Division, Mesh
+from optimus.mesh import Mesh, RankPartition
 from optimus.mesh.strided import StridedGroup
 from optimus.observe.machine import device_name, use_device
 from optimus.plan.collectives import collective_seconds, transfer_seconds
@@ -404,7 +404,7 @@ def _overlap(clock: Clock, device: torch.device) -> float:
 
 def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talked]:
     ranks = dist.get_world_size()
-    divisions = {place: RankPartition("rings", Division.of(groups_of(place, ranks))) for place in places(ranks)}
+    divisions = {place: PlannedGroups("rings", RankPartition.of(groups_of(place, ranks))) for place in places(ranks)}
     groups = Groups(Mesh(dp=ranks), divisions=divisions.values())
     kinds: list[Talk] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     for place, division in divisions.items():

@@ -9,7 +9,7 @@ Table = NDArray[np.int32]
 """Groups of as many ranks each, [groups, ranks]."""
 
 
-class Division:
+class RankPartition:
     """Every rank in one group; groups may have different numbers of ranks.
 
     Divisions are equal when their groups are, in whatever order these were given. The order of the ranks in a group counts.
@@ -25,12 +25,12 @@ class Division:
         self._key = tuple((table.shape, table.tobytes()) for table in self.tables)
 
     @classmethod
-    def of(cls, groups: Iterable[Sequence[int]]) -> "Division":
+    def of(cls, groups: Iterable[Sequence[int]]) -> "RankPartition":
         """From each group's ranks."""
         return cls(np.array([group], np.int32) for group in groups)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Division) and self._key == other._key
+        return isinstance(other, RankPartition) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -57,6 +57,6 @@ class Division:
                 return found
         raise ValueError(f"rank {rank} is in none of the groups")
 
-    def cut(self, into: Callable[[Table], Iterable[Table]]) -> "Division":
+    def cut(self, into: Callable[[Table], Iterable[Table]]) -> "RankPartition":
         """Each group divided further: `into` makes tables of its parts from one of whole groups."""
-        return Division(part for table in self.tables for part in into(table))
+        return RankPartition(part for table in self.tables for part in into(table))
