@@ -57,6 +57,10 @@ class RankPartition:
                 return found
         raise ValueError(f"rank {rank} is in none of the groups")
 
+    def size_of(self, rank: int) -> int:
+        """Ranks of the group that `rank` is in."""
+        return self.largest if len(self.tables) == 1 else len(self.group(rank))
+
     def cut(self, into: Callable[[Table], Iterable[Table]]) -> "RankPartition":
         """Each group divided further: `into` makes tables of its parts from one of whole groups."""
         return RankPartition(part for table in self.tables for part in into(table))

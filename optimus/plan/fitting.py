@@ -10,7 +10,6 @@ from typing import NamedTuple
 from optimus.config import ModelConfig
 from optimus.config.tree import ShardRanks
 from optimus.pipeline.estimates import largest
-from optimus.plan.communicators import buffers_of
 from optimus.plan.divisions import BlockTiming, Candidate
 from optimus.plan.job import Job
 from optimus.plan.memory import (
@@ -18,6 +17,7 @@ from optimus.plan.memory import (
     ActivationSizes,
     Rank,
     activations_of,
+    buffers_of,
     ranks_of,
     run_activations,
     stages_of_each,

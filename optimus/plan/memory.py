@@ -16,7 +16,7 @@ from optimus.model.count import count_parameters
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, stages_of_ranks
-from optimus.plan.communicators import buffers_of
+from optimus.plan.blocks import examples
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.offloading import (
@@ -31,6 +31,8 @@ from optimus.plan.offloading import (
 from optimus.plan.parameter_groups import ParameterGroup, PartCounts, parameter_groups, written
 from optimus.plan.step import blocks_of_stages, counts_of, together
 from optimus.resolve.dispatcher import dispatch
+from optimus.resolve.groups import Communicators, communicators
+from optimus.resolve.parameters import layouts_of
 from optimus.resolve.shapes import activation_shapes
 from optimus.resolve.stages import live_of
 from optimus.state.buffers import RESIDENCES
@@ -194,3 +196,20 @@ def room_of(job: Job) -> float:
     """Bytes of a rank that state and activations may take: what communicators' buffers take and fragments waste is left
     out."""
     return usable(job.machine) - buffers_of(job)
+
+
+def communicators_of(job: Job) -> tuple[list[Communicators], float]:
+    """(the communicators of the rank whose buffers take most, the bytes of these). On a machine whose ranks compute on the
+    host's processors there are no such buffers."""
+    config, mesh, machine = job.config, job.mesh, job.machine
+    layouts = layouts_of(examples(config.model)[0], config)  # of blocks that are alike one says what all do
+    ranks = communicators(config, mesh, layouts, [mesh.block * stage for stage in range(mesh.pp)])
+    kind = machine.communicator
+    found = [(theirs, sum(each.number * kind.memory(each.size) for each in theirs)) for theirs in ranks]
+    connected, bytes_ = max(found, key=lambda each: each[1])
+    return connected, 0.0 if machine.host.shared else bytes_
+
+
+def buffers_of(job: Job) -> float:
+    """Bytes of the fullest rank's."""
+    return 0.0 if job.machine.host.shared or job.mesh.size == 1 else communicators_of(job)[1]

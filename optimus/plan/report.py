@@ -15,10 +15,9 @@ from optimus.mesh.placement import describe
 from optimus.mesh.strided import StridedGroup
 from optimus.model.count import count_parameters
 from optimus.plan.collectives import algorithm_named
-from optimus.plan.communicators import buffers_of, communicators_of
 from optimus.plan.job import Job
 from optimus.plan.largest import MOST_LAYERS
-from optimus.plan.memory import room_of
+from optimus.plan.memory import buffers_of, communicators_of, room_of
 from optimus.plan.offloading import device_share, ranks_of_node, sends_gradients
 from optimus.plan.prediction import Plan
 from optimus.plan.proposal import config_of, layout_of

@@ -92,7 +92,7 @@ def communicators(
     found: list[list[Communicators]] = [[] for _ in ranks]
     for what, division, apart, messages in run_divisions(config, mesh, layouts, tags=False):
         for rank, theirs in zip(ranks, found):
-            size = len(division.group(rank))
+            size = division.size_of(rank)
             if messages:
                 theirs.append(Communicators(what, 2, 2 * _neighbours(config, mesh.coordinate(rank, "pp"))))
             elif size > 1:

@@ -17,6 +17,7 @@ def test_groups_in_any_order_are_the_same_division() -> None:
     assert list(division) == [[1], [2], [5], [4, 7], [0, 3, 6]]
     assert (len(division), division.largest) == (5, 3)
     assert [division.group(rank) for rank in (6, 2, 4)] == [[0, 3, 6], [2], [4, 7]]
+    assert [division.size_of(rank) for rank in (6, 2, 4)] == [3, 1, 2]
     with pytest.raises(ValueError, match="rank 8 is in none"):
         division.group(8)
 
