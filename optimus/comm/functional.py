@@ -32,7 +32,7 @@ def all_gather_rows(x: Tensor, group: Group) -> Tensor:
 
     The gradient is the sum of what the ranks have for these rows (all-gather forward, reduce-scatter backward).
     """
-    return _applied(x, group, gathered, summed)
+    return _applied(x, group, all_gather, reduce_scatter)
 
 
 def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
@@ -40,32 +40,32 @@ def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
 
     Reduce-scatter forward, all-gather backward.
     """
-    return _applied(x, group, summed, gathered)
+    return _applied(x, group, reduce_scatter, all_gather)
 
 
 def split_rows(x: Tensor, group: Group) -> Tensor:
     """This rank's rows of a shared `x`: [N * T, ...] to [T, ...]. All-gather in the backward pass only."""
-    return _applied(x, group, local_rows, gathered)
+    return _applied(x, group, local_rows, all_gather)
 
 
 def join_rows(x: Tensor, group: Group) -> Tensor:
     """The rows of every rank as a shared tensor: [T, ...] to [N * T, ...]. All-gather in the forward pass only."""
-    return _applied(x, group, gathered, local_rows)
+    return _applied(x, group, all_gather, local_rows)
 
 
 def all_reduce_autograd(x: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, of which each makes something else: all-reduce in both passes."""
-    return _applied(x, group, total, total)
+    return _applied(x, group, all_reduce, all_reduce)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, as a shared tensor: all-reduce in the forward pass only (Megatron-LM's g)."""
-    return _applied(x, group, total, _identity)
+    return _applied(x, group, all_reduce, _identity)
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
     """A shared tensor of which each rank makes something else: all-reduce in the backward pass only (Megatron-LM's f)."""
-    return _applied(x, group, _identity, total)
+    return _applied(x, group, _identity, all_reduce)
 
 
 def columns_to_rows(x: Tensor, group: Group) -> Tensor:
@@ -114,7 +114,7 @@ def reduce_scatter_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> 
 Collective = Callable[[Tensor, Group], Tensor]
 
 
-def gathered(x: Tensor, group: Group) -> Tensor:
+def all_gather(x: Tensor, group: Group) -> Tensor:
     """All-gather of rows."""
     return all_gather_async(x, group).wait()
 
@@ -127,7 +127,7 @@ def all_gather_async(x: Tensor, group: Group) -> Result[Tensor]:
     return _giving(out, group.all_gather_async(out, x.contiguous()))
 
 
-def summed(x: Tensor, group: Group) -> Tensor:
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """Reduce-scatter of rows."""
     return reduce_scatter_async(x, group).wait()
 
@@ -145,7 +145,7 @@ def local_rows(x: Tensor, group: Group) -> Tensor:
     return x.chunk(group.size)[group.rank]
 
 
-def total(x: Tensor, group: Group) -> Tensor:
+def all_reduce(x: Tensor, group: Group) -> Tensor:
     """All-reduce."""
     return all_reduce_async(x.clone(memory_format=torch.contiguous_format), group).wait()
 

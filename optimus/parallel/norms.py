@@ -10,7 +10,7 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 from optimus.comm import Group, Groups
-from optimus.comm.functional import cached, total
+from optimus.comm.functional import all_reduce, cached
 from optimus.kernels.backend import compute_dtype
 from optimus.model.norms import Norms
 from optimus.model.parameters import Dim
@@ -34,7 +34,7 @@ class SplitNorms(Norms):
 
 def _mean(x_TH: Tensor, group: Group) -> Tensor:
     """Mean over all columns [T, 1]."""
-    return total(x_TH.mean(-1, keepdim=True), group).div_(group.size)
+    return all_reduce(x_TH.mean(-1, keepdim=True), group).div_(group.size)
 
 
 class _SplitRMSNorm(torch.autograd.Function):
@@ -75,7 +75,7 @@ class _SplitLayerNorm(torch.autograd.Function):
         n_TH, r_T1 = ctx.saved_tensors
         n, g = n_TH.to(r_T1.dtype), grads[0].to(r_T1.dtype)
         means_T2 = torch.cat([g.mean(-1, keepdim=True), (g * n).mean(-1, keepdim=True)], -1)
-        mean_T1, dot_T1 = total(means_T2, ctx.group).div_(ctx.group.size).chunk(2, -1)
+        mean_T1, dot_T1 = all_reduce(means_T2, ctx.group).div_(ctx.group.size).chunk(2, -1)
         return (g - mean_T1).sub_(n * dot_T1).mul_(r_T1).to(n_TH.dtype), None, None
 
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from optimus.autograd import once_differentiable
 from optimus.comm import Group, Groups, Result
 from optimus.comm.functional import (
+    all_gather,
     all_gather_async,
     all_gather_rows,
     all_reduce_async,
     cached,
     copy_to_group,
-    gathered,
     reduce_scatter_async,
 )
 from optimus.kernels.gradient_buffer import GradientBuffer
@@ -61,7 +61,7 @@ class SplitProduct(Product):
 
     def whole_rows(self, x_TL: Tensor) -> Tensor:
         """All rows that the product is about."""
-        return gathered(x_TL, self.outputs) if self.gathers else x_TL
+        return all_gather(x_TL, self.outputs) if self.gathers else x_TL
 
     def now_or_later(self, result: Result[Tensor]) -> Result[Tensor]:
         """`result` when it is waited for, or now if nothing is to overlap with what has begun."""
@@ -91,7 +91,7 @@ class _SplitProduct(torch.autograd.Function):
         x_TL, w_NL = ctx.saved_tensors
         how: SplitProduct = ctx.how
         wanted = ctx.needs_input_grad[1]
-        y_grad_TN = gathered(grads[0], how.inputs) if how.scatters else grads[0].contiguous()
+        y_grad_TN = all_gather(grads[0], how.inputs) if how.scatters else grads[0].contiguous()
         rows = how.now_or_later(all_gather_async(x_TL, how.outputs) if how.gathers and wanted else Result(lambda: x_TL))
         start = reduce_scatter_async if how.gathers else all_reduce_async
         x_grad = how.now_or_later(start(how.inner.input_gradient(y_grad_TN, w_NL), how.outputs))

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from optimus.comm import Group, Groups
 from optimus.comm.functional import (
+    all_gather,
     all_gather_rows,
+    all_reduce,
     copy_to_group,
-    gathered,
     reduce_from_group,
     reduce_scatter_rows,
-    total,
 )
 from optimus.kernels.embedding import embedding
 from optimus.kernels.linear import linear
@@ -65,12 +65,12 @@ class SplitVocabulary(Vocabulary):
         return t_T.chunk(self.parts.size)[self.parts.rank] if self.sequence else t_T
 
     def join(self, x_TH: Tensor) -> Tensor:
-        rows_TH = gathered(x_TH, self.parts) if self.sequence else x_TH
+        rows_TH = all_gather(x_TH, self.parts) if self.sequence else x_TH
         return _whole_columns(rows_TH, self.columns, [rows_TH.shape[1]] * self.columns.size)
 
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
         own = x.flatten(0, -2).chunk(self.columns.size, -1)[self.columns.rank]
-        whole_TV = _whole_columns(total(F.linear(own, weight), self.columns), self.everyone, self.sizes)
+        whole_TV = _whole_columns(all_reduce(F.linear(own, weight), self.columns), self.everyone, self.sizes)
         return whole_TV.view(*x.shape[:-1], -1)
 
     def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
@@ -88,7 +88,7 @@ class SplitVocabulary(Vocabulary):
         self.columns.all_reduce(logits_TV)
 
     def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
-        all_P2T = gathered(torch.stack([lse_T, chosen_T])[None], self.parts)
+        all_P2T = all_gather(torch.stack([lse_T, chosen_T])[None], self.parts)
         return all_P2T[:, 0].logsumexp(0), all_P2T[:, 1].sum(0)
 
 
@@ -103,7 +103,7 @@ def _whole_columns(x_TC: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
     if group.size == 1:
         return x_TC
     equal_TC = F.pad(x_TC, (0, max(sizes) - x_TC.shape[1]))
-    return torch.cat([part[:, :size] for part, size in zip(gathered(equal_TC[None], group), sizes, strict=True)], 1)
+    return torch.cat([part[:, :size] for part, size in zip(all_gather(equal_TC[None], group), sizes, strict=True)], 1)
 
 
 def vocabulary_split(groups: Groups, options: StageOptions, vocab: int) -> Vocabulary:

@@ -18,11 +18,11 @@ from torch import Tensor
 from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.comm.functional import (
+    all_gather,
     all_gather_uneven_rows,
     all_to_all_rows_async,
     cached,
     copy_to_group,
-    gathered,
     reduce_from_group,
     reduce_scatter_uneven_rows,
 )
@@ -109,7 +109,7 @@ class AllToAllDispatch:
         receive_N2 = self.group.all_to_all(send_N2)
         totals_P2 = receive_N2.sum(0, keepdim=True)
         if self.parts.size > 1 and not self.duplicates:
-            totals_P2 = gathered(totals_P2, self.parts)
+            totals_P2 = all_gather(totals_P2, self.parts)
         return send_N2, receive_N2, totals_P2
 
     def exchange(
