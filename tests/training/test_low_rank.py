@@ -23,8 +23,7 @@ from optimus.model.low_rank import merged
 from optimus.model.parameters import Size
 from optimus.observe.metrics import read_metrics
 from optimus.plan.asking import as_configured, asked, configured
-from optimus.plan.dry_run import dry_run
-from optimus.plan.prediction import predict
+from optimus.plan.prediction import dry_run, predict
 from optimus.resolve.microbatches import with_microbatches
 from optimus.state.masks import unpacked_bits
 from optimus.testing import run_ranks
