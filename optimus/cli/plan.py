@@ -83,13 +83,25 @@ def plan(
 ) -> None:
     """Choose how to divide a model over a machine, and predict its speed and memory."""
     overrides = [*(overrides or []), *(settings or [])]
-    if explain is not None and scale is None and not largest and explain > (1 if as_is else best):
-        raise UserError(f"--explain {explain}: there are {1 if as_is else best} rows at most")
+    numbers = [] if scale is None else _numbers(scale)
+    rows = len(numbers) or (1 if as_is else best)
+    if explain is not None and not largest and explain > rows:
+        raise UserError(f"--explain {explain}: there are {rows} rows at most")
+    if dry_run is not None:
+        others = {
+            "output": output,
+            "scale": scale,
+            "largest": largest,
+            "explain": explain,
+            "plot": plot,
+            "report": page,
+        }
+        if given := [f"--{name}" for name, value in others.items() if value]:
+            raise UserError(f"--dry-run counts what one rank holds: leave out {' and '.join(given)}")
     from optimus import api
 
     if Path(model).suffix in (".yaml", ".yml"):  # before torch is imported: a mistake costs no waiting
         api.config(model, overrides)
-    numbers = [] if scale is None else _numbers(scale)
     if plot is not None:
         if not numbers:
             raise UserError("--plot draws a study of scaling: add --scale 384,768,...")

@@ -121,7 +121,7 @@ class Group:
 
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         """Begin to replace `tensor` on every rank by its sum over the ranks. `beside`: it goes on while this rank does
-        something else, and not only when the handle is waited for."""
+        something else, and not only when the handle is waited for: handles of others all ranks wait for in one order."""
         if self.size == 1:
             return DONE
         levels = self.transport.levels

@@ -58,7 +58,7 @@ def plan(
     if best < 1:
         raise UserError(f"`best` is {best}: ask for at least one plan")
     if largest and (as_is or scale):
-        raise UserError("`largest` looks for a model: leave out as_is and scale, which keep the one that is given")
+        raise UserError("`largest` looks for a model: leave out `as_is` and `scale`, which keep the one that is given")
     job = asked(configured(model, overrides, number), machine, number, what_if, imbalance, links)
     given = predict(as_configured(job)) if as_is else None
     if scale:
@@ -147,6 +147,10 @@ def read_links(path: Path) -> list[list[float]]:
             raise UserError(
                 f"--links {path}, line {number}: {error}; numbers with commas between them are needed"
             ) from None
+    if not rows:
+        raise UserError(
+            f"--links {path} is empty: it has a line for each node, with that node's bandwidth to each node"
+        )
     return rows
 
 

@@ -203,7 +203,12 @@ class RankCosts:
     def _expert_rows(self) -> float:
         """Copies of tokens that the most loaded rank's experts meet."""
         mesh = self.job.mesh
-        return self.T / mesh.tp * self._chosen * mesh.etp * self.job.imbalance
+        return self.T / mesh.tp * self._chosen * mesh.etp * self._load
+
+    @property
+    def _load(self) -> float:
+        """Tokens of the most loaded rank's experts, to the mean: those of all ranks at most."""
+        return min(self.job.imbalance, self.job.mesh.ep)
 
     @cached_property
     def head(self) -> Passes:
@@ -318,7 +323,7 @@ class RankCosts:
             whole = own * place.size * hidden * self.e
             both = [self.collective(kind, whole, place) for kind in ("all_gather", "reduce_scatter")]
             return Passes(*2 * [Terms(expert=sum(both) * shown)])
-        size = own * mesh.etp * self.job.imbalance * hidden * self.e
+        size = own * mesh.etp * self._load * hidden * self.e
         once = self._exchange(place, size, experts) * shown
         share = self.profile.overlap_shared * self.machine.overlap
         computing = zip(*((half.forward.compute, half.backward.compute + half.weights.compute) for half in shared))

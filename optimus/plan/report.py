@@ -201,9 +201,12 @@ def _below_table(plan: Plan) -> list[str]:
         )
     _, buffers = communicators_of(job)
     left, beside = machine.memory - plan.memory.total - buffers, f" and {size_text(buffers)} of communicators' buffers"
+    fits, said = verdict(plan.memory.total, job)
     lines.append(
-        f"Of {size_text(machine.memory)} a rank it leaves {size_text(max(0.0, left))} beside state and activations"
+        f"Of {size_text(machine.memory)} a rank it leaves {size_text(left)} beside state and activations"
         f"{beside if buffers else ''}."
+        if fits
+        else f"Plan 1 does not fit: its fullest rank takes {said.removesuffix(': does not fit')}."
     )
     if job.parallel.stages_per_rank > 1:
         lines.append(f"x{job.parallel.stages_per_rank}: a rank of the pipeline has so many stages.")

@@ -518,7 +518,8 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list
         return shards.cut(cut)
 
     inner = accumulate(steps, operator.mul, initial=1)
-    copies = all_replicas.cut(lambda ranks_GR: [ranks_GR[:, places_PW.T].reshape(-1, len(places_PW))])
+    copies_WP = np.sort(places_PW.T)  # ranks of a group are in order
+    copies = all_replicas.cut(lambda ranks_GR: [ranks_GR[:, copies_WP].reshape(-1, copies_WP.shape[1])])
     return [*map(shared, steps, inner), copies]
 
 

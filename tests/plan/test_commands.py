@@ -177,6 +177,18 @@ def test_a_dry_run_ends_with_a_verdict(plan: Callable[..., Any], memory: str, fi
     assert re.search(verdict, plan(*words, text=True).splitlines()[-1])
 
 
+def test_a_dry_run_is_of_one_rank_and_a_layout_that_does_not_fit_says_so(plan: Callable[..., Any]) -> None:
+    with pytest.raises(
+        optimus.UserError, match="--dry-run counts what one rank holds: leave out --output and --explain"
+    ):
+        plan("--dry-run", "0", "--output", "plan.yaml", "--explain", "1")
+    with pytest.raises(optimus.UserError, match="--explain 3: there are 2 rows at most"):
+        plan("--scale", "8,16", "--explain", "3")
+    held = plan("--as-is")["plans"][0]["memory_bytes"]["total"]
+    said = plan("--as-is", "--what-if", f"memory={held / 2}", text=True)
+    assert re.search(r"Plan 1 does not\s+fit: its fullest rank takes", said)
+
+
 def test_a_length_in_passes_over_the_data(plan: Callable[..., Any], tmp_path: Path) -> None:
     """The run has as many steps as there are in the data; what is written still says passes."""
     words = ["train.steps=null", "train.epochs=0.5"]
@@ -320,6 +332,9 @@ def test_nodes_that_are_not_equally_near(plan: Callable[..., Any], tmp_path: Pat
     file.write_text("0,1e8\n1e8\n")
     with pytest.raises(optimus.UserError, match=r"links\.csv: .*row 2: there must be as many columns as rows"):
         plan(*words)
+    file.write_text("\n")
+    with pytest.raises(optimus.UserError, match=r"--links .*links\.csv is empty: it has a line for each node"):
+        plan(*words)
     with pytest.raises(optimus.UserError, match=r"--links .*none\.csv cannot be read"):
         plan("--links", str(tmp_path / "none.csv"))
 
@@ -349,7 +364,7 @@ def test_changes_that_make_no_sense(change: str, message: str) -> None:
         ({"imbalance": 0.5}, r"`imbalance` is 0\.5: it is 1, where"),
         ({"imbalance": math.nan}, "`imbalance` is nan: it is 1, where"),
         ({"imbalance": math.inf}, "`imbalance` is inf: it is 1, where"),
-        ({"largest": True, "as_is": True}, "`largest` looks for a model: leave out as_is"),
+        ({"largest": True, "as_is": True}, "`largest` looks for a model: leave out `as_is`"),
     ],
     ids=str,
 )

@@ -116,8 +116,15 @@ def test_tensor_parallelism_sends_the_stream_at_both_ends_of_a_layer() -> None:
 
 
 def test_busy_experts_take_longer() -> None:
-    even, uneven = (work(SPARSE, imbalance=each).feed_forward[0].forward for each in (1.0, 2.0))
+    """On a rank that has some; one that has all has all tokens anyway, and none has more than these."""
+    spread, alone = {"mesh": Mesh(dp=4, ep=4)}, {"mesh": Mesh(dp=4)}
+    even, uneven, all_tokens, more = (
+        work(SPARSE, imbalance=each, **spread).feed_forward[0].forward for each in (1.0, 2.0, 4.0, 9.0)
+    )
     assert 1.5 < uneven.matmul / even.matmul <= 2.0
+    assert uneven.matmul < all_tokens.matmul == more.matmul
+    one, other = (work(SPARSE, imbalance=each, **alone).feed_forward[0].forward for each in (1.0, 2.0))
+    assert one == other
 
 
 def test_a_token_is_sent_to_no_more_ranks_than_there_are_and_no_more_than_it_has_experts() -> None:

@@ -114,6 +114,7 @@ def test_shards_and_copies_divide_all_ranks(replicas: tuple[str, ...], over: str
     assert len(sharing) == (ranks != 1)
     for parts in (shards, copies):
         assert sorted(rank for part in parts for rank in part) == list(range(8))
+        assert all(part == sorted(part) for part in parts)
     for rank in range(8):
         shard, copy = (next(part for part in parts if rank in part) for parts in (shards, copies))
         assert set(shard) & set(copy) == {rank}
