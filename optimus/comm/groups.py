@@ -21,7 +21,7 @@ from optimus.mesh.mesh import DENSE, EXPERT
 
 
 class PlannedGroups(NamedTuple):
-    """All ranks divided into those of a group: one for all uses, or `apart` of them, each for one.
+    """The groups of one partition of the ranks: made once for all uses, or `apart` times, each for one use.
 
     `messages`: nothing but messages between two of its ranks go through a group.
     """
@@ -218,9 +218,10 @@ class Groups:
         measured = self._shared.measured
         if self.tags or measured is None:
             return None
-        shape, levels = shape_of(division.group(self.rank), self.mesh), levels_of(division, self.mesh)
-        if shape is None or levels is None:
+        levels = levels_of(division, self.mesh)
+        if levels is None:
             return None
+        shape = Shape(*(level.largest for level in levels))
         if not any(on_two_levels(name) for kind in KINDS for name in measured.curves(kind, shape)):
             return None
         across, within = map(self._shared_group, levels)

@@ -168,8 +168,10 @@ class Mesh:
 
         if "embedding" not in single or self.pp == 1:
             return RankPartition([table(ranks)])
-        between = [table(stage[None]) for stage in ranks[1:-1]]  # the first stage and the last one
-        return RankPartition([table(ranks[[0, -1]]), *between])
+        alone = [
+            table(stage[None]) for stage in ranks[1:-1]
+        ]  # between the first stage and the last one, which are joined
+        return RankPartition([table(ranks[[0, -1]]), *alone])
 
     def node(self, rank: int) -> int:
         """The node that holds `rank`."""

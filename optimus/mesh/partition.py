@@ -12,7 +12,7 @@ Table = NDArray[np.int32]
 class RankPartition:
     """Every rank in one group; groups may have different numbers of ranks.
 
-    Divisions are equal when their groups are, in whatever order these were given. The order of the ranks in a group counts.
+    Partitions are equal when their groups are, in whatever order these were given. The order of the ranks in a group counts.
     """
 
     def __init__(self, tables: Iterable[Table]) -> None:
@@ -61,6 +61,6 @@ class RankPartition:
         """Ranks of the group that `rank` is in."""
         return self.largest if len(self.tables) == 1 else len(self.group(rank))
 
-    def cut(self, into: Callable[[Table], Iterable[Table]]) -> "RankPartition":
-        """Each group divided further: `into` makes tables of its parts from one of whole groups."""
-        return RankPartition(part for table in self.tables for part in into(table))
+    def cut(self, into: Callable[[Table], Table]) -> "RankPartition":
+        """The same ranks in smaller groups: `into` makes a table of parts from each table of whole groups."""
+        return RankPartition(map(into, self.tables))

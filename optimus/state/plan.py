@@ -18,7 +18,6 @@ from torch import Tensor
 from optimus.config.tree import StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh, RankPartition
-from optimus.mesh.partition import Table
 from optimus.optim.rule import Rule
 from optimus.state.buffers import ALIGN, KINDS, RESIDENCES, Buffer, Depths, Lifetime, Residency, aligned, buffers
 from optimus.state.masks import MaskForm, MaskPlan, bits_of
@@ -508,18 +507,15 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list
     first = all_replicas.group(0)
     # What shares state out among the first replicas does so among others, which lie alike.
     places_PW = np.searchsorted(first, shard_groups(mesh, first, options))
-    shards = all_replicas.cut(lambda ranks_GR: [ranks_GR[:, places_PW].reshape(-1, places_PW.shape[1])])
+    shards = all_replicas.cut(lambda ranks_GR: ranks_GR[:, places_PW].reshape(-1, places_PW.shape[1]))
     steps, _ = sharing_steps(shard_widths(options.shard, options.shard_ranks), shards.largest)
 
     def shared(step: int, inner: int) -> RankPartition:
-        def cut(ranks_GW: Table) -> list[Table]:
-            return [ranks_GW.reshape(-1, step, inner).swapaxes(1, 2).reshape(-1, step)]
-
-        return shards.cut(cut)
+        return shards.cut(lambda ranks_GW: ranks_GW.reshape(-1, step, inner).swapaxes(1, 2).reshape(-1, step))
 
     inner = accumulate(steps, operator.mul, initial=1)
     copies_WP = np.sort(places_PW.T)  # ranks of a group are in order
-    copies = all_replicas.cut(lambda ranks_GR: [ranks_GR[:, copies_WP].reshape(-1, copies_WP.shape[1])])
+    copies = all_replicas.cut(lambda ranks_GR: ranks_GR[:, copies_WP].reshape(-1, copies_WP.shape[1]))
     return [*map(shared, steps, inner), copies]
 
 
