@@ -26,7 +26,7 @@ WORDS = {  # words of identifiers, to the ones to use
 NAMES = {  # whole identifiers, to the ones to use
     "Base": "Candidate",
     "Given": "Job",
-    "Held": "ParameterGroup",
+    "Held": "ChunkGroup",
     "HeldOut": "Validation",
     "Holding": "LeaseCheck",
     "Now": "OptimizerStep",
@@ -41,7 +41,7 @@ NAMES = {  # whole identifiers, to the ones to use
     "exchange_rows": "all_to_all_rows",
     "collect_on_first": "gather_object",
     "gather_rows": "all_gather_rows",
-    "held_by": "parameter_groups",
+    "held_by": "chunk_groups",
     "keep_stages": "_select",
     "own_rows": "local_rows",
     "start_gathered": "all_gather_async",

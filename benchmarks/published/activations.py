@@ -9,8 +9,8 @@ from functools import cached_property
 
 from benchmarks.published.profiles import FrameworkProfile
 from optimus.plan.blocks import Projection, blocks_of
+from optimus.plan.chunks import PartCounts
 from optimus.plan.job import Job
-from optimus.plan.parameter_groups import PartCounts
 
 
 class OtherActivations:

@@ -4,6 +4,7 @@ that it then takes.
 The properties of a framework are those of `profiles.yaml`; a row may have run it otherwise.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -13,10 +14,10 @@ from benchmarks.published.case import Case
 from benchmarks.published.jobs import job
 from benchmarks.published.profiles import FrameworkProfile
 from optimus.config import ModelConfig
+from optimus.plan.chunks import ChunkGroup, chunk_groups
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import Memory, memory_of_ranks, ranks_of
-from optimus.plan.parameter_groups import parameter_groups
 from optimus.resolve.rules import default_rule
 
 # Asynchronous tensor parallelism sends in parts beside the parts of a product; the first and the last wait for each other.
@@ -34,6 +35,7 @@ _FUSED_EXPERTS = (26, 6)
 _UNFUSED = {"passes_experts": 3.0, "host": 6.0e-3}
 # The most loaded rank's tokens to the mean where routers are not forced to balance, with the usual balance loss.
 _DROPLESS = 1.3
+_AHEAD = 2  # blocks of parameters that are whole at a time where they are sharded
 
 
 # ---- The profile ----
@@ -157,9 +159,9 @@ def framework_ranks(job: Job, profile: FrameworkProfile, offload: frozenset[str]
     found = []
     for memory, rank in zip(memory_of_ranks(job, activations), ranks_of(job)):
         parts = {**memory.parts, "other": profile.fixed}
-        sharded = [each for each in parameter_groups(job, rank.counts) if each.depths.parameters]
-        if profile.whole_gradients and not job.state.reshard_after_forward:
-            parts["gathered"] += sum(profile.reduced * each.elements for each in sharded)
+        sharded = [each for each in chunk_groups(job, rank.stages) if each.depths.parameters]
+        if sharded:
+            parts["gathered"] = _gathered(job, profile, sum(counts.blocks for counts in rank.stages), sharded)
         if profile.late_gradients and job.microbatches == 1:  # as they come, activations go
             parts["gradients"] = max(0.0, parts["gradients"] - parts["activations"])
         if "optimizer" in offload:
@@ -168,3 +170,13 @@ def framework_ranks(job: Job, profile: FrameworkProfile, offload: frozenset[str]
             parts["parameters"] -= sum(job.itemsize * each.after(each.depths.parameters) for each in sharded)
         found.append(Memory(memory.rank, parts, memory.elsewhere))
     return found
+
+
+def _gathered(job: Job, profile: FrameworkProfile, blocks: int, sharded: Sequence[ChunkGroup]) -> float:
+    """Bytes of whole parameters and gradients of what is sharded, while they are used: two blocks of parameters and the
+    gradients of one, or all of them."""
+    elements, several = sum(each.elements for each in sharded), min(_AHEAD, blocks) / max(1, blocks)
+    release, whole = job.state.reshard_after_forward, profile.whole_gradients
+    parameters = job.itemsize * elements * (several if release else 1)
+    gradients = profile.gradient * elements * several / _AHEAD
+    return parameters + gradients + (profile.reduced * elements if whole and not release else 0.0)

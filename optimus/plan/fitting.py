@@ -10,6 +10,7 @@ from typing import NamedTuple
 from optimus.config import ModelConfig
 from optimus.config.tree import ShardRanks
 from optimus.pipeline.estimates import largest
+from optimus.plan.chunks import PartCounts
 from optimus.plan.divisions import BlockTiming, Candidate
 from optimus.plan.job import Job
 from optimus.plan.memory import (
@@ -25,8 +26,7 @@ from optimus.plan.memory import (
     usable,
 )
 from optimus.plan.offloading import host_room
-from optimus.plan.parameter_groups import PartCounts
-from optimus.plan.step import least_time, step_time, together
+from optimus.plan.step import least_time, step_time
 from optimus.resolve.stages import splits_backward
 from optimus.state.buffers import RESIDENCES
 from optimus.state.plan import Shard
@@ -114,8 +114,8 @@ class Fitting:
         """The ways to hold its state that leave memory."""
         key = job.mesh, job.parallel.stages_per_rank, job.ends_apart, job.microbatches > 1
         if key not in self._ways:
-            counts = [together(stages) for stages in dict.fromkeys(map(tuple, stages_of_each(job)))]
-            ways = (_Way(*way, state_room(counts, held(job, *way))) for way in sharded(job))
+            ranks = [*dict.fromkeys(stages_of_each(job))]
+            ways = (_Way(*way, state_room(ranks, held(job, *way))) for way in sharded(job))
             self._ways[key] = [way for way in ways if min(way.room) > 0]
         return self._ways[key]
 
@@ -133,9 +133,8 @@ class Fitting:
         if key not in self._ranks:
             merged: dict[tuple[PartCounts, ...], Rank] = {}
             for rank in ranks_of(job):
-                name = tuple(rank.stages)
-                live = [*merged[name].live, *rank.live] if name in merged else rank.live
-                merged[name] = rank._replace(live=largest(live))
+                live = [*merged[rank.stages].live, *rank.live] if rank.stages in merged else rank.live
+                merged[rank.stages] = rank._replace(live=largest(live))
             self._ranks[key] = list(merged.values())
         return self._ranks[key]
 
@@ -167,7 +166,7 @@ class Fitting:
         return [sum(parts.values()) for parts in activations_of(self._ranks_of(job), self._kept[key])]
 
 
-def state_room(ranks: Sequence[PartCounts], job: Job) -> list[float]:
+def state_room(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[float]:
     """Bytes that its state leaves of the device of each of `ranks`; none where the host has no room for it."""
     room, beside = usable(job.machine), host_room(job)
     return [

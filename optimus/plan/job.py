@@ -140,15 +140,6 @@ class Job:
         """Where the ranks along `axes` lie."""
         return group_along(self.mesh, axes)
 
-    @property
-    def when_largest(self) -> "Job":
-        """At the time when its state takes most: of a run that prunes later than before its first step, before that."""
-        pruning = self.config.pruning
-        if pruning is None or pruning.comes_first:
-            return self
-        rules = tuple(tuple((rule, share, 1.0) for rule, share, _ in those) for those in self.rules)
-        return replace(self, rules=rules)
-
     # ---- Nodes ----
 
     @property

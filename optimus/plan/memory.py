@@ -6,10 +6,9 @@ For this library activations are what `parallel.activations` measures of its own
 measurements, what `benchmarks.published.activations` counts.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from optimus.model.count import count_parameters
@@ -17,30 +16,25 @@ from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, stages_of_ranks
 from optimus.plan.blocks import examples
+from optimus.plan.chunks import PartCounts, chunk_groups, chunk_plans, held_in, written
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
-from optimus.plan.offloading import (
-    GRADIENTS,
-    Elsewhere,
-    cache_blocks,
-    chunk_elements,
-    device_share,
-    elsewhere_of,
-    sends_gradients,
-)
-from optimus.plan.parameter_groups import ParameterGroup, PartCounts, parameter_groups, written
-from optimus.plan.step import blocks_of_stages, counts_of, together
+from optimus.plan.offloading import Elsewhere, cache_blocks, device_share
+from optimus.plan.step import blocks_of_stages, counts_of
 from optimus.resolve.dispatcher import dispatch
+from optimus.resolve.facts import opens_cache
 from optimus.resolve.groups import Communicators, communicators
+from optimus.resolve.memory import fullest_shards, gradients_in_use, parameters_in_use
 from optimus.resolve.parameters import layouts_of
+from optimus.resolve.precision import DTYPES
 from optimus.resolve.shapes import activation_shapes
 from optimus.resolve.stages import live_of
-from optimus.state.buffers import RESIDENCES
-from optimus.state.masks import MaskPlan
+from optimus.state.buffers import Residency
+from optimus.state.plan import ChunkPlan
 
 FRAGMENTS = 0.08  # share of a rank's memory that cannot be used
+OPTIMIZER = "master", "moments", "mask"  # kinds of buffers
 KINDS = "norm", "attention", "mlp", "moe", "block"  # of recomputation, in the configuration's order
-_AHEAD = 2  # blocks whose whole parameters, or gradients, are there at a time where they are sharded
 
 
 ActivationSizes = Callable[[PartCounts], tuple[float, float, float]]
@@ -63,10 +57,9 @@ class Memory:
 
 
 class Rank(NamedTuple):
-    """A rank of the pipeline: what its stages hold, together and each, and the microbatches that they keep at most."""
+    """A rank of the pipeline: what each of its stages holds, and the microbatches that they keep at most."""
 
-    counts: PartCounts
-    stages: Sequence[PartCounts]
+    stages: tuple[PartCounts, ...]
     live: Sequence[Live]
 
 
@@ -78,7 +71,7 @@ def memory_of(job: Job, kept: ActivationSizes | None = None) -> Memory:
 def memory_of_ranks(job: Job, kept: ActivationSizes | None = None) -> list[Memory]:
     """Of a rank of each rank of the pipeline. `kept` says what activations take; default: what the run's own do."""
     ranks = ranks_of(job)
-    states = state_of([rank.counts for rank in ranks], job)
+    states = state_of([rank.stages for rank in ranks], job)
     activations = activations_of(ranks, kept or run_activations(job))
     return [Memory(rank, state | parts, there) for rank, ((state, there), parts) in enumerate(zip(states, activations))]
 
@@ -86,29 +79,30 @@ def memory_of_ranks(job: Job, kept: ActivationSizes | None = None) -> list[Memor
 def ranks_of(job: Job) -> list[Rank]:
     """The ranks of the pipeline."""
     live = live_of(job.config, job.microbatches)
-    return [Rank(together(stages), stages, kept) for stages, kept in zip(stages_of_each(job), live)]
+    return [Rank(stages, kept) for stages, kept in zip(stages_of_each(job), live)]
 
 
-def stages_of_each(job: Job) -> list[list[PartCounts]]:
+def stages_of_each(job: Job) -> list[tuple[PartCounts, ...]]:
     """Of each rank of the pipeline what its stages have."""
     counts = counts_of(job.model, blocks_of_stages(job))
     owned = stages_of_ranks(job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank)
-    return [[counts[number] for number in own] for own in owned]
+    return [tuple(counts[number] for number in own) for own in owned]
 
 
-def state_of(ranks: Sequence[PartCounts], job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
+def state_of(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
     """Of each rank: what it holds of parameters, gradients and the optimizer's state, on the device and elsewhere."""
-    found: dict[PartCounts, tuple[dict[str, float], Elsewhere]] = {}
-    for counts in ranks:
-        if counts not in found:
-            held = parameter_groups(job.when_largest, counts)
-            found[counts] = state_parts(held, job, counts), elsewhere_of(job, held)
-    return [found[counts] for counts in ranks]
+    plans = cache(partial(chunk_plans, job))
+
+    @cache
+    def found(stages: tuple[PartCounts, ...]) -> tuple[dict[str, float], Elsewhere]:
+        return _state(job, stages, [plan for counts in held_in(job, stages) for plan in plans(counts)])
+
+    return [found(stages) for stages in ranks]
 
 
 def state_size(job: Job) -> float:
     """Bytes of what the fullest rank holds on its device of parameters, gradients and the optimizer's state."""
-    return max(sum(parts.values()) for parts, _ in state_of([rank.counts for rank in ranks_of(job)], job))
+    return max(sum(parts.values()) for parts, _ in state_of([rank.stages for rank in ranks_of(job)], job))
 
 
 def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[str, float]]:
@@ -121,51 +115,33 @@ def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[st
     return parts
 
 
-def state_parts(held: Sequence[ParameterGroup], job: Job, counts: PartCounts) -> dict[str, float]:
-    """What is there at rest, copies for checkpoints too, and whole parameters and gradients while they are used."""
-    blocks, profile, saving = max(1, counts.blocks), job.profile, job.config.checkpoint
-    here = job.machine.host.shared and saving.asynchronous  # copies lie in the ranks' own memory
-    copied = written(held, profile.state_bytes, scattered=saving.scattered) if here else 0.0
-    home, waiting, _ = RESIDENCES[job.state.residency]
-    share = device_share(job)
-    parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0, "copies": share * copied}
-    if counts.last and job.teachers:
-        parts["teacher"] = job.itemsize * sum(count_parameters(teacher).total for teacher in job.teachers)
-    chunk, whole = chunk_elements(held, job), sum(each.elements for each in held)
-    if home != "device":
-        parts["parameters"] = job.itemsize * share * whole
-        parts["gathered"] = job.itemsize * min(whole, chunk * cache_blocks(job, math.ceil(whole / chunk)))
-    if waiting != "device":  # gradients of a chunk leave after its last microbatch
-        parts["gathered"] += profile.gradient * min(GRADIENTS * chunk, whole)
-    for each in held:
-        if each.pruned and each.rule.trains:
-            parts["optimizer"] += index_bytes(job, each)
-        # What is gathered at a time: whole blocks, or chunks of a small model.
-        ahead = max(each.elements / blocks * min(_AHEAD, blocks), min(each.elements, (1 + job.state.prefetch) * chunk))
-        if each.rule.trains:
-            # Parameters are then the master weights.
-            same = job.precision == "fp32" and not (each.rule.averages or each.pruned)
-            state = profile.state_bytes(each.rule) - (4.0 if same else 0.0)
-            parts["optimizer"] += share * state * each.updated
-            if waiting == "device" or (job.microbatches > 1 and not sends_gradients(job)):
-                parts["gradients"] += profile.gradient * each.after(each.depths.gradients)
-        if home != "device":
-            continue
-        parts["parameters"] += job.itemsize * (
-            each.after(each.depths.parameters) if each.depths.parameters else each.elements
-        )
-        if each.depths.parameters:
-            parts["gathered"] += job.itemsize * (ahead if job.state.reshard_after_forward else each.elements)
-        if each.rule.trains and (each.depths.gradients or each.pruned):
-            parts["gathered"] += profile.gradient * max(ahead / _AHEAD, min(each.elements, chunk))
-    return parts
-
-
-def index_bytes(job: Job, group: ParameterGroup) -> float:
-    """Bytes of the masks of a group of which some are pruned: on every rank that has whole gradients of it."""
-    assert job.config.pruning is not None
-    elements = round(group.elements)
-    return float(4 * MaskPlan(elements, round(group.unpruned * elements), job.config.pruning.indices).elements)
+def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -> tuple[dict[str, float], Elsewhere]:
+    """Of the chunks of these stages, by the account's rules: what is there at rest, copies for checkpoints too, and whole
+    parameters and gradients while they are used; of a run that prunes, when it takes most."""
+    config, profile, saving = job.config, job.profile, job.config.checkpoint
+    places: Sequence[Residency] = ("device",) if job.state.residency == "device" else ("device", "host", "disk")
+    if opens_cache(job.state):
+        config = job.changed(state={"cache": cache_blocks(job, len(plans))}).config
+    copied = teacher = 0.0
+    if job.machine.host.shared and saving.asynchronous:  # copies lie in the ranks' own memory
+        held = chunk_groups(job, stages)
+        copied = device_share(job) * written(held, profile.state_bytes, scattered=saving.scattered)
+    if any(counts.last for counts in stages):
+        teacher = job.itemsize * sum(count_parameters(model).total for model in job.teachers)
+    device, *elsewhere = (fullest_shards(plans, at) for at in places)
+    # Gradients and state of another library take other bytes.
+    scale, more = profile.gradient / DTYPES[job.state.gradient_dtype].itemsize, 0.0
+    if profile.state is not None:
+        here = (plan for plan in plans if plan.rule.trains and not plan.offloaded)
+        more = sum((profile.state - 4 * (1 + len(plan.rule.kinds))) * plan.updated for plan in here)
+    return {
+        "parameters": float(device["parameters"]),
+        "gradients": scale * device["gradients"],
+        "optimizer": more + sum(device[kind] for kind in OPTIMIZER),
+        "gathered": parameters_in_use(config, plans) + scale * gradients_in_use(config, plans, job.microbatches),
+        "copies": copied,
+        **({"teacher": teacher} if teacher else {}),
+    }, Elsewhere(*(float(sum(kept.values())) for kept in elsewhere))
 
 
 def run_activations(job: Job) -> ActivationSizes:
@@ -179,9 +155,8 @@ def run_activations(job: Job) -> ActivationSizes:
 
     @cache
     def sizes(counts: PartCounts) -> tuple[float, float, float]:
-        layers = [layer for layer, number in counts.kinds for _ in range(number)]
         first, last = bool(counts.first), bool(counts.last)
-        found = activation_bytes(job.model, chosen, layers=layers, first=first, last=last, **shapes)
+        found = activation_bytes(job.model, chosen, layers=counts.layers, first=first, last=last, **shapes)
         return float(found.saved), float(found.waiting), float(found.peak - found.saved)
 
     return sizes

@@ -4,10 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
+from optimus.plan.chunks import ChunkGroup
 from optimus.plan.job import Job
-from optimus.plan.parameter_groups import ParameterGroup
+from optimus.resolve.offload import BLOCKS, step_shape
 from optimus.resolve.offload_times import (
     OffloadChoice,
     Rates,
@@ -18,13 +17,9 @@ from optimus.resolve.offload_times import (
     pass_seconds,
     step_seconds,
 )
-from optimus.state.buffers import buffers
-from optimus.state.plan import largest_chunk, placed
 
 # Bytes of an element that an update of AdamW reads and writes: state, and gradient and parameter in 16 bits.
 _UPDATE = 28
-BLOCKS = 3  # besides those that come ahead of use: the least that a run's `state.cache: auto` takes
-GRADIENTS = 3  # whole gradient buffers on their way to the host
 
 
 class OffloadSeconds(NamedTuple):
@@ -56,37 +51,17 @@ def device_share(job: Job) -> float:
     return 0.0 if share == "auto" else share  # what there is room for is added when a layout has been found
 
 
-def chunk_elements(held: Sequence[ParameterGroup], job: Job) -> float:
-    """Of a chunk of what a rank has."""
-    total = sum(each.elements for each in held)
-    return min(total, job.state.chunk or largest_chunk(round(total)))
-
-
 def cache_blocks(job: Job, chunks: int) -> int:
     """Of parameters on the device."""
     cache = job.state.cache
     return min(chunks, cache if isinstance(cache, int) else BLOCKS + job.state.prefetch)
 
 
-def shape_of(job: Job, held: Sequence[ParameterGroup], forward: float, backward: float) -> StepShape:
+def shape_of(job: Job, held: Sequence[ChunkGroup], forward: float, backward: float) -> StepShape:
     """Of a rank that has `held`, whose microbatch takes so many seconds."""
-    total, updated = (sum(sizes) for sizes in zip(*((each.elements, each.updated) for each in held)))
-    elements = chunk_elements(held, job)
-    chunks = max(1, math.ceil(total / elements))
-    return StepShape(
-        chunks,
-        round(total / chunks),
-        forward / chunks,
-        backward / chunks,
-        job.microbatches,
-        max(1, round(total / updated)),
-        job.state.residency,
-        int(job.itemsize),
-        int(job.profile.gradient),
-        job.state.prefetch,
-        job.state.shard != "parameters",
-        sends_gradients(job),
-    )
+    plans, sizes = [plan for each in held for plan in each.plans], (int(job.itemsize), int(job.profile.gradient))
+    whole = job.state.shard != "parameters"
+    return step_shape(plans, job.state, job.microbatches, forward, backward, sizes, whole=whole)
 
 
 def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:
@@ -97,7 +72,7 @@ def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:
     return min((OffloadChoice(cache, device, on) for on in places), key=lambda each: step_seconds(shape, rates, each))
 
 
-def offload_seconds(job: Job, held: Sequence[ParameterGroup], forward: float, backward: float) -> OffloadSeconds:
+def offload_seconds(job: Job, held: Sequence[ChunkGroup], forward: float, backward: float) -> OffloadSeconds:
     """Of a step on a rank that has `held`, whose microbatch takes so many seconds."""
     rates, shape = rates_of(job), shape_of(job, held, forward, backward)
     if job.state.shard == "parameters":  # gathered as they are everywhere
@@ -120,20 +95,8 @@ def sends_gradients(job: Job) -> bool:
 class Elsewhere(NamedTuple):
     """Bytes of a rank on the host, and on a disk."""
 
-    host: float
-    disk: float
-
-
-def elsewhere_of(job: Job, held: Sequence[ParameterGroup]) -> Elsewhere:
-    """What a rank that has `held` keeps of it beside its device."""
-    away, found = 1 - device_share(job), {"device": 0.0, "host": 0.0, "disk": 0.0}
-    types = getattr(torch, job.train.precision), getattr(torch, job.state.gradient_dtype)
-    residency, sends = job.state.residency, sends_gradients(job)
-    for each in held:
-        depths = placed(each.depths, residency, sends)
-        for buffer in buffers(depths, *types, each.rule, residency=residency, pruned=each.pruned, sends=sends):
-            found[buffer.residency] += away * buffer.bytes(each.after(buffer.depth))
-    return Elsewhere(found["host"], found["disk"])
+    host: float = 0.0
+    disk: float = 0.0
 
 
 def host_room(job: Job) -> float:

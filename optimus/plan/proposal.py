@@ -8,7 +8,7 @@ from optimus.config.phases import as_of_run
 from optimus.errors import UserError
 from optimus.measurements import Timing
 from optimus.plan.job import Job, machine_facts, profile_of
-from optimus.plan.memory import FRAGMENTS, Memory, memory_of, room_of
+from optimus.plan.memory import FRAGMENTS, OPTIMIZER, Memory, memory_of, room_of
 from optimus.plan.offloading import Elsewhere, rates_of
 from optimus.resolve.facts import AMOUNTS, Facts
 from optimus.resolve.memory import MemoryAccount, memories
@@ -24,7 +24,6 @@ _SHARDING = {
     "device_states",
     "accumulate_on",
 }
-_OPTIMIZER = ("master", "moments", "mask")
 
 
 # ---- Its configuration ----
@@ -106,6 +105,6 @@ def memory_of_run(job: Job, run: ResolvedRun) -> Memory:
 def _memory(rank: int, found: MemoryAccount, shared: bool) -> Memory:
     """`shared`: copies for checkpoints lie in the ranks' own memory."""
     kinds = found.kinds(shared=shared)
-    parts = {"gathered": 0.0, "copies": 0.0, "optimizer": float(sum(kinds.pop(kind) for kind in _OPTIMIZER))}
+    parts = {"gathered": 0.0, "copies": 0.0, "optimizer": float(sum(kinds.pop(kind) for kind in OPTIMIZER))}
     parts |= {kind: float(size) for kind, size in kinds.items()}
     return Memory(rank, parts, Elsewhere(*(float(sum(kept.values())) for kept in (found.host, found.disk))))

@@ -5,7 +5,7 @@ behind it. The schedule says what a pipeline makes of it (`pipeline`). Then come
 do together, as far as it is not hidden behind the last backward pass, and the optimizer.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -17,10 +17,10 @@ from optimus.config import ModelConfig
 from optimus.mesh.strided import StridedGroup
 from optimus.optim.rule import Rule
 from optimus.pipeline.estimates import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
+from optimus.plan.chunks import ChunkGroup, PartCounts, chunk_groups, max_load, written
 from optimus.plan.collectives import transfer_seconds
 from optimus.plan.job import Job
 from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradients
-from optimus.plan.parameter_groups import ParameterGroup, PartCounts, max_load, parameter_groups, written
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.resolve import stages as of_run
 
@@ -69,7 +69,7 @@ class _Passes(NamedTuple):
     stages: Sequence[_Stage]  # of the slowest rank
     own: Sequence[StageTimes]  # of these
     times: tuple[StageTimes, ...]  # of all stages
-    counts: PartCounts  # of the slowest rank
+    held: tuple[PartCounts, ...]  # by the stages of the slowest rank
     least: float  # seconds of all microbatches, if ranks share no cores
 
 
@@ -132,12 +132,12 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 @lru_cache(maxsize=1024)
 def _alike(
     model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
-) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], PartCounts]]:
-    """(of each stage the first one that has the same, such stages of each rank, what these have together)."""
+) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], tuple[PartCounts, ...]]]:
+    """(of each stage the first one that has the same, such stages of each rank, what these hold)."""
     first, counts = dict[PartCounts, int](), counts_of(model, sizes)
     alike = tuple(first.setdefault(each, number) for number, each in enumerate(counts))
     ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
-    return alike, ranks, {own: together([counts[number] for number in own]) for own in dict.fromkeys(ranks)}
+    return alike, ranks, {own: tuple(counts[number] for number in own) for own in dict.fromkeys(ranks)}
 
 
 def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float:
@@ -150,11 +150,11 @@ def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float
 
 def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
     """What comes after the passes, or is not hidden beside them."""
-    job, counts = work.job, passes.counts
-    moved = work.remembered(("state", counts), lambda: _state_seconds(work, counts))
+    job, stages = work.job, passes.held
+    moved = work.remembered(("state", stages), lambda: _state_seconds(work, stages))
     beside = OffloadSeconds(moved.update, 0.0)
     if job.state.residency != "device":
-        held = work.remembered(("held", counts), lambda: parameter_groups(job, counts))
+        held = work.remembered(("held", stages), lambda: chunk_groups(job, stages))
         forward, backward = (sum(times) for times in zip(*((t.forward, t.backward + t.weights) for t in passes.own)))
         beside = offload_seconds(job, held, forward, backward)
     ends = {
@@ -182,21 +182,13 @@ def blocks_of_stages(job: Job) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[PartCounts, ...]:
-    """Of stages of so many blocks: blocks of each kind, and whether it has the first and the last part."""
-    alike, kinds = iter(model.alike), sorted(set(model.alike))
+    """Of stages of so many blocks: which these are, and whether it has the first and the last part."""
+    alike = iter(model.alike)
     stages = []
     for stage, size in enumerate(sizes):
-        number = Counter(islice(alike, size))
         first, last = int(stage == 0), int(stage == len(sizes) - 1)
-        stages.append(PartCounts(tuple((layer, number[layer]) for layer in kinds), first, last, max(first, last)))
+        stages.append(PartCounts(tuple(islice(alike, size)), first, last, max(first, last)))
     return tuple(stages)
-
-
-def together(counts: Sequence[PartCounts]) -> PartCounts:
-    """Of the stages of a rank; a table that embedding and output layer share is there once."""
-    kinds, first, last, tied, every = zip(*counts)
-    added = tuple((each[0][0], sum(number for _, number in each)) for each in zip(*kinds))
-    return PartCounts(added, sum(first), sum(last), max(tied), max(every))
 
 
 # ---- A microbatch in a stage ----
@@ -272,7 +264,7 @@ def _gathering(work: RankCosts, counts: PartCounts, forward: Terms, backward: Te
 def _gathers(work: RankCosts, counts: PartCounts) -> tuple[float, float]:
     """Seconds of all-gathering the parameters of a stage, and of reduce-scattering their gradients."""
     parts = max(1, work.profile.gathers * counts.blocks)
-    held = parameter_groups(work.job, counts)
+    held = chunk_groups(work.job, (counts,))
     gather = (_moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e, parts) for each in held)
     reduce = (
         _moving(work, "reduce_scatter", each.moved(0, _reduced_each(work.job, each)), work.profile.reduced, parts)
@@ -282,7 +274,7 @@ def _gathers(work: RankCosts, counts: PartCounts) -> tuple[float, float]:
     return sum(gather), sum(reduce)
 
 
-def _reduced_each(job: Job, group: ParameterGroup) -> int:
+def _reduced_each(job: Job, group: ChunkGroup) -> int:
     """In how many of its steps a group's gradients are reduced in every microbatch."""
     return group.depths.optimizer if sends_gradients(job) else group.depths.gradients
 
@@ -313,9 +305,9 @@ class _StateSeconds(NamedTuple):
     written: Sequence[tuple[int, float]]  # into checkpoints: every how many steps, and bytes
 
 
-def _state_seconds(work: RankCosts, counts: PartCounts) -> _StateSeconds:
+def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSeconds:
     profile, saving = work.profile, work.job.config.checkpoint
-    every = parameter_groups(work.job, counts)
+    every = chunk_groups(work.job, stages)
     held = [each for each in every if each.rule.trains]
     reduce_each = reduce = gather = turns = 0.0
     for each in held:
@@ -350,7 +342,7 @@ def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes
     return reduced + moved.turns + _beside(moved.gather, profile.overlap_gather * ahead)
 
 
-def _update(work: RankCosts, held: Sequence[ParameterGroup]) -> float:
+def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:
     """Measuring the norm and the update, as fast as memory is, and the products of rules of matrices."""
     profile = work.profile
     kept = defaultdict[float, float](float)  # elements, by the bytes of their state
@@ -363,7 +355,7 @@ def _update(work: RankCosts, held: Sequence[ParameterGroup]) -> float:
     return ways + products + work.machine.memory_seconds(moved + own * profile.gradient, kernels=10)
 
 
-def _orthogonalising(work: RankCosts, held: ParameterGroup) -> float:
+def _orthogonalising(work: RankCosts, held: ChunkGroup) -> float:
     """On the rank with most matrices to make orthogonal; those of which ranks have blocks they exchange (`OverBlocks`)."""
     ranks, each = held.shards(held.depths.optimizer), list[tuple[float, float]]()
     here = -(-round(sum(number for number, *_ in held.matrices)) // ranks)

@@ -4,22 +4,27 @@ Not in it is what is on its way: buffers of collectives, messages, and tiles of 
 back, two at a time (`state.tile`; of a rule of matrices at least one matrix).
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from optimus.checkpoint.writers import bytes_copied
+from optimus.config import RunConfig
 from optimus.parallel.recompute import Recomputation
 from optimus.resolve.facts import Facts
 from optimus.resolve.parameters import targets_of
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.run import ResolvedRun
 from optimus.resolve.stages import live_of
-from optimus.state.buffers import KINDS, Residency
+from optimus.state.buffers import KINDS, Buffer, Residency
 from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind
+
+Table = npt.NDArray[np.int64]  # of shards and kinds
 
 _LEAVING = 3  # whole gradients of chunks whose state is elsewhere: one that is filled, two on their way
 
@@ -110,8 +115,8 @@ def account(
         state(plans, "host"),
         state(plans, "disk"),
         run.teacher_bytes(rank),
-        _parameters_in_use(run, plans),
-        _gradients_in_use(run, plans),
+        parameters_in_use(config, plans),
+        gradients_in_use(config, plans, run.microbatches),
         *live(run, rank, load),
         copies,
     )
@@ -141,32 +146,33 @@ def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomput
     return LiveBytes(round(kept), max(stage.peak - stage.saved for stage in stages))
 
 
-def _parameters_in_use(run: ResolvedRun, plans: Sequence[ChunkPlan]) -> int:
+def parameters_in_use(config: RunConfig, plans: Sequence[ChunkPlan]) -> int:
     """Bytes of whole parameters that have memory while they are used."""
-    state = run.config.state
-    sizes = sorted((plan.size for plan in plans if plan.lifetime != "always"), reverse=True)
-    if any(plan.lifetime == "step" for plan in plans):
+    state = config.state
+    used = [alike for alike in _alike(plans) if alike[0].lifetime != "always"]
+    sizes = sorted((plan.size for alike in used for plan in alike), reverse=True)
+    if any(alike[0].lifetime == "step" for alike in used):
         several = len(sizes)
     elif isinstance(state.cache, int):
         several = state.cache
         sizes = [max(sizes, default=0)] * len(sizes)  # blocks are alike
     else:
         several = 1 + state.prefetch
-    return sum(sizes[:several]) * DTYPES[run.config.train.precision].itemsize
+    return sum(sizes[:several]) * DTYPES[config.train.precision].itemsize
 
 
-def _gradients_in_use(run: ResolvedRun, plans: Sequence[ChunkPlan]) -> int:
+def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches: int) -> int:
     """Bytes of gradients that have memory from a backward pass until they have left; of several microbatches, from the first
     one on."""
-    state, staying, passing = run.config.state, 0, list[int]()
-    for plan in plans:
-        for buffer in plan.buffers:
+    state, staying, passing = config.state, 0, list[int]()
+    for alike in _alike(plans):
+        for buffer in alike[0].buffers:
             if buffer.reported == "gradients" and buffer.lifetime != "always":
-                elements = plan.elements(buffer)
-                if buffer.lifetime == "step" and run.microbatches > 1:
-                    staying += elements
+                elements = [plan.elements(buffer) for plan in alike]
+                if buffer.lifetime == "step" and microbatches > 1:
+                    staying += sum(elements)
                 else:
-                    passing.append(elements)
+                    passing += elements
     several = _LEAVING if state.residency in ("all", "disk") else 1
     return (staying + sum(sorted(passing, reverse=True)[:several])) * DTYPES[state.gradient_dtype].itemsize
 
@@ -196,7 +202,7 @@ def _at_rest(run: ResolvedRun, recipe: Recipe, *, shared: bool) -> AtRest:
     copied = Counter[int]()  # bytes that each rank copies, as each part has one writer
     for rank, plans in stages.items() if config.checkpoint.asynchronous else ():
         copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
-    on_host: Sequence[Residency] = ("device", "host") if shared else ("host",)
+    on_host: tuple[Residency, ...] = ("device", "host") if shared else ("host",)
     means = [mean_shards(plans, on_host) for plans in stages.values()]
     node, copies = max(_of_nodes(run, means, copied), key=sum)
     device = max(sum(fullest_shards(plans).values()) for plans in stages.values())
@@ -206,35 +212,44 @@ def _at_rest(run: ResolvedRun, recipe: Recipe, *, shared: bool) -> AtRest:
 def fullest_shards(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
     """As `bytes_by_kind`, of the rank that has most of such chunks: shards of a rule of matrices are of unlike length."""
     found = [of_shards[of_shards.sum(1).argmax()] for of_shards in _by_shards(plans, (residency,))]
-    sizes = [0] * len(KINDS) if not found else torch.stack(found).sum(0).long().tolist()
-    return dict(zip(KINDS, sizes))
+    return {kind: sum(int(sizes[number]) for sizes in found) for number, kind in enumerate(KINDS)}
 
 
-def mean_shards(plans: Sequence[ChunkPlan], residencies: Sequence[Residency]) -> float:
+def mean_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -> float:
     """Bytes at rest, in such places, in the mean of the ranks that share such chunks out."""
     return sum(float(of_shards.sum(1).mean()) for of_shards in _by_shards(plans, residencies))
 
 
-def _by_shards(plans: Sequence[ChunkPlan], residencies: Sequence[Residency]) -> list[torch.Tensor]:
-    """Of the chunks that are shared out alike: bytes of each shard, by kind."""
-    found: dict[tuple[object, ...], torch.Tensor] = {}
-    for plan in plans:
-        by_kind = found.setdefault(
-            (plan.partial_axes, plan.shard_steps), torch.zeros(plan.shard_count, len(KINDS), dtype=torch.float64)
-        )
-        borders = torch.tensor(plan.borders)
-        for buffer in plan.buffers:
-            if buffer.residency not in residencies or buffer.lifetime != "always":
-                continue
-            of_shards = by_kind[:, KINDS.index(buffer.reported)]
-            if plan.mask is not None and buffer.extent != "compressed":  # the same on all of them
-                of_shards += buffer.bytes(plan.elements(buffer))
-            else:
-                shards = plan.shard_count // math.prod(
-                    share.ranks for share in plan.shard_steps[: buffer.depth]
-                )  # in its extent
-                of_shards += buffer.bytes(borders[::shards].diff()).repeat_interleave(shards)
+def _by_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -> list[Table]:
+    """Of the chunks that are shared out alike: bytes of each shard, or of the one that equals all, by kind."""
+    found: dict[tuple[object, ...], Table] = {}
+    for alike in _alike(plans):
+        first = alike[0]
+        shards = 1 if first.tiling.equal else first.shard_count
+        key = first.partial_axes, first.shard_steps, shards
+        if key not in found:
+            found[key] = np.zeros((shards, len(KINDS)), np.int64)
+        for buffer in first.buffers:
+            if buffer.residency in residencies and buffer.lifetime == "always":
+                elements = _of_shards(alike, buffer)
+                found[key][:, KINDS.index(buffer.reported)] += elements * buffer.dtype.itemsize
     return [*found.values()]
+
+
+def _of_shards(alike: Sequence[ChunkPlan], buffer: Buffer) -> "int | Table":
+    """Elements of a buffer of such chunks on each of the ranks that share them out; one number where all have as many."""
+    first = alike[0]
+    if first.mask is not None and buffer.extent != "compressed":
+        return sum(plan.elements(buffer) for plan in alike)
+    _, together = first.shards(buffer.depth)  # shards in its extent
+    if first.tiling.equal:
+        return sum([plan.borders[-1] for plan in alike]) * together // first.shard_count
+    return sum(np.diff(plan.borders[::together]).repeat(together) for plan in alike)
+
+
+def _alike(plans: Sequence[ChunkPlan]) -> Iterator[list[ChunkPlan]]:
+    """Neighbours with the same buffers that are shared out alike."""
+    return (list(same) for _, same in groupby(plans, key=attrgetter("buffers", "partial_axes", "shard_steps")))
 
 
 def _of_nodes(run: ResolvedRun, held: Sequence[float], copied: Mapping[int, int]) -> Iterator[tuple[float, int]]:

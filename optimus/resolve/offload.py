@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from optimus.config.tree import StateConfig
 from optimus.model.count import flops_per_token
 from optimus.resolve.decision import Decided
 from optimus.resolve.facts import AMOUNTS, opens_cache
@@ -20,7 +21,7 @@ from optimus.state.buffers import RESIDENCES, Residency
 from optimus.state.plan import ChunkPlan
 
 _SHARE = 0.9  # of the free memory
-_BLOCKS = 3  # of parameters at least, besides those that come ahead of use: in use, arriving, and kept for its next use
+BLOCKS = 3  # of parameters at least, besides those that come ahead of use: in use, arriving, and kept for its next use
 _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take as long
 
 
@@ -167,7 +168,7 @@ def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Seq
     for one, other in zip(here, elsewhere):
         more = (sum(one.bytes_by_kind(at).values()) - sum(other.bytes_by_kind(at).values()) for at in places)
         kept.append(kept[-1] + sum(more))
-    least = min(len(cached), _BLOCKS + state.prefetch)
+    least = min(len(cached), BLOCKS + state.prefetch)
     return _Room(free, block, kept, len(cached), least, all(plan.keeps_whole for plan in here))
 
 
@@ -176,19 +177,35 @@ def _shape(run: ResolvedRun, plans: Sequence[ChunkPlan], room: _Room, compute: f
     mesh, train, state = run.mesh, run.widest.train, run.config.state
     tokens = train.micro_batch * train.sequence_length / mesh.cp
     forward = flops_per_token(run.config.model, train.sequence_length) / 3 * tokens / (mesh.pp * mesh.tp) / compute
-    chunks = max(1, len(plans))
     recomputed = run.config.recompute not in ([], ["auto"])
+    sizes = DTYPES[train.precision].itemsize, DTYPES[state.gradient_dtype].itemsize
+    backward = (2 + recomputed) * forward
+    return step_shape(plans, state, run.microbatches, forward, backward, sizes, whole=room.whole)
+
+
+def step_shape(
+    plans: Sequence[ChunkPlan],
+    state: StateConfig,
+    microbatches: int,
+    forward: float,
+    backward: float,
+    sizes: tuple[int, int],
+    *,
+    whole: bool,
+) -> StepShape:
+    """A step on a rank with these chunks, whose microbatch takes so many seconds; `sizes` are bytes of a parameter and of a
+    gradient."""
+    chunks = max(1, len(plans))
     return StepShape(
         chunks,
         sum(plan.size for plan in plans) // chunks,
         forward / chunks,
-        (2 + recomputed) * forward / chunks,
-        run.microbatches,
+        backward / chunks,
+        microbatches,
         max((plan.shard_count for plan in plans), default=1),
         state.residency,
-        DTYPES[train.precision].itemsize,
-        DTYPES[state.gradient_dtype].itemsize,
+        *sizes,
         state.prefetch,
-        room.whole,
+        whole,
         state.accumulate_on == "host",
     )

@@ -18,13 +18,17 @@ from optimus.state.pruning import check_blocks
 
 def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
     """The layouts of the parameters of `model`, which holds them whole."""
-    return parameter_layouts(
-        model,
-        sequence=config.parallel.splits_sequence,
-        duplicates=not config.moe.drop_duplicates,
-        tied_embeddings=tied_embeddings(config),
-        vocabulary=config.parallel.vocabulary,
-    )
+    return parameter_layouts(model, **layout_options(config))
+
+
+def layout_options(config: RunConfig) -> dict[str, bool]:
+    """What `parallel.layouts.parameter_layouts` is to know of a run."""
+    return {
+        "sequence": config.parallel.splits_sequence,
+        "duplicates": not config.moe.drop_duplicates,
+        "tied_embeddings": tied_embeddings(config),
+        "vocabulary": config.parallel.vocabulary,
+    }
 
 
 def whole_model(config: RunConfig) -> Transformer:

@@ -5,13 +5,14 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from optimus.state.buffers import ALIGN, KINDS, RESIDENCES, Buffer, Depths, Life
 from optimus.state.masks import MaskForm, MaskPlan, bits_of
 from optimus.state.tiling import TILINGS, Tiling
 
+Sizes = npt.NDArray[np.int64]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
 _SMALLEST, _LARGEST = 1 << 22, 1 << 26  # chunk sizes searched: long enough for a network, small beside a device
@@ -54,7 +56,7 @@ class Slot:
         return _shape(self.region)
 
     def global_positions(self, local: Tensor) -> Tensor:
-        """Row-major positions in the global tensor of row-major positions `local` (int64) in this rank's part."""
+        """ChunkRow-major positions in the global tensor of row-major positions `local` (int64) in this rank's part."""
         if not self.layout.sharded_dims:
             return local
         positions, stride = torch.zeros_like(local), 1
@@ -86,7 +88,7 @@ class ChunkPlan:
     slots: tuple[Slot, ...]
     partial_axes: tuple[str, ...]
     rule: Rule
-    borders: tuple[int, ...]  # where its shards begin, after the last step, and where the last ends
+    borders: Sequence[int]  # where its shards begin, after the last step, and where the last ends
     shard_steps: tuple[ShardStep, ...]
     replica_count: int
     depths: Depths
@@ -136,6 +138,8 @@ class ChunkPlan:
         """Of a buffer of this chunk."""
         if self.mask is not None and buffer.extent != "compressed":
             return self.mask.size if buffer.extent == "whole" else self.mask.elements
+        if buffer.depth == 0:
+            return self.borders[-1]
         extent = self.extent(buffer.depth)
         return extent.stop - extent.start
 
@@ -248,43 +252,104 @@ def divide_chunks(
 
     Raises `UserError` when a parameter or its replicas cannot be divided as asked.
     """
-    regions = {name: layout.region(mesh, rank) for name, layout in layouts.items()}
-    room = {name: math.prod(layout.local_shape(mesh)) for name, layout in layouts.items()}
-    replicas: dict[tuple[str, ...], tuple[int, ...]] = {}  # axes to ranks: two sets of axes may be the same ranks
-    # By these, who has the same besides, the rule, and whether they are pruned at some time.
-    groups: dict[tuple[tuple[int, ...], tuple[str, ...], Rule, bool], list[str]] = {}
-    for name, layout in layouts.items():
-        if layout.partial_axes not in replicas:
-            replicas[layout.partial_axes] = tuple(mesh.group(rank, layout.partial_axes))
-        same = tuple(axis for axis in layout.replicated_axes if mesh.axis_size(axis) > 1)
-        rule = recipe.rules[name]
-        prunable = rule.trains and name in recipe.unpruned
-        groups.setdefault((replicas[layout.partial_axes], same, rule, prunable), []).append(name)
-    limit = chunk_limit([[room[name] for name in names] for names in groups.values()], options.chunk)
+    replicas = {axes: tuple(mesh.group(rank, axes)) for axes in {layout.partial_axes for layout in layouts.values()}}
     plans = list[ChunkPlan]()
-    for (ranks, same, rule, _), names in groups.items():
-        axes, sharding = layouts[names[0]].partial_axes, sharding_of(rule, options)
+    for row in end_to_end(layouts, mesh, rank, replicas, options.chunk, recipe):
+        ranks, sharding = replicas[row.axes], sharding_of(row.rule, options)
         own = next(part for part in shard_groups(mesh, ranks, sharding) if rank in part)
         steps, depths = sharing_steps(shard_widths(sharding.shard, sharding.shard_ranks), len(own))
         shard_steps, place = [], own.index(rank)
         for step in steps:
             shard_steps.append(ShardStep(step, place % step))
             place //= step
-        kept = _buffers(depths, rule, options, recipe, False)
-        copies = mesh.axis_size(*same) * len(ranks) // len(own)
-        pieces = [Piece(room[name], _shape(regions[name]), layouts[name].shape) for name in names]
-        for chunk, ends in divide(pieces, rule, limit, math.prod(steps), max(each.align for each in kept)):
-            slots = tuple(Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk)
-            plans.append(ChunkPlan(slots, axes, rule, ends, tuple(shard_steps), copies, depths, kept))
-    first = {name: i for i, name in enumerate(layouts)}
-    plans.sort(key=lambda plan: first[plan.slots[0].name])
-    return plans
+        copies = mesh.axis_size(*row.same) * len(ranks) // len(own)
+        kept = chunk_buffers(depths, row.rule, options, recipe)
+        plans += row.sharded(row.borders(math.prod(steps)), tuple(shard_steps), depths, copies, kept)
+    return in_order(plans, layouts)
+
+
+def in_order(plans: Iterable[ChunkPlan], names: Iterable[str]) -> list[ChunkPlan]:
+    """The chunks in the order in which the model has `names`, their parameters."""
+    first = {name: i for i, name in enumerate(names)}
+    return sorted(plans, key=lambda plan: first[plan.slots[0].name])
+
+
+class ChunkRow(NamedTuple):
+    """Parameters of the same replicas and rule, end to end in chunks that are not sharded yet."""
+
+    axes: tuple[str, ...]  # along which the replicas lie
+    same: tuple[str, ...]  # along which other ranks have the same besides
+    rule: Rule
+    chunks: Sequence[tuple[Slot, ...]]
+    align: int
+
+    def borders(self, parts: int) -> list[Sequence[int]]:
+        """Of each chunk, where the shards of so many ranks begin, and where the last ends."""
+        tiling, loads = TILINGS[self.rule.tiling], [0] * parts  # what each part has to compute
+        return [
+            tiling.borders(
+                [each for slot in slots for each in tiling.matrices(slot.start, slot.shape, slot.layout.shape)],
+                aligned(slots[-1].limit, self.align),
+                loads,
+                self.align,
+            )
+            for slots in self.chunks
+        ]
+
+    def sharded(
+        self,
+        borders: Iterable[Sequence[int]],
+        steps: tuple[ShardStep, ...],
+        depths: Depths,
+        copies: int,
+        kept: tuple[Buffer, ...],
+    ) -> list[ChunkPlan]:
+        """Its chunks, sharded in these steps; `copies` ranks keep one shard, in the buffers `kept`."""
+        return [
+            ChunkPlan(slots, self.axes, self.rule, ends, steps, copies, depths, kept)
+            for slots, ends in zip(self.chunks, borders)
+        ]
+
+
+def end_to_end(
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    rank: int,
+    replicas: Mapping[tuple[str, ...], Hashable],
+    chunk: int | None,
+    recipe: Recipe,
+) -> list[ChunkRow]:
+    """The parameters of `rank`, by who has the same, the rule and whether they are pruned at some time, in chunks of `chunk`
+    elements at most, which is found where it is None. `replicas` are the ranks along axes: two sets of axes may be the same
+    ranks. How many there are decides nothing."""
+    unlike = set(layouts.values())
+    regions = {layout: layout.region(mesh, rank) for layout in unlike}
+    room = {layout: math.prod(layout.local_shape(mesh)) for layout in unlike}
+    groups: dict[tuple[Hashable, tuple[str, ...], Rule, bool], list[str]] = {}
+    for name, layout in layouts.items():
+        same = tuple(axis for axis in layout.replicated_axes if mesh.axis_size(axis) > 1)
+        rule = recipe.rules[name]
+        prunable = rule.trains and name in recipe.unpruned
+        groups.setdefault((replicas[layout.partial_axes], same, rule, prunable), []).append(name)
+    limit = chunk_limit([[room[layouts[name]] for name in names] for names in groups.values()], chunk)
+    rows = list[ChunkRow]()
+    for (_, same, rule, _), names in groups.items():
+        align = max(each.align for each in buffers(Depths(0, 0, 0), recipe.compute, recipe.compute, rule))
+        own = [layouts[name] for name in names]
+        chunks = [
+            tuple(Slot(names[i], own[i], regions[own[i]], start, end) for i, start, end in placed)
+            for placed in lay_out([room[layout] for layout in own], limit, align)
+        ]
+        rows.append(ChunkRow(layouts[names[0]].partial_axes, same, rule, chunks, align))
+    return rows
 
 
 def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recipe) -> list[ChunkPlan]:
     """Divided chunks as they are held: of those that are pruned what is left; all behind the first, which are the fraction
     `device_states`, with the residency that is configured. The first are used first, when the updates of the others are
     still under way."""
+    if options.residency == "device" and not recipe.unpruned:
+        return [*plans]
     fraction = 0.0 if options.device_states == "auto" else options.device_states  # auto adds what there is room for
     here = fraction * sum(plan.size for plan in plans)
     found, size = list[ChunkPlan](), 0
@@ -299,22 +364,24 @@ def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recip
         # Of some it is known what is left; of parameters that are not pruned yet, everything is.
         pruned = plan.rule.trains and any(recipe.unpruned.get(slot.name) is not None for slot in plan.slots)
         prunable = elsewhere and first.name in recipe.unpruned
-        kept = _buffers(depths, plan.rule, options, recipe, pruned, where, prunable, sends)
-        plan = replace(plan, buffers=kept, depths=depths)
+        kept = chunk_buffers(depths, plan.rule, options, recipe, pruned, where, prunable, sends)
+        if (kept, depths) != (plan.buffers, plan.depths):
+            plan = replace(plan, buffers=kept, depths=depths)
         found.append(_compressed(plan, recipe) if pruned else plan)
     return found
 
 
-def _buffers(
+def chunk_buffers(
     depths: Depths,
     rule: Rule,
     options: StateConfig,
     recipe: Recipe,
-    pruned: bool,
+    pruned: bool = False,
     residency: str = "device",
     prunable: bool = False,
     sends: bool = False,
 ) -> tuple[Buffer, ...]:
+    """Those of a chunk that is held so (`buffers.buffers`)."""
     whole = lifetime(options)
     return buffers(
         depths,
@@ -394,25 +461,6 @@ def _end_to_end(numbers: Sequence[int], sizes: Sequence[int], align: int) -> lis
     return placed
 
 
-class Piece(NamedTuple):
-    """A parameter as far as it decides how chunks lie: elements of the largest part that a rank has, the shape of this
-    rank's part, and that of the whole."""
-
-    room: int
-    shape: Sequence[int]
-    whole: Sequence[int]
-
-
-def divide(
-    pieces: Sequence[Piece], rule: Rule, limit: int, parts: int, align: int = ALIGN
-) -> Iterator[tuple[list[tuple[int, int, int]], tuple[int, ...]]]:
-    """Of each chunk: what `lay_out` says of its parameters, and where its shards, so many parts, begin and end."""
-    tiling, loads = TILINGS[rule.tiling], [0] * parts  # what each part has to compute
-    for chunk in lay_out([piece.room for piece in pieces], limit, align):
-        contents = [each for i, start, _ in chunk for each in tiling.matrices(start, pieces[i].shape, pieces[i].whole)]
-        yield chunk, tiling.borders(contents, aligned(chunk[-1][2], align), loads, align)
-
-
 def chunk_limit(groups: Sequence[Sequence[int]], chosen: int | None) -> int:
     """Elements of a chunk at most, where it is not `chosen`; `groups` are as `search_limit` has them."""
     return chosen or _found_limit(tuple(map(tuple, groups)))
@@ -438,12 +486,21 @@ def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -
     """
     counted = [sizes for sizes in groups if lay_out(sizes, sum(map(aligned, sizes)))[0][-1][2] > smallest]
 
-    def waste(limit: int) -> int:
-        ends = [chunk[-1][2] for sizes in counted for chunk in lay_out(sizes, limit)]
-        return sum(max(0, limit - end) for end in ends)
+    limits_L = np.arange(largest, smallest - 1, -max(ALIGN, (largest - smallest) // _SIZES))
+    return int(limits_L[sum((wasted(sizes, limits_L) for sizes in counted), np.zeros_like(limits_L)).argmin()])
 
-    step = max(ALIGN, (largest - smallest) // _SIZES)
-    return min(range(largest, smallest - 1, -step), key=waste)
+
+def wasted(sizes: Sequence[int], limits_L: Sizes) -> Sizes:
+    """Elements that parameters of such sizes leave empty in chunks of at most so many elements, for each of the limits:
+    `lay_out` for all of them at once."""
+    waste_L, length_L, padding_L = np.zeros_like(limits_L), limits_L.copy(), np.zeros_like(limits_L)  # of a full chunk
+    for size in reversed(sizes):
+        room = aligned(size)
+        begins_L = length_L + room - padding_L > limits_L
+        waste_L += begins_L * np.maximum(0, limits_L - (length_L - padding_L))
+        length_L = np.where(begins_L, room, length_L + room)
+        padding_L = np.where(begins_L, room - size, padding_L)
+    return waste_L + np.maximum(0, limits_L - (length_L - padding_L))
 
 
 def sharding_of(rule: Rule, options: StateConfig) -> StateConfig:

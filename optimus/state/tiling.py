@@ -4,7 +4,7 @@ Each update rule names its way (`optim.rule.Rule.tiling`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class Divided(Protocol):
 class Tiling:
     """At any element: shards are of equal length."""
 
+    equal: ClassVar[bool] = True  # so that one says what each of them has
+
     def split_axes(self, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
         """The axes over which what a rule works on is split: ranks along them update it together."""
         return ()
@@ -42,11 +44,11 @@ class Tiling:
         """What of a parameter stays whole. It begins at element `start`, and has `shape` on this rank, of the `whole`."""
         return []
 
-    def borders(self, contents: Sequence[Matrices], size: int, loads: list[int], align: int) -> tuple[int, ...]:
+    def borders(self, contents: Sequence[Matrices], size: int, loads: list[int], align: int) -> Sequence[int]:
         """Where the shards of a chunk begin and end, one for each of `loads`, what it has to compute already: these are
         raised. The `contents` fill `size` elements."""
         length = aligned(-(-size // len(loads)), align)
-        return tuple(length * number for number in range(len(loads) + 1))
+        return range(0, length * len(loads) + 1, length) if length else (0,) * (len(loads) + 1)
 
     def tiles(
         self, plan: Divided, blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int
@@ -64,6 +66,8 @@ class Tiling:
 class OfMatrices(Tiling):
     """Between matrices: a shard, and a tile, is some of them."""
 
+    equal: ClassVar[bool] = False
+
     def split_axes(self, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
         """As `Tiling`."""
         return split_axes(layout, mesh)
@@ -72,7 +76,7 @@ class OfMatrices(Tiling):
         """As `Tiling`. Raises `ValueError` for a vector."""
         return [Matrices.of(start, shape, whole)]
 
-    def borders(self, contents: Sequence[Matrices], size: int, loads: list[int], align: int) -> tuple[int, ...]:
+    def borders(self, contents: Sequence[Matrices], size: int, loads: list[int], align: int) -> Sequence[int]:
         """As `Tiling`."""
         return borders(contents, size, loads)
 

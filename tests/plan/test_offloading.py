@@ -10,13 +10,13 @@ from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
+from optimus.plan.chunks import chunk_groups, chunk_plans
 from optimus.plan.fitting import residencies
 from optimus.plan.job import Job, job_of
 from optimus.plan.largest import largest
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import memory_of, room_of
 from optimus.plan.offloading import choice_of, rates_of, shape_of
-from optimus.plan.parameter_groups import parameter_groups
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.proposal import layout_of
 from optimus.plan.report import as_json, explained
@@ -104,8 +104,10 @@ def test_gradients_of_several_microbatches_go_where_there_is_room() -> None:
     size = count_parameters(SMALL).total
     asked = job(SMALL, machine(8e10), residency="all").changed(train={"global_batch": 4, "micro_batch": 1})
     here, there = (memory_of(asked.changed(state={"accumulate_on": on})) for on in ("device", "host"))
-    assert here.parts["gradients"] == pytest.approx(2 * size)
-    assert there.parts == here.parts | {"gradients": 0.0}
+    (counts,) = counts_of(SMALL, blocks_of_stages(asked))
+    chunks = sorted(plan.size for plan in chunk_plans(asked, counts))
+    assert here.parts["gathered"] - there.parts["gathered"] == pytest.approx(2 * (size - sum(chunks[-3:])))
+    assert there.parts == here.parts | {"gathered": there.parts["gathered"]}
     assert there.elsewhere.host - here.elsewhere.host == pytest.approx(2 * size)
     slow, fast = (predict(asked.changed(state={"accumulate_on": on})).step.seconds for on in ("host", "device"))
     assert slow >= fast
@@ -188,7 +190,7 @@ def test_opt_30b_on_40_gb(ranks: int, published: float) -> None:
     plan = most_tokens(LARGER, elixirs_machine(4.3e10, ranks), ranks, residency="all", update_on="host", **held)
     assert plan.memory.elsewhere.host * ranks < 5e11
     (counts,) = counts_of(LARGER, blocks_of_stages(plan.job))
-    groups = parameter_groups(plan.job, counts)
+    groups = chunk_groups(plan.job, (counts,))
     passes = plan.step.seconds - sum(plan.step.terms[name] for name in ("optimizer", "fetching"))
     shape, rates = shape_of(plan.job, groups, passes / 4, 3 * passes / 4), rates_of(plan.job)
     rates = rates._replace(down=(15.8 * ranks + 2.3) / ranks * GB)

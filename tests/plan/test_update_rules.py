@@ -10,11 +10,11 @@ import pytest
 from optimus.mesh.strided import StridedGroup
 from optimus.optim.muon import Muon
 from optimus.plan.asking import as_configured, asked, configured
+from optimus.plan.chunks import chunk_groups
 from optimus.plan.collectives import collective_seconds
 from optimus.plan.job import Job
 from optimus.plan.machine import load_machine
 from optimus.plan.memory import Memory
-from optimus.plan.parameter_groups import parameter_groups
 from optimus.plan.prediction import Plan, dry_run, predict
 from optimus.plan.proposal import run_of
 from optimus.plan.search import search
@@ -95,7 +95,7 @@ def test_a_rank_with_more_matrices_than_others(preset: str, layout: list[str]) -
     mesh, predicted = job.mesh, predict(job).memory
     plans = run_of(job).chunk_plans(predicted.rank * mesh.block)
     counts = counts_of(job.model, blocks_of_stages(job))[predicted.rank]
-    held = [each for each in parameter_groups(job, counts) if each.matrices]
+    held = [each for each in chunk_groups(job, (counts,)) if each.matrices]
     for depth in range(len(held[0].steps) + 1):
         assert sum(each.after(depth) for each in held) == fullest(plans, depth)
     if "shard_ranks" not in "".join(layout):  # then no rank is the fullest after every step

@@ -11,7 +11,7 @@ from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 from optimus.state.buffers import Depths, aligned, buffers
-from optimus.state.plan import Piece, ShardStep, divide, lay_out, sharing_steps
+from optimus.state.plan import ChunkRow, ShardStep, Slot, lay_out, sharing_steps
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -93,6 +93,8 @@ def test_formats_may_need_multiples(align: int) -> None:
     """Parameters and shards begin there, as blocks with a scale need it."""
     ((_, *first), (_, *second)) = lay_out([100, 130], 1 << 20, align)[0]
     assert (first, second) == ([0, 100], [128, 258])
-    ((_, borders),) = divide([Piece(100, (100,), (100,)), Piece(130, (130,), (130,))], ADAMW, 1 << 20, 3, align)
-    assert borders == tuple(range(0, 3 * 128 + 1, 128) if align == 128 else range(0, 3 * 96 + 1, 96))
+    places = (("a", 100, 0, 100), ("b", 130, 128, 258))
+    slots = tuple(Slot(name, Layout((size,)), (slice(0, size),), *place) for name, size, *place in places)
+    (borders,) = ChunkRow((), (), ADAMW, [slots], align).borders(3)
+    assert borders == (range(0, 3 * 128 + 1, 128) if align == 128 else range(0, 3 * 96 + 1, 96))
     assert aligned(129, align) == (160 if align == 32 else 256)

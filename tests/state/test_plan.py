@@ -3,6 +3,7 @@
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,6 +22,7 @@ from optimus.state.plan import (
     lay_out,
     search_limit,
     shard_groups,
+    wasted,
 )
 
 BF16 = torch.bfloat16
@@ -72,6 +74,14 @@ def test_the_search_wastes_least() -> None:
 )
 def test_the_search_stays_in_its_range(groups: list[list[int]], smallest: int) -> None:
     assert smallest <= search_limit(groups, smallest, 4 * smallest) <= 4 * smallest
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=12), limits=st.lists(st.integers(32, 20000), min_size=1)
+)
+def test_what_is_wasted_is_what_chunks_leave_empty(sizes: list[int], limits: list[int]) -> None:
+    left = [sum(max(0, limit - chunk[-1][2]) for chunk in lay_out(sizes, limit)) for limit in limits]
+    assert wasted(sizes, np.array(limits)).tolist() == left
 
 
 def test_groups_that_fit_into_the_smallest_chunk_are_one_chunk_each() -> None:

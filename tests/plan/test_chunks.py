@@ -1,0 +1,76 @@
+"""The chunks with which the planner reckons are those of the run."""
+
+import itertools
+
+import pytest
+
+from helpers.sweep import in_turns
+from optimus.plan.asking import as_configured, asked, configured
+from optimus.plan.chunks import chunk_groups, chunk_plans, held_in
+from optimus.plan.memory import ranks_of
+from optimus.plan.proposal import run_of
+from optimus.resolve.memory import recipes_of
+from optimus.state.plan import ChunkPlan
+
+MODELS = {
+    "dense": ["mula-tiny"],
+    "tied": ["mula-tiny", "model.tie_embeddings=true"],
+    "experts": ["mula-tiny-moe"],
+    "first-dense": ["mula-tiny-moe", "model.family=deepseek_v3", "model.dense_layers=1", "model.intermediate=768"],
+    "alternating": [
+        "mula-tiny-moe",
+        "model.family=qwen3_moe",
+        "model.sparse_every=2",
+        "model.layers=7",
+        "model.intermediate=768",
+    ],
+}
+LAYOUTS = {
+    "data": [],
+    "tensor": ["parallel.tensor=2"],
+    "grid": ["parallel.tensor=[2, 2]"],
+    "pipeline": ["parallel.pipeline=2"],
+    "rounds": ["parallel.pipeline=2", "parallel.schedule=interleaved-1f1b", "parallel.stages_per_rank=2"],
+    "v": ["parallel.pipeline=2", "parallel.schedule=zbv", "parallel.stages_per_rank=2"],
+    "stride": ["parallel.pipeline=2", "parallel.pipeline_stride=4"],
+    "vocabulary": ["parallel.pipeline=2", "parallel.vocabulary=true"],
+    "expert": ["parallel.expert=4"],
+    "expert-tensor": ["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2"],
+}
+STATES = {
+    "none": [],
+    "optimizer": ["state.shard=optimizer"],
+    "over-data": ["state.shard=optimizer", "state.shard_over=data"],
+    "near": ["state.shard=parameters", "state.shard_ranks={parameters: 2, gradients: 2}"],
+    "parameters": ["state.shard=parameters", "state.chunk=100000"],
+    "muon": ["state.shard=gradients", "optimizer.name=muon"],
+    "frozen": ["state.shard=parameters", "train.freeze=[embedding]"],
+    "host": ["state.shard=optimizer", "state.residency=all", "state.device_states=0.5", "train.precision=bfloat16"],
+    "pruned": ["state.shard=optimizer", "pruning.sparsity=0.5", "pruning.at=[0]"],
+}
+CASES = [
+    case
+    for case in itertools.product(MODELS, LAYOUTS, STATES)
+    if not case[1].startswith("expert") or case[0] not in ("dense", "tied")
+]
+
+
+def told(plan: ChunkPlan) -> tuple[object, ...]:
+    """What a chunk is, whatever its parameters and their axes are called."""
+    ranks = tuple(step.ranks for step in plan.shard_steps)
+    return plan.size, tuple(plan.borders), ranks, plan.replica_count, plan.depths, plan.rule, plan.buffers, plan.mask
+
+
+@pytest.mark.parametrize(("model", "layout", "state"), in_turns(CASES))
+def test_chunks_of_a_representative_rank_are_those_of_the_run(model: str, layout: str, state: str) -> None:
+    """On a rank of each rank of the pipeline, when they take most; and what is updated when nothing is pruned any more."""
+    preset, *shape = MODELS[model]
+    config = configured(preset, ["train.global_batch=64", *shape, *LAYOUTS[layout], *STATES[state]], 8)
+    job = as_configured(asked(config, "dgx-a100", 8, []))
+    run = run_of(job)
+    for rank, ours in zip(run.stage_ranks, ranks_of(job)):
+        own = [told(plan) for counts in held_in(job, ours.stages) for plan in chunk_plans(job, counts)]
+        assert sorted(own, key=str) == sorted(map(told, run.chunk_plans(rank, recipe=recipes_of(run)[0])), key=str)
+        last = run.chunk_plans(rank, recipe=recipes_of(run)[-1])
+        held = [plan for group in chunk_groups(job, ours.stages) for plan in group.plans]
+        assert sum(plan.updated for plan in held) == sum(plan.updated for plan in last)
