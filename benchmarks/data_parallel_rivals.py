@@ -188,7 +188,7 @@ def settings(config: RunConfig) -> dict[str, Any]:
     optimizer = config.optimizer
     beta1, beta2 = optimizer.betas
     return {
-        "lr": config.lr_schedule.peak,
+        "lr": config.lr_schedule.lr,
         "betas": (beta1, beta2),
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,

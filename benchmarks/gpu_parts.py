@@ -170,7 +170,7 @@ def _timed_update(device: torch.device) -> Iterator[dict[str, list[float]]]:
 def trace(sizes: Sizes) -> dict[str, Any]:
     """One step in full: its longest kernels, and how long the device had nothing to do."""
     with _without_saving():
-        optimus.train(sizes.run("trace", sizes.model(4), 8, 2048, observe={"trace": 3}), ["train.stop_at=3"])
+        optimus.train(sizes.run("trace", sizes.model(4), 8, 2048, observe={"profile_step": 3}), ["train.stop_at=3"])
     (path,) = (sizes.work / "trace").glob("**/trace-rank-0.json")
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     of_device = any(event.get("cat") == "kernel" for event in events)  # else operators of the host

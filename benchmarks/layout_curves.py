@@ -75,7 +75,7 @@ def curve(folder: Path, number: int, ranks: int, steps: int, overrides: list[str
             "sequence_length": 128,
             "precision": "float32",
         },
-        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 20},
+        "lr_schedule": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 20},
         "checkpoint": {"every": 1_000_000},
         "observe": {"tensorboard": False, "log_every": 1_000_000},
         "tuning": {"matmul": False},

@@ -139,7 +139,7 @@ def _measure(machine: Machine, layers: int, rule: Callable[[Machine, int], Choic
     fits = layers * _STATE <= machine.room
     choice = Choice(0, layers) if fits else rule(machine, layers)
     options: dict[str, Any] = {"residency": "all", "update_on": "host"}
-    options |= {"cache": choice.cache, "device_states": choice.states / layers}
+    options |= {"cache": choice.cache, "resident_fraction": choice.states / layers}
     device = _device(machine, machine.room * _WIDTH**2)
     simulation = Simulation(
         device,

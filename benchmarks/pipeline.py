@@ -58,7 +58,9 @@ class Point(NamedTuple):
         return Costs(times, times, times, link=self.link, jitter=self.jitter, seed=seed)
 
     def contestants(self, microbatches: int) -> list[Contestant]:
-        shallow, deep = (make_schedule("1f1b", self.stages, microbatches, warm_up=live) for live in (1.0, self.live))
+        shallow, deep = (
+            make_schedule("1f1b", self.stages, microbatches, warmup_factor=live) for live in (1.0, self.live)
+        )
         driven = message_driven(self.stages, microbatches)
         found = [Contestant(_BASE, shallow)]
         if self.live > 1:

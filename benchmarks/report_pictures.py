@@ -63,9 +63,7 @@ def make_pages(root: Path) -> dict[str, Path]:
         optimus.prepare(texts, root / "data", train_tokenizer=4096, context=256)
     for name, rate in RATES.items():
         if not (root / name).exists():
-            optimus.train(
-                configuration(root, name, 120), [f"lr_schedule.peak={rate}", f"lr_schedule.minimum={rate / 10}"]
-            )
+            optimus.train(configuration(root, name, 120), [f"lr_schedule.lr={rate}", f"lr_schedule.min_lr={rate / 10}"])
     if not (root / "lab").exists():
         run_with_failures(root)
     runs = [root / name for name in RATES]

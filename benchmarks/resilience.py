@@ -144,7 +144,7 @@ def _tiny(data: Path, output: Path) -> dict[str, Any]:
         output=output,
         steps=_STEPS,
         precision="float32",
-        lr_schedule={"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        lr_schedule={"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 2},
         checkpoint={"every": 3, "keep": 3, "weights_every": 3},
         resilience={"hang": _HANG},
         observe={"tensorboard": False},

@@ -67,7 +67,7 @@ def config_of(folder: Path, before: int, after: int, precision: str) -> dict[str
             "sequence_length": 128,
             "precision": precision,
         },
-        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 20},
+        "lr_schedule": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 20},
         "checkpoint": {"weights_every": before},
         "observe": {"tensorboard": False},
     }

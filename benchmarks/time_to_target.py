@@ -229,7 +229,7 @@ def settings_of(model: str, contestant: Contestant, rate: float, seed: int, leng
         steps=length.steps,
         seed=seed,
         optimizer={"name": contestant.rule},
-        lr_schedule={"name": contestant.schedule, "peak": rate, "minimum": rate / 10},
+        lr_schedule={"name": contestant.schedule, "lr": rate, "min_lr": rate / 10},
     )
 
 

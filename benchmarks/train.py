@@ -119,16 +119,16 @@ def _turn(train: Contestant, config: RunConfig, outputs: Iterator[Path], steps: 
 
 def prepared(model: str, folder: Path, batch: int, precision: Type) -> RunConfig:
     """A run on Python's own sources, prepared with a tokenizer trained on them, from weights that are exported to
-    `checkpoint.initial`. The rate is such that a few steps tell apart who trains otherwise."""
+    `checkpoint.load_path`. The rate is such that a few steps tell apart who trains otherwise."""
     sources, data, weights = Path(sysconfig.get_paths()["stdlib"]), folder / "data", folder / "weights"
     vocab = min(preset(model).vocab, 4096)
     texts = [sources / name for name in ("email", "asyncio", "json")]
     optimus.prepare(texts, data, train_tokenizer=vocab, context=256)
     sections: dict[str, Any] = {
-        "checkpoint": {"every": 1_000_000, "initial": str(weights)},
+        "checkpoint": {"every": 1_000_000, "load_path": str(weights)},
         "observe": {"tensorboard": False},
         "optimizer": {"clip_during_warmup": True},
-        "lr_schedule": {"peak": 1e-3, "minimum": 1e-4, "warmup_steps": 2},
+        "lr_schedule": {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2},
     }
     if preset(model).experts:
         sections["moe"] = {"z_coefficient": 0.0}
@@ -185,7 +185,7 @@ def trainer(experts: str, how: str) -> Contestant:
         if config.model.experts:
             settings |= {"output_router_logits": True, "router_aux_loss_coef": balance}
         dtype = torch.bfloat16 if how == "bf16 weights" else torch.float32
-        hf = AutoModelForCausalLM.from_pretrained(config.checkpoint.initial, dtype=dtype, **settings)
+        hf = AutoModelForCausalLM.from_pretrained(config.checkpoint.load_path, dtype=dtype, **settings)
         arguments = TrainingArguments(
             output_dir=str(output),
             max_steps=steps,
@@ -217,7 +217,7 @@ def _optimizer(hf: torch.nn.Module, config: RunConfig) -> tuple[torch.optim.Opti
     with torch.device("meta"):
         (rule,) = {*rules_of(config.optimizer, Transformer(config.model)).values()}
     assert isinstance(rule, AdamW)
-    given, peak = config.optimizer, config.lr_schedule.peak
+    given, peak = config.optimizer, config.lr_schedule.lr
     optimizer = torch.optim.AdamW(
         hf.parameters(), lr=peak, betas=(given.betas[0], given.betas[1]), eps=given.eps, weight_decay=rule.weight_decay,
         fused=True,

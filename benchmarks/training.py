@@ -32,7 +32,7 @@ Precision = Annotated[
 
 BY_HEART: dict[str, Any] = {
     "optimizer": {"clip_during_warmup": True},
-    "lr_schedule": {"name": "constant", "peak": 1e-3, "warmup_steps": 0},
+    "lr_schedule": {"name": "constant", "lr": 1e-3, "warmup_steps": 0},
 }
 """Sections for contestants that learn one batch by heart: losses that agree show that all did the same work."""
 

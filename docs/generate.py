@@ -36,7 +36,7 @@ TEN = {
     "train.global_batch": "global_batch_size",
     "train.micro_batch": "micro_batch_size, per-device batch size",
     "train.sequence_length": "seq_len",
-    "lr_schedule.peak": "lr, learning rate",
+    "lr_schedule.lr": "lr, learning rate",
     "state.shard": "ZeRO stage, FSDP, DDP",
     "checkpoint.every": "save_interval",
 }

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from optimus.checkpoint.rollback import rollback
     from optimus.checkpoint.store import load_model
     from optimus.config import RunConfig
+    from optimus.config.migrate import migrate
     from optimus.config.models import models
     from optimus.data.preparation import prepare
     from optimus.data.sample import sample_text
@@ -47,6 +48,7 @@ __all__ = [
     "list_checkpoints",
     "load_model",
     "merge",
+    "migrate",
     "models",
     "plan",
     "prepare",
@@ -77,6 +79,7 @@ __getattr__, __dir__ = lazy_exports(
         "list_checkpoints": "optimus.checkpoint.inspect:list_run",
         "load_model": "optimus.checkpoint.store",
         "merge": "optimus.checkpoint.merging",
+        "migrate": "optimus.config.migrate",
         "models": "optimus.config.models",
         "plan": "optimus.plan.asking",
         "prepare": "optimus.data.preparation",
@@ -96,7 +99,7 @@ def config(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Iter
     `key.path=value`. Raises `UserError` naming each wrong key by its path.
 
     Example:
-        api.config("first.yaml", ["train.steps=500"]).lr_schedule.peak
+        api.config("first.yaml", ["train.steps=500"]).lr_schedule.lr
     """
     from optimus.config import load_config
     from optimus.hub import read_model_folder

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -78,12 +79,18 @@ def parse_json(text: str | bytes, **more: Any) -> Any:
 
 def write_json(path: Path, content: Any) -> None:
     """Replace the file at once, and return when it is on the disk."""
+    replace_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replaces what the file holds at once, and returns when it is on the disk. Its mode stays."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.write("\n")
+    with temporary.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    if path.exists():
+        shutil.copymode(path, temporary)
     temporary.replace(path)
     sync(path.parent)
 

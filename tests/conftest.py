@@ -140,6 +140,6 @@ def small_run(prepared: Path, tmp_path: Path) -> dict[str, Any]:
             "sequence_length": 32,
             "precision": "bfloat16",
         },
-        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "lr_schedule": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 2},
         "observe": {"tensorboard": False},
     }

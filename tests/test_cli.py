@@ -310,7 +310,7 @@ def test_paths_are_expanded_where_no_shell_has_seen_them(
     run("export", "~/run", "--output", "$PLACE/hf")
     run("import", "~/hf", "--output", "$PLACE/imported")
     run("train", "$PLACE/run.yaml", "model=~/hf", "train.output=$PLACE/again", "--check")
-    run("train", "~/run.yaml", "checkpoint.initial=~/imported", "train.output=~/again", "--check")
+    run("train", "~/run.yaml", "checkpoint.load_path=~/imported", "train.output=~/again", "--check")
     run("checkpoint", "list", "~/run")
     run("checkpoint", "verify", "$PLACE/run")
     run("checkpoint", "show", "~/run")
@@ -518,7 +518,7 @@ except SystemExit as error:
     words = [command, str(tmp_path / "run.yaml"), "train.lr=1"]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert done.stdout == "2 False\n"
-    assert "unknown key 'train.lr': here it is lr_schedule.peak" in done.stderr
+    assert "unknown key 'train.lr': here it is lr_schedule.lr" in done.stderr
 
 
 def test_a_name_that_is_no_unicode_is_printed(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def _of_seed(experiment: Experiment, prepared: Mapping[str, Prepared], sets: Seq
         config = {
             "data": _sources(prepared, chosen),
             "validation": measured,
-            "checkpoint": {"every": 1_000_000, "keep": 1, "initial": str(find_checkpoint(trunk.folder))},
-            "lr_schedule": {"peak": 1e-3, "minimum": 1e-4},
+            "checkpoint": {"every": 1_000_000, "keep": 1, "load_path": str(find_checkpoint(trunk.folder))},
+            "lr_schedule": {"lr": 1e-3, "min_lr": 1e-4},
         }
         return experiment.train("+".join(chosen), seed, config, steps)
 
@@ -64,8 +64,8 @@ def _of_seed(experiment: Experiment, prepared: Mapping[str, Prepared], sets: Seq
         still = {
             "data": _sources(prepared, pair),
             "validation": measured,
-            "checkpoint": {"every": 1_000_000, "keep": 1, "initial": str(average)},
-            "lr_schedule": {"name": "constant", "peak": 1e-30, "warmup_steps": 0},  # measures, and trains nothing
+            "checkpoint": {"every": 1_000_000, "keep": 1, "load_path": str(average)},
+            "lr_schedule": {"name": "constant", "lr": 1e-30, "warmup_steps": 0},  # measures, and trains nothing
         }
         merged = experiment.train(f"average of {'+'.join(pair)}", seed, still, 1)
         row: Row = {"pair": "+".join(pair), "seed": seed}

@@ -18,8 +18,8 @@ def run(experiment: Experiment) -> Result:
     steps = experiment.steps(_TOKENS)
     last = max(1, steps // 10)
     schedules = {
-        "cosine": {"peak": 3e-3, "minimum": 3e-4},
-        "wsd": {"name": "wsd", "peak": 3e-3, "minimum": 3e-4, "cooldown": "linear", "cooldown_steps": last},
+        "cosine": {"lr": 3e-3, "min_lr": 3e-4},
+        "wsd": {"name": "wsd", "lr": 3e-3, "min_lr": 3e-4, "cooldown": "linear", "cooldown_steps": last},
     }
 
     def sources(math: float) -> list[dict[str, object]]:

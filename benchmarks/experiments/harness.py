@@ -155,7 +155,7 @@ _TRAIN = {
     "device": "cpu",
 }
 _SECTIONS: Mapping[str, Any] = {
-    "lr_schedule": {"peak": 3e-3, "minimum": 3e-4},
+    "lr_schedule": {"lr": 3e-3, "min_lr": 3e-4},
     "checkpoint": {"every": 1_000_000, "keep": 1},
     "observe": {"tensorboard": False, "report": False, "log_every": 1_000_000},
     "tuning": {"matmul": False},

@@ -92,7 +92,7 @@ def run(experiment: Experiment) -> Result:
     ) -> dict[str, Any]:
         peak = share * _RATE
         cooldown = {"cooldown": "linear", "cooldown_steps": max(1, round(_COOLDOWN * length))}
-        schedule = {"name": "wsd", "peak": peak, "minimum": peak / 50, **cooldown}
+        schedule = {"name": "wsd", "lr": peak, "min_lr": peak / 50, **cooldown}
         optimizer = {"groups": [{"match": "matrix", "lr_scale": rate / _RATE}]}
         train = batch | sections.pop("train", {})
         return {**common, "model": model, "lr_schedule": schedule, "optimizer": optimizer, "train": train, **sections}
@@ -187,9 +187,9 @@ def _after_training(
     """A trained model, pruned at once: as it is then, and with a few parameters or all of them retrained."""
     seed, found = experiment.seeds[0], dict[str, list[Trained]]()
     for sparsity in (0.5, 0.8):
-        name, still = f"{100 * sparsity:.0f} % after training", {"lr_schedule": {"peak": 1e-12, "minimum": 1e-12}}
+        name, still = f"{100 * sparsity:.0f} % after training", {"lr_schedule": {"lr": 1e-12, "min_lr": 1e-12}}
         pruning = {"pruning": {"sparsity": sparsity, "at": 0}}
-        as_it_is = experiment.train(name, seed, of(checkpoint={"initial": str(dense.folder)}) | pruning | still, 1)
+        as_it_is = experiment.train(name, seed, of(checkpoint={"load_path": str(dense.folder)}) | pruning | still, 1)
         frozen = {"freeze": ["matrix"]}
         ways: dict[str, dict[str, Any]] = {
             "norms and embedding retrained": {"train": frozen},
@@ -198,7 +198,7 @@ def _after_training(
         }
         found[name] = [as_it_is]
         for way, sections in ways.items():
-            config = of(0.3, steps, checkpoint={"initial": str(as_it_is.folder)}, **sections)
+            config = of(0.3, steps, checkpoint={"load_path": str(as_it_is.folder)}, **sections)
             found[f"{name}, {way}"] = [experiment.train(way, seed, config, steps)]
     return found
 

@@ -15,7 +15,7 @@ from optimus.plan.profile import Profile
 NEVER = 1 << 40  # steps between checkpoints
 _SECTIONS = {
     "train": ("sequence_length", "micro_batch"),
-    "parallel": ("schedule", "stages_per_rank", "sequence", "vocabulary", "blocks"),
+    "parallel": ("schedule", "stages_per_rank", "sequence", "vocabulary", "layers_per_stage"),
     "state": ("shard", "shard_ranks", "shard_over", "reshard_after_forward"),
     "moe": ("dispatch",),
     "checkpoint": ("every", "weights_every", "asynchronous", "scattered"),

@@ -109,7 +109,7 @@ def job_of(case: Case, profile: FrameworkProfile | None = None) -> Job:
         schedule=setting.schedule,
         stages_per_rank=setting.stages_per_rank,
         sequence=setting.sequence,
-        blocks=even_stages(model.layers, setting.stages, counted="embedding-layers" in traits),
+        layers_per_stage=even_stages(model.layers, setting.stages, counted="embedding-layers" in traits),
         shard=setting.shard,
         shard_ranks=setting.shard_ranks,
         reshard_after_forward=setting.release,

@@ -82,7 +82,7 @@ def load_state(
         reader = reader_type.open(path)
         check_same_model(reader.description.model, model, path)
         if full and not reader.description.full:
-            raise UserError(f"{path} holds weights only and cannot be resumed: start from it with checkpoint.initial")
+            raise UserError(f"{path} holds weights only and cannot be resumed: start from it with checkpoint.load_path")
         if run is not None:
             check_same_run(reader.description, run, path)
             _check_factors(reader, state.rules)
@@ -122,7 +122,7 @@ def _check_factors(reader: Reader, names: Iterable[str]) -> None:
     if there != (here := {name for name in names if is_factor(name)}):
         raise UserError(
             f"{reader.path} has low-rank factors of {len(there) // 2} weights, and the run of {len(here) // 2}: set "
-            "train.lora_rank and train.freeze as they were, or begin another run with it (checkpoint.initial)"
+            "train.lora_rank and train.freeze as they were, or begin another run with it (checkpoint.load_path)"
         )
 
 
@@ -138,7 +138,7 @@ def _check_kept(reader: Reader, rules: Mapping[str, Rule]) -> None:
         raise UserError(
             f"{reader.path} was written with another update rule and lacks {lacking}: set `optimizer` and train.freeze as "
             "they were, or go on from its weights alone, with `fresh_optimizer=True` and `resume=True`, or in a new run by "
-            "checkpoint.initial"
+            "checkpoint.load_path"
         )
 
 

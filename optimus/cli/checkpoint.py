@@ -154,4 +154,4 @@ def import_(
 
     made = import_folder(folder, output)
     note = f"\n{made['left_out']}" if made["left_out"] else ""
-    show(made, as_json, f"{output}: a checkpoint of weights (checkpoint.initial={output}){note}")
+    show(made, as_json, f"{output}: a checkpoint of weights (checkpoint.load_path={output}){note}")

@@ -1,7 +1,7 @@
 """The commands for configurations."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -10,7 +10,7 @@ from optimus.cli.common import CommandGroup, Json, Overrides, Settings, app, fol
 from optimus.errors import UserError
 
 config_app = typer.Typer(
-    help="Show and compare configurations.", no_args_is_help=True, rich_markup_mode=None, cls=CommandGroup
+    help="Show, compare and migrate configurations.", no_args_is_help=True, rich_markup_mode=None, cls=CommandGroup
 )
 app.add_typer(config_app, name="config")
 
@@ -64,6 +64,23 @@ def config_diff(
         for key, row in found.items()
     ]
     print_table(text, f"{len(found)} keys differ")
+
+
+@config_app.command(name="migrate")
+def config_migrate(
+    configs: Annotated[list[Path], Argument(metavar="CONFIG", help="YAML files, each with what it holds itself.")],
+    as_json: Json = False,
+) -> None:
+    """Rename the keys in configurations of an earlier version that have another name now. Comments stay."""
+    from optimus import api
+
+    told, lines = list[dict[str, Any]](), list[str]()
+    for path in configs:
+        found = api.migrate(path)
+        told += [{"file": str(path), "line": key.line, "old": key.old, "new": key.new} for key in found]
+        lines += [f"{path} line {key.line}: {key.old} is now {key.new}" for key in found]
+        lines += [] if found else [f"{path}: all keys have the names of today"]
+    show(told, as_json, "\n".join(lines))
 
 
 @app.command()

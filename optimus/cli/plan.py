@@ -188,7 +188,9 @@ def schedule(
     stages: Annotated[int, Option(help="Ranks of the pipeline, each with --stages-per-rank stages.")] = 4,
     microbatches: Annotated[int, Option(help="Microbatches of a step.")] = 8,
     stages_per_rank: Annotated[int | None, Option(help="Default: the fewest that the schedule takes.")] = None,
-    warm_up: Annotated[float, Option(help="Factor of the usual live activations, if the schedule takes one.")] = 1.0,
+    warmup_factor: Annotated[
+        float, Option(help="Factor of the usual live activations, if the schedule takes one.")
+    ] = 1.0,
     vocabulary: Annotated[
         bool, Option("--vocabulary", help="Vocabulary parallelism over all stages (passes S and T).")
     ] = False,

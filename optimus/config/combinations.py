@@ -68,8 +68,8 @@ def _check_schedule(config: RunConfig) -> None:
             f"lr_schedule.cooldown_steps {lr_schedule.cooldown_steps} and the warm-up's {config.warmup_steps} are more than "
             f"the run's {train.total_steps} steps: lower one of them"
         )
-    if lr_schedule.branch_from and config.checkpoint.initial:
-        raise ValueError("lr_schedule.branch_from and checkpoint.initial exclude each other: remove one of them")
+    if lr_schedule.branch_from and config.checkpoint.load_path:
+        raise ValueError("lr_schedule.branch_from and checkpoint.load_path exclude each other: remove one of them")
 
 
 def _check_pruning(config: RunConfig) -> None:
@@ -80,7 +80,7 @@ def _check_pruning(config: RunConfig) -> None:
     if config.train.lora_rank is not None:
         raise ValueError(
             "train.lora_rank: the factors of a weight go by what is pruned of it: prune first, and begin a run with factors "
-            "from that checkpoint (checkpoint.initial)"
+            "from that checkpoint (checkpoint.load_path)"
         )
     if config.train.epochs is None:
         # Of the run: a phase with learning rates of its own is as long as these.
@@ -140,12 +140,12 @@ def _check_experts(config: RunConfig) -> None:
 
 _ABOUT_PIPELINES = (
     "stages_per_rank",
-    "blocks",
+    "layers_per_stage",
     "schedule",
-    "warm_up",
+    "warmup_factor",
     "microbatches",
     "executor",
-    "in_flight",
+    "max_in_flight",
     "vocabulary",
     "pipeline_stride",
 )
@@ -159,35 +159,35 @@ def _check_pipeline(config: RunConfig) -> None:
             raise ValueError(f"parallel.{name} applies to a pipeline only, but parallel.pipeline is 1: remove it")
         if config.observe.timeline is not None:
             raise ValueError(
-                "observe.timeline applies to a pipeline only, but parallel.pipeline is 1: remove it (or use trace)"
+                "observe.timeline applies to a pipeline only, but parallel.pipeline is 1: remove it (or use profile_step)"
             )
         return
     stages = parallel.stages
     if parallel.executor == "message-driven":
-        caps = parallel.in_flight
+        caps = parallel.max_in_flight
         if isinstance(caps, list) and (len(caps) != stages or min(caps) < 1):
-            raise ValueError(f"parallel.in_flight {caps} must be a number, or {stages} above 0, one per stage")
-        for name in parallel.given("schedule", "warm_up"):
+            raise ValueError(f"parallel.max_in_flight {caps} must be a number, or {stages} above 0, one per stage")
+        for name in parallel.given("schedule", "warmup_factor"):
             raise ValueError(
                 f"parallel.{name} needs a scheduled order, which executor message-driven does not have: "
-                "remove it (in_flight limits the live activations)"
+                "remove it (max_in_flight limits the live activations)"
             )
         if parallel.vocabulary:
             raise ValueError(
                 "parallel.vocabulary needs a scheduled order, which executor message-driven does not have: "
                 "remove one of them"
             )
-    elif parallel.in_flight is not None:
-        raise ValueError("parallel.in_flight applies to executor: message-driven only: set that, or remove it")
+    elif parallel.max_in_flight is not None:
+        raise ValueError("parallel.max_in_flight applies to executor: message-driven only: set that, or remove it")
     if stages > layers:
         raise ValueError(
             f"parallel.pipeline {parallel.pipeline} x stages_per_rank {parallel.stages_per_rank} makes {stages} stages, "
             f"but the model has {layers} layers: use at most one stage per layer"
         )
-    blocks = parallel.blocks
+    blocks = parallel.layers_per_stage
     if blocks is not None and (len(blocks) != stages or sum(blocks) != layers or min(blocks) < 1):
         raise ValueError(
-            f"parallel.blocks {blocks} must be {stages} numbers above 0, one per stage, of sum model.layers {layers}"
+            f"parallel.layers_per_stage {blocks} must be {stages} numbers above 0, one per stage, of sum model.layers {layers}"
         )
 
 

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from optimus.config.combinations import check_combinations
-from optimus.config.renamed import MOVED, RENAMED, with_new_names
+from optimus.config.renamed import MOVED, new_name, with_new_names
 from optimus.config.tree import RunConfig
 from optimus.config.yaml_text import Dumper, Loader, parse_yaml
 from optimus.disk import user_path
@@ -254,7 +254,8 @@ def _must_be(problem: Any) -> str:
 
 def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
     """What it is called now; or the same key where another section has it, or else the nearest of this one."""
-    if now := (RENAMED | MOVED).get(".".join([*section, key])):
+    path = ".".join([*section, key])
+    if (now := MOVED.get(path, new_name(path))) != path:
         return f"here it is {now}"
     elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]
     if elsewhere:

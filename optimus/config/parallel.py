@@ -50,15 +50,15 @@ class ParallelConfig(Section):
     fewest with a simulated bubble of at most 10 %. Default: train.micro_batch decides."""
     executor: Literal["scheduled", "message-driven"] = "scheduled"
     """With pipeline: scheduled: follow the schedule; message-driven: compute what has arrived (AxoNN)."""
-    in_flight: Annotated[int, Field(gt=0)] | list[int] | None = None
+    max_in_flight: Annotated[int, Field(gt=0)] | list[int] | None = None
     """With executor: message-driven. Microbatches in flight (AxoNN's pipeline_limit), or the largest number of live
     activations of each stage. Default: the number of stages."""
-    warm_up: float = Field(
+    warmup_factor: float = Field(
         1.0,
         ge=1,
         description=f"With schedule {_DEEPENED}: factor of the usual live activations; more hides jitter.",
     )
-    blocks: list[int] | None = None
+    layers_per_stage: list[int] | None = None
     """With pipeline: stage partition, blocks per stage. Default: balanced."""
     pipeline_stride: Annotated[int, Field(gt=0)] | None = None
     """With pipeline: ranks from one stage to the next. Default: all ranks of a stage, which keeps replicas close to each

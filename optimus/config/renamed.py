@@ -3,23 +3,43 @@
 from collections.abc import Mapping
 from typing import Any
 
-RENAMED = {"schedule": "lr_schedule", "validate": "validation", "train.context": "train.sequence_length"}
+RENAMED = {  # a section or a key of one, to today's
+    "schedule": "lr_schedule",
+    "validate": "validation",
+    "train.context": "train.sequence_length",
+    "lr_schedule.peak": "lr_schedule.lr",
+    "lr_schedule.minimum": "lr_schedule.min_lr",
+    "state.coarsening": "state.all_reduce_tiles",
+    "state.device_states": "state.resident_fraction",
+    "parallel.warm_up": "parallel.warmup_factor",
+    "parallel.in_flight": "parallel.max_in_flight",
+    "parallel.blocks": "parallel.layers_per_stage",
+    "checkpoint.initial": "checkpoint.load_path",
+    "observe.trace": "observe.profile_step",
+}
 # What was measured by `evaluate`, as the set without a name of `validation`.
 _OF_VALIDATION = ("text", "every", "max_bytes")
 MOVED = {f"evaluate.{key}": f"validation: [{{{key}: ...}}]" for key in _OF_VALIDATION}
 
 
+def new_name(key: str) -> str:
+    """Today's name of a section, or of a key of one, `section.key`; both may have changed."""
+    section, _, name = key.partition(".")
+    section = RENAMED.get(section, section)
+    return RENAMED.get(f"{section}.{name}", f"{section}.{name}") if name else section
+
+
 def with_new_names(written: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that a run has kept, with the names of today where an earlier version wrote other ones."""
-
-    def renamed(section: Mapping[str, Any], before: str) -> dict[str, Any]:
-        names = {key: f"{before}{key}" for key in section}  # not all of them text, where something else has written it
-        return {RENAMED.get(name, name).removeprefix(before): section[key] for key, name in names.items()}
-
-    sections = {
-        key: renamed(value, f"{key}.") if isinstance(value, Mapping) else value for key, value in written.items()
-    }
-    return _with_sets(renamed(sections, ""))
+    """Returns a configuration that a run has written with today's names for the keys that had others; phases, which have
+    sections of their own, included."""
+    config: dict[str, Any] = {}
+    for section, value in written.items():
+        if isinstance(value, Mapping):  # not all of its keys are text, where something else has written it
+            value = {new_name(f"{section}.{key}").partition(".")[2]: each for key, each in value.items()}
+        elif section == "phases" and isinstance(value, list):
+            value = [with_new_names(each) if isinstance(each, Mapping) else each for each in value]
+        config[new_name(str(section))] = value
+    return _with_sets(config)
 
 
 def _with_sets(config: dict[str, Any]) -> dict[str, Any]:

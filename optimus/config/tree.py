@@ -65,7 +65,7 @@ class StateConfig(Section):
     chunk whose state is on the device is updated at once, so that these copies are of a chunk."""
     overlap: bool = True
     """Overlap gradient reduction with the backward pass (AxoNN's ORS). Overlapping the gathers (OAG) is prefetch."""
-    coarsening: int | None = Field(None, gt=0)
+    all_reduce_tiles: int | None = Field(None, gt=0)
     """Tiles per all-reduce of a chunk's gradients; several all-reduces are in flight at once (AxoNN). Default: all."""
     residency: Literal["device", "optimizer", "all", "disk"] = "device"
     """Where state is kept. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and gradients
@@ -75,7 +75,7 @@ class StateConfig(Section):
     """Whole chunks of parameters that the device holds at a time, of those that are gathered or fetched on use; which is
     dropped follows from the order of uses in the step before (Belady). Default: with residency all or disk auto, what the
     device has room for; else parameters are freed after each use."""
-    device_states: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
+    resident_fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
     """With another residency than device: fraction of the chunks, the first ones, whose state is on the device all the
     same. auto: what it has room for."""
     update_on: Literal["auto", "device", "host"] = "auto"
@@ -112,7 +112,7 @@ class StateConfig(Section):
                 "reshard_after_forward is not for parameters in a cache, which keeps what it can: remove it"
             )
         # That something happens on the device may be said, as resolved runs do, of state that is there anyway.
-        wrong = self.given("device_states", "update_on") if self.residency == "device" else []
+        wrong = self.given("resident_fraction", "update_on") if self.residency == "device" else []
         wrong += self.given("accumulate_on") if self.residency in ("device", "optimizer") else []
         wrong = [key for key in wrong if getattr(self, key) != "device"]
         wrong += ["disk"] if self.disk is not None and self.residency != "disk" else []
@@ -204,8 +204,8 @@ class LrScheduleConfig(Section):
     name: Literal["cosine", "constant", "linear", "inverse-sqrt", "wsd"] = "cosine"
     """Decay after a linear warm-up: cosine or linear to the minimum at the last step; constant; inverse-sqrt of the step;
     wsd (warm-up, stable, decay): constant, then a cooldown to the minimum."""
-    peak: float = Field(4e-4, gt=0, description="Learning rate at the end of the warm-up.")
-    minimum: float = Field(4e-5, ge=0, description="Learning rate at the last step; the lower bound of inverse-sqrt.")
+    lr: float = Field(4e-4, gt=0, description="Learning rate at the end of the warm-up.")
+    min_lr: float = Field(4e-5, ge=0, description="Learning rate at the last step; the lower bound of inverse-sqrt.")
     cooldown: Literal["linear", "sqrt", "cosine"] = "sqrt"
     """Shape of the wsd cooldown; sqrt: 1 - sqrt(completed share)."""
     cooldown_steps: int | None = Field(None, gt=0)
@@ -218,8 +218,8 @@ class LrScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _order(self) -> "LrScheduleConfig":
-        if self.name != "constant" and self.minimum > self.peak:
-            raise ValueError(f"minimum {self.minimum} is above peak {self.peak}")
+        if self.name != "constant" and self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
         if self.name != "wsd" and (given := self.given("cooldown", "cooldown_steps")):
             raise ValueError(f"{given[0]}: a {self.name} schedule has no cooldown: remove it, or set name: wsd")
         return self
@@ -409,7 +409,7 @@ class CheckpointConfig(Section):
     scattered: bool = True
     """Spread writing over the ranks that hold the same shard, so that nodes write equally much (DP-scattered). false: the
     first of them writes."""
-    initial: PathText | None = None
+    load_path: PathText | None = None
     """Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."""
     broadcast: Literal["broadcast", "allreduce", "none"] = "broadcast"
     """How the rank that reads a parameter sends it to its replicas. none: every rank reads for itself."""
@@ -508,7 +508,7 @@ class ObserveConfig(Section):
     wandb_name: str | None = Field(None, description="Name of the run there. Default: the name of the run folder.")
     wandb_group: str | None = Field(None, description="Group of the run there.")
     wandb_tags: list[str] = Field([], description="Tags of the run there.")
-    trace: int | None = Field(None, gt=0)
+    profile_step: int | None = Field(None, gt=0)
     """Profile this step: trace.json.gz has what all ranks did, for Perfetto, and trace-rank-N.json that of one rank. Units,
     actions of the pipeline and collectives have names."""
     timeline: int | None = Field(None, gt=0)

@@ -30,7 +30,7 @@ def read_model_folder(path: Path) -> dict[str, Any]:
     none = {name: None for name, value in model if value is None and usual.get(name) is not None}
     sections: dict[str, Any] = {"model": model.model_dump(exclude_none=True) | none}
     if has_weights(path):
-        sections["checkpoint"] = {"initial": str(path)}
+        sections["checkpoint"] = {"load_path": str(path)}
     return sections
 
 

@@ -127,19 +127,19 @@ def live_microbatches(
     microbatches: int,
     stages_per_rank: int,
     vocabulary: bool = False,
-    warm_up: float = 1.0,
+    warmup_factor: float = 1.0,
 ) -> tuple[tuple[Live, ...], ...]:
     """Of each rank: what it keeps when it keeps most, as a backward pass begins; all times of which no other has as many of
     every stage.
 
-    With `vocabulary` it is divided over all ranks, and more microbatches are under way; so they are with a `warm_up` above
+    With `vocabulary` it is divided over all ranks, and more microbatches are under way; so they are with a `warmup_factor` above
     1. A rank's order decides it, whatever its passes take.
     """
     if ranks == 1:
         return ((Live((1,), (0,)),),)
     live = schedules()[name].live
     if live is not None:  # as below, sooner
-        sizes = Sizes(ranks, microbatches, warm_up=warm_up, ahead=AHEAD if vocabulary else 0)
+        sizes = Sizes(ranks, microbatches, warmup_factor=warmup_factor, ahead=AHEAD if vocabulary else 0)
         return tuple((Live((min(microbatches, live(sizes, rank)),), (0,)),) for rank in range(ranks))
     few = _few(name, ranks, microbatches)
     plan = _schedule(name, ranks, few, stages_per_rank, vocabulary=vocabulary, transfers=False)

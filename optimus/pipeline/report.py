@@ -24,7 +24,7 @@ def run(
     microbatches: int,
     *,
     stages_per_rank: int | None = None,
-    warm_up: float = 1.0,
+    warmup_factor: float = 1.0,
     vocabulary: bool = False,
     output_layer: float = 0.0,
     costs: Costs | None = None,
@@ -45,7 +45,7 @@ def run(
     Raises `UserError` for what `make_schedule`, `Costs`, `read_timeline` and `draw` refuse, and for files that cannot be
     written.
     """
-    schedule = make_schedule(name, ranks, microbatches, stages_per_rank, warm_up, vocabulary=vocabulary)
+    schedule = make_schedule(name, ranks, microbatches, stages_per_rank, warmup_factor, vocabulary=vocabulary)
     check(schedule)
     timeline = simulate(schedule, _with_output_layer(costs or Costs(), schedule, output_layer))
     timelines, units = {f"{schedule.name}, simulated": timeline}, dict[str, str]()

@@ -183,7 +183,7 @@ def residencies(job: Job) -> Iterator[Job]:
     host = job.machine.host
     if job.state.residency == "device" and host.bandwidth is not None and not host.shared:
         for residency in ("optimizer", "all", "disk") if host.read is not None else ("optimizer", "all"):
-            yield from _accumulations(job.changed(state={"residency": residency, "device_states": "auto"}))
+            yield from _accumulations(job.changed(state={"residency": residency, "resident_fraction": "auto"}))
 
 
 def _accumulations(job: Job) -> Iterator[Job]:

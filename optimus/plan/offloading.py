@@ -45,7 +45,7 @@ def rates_of(job: Job) -> Rates:
 
 def device_share(job: Job) -> float:
     """Fraction of the chunks whose state is on the device."""
-    share = job.state.device_states
+    share = job.state.resident_fraction
     if job.state.residency == "device":
         return 1.0
     return 0.0 if share == "auto" else share  # what there is room for is added when a layout has been found

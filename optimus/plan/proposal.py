@@ -21,7 +21,7 @@ _SHARDING = {
     "shard_over",
     "reshard_after_forward",
     "residency",
-    "device_states",
+    "resident_fraction",
     "accumulate_on",
 }
 
@@ -86,7 +86,7 @@ def decided(job: Job, run: ResolvedRun) -> Job:
     """With what its `run` decides of its layout."""
     config = run.config
     keys = "recompute", "recompute_every", "recompute_budget"
-    elsewhere = ("device_states", "accumulate_on") if config.state.residency != "device" else ()
+    elsewhere = ("resident_fraction", "accumulate_on") if config.state.residency != "device" else ()
     state = {key: getattr(config.state, key) for key in elsewhere}
     return job.changed(run.mesh, state=state, **{key: getattr(config, key) for key in keys})
 

@@ -98,7 +98,7 @@ def _passes(work: RankCosts) -> _Passes:
     gathers = (mesh, state.shard_ranks, state.shard_over, release) if state.shard == "parameters" else None
     inside = mesh.ep, mesh.etp, job.recompute, job.config.recompute_every, job.config.recompute_collectives
     order = parallel.schedule, mesh.pp, parallel.stages_per_rank, job.microbatches, parallel.vocabulary
-    key = inside, gathers, order, tuple(parallel.blocks or ())
+    key = inside, gathers, order, tuple(parallel.layers_per_stage or ())
     return work.known_of(key, lambda: _all_passes(work, inside))
 
 
@@ -177,7 +177,7 @@ def blocks_of_stages(job: Job) -> tuple[int, ...]:
 
     Raises `UserError` where this library would have fewer blocks than stages.
     """
-    return tuple(job.parallel.blocks or stage_sizes(job.model, job.stages, divided=job.parallel.vocabulary))
+    return tuple(job.parallel.layers_per_stage or stage_sizes(job.model, job.stages, divided=job.parallel.vocabulary))
 
 
 @lru_cache(maxsize=1024)

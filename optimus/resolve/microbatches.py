@@ -85,7 +85,7 @@ def _idle(config: RunConfig, microbatches: int) -> float:
     """Idle over computing time if all stages are alike."""
     try:
         if config.parallel.executor == "message-driven":
-            caps, per_rank = config.parallel.in_flight, config.parallel.stages_per_rank
+            caps, per_rank = config.parallel.max_in_flight, config.parallel.stages_per_rank
             return simulate_message_driven(
                 config.parallel.pipeline, microbatches, caps=caps, stages_per_rank=per_rank
             ).bubble

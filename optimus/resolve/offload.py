@@ -79,7 +79,7 @@ def _has_room(run: ResolvedRun, rank: int) -> bool:
     elsewhere, here = run.chunk_plans(rank, 0.0), run.chunk_plans(rank, 1.0)
     room = _room(run, rank, elsewhere, here)
     blocks = state.cache if isinstance(state.cache, int) else room.least
-    chunks = 0 if state.device_states == "auto" else round(state.device_states * len(here))
+    chunks = 0 if state.resident_fraction == "auto" else round(state.resident_fraction * len(here))
     return blocks * room.block + room.kept[chunks] <= room.free
 
 
@@ -88,7 +88,7 @@ def residency(run: ResolvedRun) -> Decided:
     on the rank of the pipeline that has least."""
     state = run.config.state
     open_ = {
-        "state.device_states": state.device_states == "auto",
+        "state.resident_fraction": state.resident_fraction == "auto",
         "state.cache": opens_cache(state),
         "state.update_on": state.update_on == "auto",
     }
@@ -98,7 +98,7 @@ def residency(run: ResolvedRun) -> Decided:
     found = [_of_rank(run, rank, machine) for rank in run.stage_ranks]
     caches = [chosen.cache for _, chosen, _, cached in found if chosen.cache < cached]
     values = {
-        "state.device_states": min(share for share, *_ in found),
+        "state.resident_fraction": min(share for share, *_ in found),
         # A rank whose chunks are all in the cache limits no other that has more of them.
         "state.cache": max(1, min(caches, default=max(chosen.cache for _, chosen, *_ in found))),
         "state.update_on": found[0][1].update_on,
@@ -123,10 +123,10 @@ def _of_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[float, Off
     both: tuple[UpdatePlace, ...] = ("device", "host") if run.facts.device != "cpu" else ("host",)
     if state.residency == "device":
         devices = [len(here)]
-    elif state.device_states == "auto":
+    elif state.resident_fraction == "auto":
         devices = [*range(len(here) + 1)]
     else:
-        devices = [round(state.device_states * len(here))]
+        devices = [round(state.resident_fraction * len(here))]
     least = int(state.cache) if isinstance(state.cache, int) else room.least if opens_cache(state) else 0
     found = choose(
         shape,

@@ -151,13 +151,13 @@ class ResolvedRun:
         return self._divided[rank]
 
     def chunk_plans(
-        self, rank: int, device_states: float | None = None, recipe: Recipe | None = None
+        self, rank: int, resident_fraction: float | None = None, recipe: Recipe | None = None
     ) -> list[ChunkPlan]:
-        """The chunks of `rank`; with `device_states`, such a share of their state on the device, with `recipe`, as they are
+        """The chunks of `rank`; with `resident_fraction`, such a share of their state on the device, with `recipe`, as they are
         when that is kept of the parameters."""
         options = self.config.state
-        if device_states is not None:
-            options = options.model_copy(update={"device_states": device_states})
+        if resident_fraction is not None:
+            options = options.model_copy(update={"resident_fraction": resident_fraction})
         stages = self.divided(rank).values()
         return [plan for plans in stages for plan in place_chunks(plans, options, recipe or self.recipe)]
 

@@ -21,7 +21,7 @@ def partition_of(config: RunConfig, mesh: Mesh, rank: int) -> StagePartition:
     Raises `UserError` when there are too few blocks.
     """
     parallel, model = config.parallel, config.model
-    ends = parallel.blocks and list(accumulate(parallel.blocks, initial=0))
+    ends = parallel.layers_per_stage and list(accumulate(parallel.layers_per_stage, initial=0))
     if ends:
         blocks = [range(start, end) for start, end in pairwise(ends)]
     else:
@@ -35,11 +35,11 @@ def division(config: RunConfig) -> Decided:
     parallel, values = config.parallel, dict[str, object]()
     if parallel.sequence is None:
         values["parallel.sequence"] = parallel.splits_sequence
-    if parallel.pipeline > 1 and parallel.blocks is None:
+    if parallel.pipeline > 1 and parallel.layers_per_stage is None:
         found = blocks_of_stages(config.model, parallel.stages, divided=parallel.vocabulary)
-        values["parallel.blocks"] = [len(blocks) for blocks in found]
-    if parallel.executor == "message-driven" and parallel.in_flight is None:
-        values["parallel.in_flight"] = parallel.stages
+        values["parallel.layers_per_stage"] = [len(blocks) for blocks in found]
+    if parallel.executor == "message-driven" and parallel.max_in_flight is None:
+        values["parallel.max_in_flight"] = parallel.stages
     return Decided(values, "what balances the stages and splits what can be split")
 
 
@@ -79,7 +79,7 @@ def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True)
     parallel = config.parallel
     if parallel.executor == "message-driven":
         return message_driven(parallel.pipeline, microbatches, parallel.stages_per_rank)
-    sizes = parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warm_up
+    sizes = parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warmup_factor
     return make_schedule(parallel.schedule, *sizes, vocabulary=parallel.vocabulary, transfers=transfers)
 
 
@@ -88,10 +88,10 @@ def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
     `live_microbatches` has it; with the message-driven executor, of as many as may be in flight."""
     parallel, pp = config.parallel, config.parallel.pipeline
     if parallel.executor == "message-driven":
-        caps, place = find_caps(parallel.in_flight, parallel.stages), placement_of(config)
+        caps, place = find_caps(parallel.max_in_flight, parallel.stages), placement_of(config)
         kept = [tuple(min(microbatches, caps[stage]) for stage in place.stages_of(rank)) for rank in range(pp)]
         return [[Live(each, (0,) * len(each))] for each in kept]
-    sizes = pp, microbatches, parallel.stages_per_rank, parallel.vocabulary, parallel.warm_up
+    sizes = pp, microbatches, parallel.stages_per_rank, parallel.vocabulary, parallel.warmup_factor
     return live_microbatches(parallel.schedule, *sizes)
 
 

@@ -346,11 +346,13 @@ def end_to_end(
 
 def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recipe) -> list[ChunkPlan]:
     """Divided chunks as they are held: of those that are pruned what is left; all behind the first, which are the fraction
-    `device_states`, with the residency that is configured. The first are used first, when the updates of the others are
+    `resident_fraction`, with the residency that is configured. The first are used first, when the updates of the others are
     still under way."""
     if options.residency == "device" and not recipe.unpruned:
         return [*plans]
-    fraction = 0.0 if options.device_states == "auto" else options.device_states  # auto adds what there is room for
+    fraction = (
+        0.0 if options.resident_fraction == "auto" else options.resident_fraction
+    )  # auto adds what there is room for
     here = fraction * sum(plan.size for plan in plans)
     found, size = list[ChunkPlan](), 0
     for plan in plans:

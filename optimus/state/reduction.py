@@ -271,7 +271,7 @@ class GradientReduction:
     def _all_reduce_async(self) -> Handle:
         """Begin to sum `reduced` over the copies, in pieces of which several are under way at once (AxoNN, 3.3.3)."""
         options, length = self._context.options, len(self.reduced)
-        pieces = self.reduced.split((options.coarsening or length) * options.tile) if length else ()
+        pieces = self.reduced.split((options.all_reduce_tiles or length) * options.tile) if length else ()
         handles = [self.replica_group.all_reduce_async(piece) for piece in pieces]
 
         def wait() -> None:

@@ -1,4 +1,4 @@
-"""What a new run begins with: initial weights, or those of `checkpoint.initial`; and going back to them."""
+"""What a new run begins with: initial weights, or those of `checkpoint.load_path`; and going back to them."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +26,7 @@ from optimus.training.run import Run, read_together
 def begins_with(config: RunConfig, resume: bool) -> WeightSource | None:
     """The checkpoint or folder that a run begins with, if it does: of checkpoints the first whose description is whole."""
     paths = [point.path for point in resume_points(Path(config.train.output))] if resume else []
-    initial = config.lr_schedule.branch_from or config.checkpoint.initial
+    initial = config.lr_schedule.branch_from or config.checkpoint.load_path
     if not paths and initial is not None:
         if is_model_folder(initial):
             return FolderReader(Path(initial), config.model)

@@ -58,7 +58,7 @@ def check_references(config: RunConfig, resume: bool) -> None:
                 "raise train.steps, which counts the trunk's too"
             )
         check_prunings(config, trunk, path)
-    initial = config.checkpoint.initial
+    initial = config.checkpoint.load_path
     if initial is not None and not resume:
         if is_model_folder(initial):
             model = ModelConfig.model_validate(read_model_folder(Path(initial))["model"])

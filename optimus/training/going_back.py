@@ -38,7 +38,7 @@ def _go_back(trainer: Trainer, detail: str) -> int:
         if rollbacks >= limit:
             why = f"it has gone back {rollbacks} times already (resilience.max_rollbacks)"
         events.write("failure", step=trainer.progress.step, detail=f"{detail}; {why}")
-        raise UserError(f"{detail}; {why}. Lower lr_schedule.peak, or look at the data of that step")
+        raise UserError(f"{detail}; {why}. Lower lr_schedule.lr, or look at the data of that step")
     back = steps[max(0, len(steps) - 1 - rollbacks)]
     events.write("failure", step=trainer.progress.step, detail=detail)
     rollback(trainer.folder, back, held=True)

@@ -69,7 +69,10 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
     state.pruned.distances = kept.get("mask_distances", []) if full else []
     restore_random(description, run.device)
     origin = Origin(
-        kept.get("began_with", config.checkpoint.initial), description.context, description.published, description.chat
+        kept.get("began_with", config.checkpoint.load_path),
+        description.context,
+        description.published,
+        description.chat,
     )
     same = path.parent == run.folder / "checkpoints" and (
         description.config.get("train", {}).get("freeze") == config.train.freeze
@@ -115,7 +118,7 @@ def _begin(run: Run, resume: bool) -> Start:
         start, readers = _go_on(run, path, step, full=True)
         start.notes[:0] = [*notes, f"branching from {path} (step {start.progress.step}){_readers(run, readers)}"]
     else:
-        initial = config.checkpoint.initial
+        initial = config.checkpoint.load_path
         pruned_further = config.pruning is not None and config.pruning.comes_first
         origin, readers = begin(run, initial, masks=not pruned_further)
         if initial is not None:

@@ -200,6 +200,6 @@ def step_learning_rate(config: RunConfig, step: int) -> float:
     """Learning rate of `step`, which counts from 1."""
     given, steps = config.lr_schedule, config.train.total_steps
     rule = LrSchedule(
-        given.name, given.peak, given.minimum, config.warmup_steps, steps, given.cooldown, config.cooldown_steps
+        given.name, given.lr, given.min_lr, config.warmup_steps, steps, given.cooldown, config.cooldown_steps
     )
     return learning_rate(rule, step)

@@ -76,7 +76,7 @@ def phase_line(phase: Phase) -> str:
 
 def warnings(config: RunConfig, instances: int) -> list[str]:
     """What is possible and most likely not meant, each with the keys that mend it."""
-    train, peak = config.train, config.lr_schedule.peak
+    train, peak = config.train, config.lr_schedule.lr
     steps, warmup, found = train.total_steps, config.warmup_steps, []
     mixed = config.phases or config.data.sources  # whose passes are asked for
     epochs = 0.0 if mixed else (train.stop_at or steps) * train.global_batch / instances
@@ -89,7 +89,7 @@ def warnings(config: RunConfig, instances: int) -> list[str]:
         reached = peak * min(1.0, steps / warmup)
         found.append(
             f"the warm-up takes {warmup:,} of {steps:,} steps (lr_schedule.warmup_steps), so that the learning rate ends at "
-            f"{reached:.2g} of lr_schedule.peak {peak:g}. Set it to {max(1, steps // 20)}, or lengthen the run"
+            f"{reached:.2g} of lr_schedule.lr {peak:g}. Set it to {max(1, steps // 20)}, or lengthen the run"
             if warmup >= steps
             else f"the warm-up takes more than half of the run, {warmup:,} of {steps:,} steps. Set lr_schedule.warmup_steps "
             f"to {max(1, steps // 20)}, or lengthen the run"

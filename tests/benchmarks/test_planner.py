@@ -145,10 +145,10 @@ def test_traits_change_the_program() -> None:
 
 def test_traits_change_setting_and_model() -> None:
     cases = {case.row: case for case in read_cases()}
-    assert all(job_of(case).parallel.blocks for case in cases.values())
+    assert all(job_of(case).parallel.layers_per_stage for case in cases.values())
     assert job_of(cases["qwen3_moe_megatron-0008"]).imbalance > job_of(cases["qwen3_moe_megatron-0009"]).imbalance == 1
     assert offload_of(cases["bigscience_v100-0075"]) == {"optimizer", "parameters"}
-    assert job_of(cases["bigscience_a100_3d-0119"]).parallel.blocks == (8, *[9] * 10, 8)
+    assert job_of(cases["bigscience_a100_3d-0119"]).parallel.layers_per_stage == (8, *[9] * 10, 8)
     ahead = cases["nemo_megatron_bridge-0041"]
     assert model_of(ahead).layers == ahead.model.layers + 1 == 62
 

@@ -17,7 +17,7 @@ def stopped(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         "model": {"family": "olmo", "hidden": 16, "layers": 1, "heads": 2, "intermediate": 16, "vocab": 320},
         "data": {"path": str(prepared)},
         "train": {"steps": 6, "global_batch": 4, "micro_batch": 2, "sequence_length": 32, "precision": "bfloat16"},
-        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "lr_schedule": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 2},
         "checkpoint": {"every": 2},
         "observe": {"tensorboard": False},
     }

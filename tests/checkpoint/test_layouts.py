@@ -46,7 +46,7 @@ LENGTH = 5  # layouts of a chain
 FIRST_STEPS = 2  # of the first layout; of every other one less one
 STEPS = FIRST_STEPS + LENGTH + 1  # that a chain takes at most
 # They cost time, and no state knows of them; or they say what state there is, which is the same for a whole chain.
-BESIDE_THE_POINT = ("recompute", "state.coarsening", "state.tile", "optimizer.", "lr_schedule.", "train.freeze")
+BESIDE_THE_POINT = ("recompute", "state.all_reduce_tiles", "state.tile", "optimizer.", "lr_schedule.", "train.freeze")
 MIXED = (3, 7, 11)  # chains of which some layouts compute in bf16
 RTOL = {False: 2e-5, True: 5e-2}  # of losses and norms; with bf16
 WORLDS = {  # of sizes that are not drawn

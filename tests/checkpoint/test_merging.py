@@ -88,7 +88,7 @@ def test_a_merged_checkpoint_starts_a_run_and_is_evaluated(run: dict[str, Any], 
     assert "the average of 2 checkpoints" in outcome.output
     again = copy.deepcopy(run)
     again["train"] |= {"output": str(tmp_path / "again"), "steps": 2}
-    again["checkpoint"] = {"initial": str(tmp_path / "merged")}
+    again["checkpoint"] = {"load_path": str(tmp_path / "merged")}
     assert optimus.train(again)["step"] == 2
     assert optimus.evaluate(tmp_path / "merged", text=__file__)["bits_per_byte"] > 0
 

@@ -143,7 +143,7 @@ def test_another_run(tmp_path: Path) -> None:
 def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
     save_model(filled()[0].float(), tmp_path / "w", context=12, tokenizer=None, eos_id=None)
     with pytest.raises(
-        UserError, match=r"w holds weights only and cannot be resumed: start from it with checkpoint.initial"
+        UserError, match=r"w holds weights only and cannot be resumed: start from it with checkpoint.load_path"
     ):
         load_state(made()[1], tmp_path / "w", model=MODEL, run=RUN)
 

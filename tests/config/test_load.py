@@ -25,26 +25,26 @@ def message(source: Any, *overrides: str) -> str:
 
 
 def test_defaults_then_preset_then_file_then_overrides() -> None:
-    assert load_config(base(model="mula-1b")).lr_schedule.peak == 4e-4  # the tree's default
+    assert load_config(base(model="mula-1b")).lr_schedule.lr == 4e-4  # the tree's default
     config = load_config(base())
-    assert (config.lr_schedule.peak, config.lr_schedule.minimum) == (2e-3, 2e-4)  # the preset's recipe
+    assert (config.lr_schedule.lr, config.lr_schedule.min_lr) == (2e-3, 2e-4)  # the preset's recipe
     assert config.optimizer.weight_decay == 0.1
-    config = load_config(base(lr_schedule={"peak": 1e-3}))
-    assert (config.lr_schedule.peak, config.lr_schedule.minimum) == (1e-3, 2e-4)  # the file, key by key
-    config = load_config(base(lr_schedule={"peak": 1e-3}), ["lr_schedule.peak=5e-3"])
-    assert (config.lr_schedule.peak, config.lr_schedule.minimum) == (5e-3, 2e-4)
+    config = load_config(base(lr_schedule={"lr": 1e-3}))
+    assert (config.lr_schedule.lr, config.lr_schedule.min_lr) == (1e-3, 2e-4)  # the file, key by key
+    config = load_config(base(lr_schedule={"lr": 1e-3}), ["lr_schedule.lr=5e-3"])
+    assert (config.lr_schedule.lr, config.lr_schedule.min_lr) == (5e-3, 2e-4)
 
 
 def test_overrides_are_yaml() -> None:
     config = load_config(
         base(),
         [
-            "lr_schedule.peak=4e-4", "lr_schedule.minimum=4.0E-5", "optimizer.clip_norm=null", "optimizer.betas=[0.8, 0.9]",
+            "lr_schedule.lr=4e-4", "lr_schedule.min_lr=4.0E-5", "optimizer.clip_norm=null", "optimizer.betas=[0.8, 0.9]",
             "recompute=[norm, moe]", "observe.tensorboard=false", "train.seed=7", "train.output=a=b", "checkpoint.keep=",
             "optimizer.weight_decay=0",
         ],
     )  # fmt: skip
-    assert (config.lr_schedule.peak, config.lr_schedule.minimum) == (4e-4, 4e-5)
+    assert (config.lr_schedule.lr, config.lr_schedule.min_lr) == (4e-4, 4e-5)
     assert config.optimizer.clip_norm is None
     assert config.checkpoint.keep is None
     assert config.optimizer.betas == [0.8, 0.9]
@@ -56,14 +56,14 @@ def test_overrides_are_yaml() -> None:
 def test_a_key_of_a_preset_is_overridden_and_its_recipe_stays() -> None:
     config = load_config(base(), ["model.hidden=64", "model.layers=2"])
     assert (config.model.hidden, config.model.layers, config.model.experts) == (64, 2, 8)
-    assert config.lr_schedule.peak == 2e-3
+    assert config.lr_schedule.lr == 2e-3
     assert load_config(base(), ["model=mula-tiny", "model.hidden=64"]).model.family == "olmo"
 
 
 def test_loading_does_not_change_the_mapping_that_was_given() -> None:
-    source = base(lr_schedule={"peak": 1e-3})
-    load_config(source, ["lr_schedule.peak=5e-3", "model.hidden=64", "train.seed=3"])
-    assert source == base(lr_schedule={"peak": 1e-3})
+    source = base(lr_schedule={"lr": 1e-3})
+    load_config(source, ["lr_schedule.lr=5e-3", "model.hidden=64", "train.seed=3"])
+    assert source == base(lr_schedule={"lr": 1e-3})
 
 
 def test_a_tree_is_a_source_too() -> None:
@@ -103,8 +103,8 @@ def test_a_model_folder_brings_its_sections(tmp_path: Path) -> None:
     def read(path: Path) -> dict[str, Any]:
         return {**resolve_model("mula-tiny"), "lr_schedule": {"warmup_steps": 9}}
 
-    config = load_config(base(model=str(tmp_path)), ["lr_schedule.peak=0.1"], read)
-    assert (config.model.family, config.lr_schedule.warmup_steps, config.lr_schedule.peak) == ("olmo", 9, 0.1)
+    config = load_config(base(model=str(tmp_path)), ["lr_schedule.lr=0.1"], read)
+    assert (config.model.family, config.lr_schedule.warmup_steps, config.lr_schedule.lr) == ("olmo", 9, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_odd_yaml_is_one_message(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("lr=1e-3", "unknown key 'lr': here it is lr_schedule.peak"),
+        ("lr=1e-3", "unknown key 'lr': here it is lr_schedule.lr"),
         ("schedule.peak=1e-3", "unknown key 'schedule': here it is lr_schedule"),  # as it was before
         ("train.context=64", "unknown key 'train.context': here it is train.sequence_length"),
         ("train.batch_size=8", "here it is train.global_batch"),
@@ -285,7 +285,7 @@ def test_a_key_of_several_types_is_one_problem(override: str, expected: str) -> 
 
 
 @pytest.mark.parametrize(
-    "key", ["train.output", "train.data_cache", "data.path", "checkpoint.initial", "tuning.cache", "model"]
+    "key", ["train.output", "train.data_cache", "data.path", "checkpoint.load_path", "tuning.cache", "model"]
 )
 @pytest.mark.parametrize("name", ["a\0b", 300 * "a", 3000 * "a/"])
 def test_what_no_file_can_be_called_is_one_message(key: str, name: str) -> None:
@@ -303,7 +303,7 @@ def test_what_no_file_can_be_called_is_one_message(key: str, name: str) -> None:
         ("model.hidden", 1 << 30, "model: hidden 1073741824 gives a matrix of"),
         ("model.experts", 1 << 30, "model: hidden 1048576 gives a matrix of"),
         ("model.rope_theta", float("inf"), "'model.rope_theta' is inf: it must be a finite number"),
-        ("lr_schedule.peak", float("nan"), "'lr_schedule.peak' is nan: it must be"),
+        ("lr_schedule.lr", float("nan"), "'lr_schedule.lr' is nan: it must be"),
     ],
 )
 def test_what_no_machine_could_hold_is_refused_at_once(key: str, value: float, expected: str) -> None:

@@ -70,7 +70,7 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
             {"state": {"shard_ranks": "all"}},
             r"'state\.shard_ranks' is 'all': it must be a whole number or a mapping",
         ),
-        (DENSE, {"lr_schedule": {"peak": 1e-5}}, r"schedule: minimum 4e-05 is above peak 1e-05"),
+        (DENSE, {"lr_schedule": {"lr": 1e-5}}, r"schedule: min_lr 4e-05 is above lr 1e-05"),
         (DENSE, {"lr_schedule": {"cooldown_steps": 5}}, r"schedule: cooldown_steps: a cosine schedule has no cooldown"),
         (
             DENSE,
@@ -79,7 +79,7 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         ),
         (
             DENSE,
-            {"lr_schedule": {"branch_from": "a"}, "checkpoint": {"initial": "b"}},
+            {"lr_schedule": {"branch_from": "a"}, "checkpoint": {"load_path": "b"}},
             r"lr_schedule\.branch_from and checkpoint\.initial exclude each other: remove one of them",
         ),
         (DENSE, {"train": {**TRAIN, "micro_batch": 3}}, r"train: global_batch 8 is not a multiple of micro_batch 3"),
@@ -142,8 +142,8 @@ def test_impossible_combinations(model: dict[str, Any], sections: dict[str, Any]
 def test_possible_neighbours_of_the_impossible() -> None:
     found = tree({**EXPERTS, "experts_per_token": 4}, recompute=["norm", "attention", "moe"], parallel={"data": 2})
     assert (found.model.experts_per_token, found.parallel.data) == (4, 2)
-    found = tree(DENSE, lr_schedule={"name": "constant", "peak": 1e-5}, recompute=["mlp"])
-    assert (found.lr_schedule.peak, found.recompute) == (1e-5, ["mlp"])
+    found = tree(DENSE, lr_schedule={"name": "constant", "lr": 1e-5}, recompute=["mlp"])
+    assert (found.lr_schedule.lr, found.recompute) == (1e-5, ["mlp"])
     found = tree(DENSE, recompute="auto", recompute_budget="2KiB")
     assert (found.recompute, found.recompute_budget) == (["auto"], 2048)
     found = tree(DENSE, train={**TRAIN, "stop_at": 10}, optimizer={"betas": [0.0, 0.0]})

@@ -426,7 +426,7 @@ def test_from_conversations_to_an_answer(folder_of: Any, tmp_path: Path, name: s
             "micro_batch": 8,
             "sequence_length": 64,
         },
-        "lr_schedule": {"peak": 1e-2, "warmup_steps": 5},
+        "lr_schedule": {"lr": 1e-2, "warmup_steps": 5},
     }
     optimus.train(run)
     for asked, answer in turns:

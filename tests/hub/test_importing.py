@@ -47,7 +47,7 @@ def test_folder_saved_by_transformers_is_read_exactly(model: Transformer, tmp_pa
     assert any("experts.gate_up_proj" in name for name in names) == whole
     sections = read_model_folder(tmp_path / "hf")
     assert model_config_from(sections.pop("model"), "folder") == model.config
-    assert sections == {"checkpoint": {"initial": str(tmp_path / "hf")}}
+    assert sections == {"checkpoint": {"load_path": str(tmp_path / "hf")}}
     copy = Transformer(model.config)
     load_weights(copy, tmp_path / "hf")
     assert_same_bits(copy, model)

@@ -62,7 +62,7 @@ def trained(model: Path, run: Path, tokenizer: Path, small_run: dict[str, Any], 
     train = small_run["train"] | {"steps": 2, "precision": "float32", "output": str(run)}
     config = small_run | {"model": str(model), "data": {"path": str(data)}, "train": train}
     if (model / "checkpoint.json").exists():
-        config |= {"model": read(model / "checkpoint.json")["model"], "checkpoint": {"initial": str(model)}}
+        config |= {"model": read(model / "checkpoint.json")["model"], "checkpoint": {"load_path": str(model)}}
     optimus.train(config, ranks=ranks)
     return run
 
@@ -121,7 +121,7 @@ def test_a_later_phase_and_a_resumed_run_do_not_lower_it(small_run: dict[str, An
     optimus.train(small_run | {"train": train, "phases": phases})
     assert context(tmp_path / "run") == 32
     short = small_run["train"] | {"steps": 4, "sequence_length": 16, "precision": "float32"}
-    before = {"initial": str(tmp_path / "run")}
+    before = {"load_path": str(tmp_path / "run")}
     first = small_run | {"train": short | {"stop_at": 2, "output": str(tmp_path / "next")}, "checkpoint": before}
     optimus.train(first)
     assert context(tmp_path / "next") == 32

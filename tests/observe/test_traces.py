@@ -114,7 +114,7 @@ def test_ranks_are_rows_on_one_clock(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_what_a_step_does_has_names(small_run: dict[str, Any], pipeline: int) -> None:
-    small_run["observe"] |= {"trace": 2} | ({"timeline": 2} if pipeline > 1 else {})
+    small_run["observe"] |= {"profile_step": 2} | ({"timeline": 2} if pipeline > 1 else {})
     small_run["parallel"] = {"pipeline": pipeline}
     small_run["state"] = {"shard": "none" if pipeline > 1 else "parameters"}
     small_run["train"]["stop_at"] = 2
@@ -143,7 +143,7 @@ def test_what_a_step_does_has_names(small_run: dict[str, Any], pipeline: int) ->
 @pytest.mark.usefixtures("warm_ranks")
 def test_perfetto_takes_all_of_it(small_run: dict[str, Any], tmp_path: Path) -> None:
     """Perfetto itself, as it is at ui.perfetto.dev: no event is dropped, none is in error, ranks have their names."""
-    small_run["observe"]["trace"] = small_run["train"]["stop_at"] = 2
+    small_run["observe"]["profile_step"] = small_run["train"]["stop_at"] = 2
     optimus.train(small_run, ranks=2)
     import viztracer
 

@@ -44,7 +44,7 @@ def test_a_run_is_that_of_shorter_ones_put_together(small_run: dict[str, Any], t
     def run(name: str, **optimizer: Any) -> Path:
         tree = copy.deepcopy(small_run)
         tree["train"] |= {"output": str(tmp_path / name), "precision": "float32", "steps": 3}
-        tree["lr_schedule"] = {"name": "constant", "peak": 1e-2, "warmup_steps": 0}
+        tree["lr_schedule"] = {"name": "constant", "lr": 1e-2, "warmup_steps": 0}
         optimus.train(tree | {"optimizer": optimizer})
         return tmp_path / name
 
@@ -53,7 +53,7 @@ def test_a_run_is_that_of_shorter_ones_put_together(small_run: dict[str, Any], t
     assert losses[0] == losses[1] == losses[2]  # those before the step
     begun = copy.deepcopy(small_run)
     begun["train"] |= {"output": str(tmp_path / "begun"), "precision": "float32", "steps": 1}
-    begun["lr_schedule"] = {"name": "constant", "peak": 1e-30, "warmup_steps": 0}
+    begun["lr_schedule"] = {"name": "constant", "lr": 1e-30, "warmup_steps": 0}
     optimus.train(begun)
     weights = [dict(load_model(each).named_parameters()) for each in (tmp_path / "begun", plain, whole, part)]
     for name, first in weights[0].items():

@@ -27,7 +27,9 @@ def driven(factor: float, prefer: Preference) -> Run:
 
 
 RUNS: dict[str, Run] = {
-    "1F1B, warm-up x2": lambda stages, costs: simulate(make_schedule("1f1b", stages, MICROBATCHES, warm_up=2.0), costs),
+    "1F1B, warm-up x2": lambda stages, costs: simulate(
+        make_schedule("1f1b", stages, MICROBATCHES, warmup_factor=2.0), costs
+    ),
     "cap x1, backward first": driven(1, "backward"),
     "cap x1, forward first": driven(1, "forward"),
     "cap x2, backward first": driven(2, "backward"),

@@ -40,11 +40,11 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     ranks=st.integers(1, 9),
     microbatches=st.integers(1, 24),
     stages_per_rank=st.integers(2, 4),
-    warm_up=st.floats(1, 4),
+    warmup_factor=st.floats(1, 4),
 )
 @settings(max_examples=80, deadline=None)
 def test_check_passes_on_any_size(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int, warm_up: float
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, warmup_factor: float
 ) -> None:
     assume(name != "interleaved-1f1b" or microbatches >= ranks)
     schedule = make_schedule(
@@ -52,7 +52,7 @@ def test_check_passes_on_any_size(
         ranks,
         microbatches,
         stages_per_rank if name == "interleaved-1f1b" else None,
-        warm_up if name == "1f1b" else 1.0,
+        warmup_factor if name == "1f1b" else 1.0,
     )
     assert [lives[-1] for lives in live_activations(schedule)] == [0] * ranks
     assert list(peak_activations(schedule)) == simulate(schedule).peak_activations
@@ -147,10 +147,10 @@ def test_zbv_reaches_its_bubble_for_every_number_from_the_ranks(ranks: int) -> N
 
 
 def test_a_deeper_warm_up_keeps_more_and_hides_links() -> None:
-    usual, deep = make_schedule("1f1b", 4, 32), make_schedule("1f1b", 4, 32, warm_up=2.0)
+    usual, deep = make_schedule("1f1b", 4, 32), make_schedule("1f1b", 4, 32, warmup_factor=2.0)
     assert peak_activations(usual) == (4, 3, 2, 1)
     assert peak_activations(deep) == (8, 6, 4, 2)
-    assert peak_activations(make_schedule("1f1b", 4, 32, warm_up=1.5)) == (6, 4, 3, 1)
+    assert peak_activations(make_schedule("1f1b", 4, 32, warmup_factor=1.5)) == (6, 4, 3, 1)
     assert simulate(deep).bubble == simulate(usual).bubble
     links = Costs(link=0.3)
     assert simulate(deep, links).bubble < 0.5 * simulate(usual, links).bubble
@@ -192,8 +192,8 @@ def test_an_order_that_cannot_proceed() -> None:
         ({"name": "zbv", "stages_per_rank": 3}, "3 stages per rank cannot be; take 2"),
         ({"name": "interleaved-1f1b", "stages_per_rank": 1}, "nothing to interleave; take 2"),
         ({"name": "interleaved-1f1b", "microbatches": 3}, "3 microbatches cannot fill 4 ranks; take at least 4"),
-        ({"name": "gpipe", "warm_up": 2.0}, "a deeper warm-up is an option of 1f1b"),
-        ({"warm_up": 0.5}, "warm-up 0.5 is too short to fill the pipeline; take at least 1"),
+        ({"name": "gpipe", "warmup_factor": 2.0}, "a deeper warm-up is an option of 1f1b"),
+        ({"warmup_factor": 0.5}, "warm-up 0.5 is too short to fill the pipeline; take at least 1"),
     ],
 )
 def test_what_cannot_be(words: dict[str, object], message: str) -> None:

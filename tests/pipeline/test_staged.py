@@ -38,7 +38,7 @@ def config_of(model: str, layers: int = 4, **sections: dict[str, Any]) -> dict[s
             ("tied", 2, []),
             ("moe", 2, ["schedule=interleaved-1f1b", "stages_per_rank=2"]),
             ("tied", 2, ["schedule=interleaved-1f1b", "stages_per_rank=2"]),
-            ("moe", 4, ["warm_up=2", "blocks=[1,3]"]),
+            ("moe", 4, ["warmup_factor=2", "layers_per_stage=[1,3]"]),
             ("tied", 4, ["tensor=2"]),
             ("moe", 4, ["expert=2", "context=1"]),
         ],
@@ -67,7 +67,7 @@ def test_four_stages_with_all_the_rest() -> None:
     [
         (["parallel.pipeline=8"], "makes 8 stages, but the model has 4 layers"),
         (
-            ["parallel.pipeline=2", "parallel.blocks=[1,2]"],
+            ["parallel.pipeline=2", "parallel.layers_per_stage=[1,2]"],
             r"blocks \[1, 2\] must be 2 numbers .* of sum model.layers 4",
         ),
         (["parallel.schedule=gpipe"], "parallel.schedule applies to a pipeline only, but parallel.pipeline is 1"),

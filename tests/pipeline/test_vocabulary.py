@@ -93,7 +93,7 @@ def test_the_output_layer_is_no_bottleneck(name: str, stages_per_rank: int) -> N
         (EXPERTS | {"tie_embeddings": True}, 2, ["schedule=interleaved-1f1b", "stages_per_rank=2"]),
         (EXPERTS, 4, ["schedule=zbv", "stages_per_rank=2", "tensor=2"]),
         (MODEL | {"tie_embeddings": True}, 4, ["schedule=zb-h1", "tensor=[1,2]", "context=1"]),
-        (EXPERTS, 4, ["pipeline=4", "warm_up=2"]),
+        (EXPERTS, 4, ["pipeline=4", "warmup_factor=2"]),
         (EXPERTS, 4, ["expert=2", "context=2"]),
     ],
     ids=str,

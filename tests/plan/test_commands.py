@@ -43,7 +43,7 @@ def plan(tmp_path: Path, prepared: Path) -> Callable[..., Any]:
             "sequence_length": 32,
             "precision": "bfloat16",
         },
-        "lr_schedule": {"peak": 1e-3, "minimum": 1e-4, "warmup_steps": 2},
+        "lr_schedule": {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2},
     }
     written = tmp_path / "run.yaml"
     written.write_text(yaml.safe_dump(run))
@@ -423,7 +423,7 @@ LAYOUTS: list[list[str]] = [
     ["parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.tensor=2"],
     ["parallel.pipeline=2", "parallel.schedule=zbv", "parallel.stages_per_rank=2"],
     ["parallel.pipeline=2", "parallel.schedule=interleaved-1f1b", "parallel.stages_per_rank=4"],
-    ["parallel.pipeline=4", "parallel.blocks=[1,3,3,1]", "parallel.schedule=gpipe"],
+    ["parallel.pipeline=4", "parallel.layers_per_stage=[1,3,3,1]", "parallel.schedule=gpipe"],
     ["parallel.pipeline=2", "parallel.vocabulary=true"],
 ]
 RECOMPUTED = ["[]", "[norm]", "[attention,moe]", "[block]"]

@@ -59,7 +59,7 @@ def test_bytes_of_each_residency(ranks: int) -> None:
         if residency in ("all", "disk"):
             assert found.parts["parameters"] == found.parts["gradients"] == 0
             assert 0 < found.parts["gathered"] < 2 * size
-    half = memory_of(job(SMALL, machine(8e10), ranks, residency="all", device_states=0.5, **held))
+    half = memory_of(job(SMALL, machine(8e10), ranks, residency="all", resident_fraction=0.5, **held))
     assert half.elsewhere.host == pytest.approx(7 * size / ranks)
     assert half.parts["optimizer"] == pytest.approx(6 * size / ranks)
 
@@ -91,9 +91,9 @@ def test_the_search_goes_to_the_host_where_the_device_has_no_room() -> None:
     assert plan.memory.total <= room_of(plan.job)
     assert f"state.residency {state.residency}: the state of" in explained(plan)
     assert as_json(plan)["host_bytes"] == plan.memory.elsewhere.host > 0
-    share = state.device_states
+    share = state.resident_fraction
     assert isinstance(share, float)
-    more = plan.job.changed(state={"device_states": share + 1 / 16})
+    more = plan.job.changed(state={"resident_fraction": share + 1 / 16})
     assert memory_of(more).total > room_of(plan.job)
     (tight,) = search(job(SMALL, machine(2.5e9, host=2e9)), best=1)
     assert tight.job.state.residency == "disk"

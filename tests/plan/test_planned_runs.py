@@ -104,7 +104,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 SECTIONS: dict[str, list[dict[str, Any]]] = {
     "state": [
         {"residency": "all"},
-        {"residency": "optimizer", "device_states": "auto"},
+        {"residency": "optimizer", "resident_fraction": "auto"},
         {"residency": "disk", "accumulate_on": "auto"},
         {"gradient_dtype": "bfloat16", "chunk": 1 << 19},
         {"reshard_after_forward": False, "prefetch": 2},
@@ -172,7 +172,7 @@ PHASED: dict[str, Any] = {
     "model": {"family": "olmo", "hidden": 64, "layers": 2, "heads": 2, "intermediate": 128, "vocab": 320},
     "data": {"path": "data"},
     "train": {"output": "run", "global_batch": 24, "micro_batch": 1, "sequence_length": 1024, "stop_at": 40},
-    "lr_schedule": {"peak": 1e-3, "warmup_steps": 2},
+    "lr_schedule": {"lr": 1e-3, "warmup_steps": 2},
 }
 
 
@@ -187,7 +187,7 @@ def test_phases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> 
             "global_batch": 32,
             "sequence_length": 2048,
             "data": {"path": "other"},
-            "lr_schedule": {"peak": 2e-4},
+            "lr_schedule": {"lr": 2e-4},
         },
         {"steps": 10},
     ]

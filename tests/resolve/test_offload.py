@@ -64,15 +64,15 @@ def test_memory_alone_decides_on_a_processor() -> None:
     """First the least cache, then state of the first chunks, then more cache; never more than there is room for."""
     before = -1.0, 0
     for free in (0, 4, 6, 8, 12, 1000):
-        found, note = decided(config_of(residency="all", device_states="auto"), free * MIB)
-        assert isinstance(found.state.device_states, float)
+        found, note = decided(config_of(residency="all", resident_fraction="auto"), free * MIB)
+        assert isinstance(found.state.resident_fraction, float)
         assert isinstance(found.state.cache, int)
-        assert (found.state.device_states, found.state.cache) >= before
+        assert (found.state.resident_fraction, found.state.cache) >= before
         assert found.state.update_on == "host"
         assert f"state.cache: {found.state.cache} (what there is room for)" in note
-        before = found.state.device_states, found.state.cache
+        before = found.state.resident_fraction, found.state.cache
     assert before == (1.0, 8)  # all chunks
-    assert decided(config_of(residency="all", device_states="auto"), 0)[0].state.device_states == 0
+    assert decided(config_of(residency="all", resident_fraction="auto"), 0)[0].state.resident_fraction == 0
 
 
 def test_a_processors_memory_is_the_hosts() -> None:
@@ -80,7 +80,10 @@ def test_a_processors_memory_is_the_hosts() -> None:
     fitted = 0
     for free in range(1, 12):
         here = Facts(1, 1, "cpu", Bfloat16(False, "made up"), free * MIB)
-        for state in ({"residency": "optimizer", "device_states": 0.0}, {"residency": "all", "device_states": "auto"}):
+        for state in (
+            {"residency": "optimizer", "resident_fraction": 0.0},
+            {"residency": "all", "resident_fraction": "auto"},
+        ):
             try:
                 run = resolve(load_config(config_of(**state) | {"recompute": ["auto"]}), here, RunInputs())
             except UserError:
@@ -92,7 +95,7 @@ def test_a_processors_memory_is_the_hosts() -> None:
 
 def test_rates_decide_on_an_accelerator() -> None:
     """A fast link streams updates; a slow one leaves them to the host."""
-    raw, room = config_of(residency="all", device_states="auto"), 6 * MIB
+    raw, room = config_of(residency="all", resident_fraction="auto"), 6 * MIB
     fast, note = decided(raw, room, [4e11, 4e11, 1e9, 5e10, 1e12])
     assert fast.state.update_on == "device"
     assert "link 400 GB/s" in note
@@ -130,26 +133,26 @@ def test_where_gradients_are_added_up() -> None:
 
 
 def test_what_is_given_stays() -> None:
-    found, _ = decided(config_of(residency="all", device_states=0.5, cache=5), 0, [1e10, 1e10, 1e9, 5e10, 1e12])
-    assert (found.state.device_states, found.state.cache) == (0.5, 5)
+    found, _ = decided(config_of(residency="all", resident_fraction=0.5, cache=5), 0, [1e10, 1e10, 1e9, 5e10, 1e12])
+    assert (found.state.resident_fraction, found.state.cache) == (0.5, 5)
     found, _ = decided(config_of(residency="disk"), 0)
     assert found.state.disk == "run"
-    assert "state.device_states" not in decided(config_of(), 0)[1]
+    assert "state.resident_fraction" not in decided(config_of(), 0)[1]
 
 
 def test_the_rank_that_has_least_decides() -> None:
     """Of a pipeline whose stages have other numbers of blocks: as where all had what its fullest has."""
-    raw = config_of(residency="all", device_states="auto", shard="optimizer")
+    raw = config_of(residency="all", resident_fraction="auto", shard="optimizer")
 
     def share(blocks: list[int]) -> Any:
         run = resolved(
-            load_config(raw | {"parallel": {"pipeline": 2, "blocks": blocks}}),
+            load_config(raw | {"parallel": {"pipeline": 2, "layers_per_stage": blocks}}),
             4,
             device="accelerator",
             device_bytes=5 * MIB,
             timings=timings([2e10, 2e10, 1e9, 5e10, 1e12]),
         )
-        return run.config.state.device_states
+        return run.config.state.resident_fraction
 
     even, first, last = share([4, 4]), share([7, 1]), share([1, 7])
     assert 0 <= first < even
@@ -170,7 +173,7 @@ FAST, SLOW = [4e11, 4e11, 1e9, 5e10, 1e12], [4e9, 4e9, 2e9, 5e10, 1e12]
 
 def test_what_is_not_clear_is_left_as_it_is_by_default() -> None:
     """The place of the update; and as much state as there is room for, which needs no link."""
-    raw, room = config_of(residency="all", device_states="auto"), 6 * MIB
+    raw, room = config_of(residency="all", resident_fraction="auto"), 6 * MIB
     assert decided(raw, room, SLOW)[0].state.update_on == "host"
     found, note = decided(raw, room, SLOW, spread=20.0)
     assert found.state.update_on == "device"
@@ -192,7 +195,7 @@ def measured(raw: dict[str, Any], free: int, rates: list[float]) -> Facts:
 
 def test_all_runs_find_what_the_first_has_measured(tmp_path: Path) -> None:
     """Which was as noisy as the others: each finds rates of another machine."""
-    raw, draw = config_of(residency="all", device_states="auto"), random.Random(0)
+    raw, draw = config_of(residency="all", resident_fraction="auto"), random.Random(0)
 
     def rates() -> list[float]:
         return [rate * draw.uniform(0.02, 1) for rate in FAST]
@@ -204,7 +207,7 @@ def test_all_runs_find_what_the_first_has_measured(tmp_path: Path) -> None:
 
 
 def test_measurements_of_other_things_are_of_no_use(tmp_path: Path) -> None:
-    raw = config_of(residency="all", device_states="auto")
+    raw = config_of(residency="all", resident_fraction="auto")
     raw["tuning"] = {"cache": str(tmp_path)}
     first = measured(raw, 6 * MIB, SLOW)
     kept = json.loads((tmp_path / "chip").read_text())
@@ -217,7 +220,7 @@ def test_measurements_of_other_things_are_of_no_use(tmp_path: Path) -> None:
 def test_only_what_is_open_is_measured() -> None:
     closed = measured(config_of(), 6 * MIB, SLOW)
     assert (closed.device_bytes, closed.timings, closed.notes) == (0, None, ())
-    given = config_of(residency="all", device_states=0.5, cache=5, update_on="host", accumulate_on="device")
+    given = config_of(residency="all", resident_fraction=0.5, cache=5, update_on="host", accumulate_on="device")
     assert measured(given, 6 * MIB, SLOW).timings is None
     assert measured(given | {"recompute": ["auto"]}, 6 * MIB, SLOW).device_bytes == coarse(6 * MIB)
 
@@ -229,7 +232,7 @@ def _by_rank(raw: dict[str, Any], free: list[int]) -> Facts:
 
 def test_ranks_find_the_same_and_so_does_the_next_run(tmp_path: Path) -> None:
     """The memory of the fullest, as it was when it was a little fuller; the rates of the slowest."""
-    raw = config_of(residency="optimizer", device_states="auto")
+    raw = config_of(residency="optimizer", resident_fraction="auto")
     raw["tuning"] = {"cache": str(tmp_path)}
     first, *others = run_ranks(_by_rank, 3, raw, [2_000, 1_000, 3_000])
     assert others == [first] * 2
@@ -243,7 +246,7 @@ def test_ranks_find_the_same_and_so_does_the_next_run(tmp_path: Path) -> None:
 
 def test_a_stage_whose_chunks_are_all_in_the_cache_limits_no_other() -> None:
     raw = config_of(residency="all", shard="optimizer", chunk=1_000_000) | {
-        "parallel": {"pipeline": 4, "blocks": [1, 1, 1, 5]}
+        "parallel": {"pipeline": 4, "layers_per_stage": [1, 1, 1, 5]}
     }
     raw["model"]["vocab"] = 30_000
     run = resolved(load_config(raw), 4, device_bytes=2**40)

@@ -40,13 +40,13 @@ NULL_IS_AN_ANSWER = {
     "lr_schedule.branch_from": "no branch",
     "parallel.microbatches": "train.micro_batch says it",
     "state.shard_ranks": "all replicas",
-    "state.coarsening": "all tiles",
+    "state.all_reduce_tiles": "all tiles",
     "state.chunk": "by stage: a decision of its own",
     "pruning": "none",
     "recompute_budget": "recompute says it",
     "checkpoint.keep": "all",
     "checkpoint.weights_every": "never",
-    "checkpoint.initial": "new weights",
+    "checkpoint.load_path": "new weights",
     "collectives.machine": "none: they are estimated",
 }
 SECTIONS_OF_FILES = ("model.", "evaluate.", "observe.", "tuning.")  # what is null there is off, or the model has none
@@ -76,7 +76,7 @@ def wide_open() -> list[RunConfig]:
     train = {"steps": None, "epochs": 2, "precision": "auto", "micro_batch": 8}
     open_ = {"train": moe["train"] | train, "lr_schedule": {"name": "wsd"}, "moe": {"dispatch": "auto"}}
     pipeline = {"pipeline": 2, "executor": "message-driven", "microbatches": "auto"}
-    away = {"residency": "disk", "device_states": "auto"}
+    away = {"residency": "disk", "resident_fraction": "auto"}
     return [
         load_config(moe | open_ | {"parallel": pipeline, "state": away, "recompute": ["auto"]}),
         load_config(moe | open_ | {"parallel": {"tensor": 2}, "state": {}}),

@@ -222,7 +222,7 @@ def test_gradients_that_each_microbatch_sends(layers: int) -> None:
 def test_gradients_added_up_on_the_host_have_the_numbers_of_the_device(update_on: str) -> None:
     right = on_device(layers=6)
     losses = [each[1:3] for each in right.run(4, 3)]
-    for options in ({}, {"device_states": 0.4}, {"overlap": False}):
+    for options in ({}, {"resident_fraction": 0.4}, {"overlap": False}):
         found = simulation(6, "all", update_on, cache=4, **SENT, **options)
         assert [each[1:3] for each in found.run(4, 3)] == losses
         assert all(map(torch.equal, found.weights(), right.weights()))
@@ -240,7 +240,7 @@ def test_numbers_are_those_of_the_device(residency: str, update_on: str) -> None
     """Bit for bit, whatever is where."""
     right = on_device(layers=6)
     losses = [each[1:3] for each in right.run(4, 2)]
-    for options in ({}, {"device_states": 0.4}, {"prefetch": 0}, {"prefetch": 3}):
+    for options in ({}, {"resident_fraction": 0.4}, {"prefetch": 0}, {"prefetch": 3}):
         cache = {"cache": 4} if residency == "all" else {}
         found = simulation(6, residency, update_on, **options, **cache)
         assert [each[1:3] for each in found.run(4, 2)] == losses
@@ -329,7 +329,7 @@ def test_what_a_step_does_not_use_has_no_gradient(residency: str, shard: str, mo
 
 MODELS = [
     ("moe", 1, ["optimizer.name=muon"], ["residency=optimizer", "update_on=host"]),
-    ("moe", 2, ["parallel.expert=2", "state.shard=gradients"], ["residency=all", "cache=6", "device_states=0.3"]),
+    ("moe", 2, ["parallel.expert=2", "state.shard=gradients"], ["residency=all", "cache=6", "resident_fraction=0.3"]),
     ("tied dense", 2, ["state.shard=parameters", "train.precision=bfloat16"], ["residency=disk", "cache=6"]),
     (
         "tied",
@@ -384,7 +384,7 @@ def test_updates_hide_behind_the_forward_pass(updates: float, cache: int) -> Non
     made = step_seconds(simulation(updates=updates / SCALE, cache=cache))
     assert made == pytest.approx(24 * BACKWARD + max(24 * FORWARD, seconds), rel=0.03)
     here = max(0.0, 1 - 24 * FORWARD / seconds)
-    made = step_seconds(simulation(updates=updates / SCALE, cache=cache, device_states=math.ceil(24 * here) / 24))
+    made = step_seconds(simulation(updates=updates / SCALE, cache=cache, resident_fraction=math.ceil(24 * here) / 24))
     assert made == pytest.approx(24 * (FORWARD + BACKWARD), rel=0.03)
 
 
@@ -419,7 +419,7 @@ def test_a_model_of_three_times_the_device() -> None:
     whole = on_device(layers=layers)
     whole.run(1)
     limit = whole.device.peak / 3
-    made = simulation(layers, limit=limit, cache=3, device_states=7 / layers)
+    made = simulation(layers, limit=limit, cache=3, resident_fraction=7 / layers)
     assert step_seconds(whole) / step_seconds(made) >= 0.90
 
 

@@ -113,7 +113,7 @@ def test_all_that_reads_state(residency: str, update_on: str, rule: str, tmp_pat
         "optimizer": ["state.residency=optimizer"],
         "all": ["state.residency=all", "state.cache=8"],
         "disk": ["state.residency=disk", "state.cache=8", f"state.disk={tmp_path / 'disk'}"],
-        "some here": ["state.residency=all", "state.cache=8", "state.device_states=0.4"],
+        "some here": ["state.residency=all", "state.cache=8", "state.resident_fraction=0.4"],
     }[residency]
     config, elsewhere = (
         load_config(config_of("dense"), [*shared, *more]).model_dump(exclude_unset=True)

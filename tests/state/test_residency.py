@@ -41,7 +41,7 @@ RESIDENCES = {
     "streamed": ["state.residency=optimizer", "state.update_on=device"],
     "host": ["state.residency=optimizer", "state.update_on=host"],
     "all": ["state.residency=all", "state.cache=8", "state.update_on=device"],
-    "some here": ["state.residency=all", "state.device_states=0.4", "state.update_on=host"],
+    "some here": ["state.residency=all", "state.resident_fraction=0.4", "state.update_on=host"],
     "disk": ["state.residency=disk", "state.cache=8"],
 }
 
@@ -123,7 +123,7 @@ def test_buffers_of_each_residency() -> None:
         (["state.residency=disk"], 2, 12, 0),
         (["state.residency=all", "state.gradient_dtype=float32"], 18, 0, 0),
         (["state.residency=all", "state.accumulate_on=host"], 16, 0, 0),
-        (["state.residency=all", "state.device_states=1.0"], 0, 0, 16),
+        (["state.residency=all", "state.resident_fraction=1.0"], 0, 0, 16),
     ],
 )
 def test_bytes_per_parameter(overrides: list[str], host: int, on_disk: int, device: int) -> None:

@@ -32,7 +32,7 @@ from optimus.training.step import training_step
 RESIDENCES = {
     "optimizer": ["state.residency=optimizer"],
     "all": ["state.residency=all", "state.cache=8"],
-    "some here": ["state.residency=all", "state.cache=8", "state.device_states=0.4"],
+    "some here": ["state.residency=all", "state.cache=8", "state.resident_fraction=0.4"],
     "disk": ["state.residency=disk", "state.cache=8"],
 }
 RULES = {

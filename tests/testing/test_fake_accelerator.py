@@ -50,8 +50,8 @@ POOL = range(300)  # draws that the covering sample is chosen from
 OFTEN = (
     "pruning.",  # steps alone are made, and nothing after them
     "model.layers",
-    "parallel.blocks",
-    "parallel.in_flight",
+    "parallel.layers_per_stage",
+    "parallel.max_in_flight",
     "train.micro_batch",
 )  # numbers that make no other code run
 DENSE = {"model": "mula-1b"}

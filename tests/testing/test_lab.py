@@ -110,7 +110,7 @@ def configuration(prepared: Path, folder: Path, hang: int = 600, **checkpoint: i
             "sequence_length": 32,
             "precision": "float32",
         },
-        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "lr_schedule": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 2},
         "checkpoint": {"every": 3, "keep": 3, **checkpoint},
         "resilience": {"hang": hang},
         "observe": {"tensorboard": False, "notify": f"sh -c 'cat >> {folder}/told; echo >> {folder}/told'"},

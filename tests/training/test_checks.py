@@ -409,7 +409,7 @@ def test_what_is_needed_later_is_looked_for_first(small_run: dict[str, Any], tmp
     late.write_text("\n".join([*good, "bad"]))
     not_utf8.write_bytes(b"a\xff")
     empty.touch()
-    assert message(edited(small_run, checkpoint={"initial": str(missing)}), check=True) == (
+    assert message(edited(small_run, checkpoint={"load_path": str(missing)}), check=True) == (
         f"checkpoint {missing} does not exist"
     )
     for text, problem in (
@@ -434,7 +434,7 @@ def test_initial_weights_of_another_model_are_refused_by_the_check(small_run: di
         small_run,
         model={"hidden": 64},
         train={"output": str(tmp_path / "other")},
-        checkpoint={"initial": small_run["train"]["output"]},
+        checkpoint={"load_path": small_run["train"]["output"]},
     )
     assert message(other, check=True).endswith("is of another model: hidden is 32 there and 64 here")
 
@@ -570,7 +570,7 @@ def test_only_what_the_device_has_is_copied(monkeypatch: pytest.MonkeyPatch, tmp
 
     whole = copied()
     assert copied(residency="optimizer") == copied(residency="all") == copied(residency="disk") == 0
-    assert 0.2 * whole < copied(residency="all", device_states=0.5, chunk=1 << 20) <= 0.5 * whole
+    assert 0.2 * whole < copied(residency="all", resident_fraction=0.5, chunk=1 << 20) <= 0.5 * whole
 
 
 MATRICES, REST = 8 * (4 * 256 * 256 + 3 * 256 * 1024), 2 * 1024 * 256  # elements of that model

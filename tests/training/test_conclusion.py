@@ -37,7 +37,7 @@ def test_stopped_finished_and_failed(small_run: dict[str, Any], tmp_path: Path) 
     assert summary["seconds"] > 0
     small_run["train"]["stop_at"] = None
     damaged = small_run | {"optimizer": {"clip_during_warmup": True, "eps": 1e-30}, "resilience": {"max_skipped": 0}}
-    damaged["lr_schedule"] = {"peak": 1e30, "minimum": 0.0, "warmup_steps": 0}
+    damaged["lr_schedule"] = {"lr": 1e30, "min_lr": 0.0, "warmup_steps": 0}
     with pytest.raises(UserError, match="not finite"):
         optimus.train(damaged, resume=True)
     state, why = read_folder(folder).state

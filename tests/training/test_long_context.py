@@ -36,7 +36,7 @@ def test_sixteen_thousand_tokens_train_on_four_ranks_of_a_ring() -> None:
     state.initialize(tree.train.seed, tree.model.init_std)
     with torch.no_grad():
         right = model.model.losses(random_batch(tree, 1)).cross_entropy.item()
-    schedule = {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 1}
+    schedule = {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 1}
     found = run_ranks(train_steps, 4, config(parallel={"context": 4}, lr_schedule=schedule), 2, timeout=300)
     for trained in found:
         first, second = trained.steps

@@ -112,7 +112,9 @@ def pruned(small_run: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     config["train"] |= {"output": str(tmp_path / "pruned"), "precision": "float32"}
     optimus.train(config | {"pruning": {"sparsity": 0.6, "at": 0}})
     config["train"] |= PERP | {"output": str(tmp_path / "run"), "steps": 6}
-    return config | {"checkpoint": {"initial": str(tmp_path / "pruned"), "every": 3, "keep": None, "weights_every": 6}}
+    return config | {
+        "checkpoint": {"load_path": str(tmp_path / "pruned"), "every": 3, "keep": None, "weights_every": 6}
+    }
 
 
 def records(folder: Path) -> list[float]:
@@ -151,13 +153,13 @@ def test_a_run_and_what_reads_its_checkpoints(pruned: dict[str, Any], tmp_path: 
         assert whole_masks(Reader.open(path)).keys() == masks.keys()
     # Merged it computes the same: a run that begins with it is where this one has ended.
     config = copy.deepcopy(pruned)
-    config["checkpoint"]["initial"] = str(last)
+    config["checkpoint"]["load_path"] = str(last)
     config["train"] |= {"output": str(tmp_path / "again"), "steps": 1}
     config["validation"] = [{"name": "all", "path": config["data"]["path"], "tokens": 512}]
-    optimus.train(config, ["lr_schedule.peak=1e-12", "lr_schedule.minimum=1e-12"])
+    optimus.train(config, ["lr_schedule.lr=1e-12", "lr_schedule.min_lr=1e-12"])
     unmerged = copy.deepcopy(pruned)
     unmerged["validation"] = config["validation"]
-    optimus.train(unmerged, ["train.steps=7", "lr_schedule.peak=1e-12", "lr_schedule.minimum=1e-12"], resume=True)
+    optimus.train(unmerged, ["train.steps=7", "lr_schedule.lr=1e-12", "lr_schedule.min_lr=1e-12"], resume=True)
     ends = [list(read_metrics(folder))[-1]["loss/all"] for folder in (tmp_path / "again", run)]
     assert ends[0] == pytest.approx(ends[1], rel=1e-6)
 

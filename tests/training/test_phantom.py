@@ -53,7 +53,7 @@ def configured(layout: str) -> dict[str, Any]:
     return {
         "model": model,
         "data": {"path": "random"},
-        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "lr_schedule": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 2},
         **more,
         # With eps of 1e-8 an update would be as large where a gradient is hardly more than what rounding leaves of it.
         "optimizer": {"eps": 3e-5} | more.get("optimizer", {}),

@@ -57,7 +57,7 @@ def phased(small_run: dict[str, Any], folders: dict[str, str]) -> dict[str, Any]
     run["phases"] = [
         {"name": "short", "steps": 3, "sequence_length": 16, "data": sources(0.4, 0.3, 0.1, 0.1, 0.1)},
         {"name": "main", "tokens": 4 * 12 * 32, "global_batch": 12, "data": sources(1, 1, 1, 1, 1)},
-        {"name": "anneal", "steps": 4, "data": anneal, "lr_schedule": {"name": "linear", "peak": 1e-3, "minimum": 0.0}},
+        {"name": "anneal", "steps": 4, "data": anneal, "lr_schedule": {"name": "linear", "lr": 1e-3, "min_lr": 0.0}},
     ]
     return run
 
@@ -228,7 +228,7 @@ def test_the_loss_of_each_source_is_that_of_its_sequences(phased: dict[str, Any]
             )
     still = changed(phased, output=str(tmp_path / "still"))
     for phase in still["phases"]:
-        phase["lr_schedule"] = {"name": "constant", "peak": 1e-30, "warmup_steps": 0}
+        phase["lr_schedule"] = {"name": "constant", "lr": 1e-30, "warmup_steps": 0}
     optimus.train(still)
     model = Transformer(tree.model)
     initialize(model, 0, tree.model.init_std)
@@ -301,8 +301,8 @@ def test_tokens_and_epochs_are_read_exactly(small_run: dict[str, Any], folders: 
             "phases.0.global_batch 6 is not a multiple of train.micro_batch 4",
         ),
         (
-            {"phases": [{"steps": 2, "lr_schedule": {"peak": 1e-5}}]},
-            r"phases.0.lr_schedule: minimum 0.0003 is above peak 1e-05",
+            {"phases": [{"steps": 2, "lr_schedule": {"lr": 1e-5}}]},
+            r"phases.0.lr_schedule: min_lr 0.0003 is above lr 1e-05",
         ),
         ({"phases": [{"steps": 2, "lenght": 1}]}, r"unknown key 'phases.0.lenght'"),
         ({"phases": [{"steps": 2}], "stop_at": 3}, r"train.stop_at 3 is beyond the 2 steps of the phases"),
@@ -368,7 +368,7 @@ def test_packed_rows_without_masks_train_on_all_but_padding(
     small_run["validation"] = [{"name": "rows", "path": small_run["data"]["path"], "tokens": 8 * 32}]
     small_run["model"] = {k: v for k, v in small_run["model"].items() if "experts" not in k} | {"family": "olmo"}
     small_run["train"] |= {"precision": "float32", "steps": 1}
-    small_run["lr_schedule"] = {"peak": 1e-30, "minimum": 0.0, "warmup_steps": 0}
+    small_run["lr_schedule"] = {"lr": 1e-30, "min_lr": 0.0, "warmup_steps": 0}
     optimus.train(small_run)
     (record,) = records(small_run)
     assert record["loss/rows"] == pytest.approx(record["loss"], rel=1e-5)

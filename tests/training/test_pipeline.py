@@ -45,7 +45,7 @@ def bubble(config: RunConfig, microbatches: int) -> float:
     if config.parallel.executor == "message-driven":
         parallel = config.parallel
         return simulate_message_driven(
-            parallel.pipeline, microbatches, caps=parallel.in_flight, stages_per_rank=parallel.stages_per_rank
+            parallel.pipeline, microbatches, caps=parallel.max_in_flight, stages_per_rank=parallel.stages_per_rank
         ).bubble
     try:
         return simulate(schedule_of(config, microbatches)).bubble
@@ -74,7 +74,7 @@ def test_auto_takes_the_fewest_that_keep_ranks_busy(overrides: list[str], expect
 
 @pytest.mark.parametrize("caps", ["null", "3", "[8,6,4,2]"])
 def test_auto_for_a_message_driven_pipeline(caps: str) -> None:
-    config = config_of("parallel.microbatches=auto", *MESSAGE_DRIVEN, f"parallel.in_flight={caps}")
+    config = config_of("parallel.microbatches=auto", *MESSAGE_DRIVEN, f"parallel.max_in_flight={caps}")
     found = 96 // with_microbatches(config, 4).train.micro_batch
     able = [n for n in range(1, 97) if 96 % n == 0]
     busy = [n for n in able if bubble(config, n) <= 0.1]
@@ -146,7 +146,7 @@ def test_stages_go_round_for_others() -> None:
 
 
 def test_ranks_of_a_stage_have_the_same_blocks() -> None:
-    config = config_of("parallel.blocks=[1,3,2,2]")
+    config = config_of("parallel.layers_per_stage=[1,3,2,2]")
     mesh = Mesh(pp=4, dp=2)
     partitions = [partition_of(config, mesh, rank) for rank in range(8)]
     assert all(list(partition.blocks) == [range(1), range(1, 4), range(4, 6), range(6, 8)] for partition in partitions)
@@ -192,20 +192,29 @@ def test_the_schedule_has_the_stages_of_the_placement() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([*MESSAGE_DRIVEN, "parallel.in_flight=0"], r"parallel.in_flight"),
-        ([*MESSAGE_DRIVEN, "parallel.in_flight=[1,1,0,1]"], r"in_flight \[1, 1, 0, 1\] must be .* 4 above 0, one per"),
-        ([*MESSAGE_DRIVEN, "parallel.in_flight=[1,1]"], r"in_flight \[1, 1\] must be a number, or 4 above 0"),
-        (["parallel.in_flight=4"], "in_flight applies to executor: message-driven only: set that, or remove it"),
+        ([*MESSAGE_DRIVEN, "parallel.max_in_flight=0"], r"parallel.max_in_flight"),
+        (
+            [*MESSAGE_DRIVEN, "parallel.max_in_flight=[1,1,0,1]"],
+            r"max_in_flight \[1, 1, 0, 1\] must be .* 4 above 0, one per",
+        ),
+        ([*MESSAGE_DRIVEN, "parallel.max_in_flight=[1,1]"], r"max_in_flight \[1, 1\] must be a number, or 4 above 0"),
+        (
+            ["parallel.max_in_flight=4"],
+            "max_in_flight applies to executor: message-driven only: set that, or remove it",
+        ),
         (
             [*MESSAGE_DRIVEN, "parallel.schedule=gpipe"],
-            r"parallel.schedule needs a scheduled order, .*: remove it \(in_flight limits the live activations\)",
+            r"parallel.schedule needs a scheduled order, .*: remove it \(max_in_flight limits the live activations\)",
         ),
-        ([*MESSAGE_DRIVEN, "parallel.warm_up=2"], "parallel.warm_up needs a scheduled order, .*: remove it"),
+        (
+            [*MESSAGE_DRIVEN, "parallel.warmup_factor=2"],
+            "parallel.warmup_factor needs a scheduled order, .*: remove it",
+        ),
         (
             [*MESSAGE_DRIVEN, "parallel.vocabulary=true"],
             "parallel.vocabulary needs a scheduled order, .*: remove one of them",
         ),
-        (["parallel.warm_up=0.5"], "parallel.warm_up"),
+        (["parallel.warmup_factor=0.5"], "parallel.warmup_factor"),
         (["model.layers=3"], "makes 4 stages, but the model has 3 layers: use at most one stage per layer"),
         ([*V, "model.layers=7"], "x stages_per_rank 2 makes 8 stages, but the model has 7 layers"),
         (
@@ -220,7 +229,7 @@ def test_configurations_that_cannot_be(overrides: list[str], message: str) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["schedule=gpipe", "executor=message-driven", "in_flight=2", "microbatches=auto", "warm_up=2"]
+    "name", ["schedule=gpipe", "executor=message-driven", "max_in_flight=2", "microbatches=auto", "warmup_factor=2"]
 )
 def test_what_is_about_pipelines_needs_one(name: str) -> None:
     with pytest.raises(
@@ -242,7 +251,10 @@ def test_what_is_about_pipelines_needs_one(name: str) -> None:
         ),
         (["parallel.schedule=zbv"], "zbv: 1 stages per rank cannot be; take 2"),
         (["parallel.schedule=zb-h1", "parallel.stages_per_rank=2"], "zb-h1: 2 stages per rank cannot be; take 1"),
-        (["parallel.schedule=gpipe", "parallel.warm_up=2"], "a deeper warm-up is an option of 1f1b; leave it out"),
+        (
+            ["parallel.schedule=gpipe", "parallel.warmup_factor=2"],
+            "a deeper warm-up is an option of 1f1b; leave it out",
+        ),
     ],
 )
 def test_schedules_that_cannot_be(overrides: list[str], message: str) -> None:

@@ -44,8 +44,8 @@ from optimus.training.beginning import first_weights
 
 ITERATIVE = {"sparsity": 0.9, "at": [2, 4]}
 PHASES: list[dict[str, Any]] = [
-    {"steps": 3, "lr_schedule": {"peak": 2e-3}},
-    {"steps": 5, "lr_schedule": {"peak": 1e-3}},
+    {"steps": 3, "lr_schedule": {"lr": 2e-3}},
+    {"steps": 5, "lr_schedule": {"lr": 1e-3}},
 ]
 
 
@@ -124,7 +124,7 @@ def test_masks_survive_export_import_and_conversion(small_run: dict[str, Any], t
         small_run,
         tmp_path / "retrained",
         train={"freeze": ["matrix", "expert", "embedding", "router"]},
-        checkpoint={"initial": str(tmp_path / "imported")},
+        checkpoint={"load_path": str(tmp_path / "imported")},
     )
     optimus.train(retrained)
     last = tmp_path / "retrained" / "checkpoints" / "step-00000008"
@@ -134,7 +134,7 @@ def test_masks_survive_export_import_and_conversion(small_run: dict[str, Any], t
     assert not torch.equal(found["final_norm.weight"], weights["final_norm.weight"])
     # Nothing is frozen: what is pruned stays so all the same. Masks beside the weights of a folder count as well.
     for initial in ("imported", "exported"):
-        tuned = changed(small_run, tmp_path / f"tuned {initial}", checkpoint={"initial": str(tmp_path / initial)})
+        tuned = changed(small_run, tmp_path / f"tuned {initial}", checkpoint={"load_path": str(tmp_path / initial)})
         optimus.train(tuned, ["state.shard=optimizer", "parallel.pipeline=2"], ranks=2)
         last = tmp_path / f"tuned {initial}" / "checkpoints" / "step-00000008"
         check_pruned(last, 0.2)
@@ -154,7 +154,7 @@ def test_a_rule_of_matrices_cannot_go_on_with_what_is_pruned(
     if folder:
         optimus.export(initial, tmp_path / "exported")
         initial = tmp_path / "exported"
-    muon = changed(small_run, tmp_path / "muon", checkpoint={"initial": str(initial)}, optimizer={"name": "muon"})
+    muon = changed(small_run, tmp_path / "muon", checkpoint={"load_path": str(initial)}, optimizer={"name": "muon"})
     with pytest.raises(UserError, match=r"what the run begins with is pruned: blocks\.0\..* is updated by muon"):
         optimus.train(muon, check=True)
     muon["train"]["freeze"] = ["matrix"]
@@ -168,7 +168,7 @@ def test_pruning_goes_on_from_a_pruned_checkpoint(small_run: dict[str, Any], tmp
     first = changed(small_run, tmp_path / "first", pruning={"sparsity": 0.5, "at": 0, "targets": ["matrix"]})
     optimus.train(first)
     _, before = tensors(tmp_path / "first" / "checkpoints" / "step-00000008")
-    initial, pruning = {"initial": str(tmp_path / "first")}, {"sparsity": 0.8, "at": 3, "targets": ["expert"]}
+    initial, pruning = {"load_path": str(tmp_path / "first")}, {"sparsity": 0.8, "at": 3, "targets": ["expert"]}
     for name, freeze in (("frozen", ["matrix"]), ("trained", [])):
         optimus.train(
             changed(small_run, tmp_path / name, train={"freeze": freeze}, checkpoint=initial, pruning=pruning),
@@ -225,7 +225,7 @@ def test_rewinding_to_what_a_run_began_with(small_run: dict[str, Any], tmp_path:
         tmp_path / "run",
         train={"freeze": ["head", "blocks.0.*"]},
         pruning={"sparsity": 0.5, "at": 5, "rewind": 0, "targets": ["blocks.1.*.weight"]},
-        checkpoint={"initial": str(initial), "every": 5},
+        checkpoint={"load_path": str(initial), "every": 5},
     )
     optimus.train(run, ["train.stop_at=3"])
     optimus.train(first, ["train.stop_at=4"], resume=True)
@@ -278,7 +278,7 @@ def test_early_bird_tickets_of_what_is_pruned_already(small_run: dict[str, Any],
     half = changed(small_run, tmp_path / "half", pruning={"sparsity": 0.5, "at": 0})
     optimus.train(half, ["train.steps=2"])
     pruning = {"method": "early-bird", "sparsity": 0.8, "at": 1, "every": 1, "distance": 0.9}
-    more = changed(small_run, tmp_path / "more", pruning=pruning, checkpoint={"initial": str(tmp_path / "half")})
+    more = changed(small_run, tmp_path / "more", pruning=pruning, checkpoint={"load_path": str(tmp_path / "half")})
     optimus.train(more, ["train.stop_at=3"])
     optimus.train(more, resume=True)
     check_pruned(tmp_path / "more" / "checkpoints" / "step-00000008", 0.2)
@@ -341,7 +341,7 @@ def test_a_run_that_is_pruned_first_never_has_state_of_what_is_pruned(
     before = tensors(tmp_path / "half" / "checkpoints" / "step-00000002")[1]
     masks = {}
     for name, initial in (("new", None), ("goes on", "dense"), ("folder", "exported"), ("more", "half")):
-        told = {"initial": None if initial is None else str(tmp_path / initial)}
+        told = {"load_path": None if initial is None else str(tmp_path / initial)}
         config = changed(small_run, tmp_path / name, checkpoint=told, **first)
         optimus.train(config)
         check_pruned(tmp_path / name / "checkpoints" / "step-00000008", 0.2)
@@ -592,7 +592,7 @@ def test_blocks_of_matrices_beside_vectors_that_are_pruned_already(
     pruned = {"sparsity": 0.5, "at": 0, "targets": ["vector"], "method": "random"}
     optimus.train(changed(small_run, tmp_path / "first", pruning=pruned), ["train.steps=1"])
     blocks = {"sparsity": 0.5, "at": at, "scope": "block 16x16", "targets": ["blocks.*.attention.out.weight"]}
-    run = changed(small_run, tmp_path / "run", pruning=blocks, checkpoint={"initial": str(tmp_path / "first")})
+    run = changed(small_run, tmp_path / "run", pruning=blocks, checkpoint={"load_path": str(tmp_path / "first")})
     optimus.train(run, ["train.steps=2"])
     _, masks = tensors(tmp_path / "run" / "checkpoints" / "step-00000002")
     assert {name.rpartition(".attention.")[2] for name in masks} >= {"out.weight", "q_norm.weight"}
@@ -653,11 +653,11 @@ def test_masks_of_another_checkpoint(small_run: dict[str, Any], tmp_path: Path) 
         if f"mask.{name}" in masks:
             parameter.data.add_(1.0)
     save_model(model, tmp_path / "damaged", context=32, tokenizer=None, eos_id=None, masks=masks)
-    begun = changed(small_run, tmp_path / "begun", checkpoint={"initial": str(tmp_path / "damaged")})
+    begun = changed(small_run, tmp_path / "begun", checkpoint={"load_path": str(tmp_path / "damaged")})
     with pytest.raises(UserError, match="are not zero where the masks beside them prune them"):
         optimus.train(begun)
     key = next(iter(masks))
     save_model(model, tmp_path / "short", context=32, tokenizer=None, eos_id=None, masks={key: masks[key][:1]})
-    begun["checkpoint"]["initial"] = str(tmp_path / "short")
+    begun["checkpoint"]["load_path"] = str(tmp_path / "short")
     with pytest.raises(UserError, match=f"{key} has the shape .* and does not fit a parameter of this model"):
         optimus.train(begun)

@@ -112,7 +112,15 @@ def test_a_step_that_is_left_out_moves_no_bias() -> None:
         (4, ["parallel.tensor=[2,2]", "parallel.expert=2", "parallel.expert_tensor=2", "recompute=[moe]"]),
         (4, ["parallel.expert=2", "moe.dispatch=allgather", "moe.balance_scope=global", "state.shard=parameters"]),
         (4, ["parallel.pipeline=2", "parallel.context=2", "parallel.executor=message-driven", "recompute=[block]"]),
-        (3, ["parallel.pipeline=3", "parallel.schedule=1f1b", "parallel.blocks=[1,1,1]", "recompute=[mlp,moe]"]),
+        (
+            3,
+            [
+                "parallel.pipeline=3",
+                "parallel.schedule=1f1b",
+                "parallel.layers_per_stage=[1,1,1]",
+                "recompute=[mlp,moe]",
+            ],
+        ),
     ],
 )
 def test_layouts(ranks: int, overrides: list[str]) -> None:

@@ -149,7 +149,7 @@ def of_model(model: str, data: Path, output: Path, **train: Any) -> dict[str, An
         "model": MODELS[model],
         "data": {"path": str(data)},
         "train": {"output": str(output), **sizes, **train},
-        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "lr_schedule": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 2},
         "observe": {"tensorboard": False, "report": False},
     }
 
@@ -160,7 +160,7 @@ def config_of(draw: Draw, data: Path, place: Path, output: Path) -> dict[str, An
     config["checkpoint"] = {"every": draw.every, "keep": None, "weights_every": 1, "asynchronous": draw.beside}
     config["state"] = {"shard": draw.shard, "residency": draw.residency, "chunk": 3000, "tile": 500}
     if draw.residency != "device":
-        config["state"] |= {"device_states": 0.0, "update_on": draw.update_on}
+        config["state"] |= {"resident_fraction": 0.0, "update_on": draw.update_on}
     if draw.residency == "disk":
         config["state"]["disk"] = str(output.with_name(f"{output.name} disk"))
     if draw.lora:
@@ -175,12 +175,12 @@ def config_of(draw: Draw, data: Path, place: Path, output: Path) -> dict[str, An
         config["train"]["teacher"] = {"checkpoints": [str(place / "teacher")], "weight": 0.5}
     if draw.phases:
         del config["train"]["steps"]
-        own = {"steps": 3, "global_batch": 12, "lr_schedule": {"peak": 1e-3}}
+        own = {"steps": 3, "global_batch": 12, "lr_schedule": {"lr": 1e-3}}
         config["phases"] = [{"steps": 3, "sequence_length": 16}, own]
     if PRUNING[draw.pruning]:
         config["pruning"] = {"sparsity": 0.6, "targets": targets(draw), **PRUNING[draw.pruning]}
     if draw.start in ("pruned", "folder"):
-        config["checkpoint"]["initial"] = str(place / f"{draw.model}{' folder' * (draw.start == 'folder')}")
+        config["checkpoint"]["load_path"] = str(place / f"{draw.model}{' folder' * (draw.start == 'folder')}")
     return config
 
 

@@ -181,7 +181,7 @@ def test_old_checkpoints_are_removed(small_run: dict[str, Any]) -> None:
 def test_starting_from_the_weights_of_another_run(small_run: dict[str, Any], tmp_path: Path) -> None:
     optimus.train(small_run)
     second = changed(small_run, output=str(tmp_path / "second"))
-    second["checkpoint"] = {"initial": small_run["train"]["output"]}
+    second["checkpoint"] = {"load_path": small_run["train"]["output"]}
     optimus.train(second)
     assert losses(tmp_path / "second")[0] < losses(small_run["train"]["output"])[0] - 0.1
 
@@ -263,7 +263,7 @@ def test_bad_data_on_one_rank_ends_all_and_saves(prepared: Path, small_run: dict
 def test_a_trace_shows_gradients_on_their_way_during_the_backward_pass(
     small_run: dict[str, Any], shard: str, collective: str
 ) -> None:
-    small_run["observe"] |= {"trace": 3}
+    small_run["observe"] |= {"profile_step": 3}
     small_run["state"] = {"shard": shard, "chunk": 2000}
     optimus.train(small_run, ranks=2)
     folder = Path(small_run["train"]["output"])
@@ -283,7 +283,7 @@ def test_a_trace_shows_input_gradients_on_their_way_beside_the_weights_product(
     small_run: dict[str, Any], sequence: bool, overlap: bool
 ) -> None:
     """In the backward pass of a projection, the second product is made while the first one's result travels (OAR)."""
-    small_run["observe"] |= {"trace": 2}
+    small_run["observe"] |= {"profile_step": 2}
     small_run["train"]["stop_at"] = 2
     small_run["parallel"] = {"tensor": 2, "sequence": sequence, "overlap": overlap}
     optimus.train(small_run)

@@ -19,7 +19,7 @@ from optimus.testing import RankError, run_ranks
 RESIDENCES: dict[str, dict[str, Any]] = {
     "optimizer": {"residency": "optimizer"},
     "all": {"residency": "all", "cache": 4},
-    "some here": {"residency": "all", "device_states": 0.4},
+    "some here": {"residency": "all", "resident_fraction": 0.4},
     "disk": {"residency": "disk", "cache": 4},
 }
 RULES: dict[str, dict[str, Any]] = {

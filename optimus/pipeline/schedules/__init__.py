@@ -33,7 +33,7 @@ def make_schedule(
     ranks: int,
     microbatches: int,
     stages_per_rank: int | None = None,
-    warm_up: float = 1.0,
+    warmup_factor: float = 1.0,
     *,
     vocabulary: bool = False,
     transfers: bool = True,
@@ -45,7 +45,7 @@ def make_schedule(
         ranks: of the pipeline.
         microbatches: of a step.
         stages_per_rank: default: the least that the schedule takes.
-        warm_up: how many times its usual live activations a stage may hold, where the schedule can do with more.
+        warmup_factor: how many times its usual live activations a stage may hold, where the schedule can do with more.
         vocabulary: every rank has a part of the vocabulary; schedules that can are then two microbatches further ahead.
         transfers: False leaves out sends and receives, for whoever asks about computations alone.
 
@@ -55,7 +55,7 @@ def make_schedule(
         raise UserError(f"schedule {name!r} does not exist; {nearest(name, schedules())}")
     row = schedules()[name]
     per_rank = row.stages if stages_per_rank is None else stages_per_rank
-    sizes = Sizes(ranks, microbatches, per_rank, warm_up, AHEAD if vocabulary else 0)
+    sizes = Sizes(ranks, microbatches, per_rank, warmup_factor, AHEAD if vocabulary else 0)
     if problem := _problem(row, sizes):
         raise UserError(f"schedule {name}: {problem}")
     made = row.make(sizes)
@@ -65,11 +65,11 @@ def make_schedule(
 
 def _problem(row: Row, sizes: Sizes) -> str | None:
     """Why the schedule cannot take these sizes, and what to do; None where it can."""
-    ranks, microbatches, per_rank, warm_up, _ = sizes
+    ranks, microbatches, per_rank, warmup_factor, _ = sizes
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", per_rank)):
         if value < 1:
             return f"{value} {what}; give at least one"
-    if warm_up != 1.0 and not row.deepens:
+    if warmup_factor != 1.0 and not row.deepens:
         able = " or ".join(each.name for each in schedules().values() if each.deepens)
         return f"a deeper warm-up is an option of {able}; leave it out or choose {able}"
     if row.any_stages and per_rank < row.stages:

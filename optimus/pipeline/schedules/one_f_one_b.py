@@ -11,14 +11,16 @@ from optimus.pipeline.schedules.row import Row, Sizes
 def one_f_one_b(sizes: Sizes) -> Schedule:
     """Stage s keeps the activations of ranks - s microbatches. Bubble: (ranks - 1) / microbatches, as GPipe.
 
-    With `warm_up` c > 1, a stage begins c times as many microbatches, c * (ranks - s) rounded down, before its first
+    With `warmup_factor` c > 1, a stage begins c times as many microbatches, c * (ranks - s) rounded down, before its first
     backward pass, and keeps as many; with `ahead`, so many more. That changes nothing if all times are equal; it hides times
     of links and jitter.
 
     Raises `UserError` for a warm-up below 1, with which stages would wait for each other in a circle.
     """
-    if sizes.warm_up < 1:
-        raise UserError(f"schedule 1f1b: warm-up {sizes.warm_up:g} is too short to fill the pipeline; take at least 1")
+    if sizes.warmup_factor < 1:
+        raise UserError(
+            f"schedule 1f1b: warm-up {sizes.warmup_factor:g} is too short to fill the pipeline; take at least 1"
+        )
     orders = []
     for rank in range(sizes.ranks):
         forwards, backwards = (
@@ -37,7 +39,7 @@ def take_turns(forwards: Sequence[Action], backwards: Sequence[Action], live: in
 
 
 def _live(sizes: Sizes, rank: int) -> int:
-    return int(sizes.warm_up * (sizes.ranks - rank)) + sizes.ahead
+    return int(sizes.warmup_factor * (sizes.ranks - rank)) + sizes.ahead
 
 
 ROWS = (Row("1f1b", one_f_one_b, deepens=True, live=_live),)

@@ -8,13 +8,13 @@ from optimus.pipeline.schedule import Placement, Schedule
 
 
 class Sizes(NamedTuple):
-    """What a schedule is made for. `warm_up`: how many times its usual live activations a stage may hold; `ahead`: by how
+    """What a schedule is made for. `warmup_factor`: how many times its usual live activations a stage may hold; `ahead`: by how
     many microbatches more its forward passes are ahead."""
 
     ranks: int
     microbatches: int
     stages_per_rank: int = 1
-    warm_up: float = 1.0
+    warmup_factor: float = 1.0
     ahead: int = 0
 
 
@@ -30,7 +30,7 @@ class Row:
     in_rounds: bool = False
     """Whether microbatches go in rounds of as many as there are ranks: fewer cannot be, and part of a round takes as long as
     a whole one."""
-    deepens: bool = False  # whether it takes a `warm_up`
+    deepens: bool = False  # whether it takes a `warmup_factor`
     dominated: bool = False  # whether another one takes as long and keeps less, so that no search tries it
     idle: Callable[[float, float], float] = lambda forward, whole: whole
     """Its bound: what a stage leaves the ranks after it idle in a step at least, from the seconds of its forward pass and of

@@ -37,11 +37,14 @@ class Trace(Hook):
 
     def _write(self, trainer: Trainer, profile: torch.profiler.profile) -> None:
         path = rank_trace(trainer.folder, trainer.groups.rank)
-        with naming_disk_errors(path, "Make room or leave observe.trace away"):
+        with naming_disk_errors(path, "Make room or leave observe.profile_step away"):
             profile.export_chrome_trace(str(path))
 
     def _begin(self, trainer: Trainer) -> None:
-        if trainer.progress.step + 1 == trainer.config.observe.trace and trainer.progress.step < trainer.run.last_step:
+        if (
+            trainer.progress.step + 1 == trainer.config.observe.profile_step
+            and trainer.progress.step < trainer.run.last_step
+        ):
             self._profile = torch.profiler.profile()
             self._profile.start()
 

@@ -42,7 +42,7 @@ def short_run(model: dict[str, Any], *, context: int, **sections: dict[str, Any]
         "model": dict(model),
         "data": {"path": ""},
         "train": {"output": "", "precision": "float32"} | sizes,
-        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "lr_schedule": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 2},
         "state": {"chunk": 2000},
     } | sections
 
@@ -128,7 +128,7 @@ def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[in
     if draw.of(True, False):
         blocks = [1] * stages
         blocks[draw.of(*range(stages))] += layers - stages
-        draw.set("parallel.blocks", blocks)
+        draw.set("parallel.layers_per_stage", blocks)
     in_rounds = (f"parallel.schedule={row.name}" for row in schedules().values() if row.in_rounds)
     least = ranks if any(said in draw.overrides for said in in_rounds) else 1
     number = draw.of(*(n for n in microbatches if n >= least))
@@ -146,15 +146,15 @@ def _draw_order(draw: Draw, ranks: int, most: int) -> int:
         per_rank: int = draw.set("parallel.stages_per_rank", 1, 2)
         cap = draw.of(None, "number", "list", "list")
         if cap == "number":
-            draw.set("parallel.in_flight", 1, 2, 5)
+            draw.set("parallel.max_in_flight", 1, 2, 5)
         elif cap == "list":
-            draw.set("parallel.in_flight", [draw.of(1, 2, 3) for _ in range(ranks * per_rank)])
+            draw.set("parallel.max_in_flight", [draw.of(1, 2, 3) for _ in range(ranks * per_rank)])
         return per_rank
     free, rounds = ([row for row in schedules().values() if row.in_rounds == yes] for yes in (False, True))
     twice = [row.name for row in free for _ in range(1 + row.deepens)]
     row = schedules()[draw.set("parallel.schedule", *twice, *(each.name for each in rounds if most >= ranks))]
     if row.deepens:
-        draw.set("parallel.warm_up", 1, 2)
+        draw.set("parallel.warmup_factor", 1, 2)
     return draw.set("parallel.stages_per_rank", row.stages) if row.stages > 1 else 1
 
 
@@ -185,7 +185,7 @@ def _draw_state(draw: Draw, replicas: int) -> None:
             for kind, width in draw.of(*NESTED[shard]).items():
                 draw.set(f"state.shard_ranks.{kind}", width)
     elif draw.of(True, False):
-        draw.set("state.coarsening", 1, 3)
+        draw.set("state.all_reduce_tiles", 1, 3)
     if shard == "parameters":
         draw.set("state.reshard_after_forward", True, False)
         draw.set("state.prefetch", 0, 1, 3)
@@ -224,8 +224,8 @@ def _limit_shard_ranks(draw: Draw, mesh: Mesh) -> None:
 def _draw_rule(draw: Draw) -> None:
     """Draws the update rule. Lion's step is as long where a gradient is nothing but rounding, so its steps are short."""
     if draw.set("optimizer.name", "adamw", "muon", "muon", "lion", "schedule-free") == "lion":
-        draw.set("lr_schedule.peak", 2e-6)
-        draw.set("lr_schedule.minimum", 2e-6)
+        draw.set("lr_schedule.lr", 2e-6)
+        draw.set("lr_schedule.min_lr", 2e-6)
 
 
 def _draw_frozen(draw: Draw) -> None:
@@ -273,7 +273,7 @@ def _draw_residency(draw: Draw) -> None:
             "state.cache", 40, "auto"
         )  # 40 are few: chunks of 500 elements are up to 60, of which a module uses 30
     if residency != "device":
-        draw.set("state.device_states", 0.0, 0.4, "auto")
+        draw.set("state.resident_fraction", 0.0, 0.4, "auto")
         draw.set("state.update_on", "auto", "device", "host")
     if fetched:
         draw.set("state.accumulate_on", "auto", "device", "host")

@@ -1,0 +1,75 @@
+"""Files of configurations with today's names for the keys that had others before; comments and layout stay."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from optimus.config.renamed import MOVED, new_name
+from optimus.config.yaml_text import Loader, parse_yaml
+from optimus.disk import replace_text, user_path
+from optimus.errors import UserError, naming_disk_errors
+
+
+class RenamedKey(NamedTuple):
+    """A key of a file that has another name today: its line, and both names; `start` and `end` are its characters."""
+
+    line: int
+    old: str
+    new: str
+    start: int
+    end: int
+
+
+def migrate(config: str | Path) -> list[RenamedKey]:
+    """Renames the keys of a configuration's YAML file that had another name in an earlier version, in place, and returns them
+    in the order of the file. Comments, order and layout stay; a file that it includes is migrated by itself.
+
+    Raises `UserError`, before anything is written, for a file that cannot be read or is no YAML, for a key that has moved to
+    another section, which it names, and for one that stands there under both of its names.
+
+    Example:
+        api.migrate("first.yaml")
+    """
+    path = user_path(config).resolve()
+    try:
+        with path.open(encoding="utf-8", newline="") as file:  # the ends of its lines stay
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    parse_yaml(text, str(path))  # says what is wrong with it
+    root = yaml.compose(text, Loader=Loader)
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{path} is no configuration: it has no sections")
+    found = sorted(_renamed(root, str(path)), key=lambda key: key.start)
+    for key in reversed(found):
+        text = text[: key.start] + key.new.rpartition(".")[2] + text[key.end :]
+    if found:
+        with naming_disk_errors(path, "The file is as it was."):
+            replace_text(path, text)
+    return found
+
+
+def _renamed(config: yaml.MappingNode, where: str) -> Iterator[RenamedKey]:
+    for section, value in config.value:
+        yield from _named(section, section.value, config, where)
+        if isinstance(value, yaml.MappingNode):
+            for key, _ in value.value:
+                yield from _named(key, f"{section.value}.{key.value}", value, where)
+        elif section.value == "phases" and isinstance(value, yaml.SequenceNode):
+            for phase in value.value:
+                if isinstance(phase, yaml.MappingNode):
+                    yield from _renamed(phase, where)
+
+
+def _named(key: yaml.Node, old: str, section: yaml.MappingNode, where: str) -> Iterator[RenamedKey]:
+    line, new = key.start_mark.line + 1, new_name(old)
+    if old in MOVED:
+        raise UserError(f"{where} line {line}: {old} is now {MOVED[old]}: move it there, then migrate the rest")
+    name = new.rpartition(".")[2]
+    if name == key.value:
+        return
+    if any(other.value == name for other, _ in section.value):
+        raise UserError(f"{where} line {line}: {old} is {new} now, which is there as well: remove one of them")
+    yield RenamedKey(line, old, new, key.start_mark.index, key.end_mark.index)
