@@ -45,11 +45,11 @@ _LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and what makes the layo
     "pipeline 2, expert 2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
 }
 _OPTIONS: dict[str, list[str]] = {  # of one process, whose numbers are those without them
-    "update on the device": ["state.residency=optimizer", "state.update_on=device"],
-    "update on the host": ["state.residency=optimizer", "state.update_on=host"],
-    "cache of three": ["state.residency=all", "state.cache=3"],
-    "gradients to the host": ["state.residency=all", "state.accumulate_on=host"],
-    "state on a disk": ["state.residency=disk"],
+    "update on the device": ["state.offload=optimizer", "state.update_on=device"],
+    "update on the host": ["state.offload=optimizer", "state.update_on=host"],
+    "cache of three": ["state.offload=all", "state.cache=3"],
+    "gradients to the host": ["state.offload=all", "state.accumulate_on=host"],
+    "state on a disk": ["state.offload=disk"],
     "gradients in bf16": ["state.gradient_dtype=bfloat16"],
     "recomputed norms": ["recompute=[norm]"],
     "recomputed blocks": ["recompute=[block]"],

@@ -138,7 +138,7 @@ def _measure(machine: Machine, layers: int, rule: Callable[[Machine, int], Choic
     """A step after two others, with what the rule chooses; everything is on the device if there is room for it."""
     fits = layers * _STATE <= machine.room
     choice = Choice(0, layers) if fits else rule(machine, layers)
-    options: dict[str, Any] = {"residency": "all", "update_on": "host"}
+    options: dict[str, Any] = {"offload": "all", "update_on": "host"}
     options |= {"cache": choice.cache, "resident_fraction": choice.states / layers}
     device = _device(machine, machine.room * _WIDTH**2)
     simulation = Simulation(
@@ -167,7 +167,7 @@ def _measure(machine: Machine, layers: int, rule: Callable[[Machine, int], Choic
 
 def _our_traffic(microbatches: int, layers: int = _TRAFFIC[0], name: str = "ours") -> Row:
     width, device = _TRAFFIC[1], _device(Machine(0, 1.0, 1.0, 1.0))
-    options: dict[str, Any] = {"residency": "all", "update_on": "host", "cache": _BLOCKS}
+    options: dict[str, Any] = {"offload": "all", "update_on": "host", "cache": _BLOCKS}
     options |= {"accumulate_on": "host" if name == _ON_HOST else "device"}
     last = Simulation(device, layers=layers, width=width, **options).run(_STEPS, microbatches)[-1]
     up, down = (each / layers / width**2 for each in (last.up, last.down))

@@ -418,7 +418,7 @@ ADDS = {"bench collectives": {"--write"}}
 FUNCTIONS = {  # of `optimus.api`, where they have other names than their commands
     "import": "import_folder", "sample-text": "sample_text", "config show": "config", "checkpoint list": "list_checkpoints",
     "checkpoint show": "show_checkpoint", "checkpoint verify": "verify_checkpoints",
-    "checkpoint convert": "convert_checkpoint",
+    "checkpoint convert": "convert_checkpoint", "config migrate": "migrate",
 }  # fmt: skip
 NO_FUNCTIONS = {  # and why
     "launch": "a program on each node", "rendezvous": "a program of its own", "lab": "a rehearsal of programs",
@@ -437,7 +437,7 @@ def test_every_command_is_a_function() -> None:
 
 # Or to places that the configuration names: the run folder.
 WRITES_NOTHING = {
-    "config diff", "config show", "doctor", "runs",
+    "config diff", "config migrate", "config show", "doctor", "runs",
     "train", "generate", "models", "rollback", "lab", "rendezvous", "checkpoint list", "checkpoint verify",
     "checkpoint show",
 }  # fmt: skip
@@ -518,7 +518,7 @@ except SystemExit as error:
     words = [command, str(tmp_path / "run.yaml"), "train.lr=1"]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert done.stdout == "2 False\n"
-    assert "unknown key 'train.lr': here it is lr_schedule.lr" in done.stderr
+    assert "unknown key 'train.lr': did you mean 'lr_schedule.lr'?" in done.stderr
 
 
 def test_a_name_that_is_no_unicode_is_printed(tmp_path: Path) -> None:

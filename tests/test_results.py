@@ -234,9 +234,7 @@ FIXED = [
     Fixed(
         TIMES,
         r"within (\d) % of the events, with disks within (\d+) %",
-        lambda: [
-            100 * share for share in reversed(text(TIMES, r"rel=(\S+) if given.residency == .disk. else (\S+)\n"))
-        ],
+        lambda: [100 * share for share in reversed(text(TIMES, r"rel=(\S+) if given.offload == .disk. else (\S+)\n"))],
     ),
     Fixed(SCALING, r"\| Perlmutter \| (.*?) \| (.*?) \|", lambda: measured("perlmutter")),
     Fixed(SCALING, r"\| Frontier \| (.*?) \| (.*?) \|", lambda: measured("frontier")),

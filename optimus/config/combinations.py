@@ -187,7 +187,8 @@ def _check_pipeline(config: RunConfig) -> None:
     blocks = parallel.layers_per_stage
     if blocks is not None and (len(blocks) != stages or sum(blocks) != layers or min(blocks) < 1):
         raise ValueError(
-            f"parallel.layers_per_stage {blocks} must be {stages} numbers above 0, one per stage, of sum model.layers {layers}"
+            f"parallel.layers_per_stage {blocks} must be {stages} numbers above 0, one per stage, that add up to "
+            f"model.layers {layers}"
         )
 
 

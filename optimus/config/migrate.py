@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import yaml
 
-from optimus.config.renamed import MOVED, new_name
+from optimus.config.renamed import MOVED, NEW_VALUES, new_name
 from optimus.config.yaml_text import Loader, parse_yaml
 from optimus.disk import replace_text, user_path
 from optimus.errors import UserError, naming_disk_errors
 
 
 class RenamedKey(NamedTuple):
-    """A key of a file that has another name today: its line, and both names; `start` and `end` are its characters."""
+    """A key or value of a file that has another name today: its line, both names, and the characters that it takes up."""
 
     line: int
     old: str
@@ -23,8 +23,8 @@ class RenamedKey(NamedTuple):
 
 
 def migrate(config: str | Path) -> list[RenamedKey]:
-    """Renames the keys of a configuration's YAML file that had another name in an earlier version, in place, and returns them
-    in the order of the file. Comments, order and layout stay; a file that it includes is migrated by itself.
+    """Renames the keys of a configuration's YAML file that had another name in an earlier version, in place, and returns
+    them in the order of the file. Comments, order and layout stay; a file that it includes is migrated by itself.
 
     Raises `UserError`, before anything is written, for a file that cannot be read or is no YAML, for a key that has moved to
     another section, which it names, and for one that stands there under both of its names.
@@ -55,8 +55,11 @@ def _renamed(config: yaml.MappingNode, where: str) -> Iterator[RenamedKey]:
     for section, value in config.value:
         yield from _named(section, section.value, config, where)
         if isinstance(value, yaml.MappingNode):
-            for key, _ in value.value:
-                yield from _named(key, f"{section.value}.{key.value}", value, where)
+            for key, held in value.value:
+                old = f"{section.value}.{key.value}"
+                yield from _named(key, old, value, where)
+                if isinstance(held, yaml.ScalarNode) and (new := NEW_VALUES.get((old, held.value))):
+                    yield _change(held, f"{old}: {held.value}", new)
         elif section.value == "phases" and isinstance(value, yaml.SequenceNode):
             for phase in value.value:
                 if isinstance(phase, yaml.MappingNode):
@@ -72,4 +75,8 @@ def _named(key: yaml.Node, old: str, section: yaml.MappingNode, where: str) -> I
         return
     if any(other.value == name for other, _ in section.value):
         raise UserError(f"{where} line {line}: {old} is {new} now, which is there as well: remove one of them")
-    yield RenamedKey(line, old, new, key.start_mark.index, key.end_mark.index)
+    yield _change(key, old, new)
+
+
+def _change(node: yaml.Node, old: str, new: str) -> RenamedKey:
+    return RenamedKey(node.start_mark.line + 1, old, new, node.start_mark.index, node.end_mark.index)

@@ -9,6 +9,7 @@ RENAMED = {  # a section or a key of one, to today's
     "train.context": "train.sequence_length",
     "lr_schedule.peak": "lr_schedule.lr",
     "lr_schedule.minimum": "lr_schedule.min_lr",
+    "state.residency": "state.offload",
     "state.coarsening": "state.all_reduce_tiles",
     "state.device_states": "state.resident_fraction",
     "parallel.warm_up": "parallel.warmup_factor",
@@ -17,6 +18,7 @@ RENAMED = {  # a section or a key of one, to today's
     "checkpoint.initial": "checkpoint.load_path",
     "observe.trace": "observe.profile_step",
 }
+NEW_VALUES = {("state.residency", "device"): "none"}  # of keys that were renamed
 # What was measured by `evaluate`, as the set without a name of `validation`.
 _OF_VALIDATION = ("text", "every", "max_bytes")
 MOVED = {f"evaluate.{key}": f"validation: [{{{key}: ...}}]" for key in _OF_VALIDATION}
@@ -35,11 +37,18 @@ def with_new_names(written: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for section, value in written.items():
         if isinstance(value, Mapping):  # not all of its keys are text, where something else has written it
-            value = {new_name(f"{section}.{key}").partition(".")[2]: each for key, each in value.items()}
+            value = {
+                new_name(f"{section}.{key}").partition(".")[2]: _value(section, key, each)
+                for key, each in value.items()
+            }
         elif section == "phases" and isinstance(value, list):
             value = [with_new_names(each) if isinstance(each, Mapping) else each for each in value]
         config[new_name(str(section))] = value
     return _with_sets(config)
+
+
+def _value(section: str, key: Any, value: Any) -> Any:
+    return NEW_VALUES.get((f"{section}.{key}", value), value) if isinstance(value, str) else value
 
 
 def _with_sets(config: dict[str, Any]) -> dict[str, Any]:

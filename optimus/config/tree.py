@@ -67,26 +67,26 @@ class StateConfig(Section):
     """Overlap gradient reduction with the backward pass (AxoNN's ORS). Overlapping the gathers (OAG) is prefetch."""
     all_reduce_tiles: int | None = Field(None, gt=0)
     """Tiles per all-reduce of a chunk's gradients; several all-reduces are in flight at once (AxoNN). Default: all."""
-    residency: Literal["device", "optimizer", "all", "disk"] = "device"
+    offload: Literal["none", "optimizer", "all", "disk"] = "none"
     """Where state is kept. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and gradients
     too, parameters being fetched on use (Elixir); disk: master weights and moments on a disk, the rest on the host
-    (ZeRO-Infinity). The numbers are those of device."""
+    (ZeRO-Infinity). none: all of it is on the device. The numbers are the same."""
     cache: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
     """Whole chunks of parameters that the device holds at a time, of those that are gathered or fetched on use; which is
-    dropped follows from the order of uses in the step before (Belady). Default: with residency all or disk auto, what the
+    dropped follows from the order of uses in the step before (Belady). Default: with offload all or disk auto, what the
     device has room for; else parameters are freed after each use."""
     resident_fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
-    """With another residency than device: fraction of the chunks, the first ones, whose state is on the device all the
-    same. auto: what it has room for."""
+    """With offload: fraction of the chunks, the first ones, whose state is on the device all the same. auto: what it has
+    room for."""
     update_on: Literal["auto", "device", "host"] = "auto"
     """Where state that is not on the device is updated. device: tile by tile through the device (AxoNN); host: by the
     processor; auto: the faster by a short measurement, which is kept (tuning.cache)."""
     accumulate_on: Literal["auto", "device", "host"] = "auto"
-    """With residency all or disk: where the gradients of several microbatches are added up. device: they stay there during
+    """With offload all or disk: where the gradients of several microbatches are added up. device: they stay there during
     the step; host: those of each microbatch are reduced and sent, so that the device has those of three chunks; auto: on
     the device, where it has room for them. Among several ranks the two agree up to rounding: sums are in another order."""
     disk: PathText | None = None
-    """With residency disk: folder of the file that holds the state. Default: train.output."""
+    """With offload disk: folder of the file that holds the state. Default: train.output."""
 
     @model_validator(mode="after")
     def _sharding(self) -> "StateConfig":
@@ -102,22 +102,22 @@ class StateConfig(Section):
         return self
 
     def _check_residency(self) -> None:
-        on_use = self.shard == "parameters" or self.residency in ("all", "disk")
+        on_use = self.shard == "parameters" or self.offload in ("all", "disk")
         if self.cache is not None and not on_use:
             raise ValueError(
-                "cache applies to parameters that are gathered or fetched on use: choose shard: parameters or residency: all"
+                "cache applies to parameters that are gathered or fetched on use: choose shard: parameters or offload: all"
             )
-        if not self.reshard_after_forward and (self.cache is not None or self.residency in ("all", "disk")):
+        if not self.reshard_after_forward and (self.cache is not None or self.offload in ("all", "disk")):
             raise ValueError(
                 "reshard_after_forward is not for parameters in a cache, which keeps what it can: remove it"
             )
         # That something happens on the device may be said, as resolved runs do, of state that is there anyway.
-        wrong = self.given("resident_fraction", "update_on") if self.residency == "device" else []
-        wrong += self.given("accumulate_on") if self.residency in ("device", "optimizer") else []
+        wrong = self.given("resident_fraction", "update_on") if self.offload == "none" else []
+        wrong += self.given("accumulate_on") if self.offload in ("none", "optimizer") else []
         wrong = [key for key in wrong if getattr(self, key) != "device"]
-        wrong += ["disk"] if self.disk is not None and self.residency != "disk" else []
+        wrong += ["disk"] if self.disk is not None and self.offload != "disk" else []
         if wrong:
-            raise ValueError(f"{wrong[0]} applies to state that is kept elsewhere, but residency is {self.residency}")
+            raise ValueError(f"{wrong[0]} applies to state that is offloaded, but offload is {self.offload}")
 
 
 def shard_widths(shard: str, ranks: int | ShardRanks | None) -> tuple[int | None, ...]:

@@ -132,8 +132,8 @@ def live_microbatches(
     """Of each rank: what it keeps when it keeps most, as a backward pass begins; all times of which no other has as many of
     every stage.
 
-    With `vocabulary` it is divided over all ranks, and more microbatches are under way; so they are with a `warmup_factor` above
-    1. A rank's order decides it, whatever its passes take.
+    With `vocabulary` it is divided over all ranks, and more microbatches are under way; so they are with a `warmup_factor`
+    above 1. A rank's order decides it, whatever its passes take.
     """
     if ranks == 1:
         return ((Live((1,), (0,)),),)

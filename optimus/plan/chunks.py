@@ -283,7 +283,7 @@ def held_in(job: Job, stages: Iterable[PartCounts]) -> Iterator[PartCounts]:
 def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
     """What a rank with so much of the model in its stages holds, all on its device, by replicas and update rule; of a run
     that prunes, at its end."""
-    state = job.state if job.state.residency == "device" else job.state.model_copy(update={"residency": "device"})
+    state = job.state if job.state.offload == "none" else job.state.model_copy(update={"offload": "none"})
     left = 1 - job.config.pruning.sparsity if job.config.pruning is not None else None
     found: dict[tuple[object, ...], ChunkGroup] = {}
     for counts in held_in(job, stages):
@@ -305,7 +305,7 @@ def chunk_plans(job: Job, counts: PartCounts) -> list[ChunkPlan]:
     """The chunks of a stage with so much of the model, where the job has them; of a run that prunes, when they take most."""
     rows = _rows_of(job, counts)
     plans = [plan for shared, *_ in _shared(job, rows, job.state) for plan in shared]
-    if job.state.residency != "device":  # the first ones may stay there
+    if job.state.offload != "none":  # the first ones may stay there
         plans = in_order(plans, rows.names)
     pruning = job.config.pruning
     first = pruning.unpruned(0) if pruning is not None and pruning.comes_first else None

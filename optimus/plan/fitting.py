@@ -181,15 +181,15 @@ def residencies(job: Job) -> Iterator[Job]:
     are added up is tried likewise: on the device, then on the host."""
     yield from _accumulations(job)
     host = job.machine.host
-    if job.state.residency == "device" and host.bandwidth is not None and not host.shared:
-        for residency in ("optimizer", "all", "disk") if host.read is not None else ("optimizer", "all"):
-            yield from _accumulations(job.changed(state={"residency": residency, "resident_fraction": "auto"}))
+    if job.state.offload == "none" and host.bandwidth is not None and not host.shared:
+        for offload in ("optimizer", "all", "disk") if host.read is not None else ("optimizer", "all"):
+            yield from _accumulations(job.changed(state={"offload": offload, "resident_fraction": "auto"}))
 
 
 def _accumulations(job: Job) -> Iterator[Job]:
     """The job, and with the gradients of several microbatches, if there may be some, on the host."""
     yield job
-    leaves = RESIDENCES[job.state.residency][1] != "device"
+    leaves = RESIDENCES[job.state.offload][1] != "device"
     if leaves and job.state.accumulate_on == "auto" and job.train.global_batch > job.mesh.size:
         yield job.changed(state={"accumulate_on": "host"})
 

@@ -119,7 +119,7 @@ def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -
     """Of the chunks of these stages, by the account's rules: what is there at rest, copies for checkpoints too, and whole
     parameters and gradients while they are used; of a run that prunes, when it takes most."""
     config, profile, saving = job.config, job.profile, job.config.checkpoint
-    places: Sequence[Residency] = ("device",) if job.state.residency == "device" else ("device", "host", "disk")
+    places: Sequence[Residency] = ("device",) if job.state.offload == "none" else ("device", "host", "disk")
     if opens_cache(job.state):
         config = job.changed(state={"cache": cache_blocks(job, len(plans))}).config
     copied = teacher = 0.0

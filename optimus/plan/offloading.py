@@ -46,7 +46,7 @@ def rates_of(job: Job) -> Rates:
 def device_share(job: Job) -> float:
     """Fraction of the chunks whose state is on the device."""
     share = job.state.resident_fraction
-    if job.state.residency == "device":
+    if job.state.offload == "none":
         return 1.0
     return 0.0 if share == "auto" else share  # what there is room for is added when a layout has been found
 

@@ -20,7 +20,7 @@ _SHARDING = {
     "shard_ranks",
     "shard_over",
     "reshard_after_forward",
-    "residency",
+    "offload",
     "resident_fraction",
     "accumulate_on",
 }
@@ -69,7 +69,7 @@ def facts_of(job: Job) -> Facts:
     facts = replace(
         facts, device_bytes=int(room_of(job) / (1 - FRAGMENTS))
     )  # of which a run fills as much as is usable
-    if job.state.residency == "device" or machine.host.bandwidth is None:
+    if job.state.offload == "none" or machine.host.bandwidth is None:
         return facts
     rates = rates_of(job)
     done = rates.up, rates.down, rates.host_update, rates.device_update, machine.rates(job.precision).sustained_rate
@@ -86,7 +86,7 @@ def decided(job: Job, run: ResolvedRun) -> Job:
     """With what its `run` decides of its layout."""
     config = run.config
     keys = "recompute", "recompute_every", "recompute_budget"
-    elsewhere = ("resident_fraction", "accumulate_on") if config.state.residency != "device" else ()
+    elsewhere = ("resident_fraction", "accumulate_on") if config.state.offload != "none" else ()
     state = {key: getattr(config.state, key) for key in elsewhere}
     return job.changed(run.mesh, state=state, **{key: getattr(config, key) for key in keys})
 

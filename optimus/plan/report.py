@@ -126,7 +126,7 @@ def _largest_row(plan: Plan) -> dict[str, Any]:
     model = plan.job.model
     parameters = f"{count_parameters(model).total / 1e9:.3g} B"
     layers = f"{model.layers:,}" + (" or more" if model.layers == MOST_LAYERS else "")
-    return {"": "", "state on": plan.job.state.residency, "layers": layers, "parameters": parameters}
+    return {"": "", "state on": plan.job.state.offload, "layers": layers, "parameters": parameters}
 
 
 def _scaled_row(point: ScalingPoint, row: dict[str, Any], wide: bool) -> dict[str, Any]:
@@ -261,12 +261,12 @@ def explained(plan: Plan) -> str:
 def _elsewhere(plan: Plan) -> Iterator[str]:
     """What is not on the devices, where it is updated, and what it costs."""
     job, state, host = plan.job, plan.job.state, plan.job.machine.host
-    if state.residency == "device":
+    if state.offload == "none":
         return
     beside, terms = plan.memory.elsewhere, plan.step.terms
     ranks = ranks_of_node(job)
     yield (
-        f"state.residency {state.residency}: the state of {device_share(job):.0%} of the chunks is on the device; the host "
+        f"state.offload {state.offload}: the state of {device_share(job):.0%} of the chunks is on the device; the host "
         f"of a node has {size_text(ranks * beside.host, 4)} of {size_text(host.memory)}"
         + (f", its disks {size_text(ranks * beside.disk, 4)}" if beside.disk else "")
     )

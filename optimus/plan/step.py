@@ -153,7 +153,7 @@ def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
     job, stages = work.job, passes.held
     moved = work.remembered(("state", stages), lambda: _state_seconds(work, stages))
     beside = OffloadSeconds(moved.update, 0.0)
-    if job.state.residency != "device":
+    if job.state.offload != "none":
         held = work.remembered(("held", stages), lambda: chunk_groups(job, stages))
         forward, backward = (sum(times) for times in zip(*((t.forward, t.backward + t.weights) for t in passes.own)))
         beside = offload_seconds(job, held, forward, backward)

@@ -86,12 +86,12 @@ def facts_here(
 
 def opens_cache(state: StateConfig) -> bool:
     """Whether it is left open how many whole chunks of parameters the device holds."""
-    return state.cache == "auto" or (state.cache is None and RESIDENCES[state.residency][0] != "device")
+    return state.cache == "auto" or (state.cache is None and RESIDENCES[state.offload][0] != "device")
 
 
 def opens_offload(state: StateConfig) -> bool:
     """Whether something about state that is not on the device is left open."""
-    return opens_cache(state) or (state.residency != "device" and "auto" in dict(state).values())
+    return opens_cache(state) or (state.offload != "none" and "auto" in dict(state).values())
 
 
 def counts_memory(config: RunConfig) -> bool:

@@ -173,7 +173,7 @@ def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches
                     staying += sum(elements)
                 else:
                     passing += elements
-    several = _LEAVING if state.residency in ("all", "disk") else 1
+    several = _LEAVING if state.offload in ("all", "disk") else 1
     return (staying + sum(sorted(passing, reverse=True)[:several])) * DTYPES[state.gradient_dtype].itemsize
 
 

@@ -48,10 +48,10 @@ class _Machine(NamedTuple):
 def places(run: ResolvedRun) -> Decided:
     """The folder of what is on a disk; and where what is left open happens if all state is on the device."""
     state = run.config.state
-    if state.residency == "device":
+    if state.offload == "none":
         open_ = [key for key in ("update_on", "accumulate_on") if getattr(state, key) == "auto"]
         return Decided({f"state.{key}": "device" for key in open_}, "all state is there", said=False)
-    if state.residency == "disk" and state.disk is None:
+    if state.offload == "disk" and state.disk is None:
         return Decided({"state.disk": run.config.train.output}, "the folder of the run")
     return Decided()
 
@@ -62,7 +62,7 @@ def accumulation(run: ResolvedRun) -> Decided:
     state = run.config.state
     if state.accumulate_on != "auto":
         return Decided()
-    if RESIDENCES[state.residency][1] == "device":
+    if RESIDENCES[state.offload][1] == "device":
         return Decided({"state.accumulate_on": "device"}, "they wait there for the update")
     if run.microbatches == 1:
         return Decided({"state.accumulate_on": "device"}, "a step has one microbatch")
@@ -121,7 +121,7 @@ def _of_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[float, Off
     room = _room(run, rank, elsewhere, here)
     shape = _shape(run, here, room, machine.compute)
     both: tuple[UpdatePlace, ...] = ("device", "host") if run.facts.device != "cpu" else ("host",)
-    if state.residency == "device":
+    if state.offload == "none":
         devices = [len(here)]
     elif state.resident_fraction == "auto":
         devices = [*range(len(here) + 1)]
@@ -203,7 +203,7 @@ def step_shape(
         backward / chunks,
         microbatches,
         max((plan.shard_count for plan in plans), default=1),
-        state.residency,
+        state.offload,
         *sizes,
         state.prefetch,
         whole,

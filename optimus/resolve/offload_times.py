@@ -44,7 +44,7 @@ class StepShape(NamedTuple):
     backward: float
     microbatches: int = 1
     shards: int = 1
-    residency: str = "all"
+    offload: str = "all"
     itemsize: int = 2  # bytes of a parameter
     gradient: int = 2
     prefetch: int = 1
@@ -69,7 +69,7 @@ class UpdateBytes(NamedTuple):
 
 def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
     """Of an update: of state that goes through the device, or of gradients and parameters that live there."""
-    home, waiting, _ = RESIDENCES[shape.residency]
+    home, waiting, _ = RESIDENCES[shape.offload]
     if on == "device":
         return UpdateBytes(
             _MASTER_AND_MOMENTS + (shape.gradient if waiting == "host" else 0),
@@ -92,7 +92,7 @@ def update_seconds(shape: StepShape, rates: Rates, on: UpdatePlace) -> float:
     """Of one chunk, among others: the slowest of what is done at the same time, but for writing, which nobody waits for."""
     part, link = shape.elements / shape.shards, update_bytes(shape, on)
     work = rates.host_update if on == "host" else rates.device_update
-    disk = _MASTER_AND_MOMENTS if RESIDENCES[shape.residency][2] == "disk" else 0
+    disk = _MASTER_AND_MOMENTS if RESIDENCES[shape.offload][2] == "disk" else 0
     return part * max(link.up / rates.up, link.down / rates.down, 1 / work, disk / rates.read)
 
 
@@ -129,11 +129,11 @@ def first_pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) ->
     part, link = shape.elements / shape.shards, update_bytes(shape, on)
     update = update_seconds(shape, rates, on)
     arriving = 0.0
-    if RESIDENCES[shape.residency][1] == "host":  # the gradients that leave last
+    if RESIDENCES[shape.offload][1] == "host":  # the gradients that leave last
         leaving = part * shape.gradient / rates.down
         arriving = max(0.0 if choice.device else leaving, away * leaving - shape.chunks * shape.backward)
     each = max(update, part * link.up / rates.up + fetch, (fetch + gather) / ahead if ahead else fetch + gather + f)
-    disk = part * _MASTER_AND_MOMENTS / rates.read if RESIDENCES[shape.residency][2] == "disk" else 0.0
+    disk = part * _MASTER_AND_MOMENTS / rates.read if RESIDENCES[shape.offload][2] == "disk" else 0.0
     work = rates.host_update if on == "host" else rates.device_update
     stages = part * link.up / rates.up, part * link.down / rates.down, part / work
     alone = sum(stages) if on == "host" else max(stages) + sum(stages) / _TILES
@@ -152,7 +152,7 @@ def step_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float
 
 def _fetching(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[float, float, int, int]:
     """Seconds of a chunk over the link and of gathering it, chunks that a pass lacks, and how many come ahead of use."""
-    if RESIDENCES[shape.residency][0] == "device":
+    if RESIDENCES[shape.offload][0] == "device":
         return 0.0, 0.0, 0, shape.prefetch
     away = shape.chunks - choice.device
     used = away if shape.whole else shape.chunks

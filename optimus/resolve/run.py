@@ -153,8 +153,8 @@ class ResolvedRun:
     def chunk_plans(
         self, rank: int, resident_fraction: float | None = None, recipe: Recipe | None = None
     ) -> list[ChunkPlan]:
-        """The chunks of `rank`; with `resident_fraction`, such a share of their state on the device, with `recipe`, as they are
-        when that is kept of the parameters."""
+        """The chunks of `rank`; with `resident_fraction`, such a share of their state on the device, with `recipe`, as
+        they are when that is kept of the parameters."""
         options = self.config.state
         if resident_fraction is not None:
             options = options.model_copy(update={"resident_fraction": resident_fraction})

@@ -36,9 +36,9 @@ Extent = Literal["whole", "compressed", "mask"]
 
 KINDS = ("parameters", "gradients", "master", "moments", "mask")  # of buffers, as memory reports count them
 
-# By `state.residency`: of parameters, of gradients between their reduction and the update, of the optimizer's buffers.
+# By `state.offload`: of parameters, of gradients between their reduction and the update, of the optimizer's buffers.
 RESIDENCES: dict[str, tuple[Residency, Residency, Residency]] = {
-    "device": ("device", "device", "device"),
+    "none": ("device", "device", "device"),
     "optimizer": ("device", "device", "host"),  # ZeRO-Offload
     "all": ("host", "host", "host"),  # Elixir
     "disk": ("host", "host", "disk"),  # ZeRO-Infinity
@@ -92,7 +92,7 @@ def buffers(
     rule: Rule,
     *,
     lifetime: Lifetime = "use",
-    residency: str = "device",
+    offload: str = "none",
     pruned: bool = False,
     prunable: bool = False,
     sends: bool = False,
@@ -108,7 +108,7 @@ def buffers(
     Of `prunable` parameters, which may be `pruned` later, a record on a disk has from the beginning what it will have then:
     so the space that it takes up is known before the first step.
     """
-    home, waiting, optimizer = RESIDENCES[residency]
+    home, waiting, optimizer = RESIDENCES[offload]
     kept_whole = not depths.parameters and home == "device"
     rows = [Buffer("parameters", compute, 0, lifetime="always" if kept_whole else lifetime, extent="whole")]
     rows += [] if kept_whole else [Buffer("parameters.shard", compute, depths.parameters, home)]

@@ -130,7 +130,7 @@ class StateFile:
 
     def _failed(self, error: OSError) -> UserError:
         return UserError(
-            f"state.residency disk: {self._folder}: {error.strerror or error}. Make room, mend the disk or name another "
+            f"state.offload disk: {self._folder}: {error.strerror or error}. Make room, mend the disk or name another "
             "folder (state.disk), then run again with `resume=True`: the checkpoints are untouched"
         )
 

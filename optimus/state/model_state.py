@@ -93,7 +93,7 @@ class ModelState:
     def _make_chunks(self, masks: Mapping[str, Tensor], moves: Transfers) -> dict[int, list[Chunk]]:
         """The chunks of each stage, whose parameters replace those of the module."""
         options, groups, stages = self.options, self.groups, self._plans()
-        file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.residency] else None
+        file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.offload] else None
         cached = [plan for plans in stages.values() for plan in plans if plan.lifetime == "cache"]
         block = max((plan.block for plan in cached), default=0)
         common = ChunkContext(

@@ -346,9 +346,9 @@ def end_to_end(
 
 def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recipe) -> list[ChunkPlan]:
     """Divided chunks as they are held: of those that are pruned what is left; all behind the first, which are the fraction
-    `resident_fraction`, with the residency that is configured. The first are used first, when the updates of the others are
+    `resident_fraction`, offloaded as configured. The first are used first, when the updates of the others are
     still under way."""
-    if options.residency == "device" and not recipe.unpruned:
+    if options.offload == "none" and not recipe.unpruned:
         return [*plans]
     fraction = (
         0.0 if options.resident_fraction == "auto" else options.resident_fraction
@@ -359,7 +359,7 @@ def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recip
         size += plan.size
         first = plan.slots[0]
         elsewhere = size > here * (1 + 1e-9)
-        where = options.residency if elsewhere else "device"
+        where = options.offload if elsewhere else "none"
         # The ranks of a tied embedding's two stages add up what they have at the end of a step: on the device.
         sends = elsewhere and options.accumulate_on == "host" and "embedding" not in first.layout.replicated_axes
         depths = placed(plan.depths, where, sends)
@@ -379,7 +379,7 @@ def chunk_buffers(
     options: StateConfig,
     recipe: Recipe,
     pruned: bool = False,
-    residency: str = "device",
+    offload: str = "none",
     prunable: bool = False,
     sends: bool = False,
 ) -> tuple[Buffer, ...]:
@@ -391,7 +391,7 @@ def chunk_buffers(
         getattr(torch, options.gradient_dtype),
         rule,
         lifetime=whole,
-        residency=residency,
+        offload=offload,
         pruned=pruned,
         prunable=prunable,
         sends=sends,
@@ -405,16 +405,16 @@ def _compressed(plan: ChunkPlan, recipe: Recipe) -> ChunkPlan:
     return replace(plan, borders=borders, mask=MaskPlan(plan.size, unpruned, recipe.mask_form))
 
 
-def placed(depths: Depths, residency: str, sends: bool = False) -> Depths:
-    """Of a chunk with such a residency: what the host keeps of the parameters is what this rank updates of them. Gradients
+def placed(depths: Depths, offload: str, sends: bool = False) -> Depths:
+    """Of a chunk that is offloaded so: what the host keeps of the parameters is what this rank updates of them. Gradients
     that each microbatch `sends` to the host are whole until they go."""
-    depths = depths._replace(parameters=depths.optimizer) if RESIDENCES[residency][0] != "device" else depths
+    depths = depths._replace(parameters=depths.optimizer) if RESIDENCES[offload][0] != "device" else depths
     return depths._replace(gradients=0) if sends else depths
 
 
 def lifetime(options: StateConfig) -> Lifetime:
     """Of whole parameters that are gathered or fetched on use."""
-    if options.cache is not None or RESIDENCES[options.residency][0] != "device":
+    if options.cache is not None or RESIDENCES[options.offload][0] != "device":
         return "cache"
     return "use" if options.reshard_after_forward else "step"
 

@@ -202,17 +202,13 @@ def _check_room(
     free = whole_memory(device) if whole and device.type != "cpu" else free_memory(device)
     if needed <= free:
         return
-    beside = config.state.residency != "device" and device.type == "cpu"
+    beside = config.state.offload != "none" and device.type == "cpu"
     where = f", {together} ranks" if together > 1 else ", on the fullest rank" if elsewhere else ""
     and_copies = f", and {copies / total:.3g} to be copied for checkpoints" if copies else ""
     and_copies += f", and {size_text(teacher)} of train.teacher" if teacher else ""
     cures = ["set checkpoint.asynchronous=false"] if copies else []
-    cures += ["set state.residency=disk"] if beside and config.state.residency != "disk" else []
-    cures += (
-        ["set state.residency=all"]
-        if device.type != "cpu" and config.state.residency in ("device", "optimizer")
-        else []
-    )
+    cures += ["set state.offload=disk"] if beside and config.state.offload != "disk" else []
+    cures += ["set state.offload=all"] if device.type != "cpu" and config.state.offload in ("none", "optimizer") else []
     cures += ["choose a smaller model"]
     raise UserError(
         f"the state of this model ({total / 1e9:.2f} B parameters, {each / together / total:.3g} bytes each"

@@ -20,7 +20,7 @@ from optimus.testing.ranks import RankError
 
 RESIDENCES: dict[str, dict[str, Any]] = {
     "device": {},
-    "optimizer": {"residency": "optimizer", "update_on": "host"},
+    "optimizer": {"offload": "optimizer", "update_on": "host"},
 }
 
 

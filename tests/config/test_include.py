@@ -24,7 +24,7 @@ def test_the_file_is_above_what_it_includes(tmp_path: Path) -> None:
     """Of two the later counts; one includes a third, by its place beside it."""
     (tmp_path / "deep").mkdir()
     write(tmp_path / "deep", base=f"model: mula-tiny\ndata: {{path: d}}\n{TRAIN}lr_schedule: {{lr: 1e-3}}\n")
-    write(tmp_path, a="include: deep/base.yaml\ntrain: {seed: 3, steps: 20}\n", b="lr_schedule: {peak: 2e-3}\n")
+    write(tmp_path, a="include: deep/base.yaml\ntrain: {seed: 3, steps: 20}\n", b="lr_schedule: {lr: 2e-3}\n")
     own = write(tmp_path, own="include: [a.yaml, b.yaml]\ntrain: {seed: 4}\nmodel: {layers: 2}\n")
     config = load_config(own, ["train.micro_batch=2"])
     train = config.train

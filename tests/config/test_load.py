@@ -114,7 +114,7 @@ def test_a_model_folder_brings_its_sections(tmp_path: Path) -> None:
         (["train.sed=1"], r"unknown key 'train\.sed': did you mean 'train\.seed'\?"),
         (["model.hiden=64"], r"unknown key 'model\.hiden': did you mean 'model\.hidden'\?"),
         (["train.warmup_steps=5"], r"unknown key 'train\.warmup_steps': did you mean 'lr_schedule\.warmup_steps'\?"),
-        (["peak=5"], r"unknown key 'peak': did you mean 'lr_schedule\.peak'\?"),
+        (["lr=5"], r"unknown key 'lr': did you mean 'lr_schedule\.lr'\?"),
         (["optimizer.zzz=1"], r"unknown key 'optimizer\.zzz': valid: betas, clip_during_warmup, clip_norm, eps, groups"),
         (["train.steps=ten"], r"train\.steps: not a number: 'ten'"),
         (["train.seed=ten"], r"'train\.seed' is 'ten': it must be a whole number"),
@@ -249,7 +249,7 @@ def test_odd_yaml_is_one_message(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("lr=1e-3", "unknown key 'lr': here it is lr_schedule.lr"),
+        ("peak_lr=1e-3", "unknown key 'peak_lr': here it is lr_schedule.lr"),
         ("schedule.peak=1e-3", "unknown key 'schedule': here it is lr_schedule"),  # as it was before
         ("train.context=64", "unknown key 'train.context': here it is train.sequence_length"),
         ("train.batch_size=8", "here it is train.global_batch"),

@@ -80,7 +80,7 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (
             DENSE,
             {"lr_schedule": {"branch_from": "a"}, "checkpoint": {"load_path": "b"}},
-            r"lr_schedule\.branch_from and checkpoint\.initial exclude each other: remove one of them",
+            r"lr_schedule\.branch_from and checkpoint\.load_path exclude each other: remove one of them",
         ),
         (DENSE, {"train": {**TRAIN, "micro_batch": 3}}, r"train: global_batch 8 is not a multiple of micro_batch 3"),
         (DENSE, {"train": {**TRAIN, "stop_at": 11}}, r"train: stop_at 11 is beyond steps 10"),

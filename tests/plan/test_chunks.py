@@ -45,7 +45,7 @@ STATES = {
     "parameters": ["state.shard=parameters", "state.chunk=100000"],
     "muon": ["state.shard=gradients", "optimizer.name=muon"],
     "frozen": ["state.shard=parameters", "train.freeze=[embedding]"],
-    "host": ["state.shard=optimizer", "state.residency=all", "state.resident_fraction=0.5", "train.precision=bfloat16"],
+    "host": ["state.shard=optimizer", "state.offload=all", "state.resident_fraction=0.5", "train.precision=bfloat16"],
     "pruned": ["state.shard=optimizer", "pruning.sparsity=0.5", "pruning.at=[0]"],
 }
 CASES = [

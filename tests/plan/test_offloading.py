@@ -50,16 +50,16 @@ def test_bytes_of_each_residency(ranks: int) -> None:
     """On the host 12 bytes of a parameter, with its gradient in its own place 14; on a disk 12, and 2 on the host."""
     size = count_parameters(SMALL).total
     held: dict[str, Any] = {"shard": "optimizer"} if ranks > 1 else {}
-    for residency, host, disk in (("device", 0, 0), ("optimizer", 12, 0), ("all", 14, 0), ("disk", 2, 12)):
-        found = memory_of(job(SMALL, machine(8e10), ranks, residency=residency, **held))
+    for residency, host, disk in (("none", 0, 0), ("optimizer", 12, 0), ("all", 14, 0), ("disk", 2, 12)):
+        found = memory_of(job(SMALL, machine(8e10), ranks, offload=residency, **held))
         assert found.elsewhere.host == pytest.approx(host * size / ranks)
         assert found.elsewhere.disk == pytest.approx(disk * size / ranks)
-        if residency != "device":
+        if residency != "none":
             assert found.parts["optimizer"] == 0
         if residency in ("all", "disk"):
             assert found.parts["parameters"] == found.parts["gradients"] == 0
             assert 0 < found.parts["gathered"] < 2 * size
-    half = memory_of(job(SMALL, machine(8e10), ranks, residency="all", resident_fraction=0.5, **held))
+    half = memory_of(job(SMALL, machine(8e10), ranks, offload="all", resident_fraction=0.5, **held))
     assert half.elsewhere.host == pytest.approx(7 * size / ranks)
     assert half.parts["optimizer"] == pytest.approx(6 * size / ranks)
 
@@ -68,14 +68,14 @@ def test_bytes_of_each_residency_in_fp32() -> None:
     """Parameters are the master weights themselves, and gradients wait beside them."""
     size = count_parameters(SMALL).total
     for residency, host, disk in (("optimizer", 8, 0), ("all", 16, 0), ("disk", 8, 8)):
-        config = plain_run(SMALL, 1024, 1).changed(train={"precision": "float32"}, state={"residency": residency})
+        config = plain_run(SMALL, 1024, 1).changed(train={"precision": "float32"}, state={"offload": residency})
         found = memory_of(job_of(config, machine(8e10), Mesh(dp=1, ranks_per_node=1))).elsewhere
         assert (found.host, found.disk) == pytest.approx((host * size, disk * size))
 
 
 def test_a_slower_link_and_less_work_show() -> None:
     def seconds(link: float, micro_batch: int) -> float:
-        asked = job(SMALL, machine(8e10, link=link), micro_batch=micro_batch, residency="all")
+        asked = job(SMALL, machine(8e10, link=link), micro_batch=micro_batch, offload="all")
         return predict(asked).step.terms["optimizer"] / predict(asked).step.seconds
 
     assert seconds(1e9, 1) > seconds(2.4e10, 1) > seconds(2.4e10, 16) >= 0
@@ -84,25 +84,25 @@ def test_a_slower_link_and_less_work_show() -> None:
 def test_the_search_goes_to_the_host_where_the_device_has_no_room() -> None:
     """And keeps as much state on the device as it has room for; its plan says so in a configuration."""
     (plan,) = search(job(SMALL, machine(8e10)), best=1)
-    assert plan.job.state.residency == "device"
+    assert plan.job.state.offload == "none"
     (plan,) = search(job(SMALL, machine(4.5e9)), best=1)
     state = StateConfig(**layout_of(plan.job)["state"])
-    assert state.residency == "optimizer"
+    assert state.offload == "optimizer"
     assert plan.memory.total <= room_of(plan.job)
-    assert f"state.residency {state.residency}: the state of" in explained(plan)
+    assert f"state.offload {state.offload}: the state of" in explained(plan)
     assert as_json(plan)["host_bytes"] == plan.memory.elsewhere.host > 0
     share = state.resident_fraction
     assert isinstance(share, float)
     more = plan.job.changed(state={"resident_fraction": share + 1 / 16})
     assert memory_of(more).total > room_of(plan.job)
     (tight,) = search(job(SMALL, machine(2.5e9, host=2e9)), best=1)
-    assert tight.job.state.residency == "disk"
+    assert tight.job.state.offload == "disk"
 
 
 def test_gradients_of_several_microbatches_go_where_there_is_room() -> None:
     """On the device g bytes of each element, or, sent by each microbatch, of three chunks, and g more on the host."""
     size = count_parameters(SMALL).total
-    asked = job(SMALL, machine(8e10), residency="all").changed(train={"global_batch": 4, "micro_batch": 1})
+    asked = job(SMALL, machine(8e10), offload="all").changed(train={"global_batch": 4, "micro_batch": 1})
     here, there = (memory_of(asked.changed(state={"accumulate_on": on})) for on in ("device", "host"))
     (counts,) = counts_of(SMALL, blocks_of_stages(asked))
     chunks = sorted(plan.size for plan in chunk_plans(asked, counts))
@@ -112,10 +112,10 @@ def test_gradients_of_several_microbatches_go_where_there_is_room() -> None:
     slow, fast = (predict(asked.changed(state={"accumulate_on": on})).step.seconds for on in ("host", "device"))
     assert slow >= fast
     assert [each.state.accumulate_on for each in residencies(asked)] == ["auto", "host"]
-    everywhere = asked.changed(state={"residency": "device"})
-    tried = [(each.state.residency, each.state.accumulate_on) for each in residencies(everywhere)]
+    everywhere = asked.changed(state={"offload": "none"})
+    tried = [(each.state.offload, each.state.accumulate_on) for each in residencies(everywhere)]
     assert tried == [
-        ("device", "auto"),
+        ("none", "auto"),
         ("optimizer", "auto"),
         *((where, on) for where in ("all", "disk") for on in ("auto", "host")),
     ]
@@ -124,8 +124,8 @@ def test_gradients_of_several_microbatches_go_where_there_is_room() -> None:
 
 def test_the_largest_model() -> None:
     """Deeper with every residency; on the host by 14 bytes of a parameter."""
-    by = {plan.job.state.residency: plan for plan in largest(job(SMALL, machine(8e9, 6e10)))}
-    sizes = [count_parameters(by[residency].job.model).total for residency in ("device", "optimizer", "all")]
+    by = {plan.job.state.offload: plan for plan in largest(job(SMALL, machine(8e9, 6e10)))}
+    sizes = [count_parameters(by[residency].job.model).total for residency in ("none", "optimizer", "all")]
     assert sizes == sorted(sizes)
     assert sizes[-1] == pytest.approx(0.9 * 6e10 / 14, rel=1 / 8)
 
@@ -187,7 +187,7 @@ def test_opt_30b_on_40_gb(ranks: int, published: float) -> None:
     overlaps. In the order of use it is more."""
     base = most_tokens(SMALLER, elixirs_machine(8.5e10, 1), 1, gradient_dtype="float32")
     held: dict[str, Any] = {"shard": "optimizer"} if ranks > 1 else {}
-    plan = most_tokens(LARGER, elixirs_machine(4.3e10, ranks), ranks, residency="all", update_on="host", **held)
+    plan = most_tokens(LARGER, elixirs_machine(4.3e10, ranks), ranks, offload="all", update_on="host", **held)
     assert plan.memory.elsewhere.host * ranks < 5e11
     (counts,) = counts_of(LARGER, blocks_of_stages(plan.job))
     groups = chunk_groups(plan.job, (counts,))
@@ -203,6 +203,6 @@ def test_opt_30b_on_40_gb(ranks: int, published: float) -> None:
 
 def test_elixirs_largest_model_with_500_gb() -> None:
     """30 G parameters, with 14 bytes of each: 32 G by ours, a tenth of the host's memory left to others."""
-    per_parameter = memory_of(job(LARGER, elixirs_machine(4.3e10, 1), residency="all")).elsewhere.host
+    per_parameter = memory_of(job(LARGER, elixirs_machine(4.3e10, 1), offload="all")).elsewhere.host
     per_parameter /= count_parameters(LARGER).total
     assert 0.9 * 5e11 / per_parameter == pytest.approx(30e9, rel=0.1)

@@ -103,9 +103,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 SECTIONS: dict[str, list[dict[str, Any]]] = {
     "state": [
-        {"residency": "all"},
-        {"residency": "optimizer", "resident_fraction": "auto"},
-        {"residency": "disk", "accumulate_on": "auto"},
+        {"offload": "all"},
+        {"offload": "optimizer", "resident_fraction": "auto"},
+        {"offload": "disk", "accumulate_on": "auto"},
         {"gradient_dtype": "bfloat16", "chunk": 1 << 19},
         {"reshard_after_forward": False, "prefetch": 2},
     ],

@@ -64,7 +64,7 @@ def test_memory_alone_decides_on_a_processor() -> None:
     """First the least cache, then state of the first chunks, then more cache; never more than there is room for."""
     before = -1.0, 0
     for free in (0, 4, 6, 8, 12, 1000):
-        found, note = decided(config_of(residency="all", resident_fraction="auto"), free * MIB)
+        found, note = decided(config_of(offload="all", resident_fraction="auto"), free * MIB)
         assert isinstance(found.state.resident_fraction, float)
         assert isinstance(found.state.cache, int)
         assert (found.state.resident_fraction, found.state.cache) >= before
@@ -72,7 +72,7 @@ def test_memory_alone_decides_on_a_processor() -> None:
         assert f"state.cache: {found.state.cache} (what there is room for)" in note
         before = found.state.resident_fraction, found.state.cache
     assert before == (1.0, 8)  # all chunks
-    assert decided(config_of(residency="all", resident_fraction="auto"), 0)[0].state.resident_fraction == 0
+    assert decided(config_of(offload="all", resident_fraction="auto"), 0)[0].state.resident_fraction == 0
 
 
 def test_a_processors_memory_is_the_hosts() -> None:
@@ -81,8 +81,8 @@ def test_a_processors_memory_is_the_hosts() -> None:
     for free in range(1, 12):
         here = Facts(1, 1, "cpu", Bfloat16(False, "made up"), free * MIB)
         for state in (
-            {"residency": "optimizer", "resident_fraction": 0.0},
-            {"residency": "all", "resident_fraction": "auto"},
+            {"offload": "optimizer", "resident_fraction": 0.0},
+            {"offload": "all", "resident_fraction": "auto"},
         ):
             try:
                 run = resolve(load_config(config_of(**state) | {"recompute": ["auto"]}), here, RunInputs())
@@ -95,14 +95,14 @@ def test_a_processors_memory_is_the_hosts() -> None:
 
 def test_rates_decide_on_an_accelerator() -> None:
     """A fast link streams updates; a slow one leaves them to the host."""
-    raw, room = config_of(residency="all", resident_fraction="auto"), 6 * MIB
+    raw, room = config_of(offload="all", resident_fraction="auto"), 6 * MIB
     fast, note = decided(raw, room, [4e11, 4e11, 1e9, 5e10, 1e12])
     assert fast.state.update_on == "device"
     assert "link 400 GB/s" in note
     assert "times its computation" in note
     slow, _ = decided(raw, room, [4e9, 4e9, 2e9, 5e10, 1e12])
     assert slow.state.update_on == "host"
-    assert decided(config_of(residency="optimizer", update_on="device"), room)[0].state.update_on == "device"
+    assert decided(config_of(offload="optimizer", update_on="device"), room)[0].state.update_on == "device"
 
 
 def test_where_gradients_are_added_up() -> None:
@@ -113,7 +113,7 @@ def test_where_gradients_are_added_up() -> None:
         found, note = decided(raw, free * MIB, speeds)
         return found.state.accumulate_on, note
 
-    raw, said = config_of(residency="all"), "no room for the gradients of several microbatches"
+    raw, said = config_of(offload="all"), "no room for the gradients of several microbatches"
     assert said in chosen(raw, 0)[1]
     by_room = [chosen(raw, free)[0] for free in range(12)]
     assert by_room == sorted(by_room, reverse=True)  # the host, then the device
@@ -126,23 +126,23 @@ def test_where_gradients_are_added_up() -> None:
     one = raw | {"train": raw["train"] | {"micro_batch": 8}}
     assert chosen(one, 0)[0] == "device"
     assert chosen(raw, 0, None)[0] == "device"  # a processor, whose memory is the device's
-    assert chosen(config_of(residency="all", accumulate_on="host"), 100)[0] == "host"
-    assert chosen(config_of(residency="all", accumulate_on="device"), 0)[0] == "device"
-    given = config_of(residency="all", cache=3, update_on="host")
+    assert chosen(config_of(offload="all", accumulate_on="host"), 100)[0] == "host"
+    assert chosen(config_of(offload="all", accumulate_on="device"), 0)[0] == "device"
+    given = config_of(offload="all", cache=3, update_on="host")
     assert said in chosen(given, 0)[1]
 
 
 def test_what_is_given_stays() -> None:
-    found, _ = decided(config_of(residency="all", resident_fraction=0.5, cache=5), 0, [1e10, 1e10, 1e9, 5e10, 1e12])
+    found, _ = decided(config_of(offload="all", resident_fraction=0.5, cache=5), 0, [1e10, 1e10, 1e9, 5e10, 1e12])
     assert (found.state.resident_fraction, found.state.cache) == (0.5, 5)
-    found, _ = decided(config_of(residency="disk"), 0)
+    found, _ = decided(config_of(offload="disk"), 0)
     assert found.state.disk == "run"
     assert "state.resident_fraction" not in decided(config_of(), 0)[1]
 
 
 def test_the_rank_that_has_least_decides() -> None:
     """Of a pipeline whose stages have other numbers of blocks: as where all had what its fullest has."""
-    raw = config_of(residency="all", resident_fraction="auto", shard="optimizer")
+    raw = config_of(offload="all", resident_fraction="auto", shard="optimizer")
 
     def share(blocks: list[int]) -> Any:
         run = resolved(
@@ -173,7 +173,7 @@ FAST, SLOW = [4e11, 4e11, 1e9, 5e10, 1e12], [4e9, 4e9, 2e9, 5e10, 1e12]
 
 def test_what_is_not_clear_is_left_as_it_is_by_default() -> None:
     """The place of the update; and as much state as there is room for, which needs no link."""
-    raw, room = config_of(residency="all", resident_fraction="auto"), 6 * MIB
+    raw, room = config_of(offload="all", resident_fraction="auto"), 6 * MIB
     assert decided(raw, room, SLOW)[0].state.update_on == "host"
     found, note = decided(raw, room, SLOW, spread=20.0)
     assert found.state.update_on == "device"
@@ -195,7 +195,7 @@ def measured(raw: dict[str, Any], free: int, rates: list[float]) -> Facts:
 
 def test_all_runs_find_what_the_first_has_measured(tmp_path: Path) -> None:
     """Which was as noisy as the others: each finds rates of another machine."""
-    raw, draw = config_of(residency="all", resident_fraction="auto"), random.Random(0)
+    raw, draw = config_of(offload="all", resident_fraction="auto"), random.Random(0)
 
     def rates() -> list[float]:
         return [rate * draw.uniform(0.02, 1) for rate in FAST]
@@ -207,7 +207,7 @@ def test_all_runs_find_what_the_first_has_measured(tmp_path: Path) -> None:
 
 
 def test_measurements_of_other_things_are_of_no_use(tmp_path: Path) -> None:
-    raw = config_of(residency="all", resident_fraction="auto")
+    raw = config_of(offload="all", resident_fraction="auto")
     raw["tuning"] = {"cache": str(tmp_path)}
     first = measured(raw, 6 * MIB, SLOW)
     kept = json.loads((tmp_path / "chip").read_text())
@@ -220,7 +220,7 @@ def test_measurements_of_other_things_are_of_no_use(tmp_path: Path) -> None:
 def test_only_what_is_open_is_measured() -> None:
     closed = measured(config_of(), 6 * MIB, SLOW)
     assert (closed.device_bytes, closed.timings, closed.notes) == (0, None, ())
-    given = config_of(residency="all", resident_fraction=0.5, cache=5, update_on="host", accumulate_on="device")
+    given = config_of(offload="all", resident_fraction=0.5, cache=5, update_on="host", accumulate_on="device")
     assert measured(given, 6 * MIB, SLOW).timings is None
     assert measured(given | {"recompute": ["auto"]}, 6 * MIB, SLOW).device_bytes == coarse(6 * MIB)
 
@@ -232,7 +232,7 @@ def _by_rank(raw: dict[str, Any], free: list[int]) -> Facts:
 
 def test_ranks_find_the_same_and_so_does_the_next_run(tmp_path: Path) -> None:
     """The memory of the fullest, as it was when it was a little fuller; the rates of the slowest."""
-    raw = config_of(residency="optimizer", resident_fraction="auto")
+    raw = config_of(offload="optimizer", resident_fraction="auto")
     raw["tuning"] = {"cache": str(tmp_path)}
     first, *others = run_ranks(_by_rank, 3, raw, [2_000, 1_000, 3_000])
     assert others == [first] * 2
@@ -245,7 +245,7 @@ def test_ranks_find_the_same_and_so_does_the_next_run(tmp_path: Path) -> None:
 
 
 def test_a_stage_whose_chunks_are_all_in_the_cache_limits_no_other() -> None:
-    raw = config_of(residency="all", shard="optimizer", chunk=1_000_000) | {
+    raw = config_of(offload="all", shard="optimizer", chunk=1_000_000) | {
         "parallel": {"pipeline": 4, "layers_per_stage": [1, 1, 1, 5]}
     }
     raw["model"]["vocab"] = 30_000

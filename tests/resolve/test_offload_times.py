@@ -81,8 +81,8 @@ class Cache:
 def simulated(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[float, int]:
     """(seconds, chunks fetched) of a step, event by event."""
     chunks, n, part = shape.chunks, shape.shards, shape.elements / shape.shards
-    record = 12 * part if shape.residency == "disk" else 0.0
-    fetches, link = shape.residency != "optimizer", update_bytes(shape, choice.update_on)
+    record = 12 * part if shape.offload == "disk" else 0.0
+    fetches, link = shape.offload != "optimizer", update_bytes(shape, choice.update_on)
     fetch, gather = shape.itemsize * part / rates.up, shape.itemsize * shape.elements * (n - 1) / n / rates.gather
     events, uses = Events(), [*range(chunks), *reversed(range(chunks))] * shape.microbatches
     updated: dict[int, int] = {}  # the task that a chunk's parameters come behind
@@ -226,12 +226,12 @@ def machine(seed: int) -> tuple[StepShape, Rates, float, float, list[float]]:
 
 
 def chosen(given: StepShape, rates: Rates, free: float, block: float, kept: list[float]) -> OffloadChoice | None:
-    caches = range(1, given.chunks + 1) if given.residency != "optimizer" else [0]
+    caches = range(1, given.chunks + 1) if given.offload != "optimizer" else [0]
     return choose(given, rates, free, block, kept, caches=caches, devices=range(given.chunks + 1))
 
 
 def choices(given: StepShape, free: float, block: float, kept: list[float]) -> list[OffloadChoice]:
-    blocks = range(1, given.chunks + 1) if given.residency != "optimizer" else [0]
+    blocks = range(1, given.chunks + 1) if given.offload != "optimizer" else [0]
     return [
         OffloadChoice(cache, device, place)
         for cache in blocks
@@ -251,10 +251,10 @@ def test_the_choice_is_within_3_percent_of_the_best() -> None:
         assert found is not None
         assert seconds[found] <= 1.03 * min(seconds.values()), seed
         assert step_seconds(given, rates, found) == pytest.approx(
-            seconds[found], rel=0.11 if given.residency == "disk" else 0.04
+            seconds[found], rel=0.11 if given.offload == "disk" else 0.04
         )
         rule = elixir_choice(given, rates, free, block)
-        if given.residency == "all" and rule in seconds:
+        if given.offload == "all" and rule in seconds:
             elixirs.append(seconds[rule] / min(seconds.values()))
     assert len(elixirs) > 10
     assert max(elixirs) > 1.3

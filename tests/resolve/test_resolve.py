@@ -76,7 +76,7 @@ def wide_open() -> list[RunConfig]:
     train = {"steps": None, "epochs": 2, "precision": "auto", "micro_batch": 8}
     open_ = {"train": moe["train"] | train, "lr_schedule": {"name": "wsd"}, "moe": {"dispatch": "auto"}}
     pipeline = {"pipeline": 2, "executor": "message-driven", "microbatches": "auto"}
-    away = {"residency": "disk", "resident_fraction": "auto"}
+    away = {"offload": "disk", "resident_fraction": "auto"}
     return [
         load_config(moe | open_ | {"parallel": pipeline, "state": away, "recompute": ["auto"]}),
         load_config(moe | open_ | {"parallel": {"tensor": 2}, "state": {}}),

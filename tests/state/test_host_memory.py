@@ -41,7 +41,7 @@ CARRIED = {
     ("all", "device"): (12 + G, 12 + 2),
     ("optimizer", "host"): (G, 2),
     ("optimizer", "device"): (12, 12),
-    ("device", "auto"): (0, 0),
+    ("none", "auto"): (0, 0),
 }
 
 
@@ -56,11 +56,11 @@ def simulation(
 ) -> Simulation:
     links = [CopyLink(LINK, 20e-6, delay) for _ in range(2)]
     device = SimulatedDevice(*links, limit=limit, update_rate=updates, update_bytes=CARRIED[residency, update_on])
-    return Simulation(device, layers=layers, residency=residency, update_on=update_on, **options)
+    return Simulation(device, layers=layers, offload=residency, update_on=update_on, **options)
 
 
 def on_device(**options: Any) -> Simulation:
-    return simulation(residency="device", update_on="auto", **options)
+    return simulation(offload="none", update_on="auto", **options)
 
 
 # ---- Which block makes room ----
@@ -181,7 +181,7 @@ def test_fetches_and_bytes_of_a_step(cache: int, microbatches: int) -> None:
         assert (made.loads, made.up, made.down) == (loads, loads * 2 * S, 12 * G * S)
 
 
-@pytest.mark.parametrize(("residency", "update_on"), [each for each in CARRIED if each[0] != "device"])
+@pytest.mark.parametrize(("residency", "update_on"), [each for each in CARRIED if each[0] != "none"])
 def test_bytes_of_updates(residency: str, update_on: str) -> None:
     """Through the device, 12 bytes of an element each way; and gradients that wait on the host, and new weights."""
     made = simulation(6, residency, update_on, cache=3 if residency == "all" else None).run(3)[-1]
@@ -299,7 +299,7 @@ def test_delays_change_neither_order_nor_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("residency", "update_on", "more"),
-    [*((*each, {}) for each in CARRIED if each[0] != "device"), ("all", "host", SENT), ("all", "device", SENT)],
+    [*((*each, {}) for each in CARRIED if each[0] != "none"), ("all", "host", SENT), ("all", "device", SENT)],
 )
 def test_skipped_steps_and_evaluations(residency: str, update_on: str, more: dict[str, str]) -> None:
     """Between steps whose updates are under way."""
@@ -328,16 +328,16 @@ def test_what_a_step_does_not_use_has_no_gradient(residency: str, shard: str, mo
 
 
 MODELS = [
-    ("moe", 1, ["optimizer.name=muon"], ["residency=optimizer", "update_on=host"]),
-    ("moe", 2, ["parallel.expert=2", "state.shard=gradients"], ["residency=all", "cache=6", "resident_fraction=0.3"]),
-    ("tied dense", 2, ["state.shard=parameters", "train.precision=bfloat16"], ["residency=disk", "cache=6"]),
+    ("moe", 1, ["optimizer.name=muon"], ["offload=optimizer", "update_on=host"]),
+    ("moe", 2, ["parallel.expert=2", "state.shard=gradients"], ["offload=all", "cache=6", "resident_fraction=0.3"]),
+    ("tied dense", 2, ["state.shard=parameters", "train.precision=bfloat16"], ["offload=disk", "cache=6"]),
     (
         "tied",
         4,
         ["parallel.pipeline=2", "parallel.schedule=zb-h1", "train.micro_batch=4", "state.gradient_dtype=bfloat16"],
-        ["residency=all", "cache=5", "prefetch=2", "update_on=host"],
+        ["offload=all", "cache=5", "prefetch=2", "update_on=host"],
     ),
-    ("moe", 1, ["train.micro_batch=4", "train.precision=bfloat16"], ["residency=all", "cache=6", "accumulate_on=host"]),
+    ("moe", 1, ["train.micro_batch=4", "train.precision=bfloat16"], ["offload=all", "cache=6", "accumulate_on=host"]),
 ]
 
 
@@ -356,7 +356,7 @@ def test_models_give_the_numbers_of_the_device(
     tmp_path: Path, model: str, ranks: int, layout: list[str], state: list[str]
 ) -> None:
     """Bit for bit, whatever arrives when: a missing wait would give NaN, a change under a copy `Race`."""
-    elsewhere = [f"state.{each}" for each in state] + [f"state.disk={tmp_path}"] * ("residency=disk" in state)
+    elsewhere = [f"state.{each}" for each in state] + [f"state.disk={tmp_path}"] * ("offload=disk" in state)
     given, other = (
         load_config(config_of(model), ["state.chunk=500", *layout, *more]).model_dump(exclude_unset=True)
         for more in ([], elsewhere)
@@ -392,7 +392,7 @@ def test_updates_hide_behind_the_forward_pass(updates: float, cache: int) -> Non
 def test_updates_through_the_device_hide_as_well(residency: str, bytes_up: int) -> None:
     """A: what goes up, the weights that the forward pass fetches included."""
     seconds = 24 * 64e6 * bytes_up / 25e9
-    made = step_seconds(simulation(residency=residency, update_on="device", cache=3 if residency == "all" else None))
+    made = step_seconds(simulation(offload=residency, update_on="device", cache=3 if residency == "all" else None))
     assert made == pytest.approx(24 * BACKWARD + max(24 * FORWARD, seconds), rel=0.03)
 
 
@@ -403,7 +403,7 @@ def test_gradients_are_sent_beside_the_backward_pass(down: float) -> None:
     made = Simulation(
         SimulatedDevice(*links, update_rate=UPDATES, update_bytes=(0, 0)),
         layers=24,
-        residency="all",
+        offload="all",
         update_on="host",
         cache=4,
         **SENT,

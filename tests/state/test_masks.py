@@ -158,7 +158,7 @@ def _reduce_and_mask(gradients: GradientReduction, mask: Tensor) -> None:
         (
             "dense",
             4,
-            ["parallel.tensor=2", "train.micro_batch=4", "state.shard=optimizer", "state.residency=optimizer"],
+            ["parallel.tensor=2", "train.micro_batch=4", "state.shard=optimizer", "state.offload=optimizer"],
             "some",
         ),
     ],
@@ -267,7 +267,7 @@ def test_a_step_changes_what_is_computed_with() -> None:
 def test_a_skipped_step_and_an_evaluation() -> None:
     found = []
     for between in (False, True):
-        steps = pruned_steps("state.residency=all", "state.cache=8", *IN_BF16)
+        steps = pruned_steps("state.offload=all", "state.cache=8", *IN_BF16)
         steps.train()
         if between:
             skipped = training_step(
@@ -285,7 +285,7 @@ def test_a_skipped_step_and_an_evaluation() -> None:
 def elsewhere(residency: str, folder: Path) -> list[str]:
     """What of the configuration keeps state there."""
     more = {"optimizer": [], "all": ["state.cache=8"], "disk": ["state.cache=8", f"state.disk={folder}"]}
-    return [f"state.residency={residency}", *more[residency]]
+    return [f"state.offload={residency}", *more[residency]]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_less_pruned_than_it_was_made_for(residency: str, tmp_path: Path) -> Non
 
 def steps_of_few_pruned(residency: str) -> Trained:
     """Steps of four microbatches of a model whose output layer alone is pruned; no rank shares its experts."""
-    options = ["parallel.expert=2", "train.micro_batch=2", "train.global_batch=16", f"state.residency={residency}"]
+    options = ["parallel.expert=2", "train.micro_batch=2", "train.global_batch=16", f"state.offload={residency}"]
     options += ["pruning.targets=[head]", *IN_BF16]
     made = pruned_steps(*options, model="moe")
     assert sum(chunk.plan.adds_gradients for chunk in made.state.trained) == 1
@@ -367,7 +367,7 @@ def steps_of_few_pruned(residency: str) -> Trained:
 
 def test_gradients_leave_once() -> None:
     """Those of a pruned chunk are reduced in each microbatch: an earlier reduction must not be taken for the last."""
-    found, right = (run_ranks(steps_of_few_pruned, 2, residency) for residency in ("all", "device"))
+    found, right = (run_ranks(steps_of_few_pruned, 2, residency) for residency in ("all", "none"))
     for a, b in zip(found, right):
         assert a.steps == b.steps
         assert all(torch.equal(a.tensors[key], tensor) for key, tensor in b.tensors.items())

@@ -110,10 +110,10 @@ def test_all_that_reads_state(residency: str, update_on: str, rule: str, tmp_pat
     """The numbers of the CPU, and no order of streams that could be another."""
     shared = ["pruning.sparsity=0.5", "pruning.at=0", "state.chunk=500", *RULES[rule]]
     there = {
-        "optimizer": ["state.residency=optimizer"],
-        "all": ["state.residency=all", "state.cache=8"],
-        "disk": ["state.residency=disk", "state.cache=8", f"state.disk={tmp_path / 'disk'}"],
-        "some here": ["state.residency=all", "state.cache=8", "state.resident_fraction=0.4"],
+        "optimizer": ["state.offload=optimizer"],
+        "all": ["state.offload=all", "state.cache=8"],
+        "disk": ["state.offload=disk", "state.cache=8", f"state.disk={tmp_path / 'disk'}"],
+        "some here": ["state.offload=all", "state.cache=8", "state.resident_fraction=0.4"],
     }[residency]
     config, elsewhere = (
         load_config(config_of("dense"), [*shared, *more]).model_dump(exclude_unset=True)

@@ -38,11 +38,11 @@ BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
 IN_BF16 = ["train.precision=bfloat16", "state.gradient_dtype=bfloat16"]
 RESIDENCES = {
-    "streamed": ["state.residency=optimizer", "state.update_on=device"],
-    "host": ["state.residency=optimizer", "state.update_on=host"],
-    "all": ["state.residency=all", "state.cache=8", "state.update_on=device"],
-    "some here": ["state.residency=all", "state.resident_fraction=0.4", "state.update_on=host"],
-    "disk": ["state.residency=disk", "state.cache=8"],
+    "streamed": ["state.offload=optimizer", "state.update_on=device"],
+    "host": ["state.offload=optimizer", "state.update_on=host"],
+    "all": ["state.offload=all", "state.cache=8", "state.update_on=device"],
+    "some here": ["state.offload=all", "state.resident_fraction=0.4", "state.update_on=host"],
+    "disk": ["state.offload=disk", "state.cache=8"],
 }
 
 
@@ -73,11 +73,11 @@ def test_the_same_bits(model: str, ranks: int, overrides: list[str], name: str, 
     assert not list(tmp_path.iterdir())  # the file of the state has no name
 
 
-@pytest.mark.parametrize("residency", ["device", "all"])
+@pytest.mark.parametrize("residency", ["none", "all"])
 def test_parameters_in_a_cache(residency: str) -> None:
     """As without one, for sharded parameters on the device, too."""
     config, shard = config_of("moe"), ["state.chunk=500", "state.shard=parameters"]
-    trees = [load_config(config, [*shard, *more]) for more in ([], [f"state.residency={residency}", "state.cache=9"])]
+    trees = [load_config(config, [*shard, *more]) for more in ([], [f"state.offload={residency}", "state.cache=9"])]
     (a, _), (b, _) = (run_ranks(train_steps, 2, tree.model_dump(exclude_unset=True), 3) for tree in trees)
     assert a.steps == b.steps
     assert all(torch.equal(a.tensors[key], b.tensors[key]) for key in a.tensors)
@@ -87,7 +87,7 @@ def test_parameters_in_a_cache(residency: str) -> None:
 
 
 def rows(residency: str, gradient: torch.dtype, compute: torch.dtype = BF16) -> list[tuple[str, str, str]]:
-    found = buffers(Depths(0, 0, 0), compute, gradient, ADAMW, lifetime="cache", residency=residency)
+    found = buffers(Depths(0, 0, 0), compute, gradient, ADAMW, lifetime="cache", offload=residency)
     return [(each.kind, each.residency, each.lifetime) for each in found]
 
 
@@ -118,12 +118,12 @@ def test_buffers_of_each_residency() -> None:
 @pytest.mark.parametrize(
     ("overrides", "host", "on_disk", "device"),
     [
-        (["state.residency=optimizer"], 12, 0, 2 + 2),
-        (["state.residency=all"], 14, 0, 0),
-        (["state.residency=disk"], 2, 12, 0),
-        (["state.residency=all", "state.gradient_dtype=float32"], 18, 0, 0),
-        (["state.residency=all", "state.accumulate_on=host"], 16, 0, 0),
-        (["state.residency=all", "state.resident_fraction=1.0"], 0, 0, 16),
+        (["state.offload=optimizer"], 12, 0, 2 + 2),
+        (["state.offload=all"], 14, 0, 0),
+        (["state.offload=disk"], 2, 12, 0),
+        (["state.offload=all", "state.gradient_dtype=float32"], 18, 0, 0),
+        (["state.offload=all", "state.accumulate_on=host"], 16, 0, 0),
+        (["state.offload=all", "state.resident_fraction=1.0"], 0, 0, 16),
     ],
 )
 def test_bytes_per_parameter(overrides: list[str], host: int, on_disk: int, device: int) -> None:
@@ -173,7 +173,7 @@ def steps_of(*overrides: str, model: str = "dense") -> Steps:
 @pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
 def test_a_step_does_not_wait_for_its_updates(slow: Slow, residency: str, tmp_path: Path) -> None:
     on_disk = [f"state.disk={tmp_path}"] if residency == "disk" else []
-    steps = steps_of(f"state.residency={residency}", *on_disk)
+    steps = steps_of(f"state.offload={residency}", *on_disk)
     steps.train()  # would not end
     waiting = threading.Timer(0.2, slow.go.set)
     waiting.start()
@@ -189,7 +189,7 @@ def test_a_skipped_step(residency: str, tmp_path: Path) -> None:
     """Gradients that have taken the place of the parameters on the host leave nothing behind."""
     on_disk = [f"state.disk={tmp_path}"] if residency == "disk" else []
     found = []
-    for overrides in ([], [f"state.residency={residency}", *on_disk]):
+    for overrides in ([], [f"state.offload={residency}", *on_disk]):
         steps = steps_of(*IN_BF16, *overrides)
         steps.train()
         batch = random_batch(steps.config, 2)
@@ -207,7 +207,7 @@ def test_an_evaluation_between_steps(residency: str, tmp_path: Path) -> None:
     found = []
     for overrides in (
         [],
-        [f"state.residency={residency}", *on_disk, *(["state.cache=9"] if residency != "optimizer" else [])],
+        [f"state.offload={residency}", *on_disk, *(["state.cache=9"] if residency != "optimizer" else [])],
     ):
         steps, losses, logits = steps_of(*overrides), list[StepResult](), list[torch.Tensor]()
         for number in range(3):
@@ -290,18 +290,18 @@ def test_kinds_on_a_disk_stay_the_same() -> None:
     """Of parameters that may be pruned, in fp32, the master weights are apart from the beginning."""
     makes = [{"prunable": True}, {"prunable": True, "pruned": True}, {}]
     now, later, never = (
-        [each for each in buffers(Depths(0, 0, 0), FP32, FP32, ADAMW, residency="disk", **more) if each.residency == "disk"]
+        [each for each in buffers(Depths(0, 0, 0), FP32, FP32, ADAMW, offload="disk", **more) if each.residency == "disk"]
         for more in makes
     )  # fmt: skip
     assert now == later
     assert [each.kind for each in now] == ["master", *(each.kind for each in never)]
-    held = buffers(Depths(0, 0, 0), FP32, FP32, ADAMW, residency="all", prunable=True)
+    held = buffers(Depths(0, 0, 0), FP32, FP32, ADAMW, offload="all", prunable=True)
     assert "master" not in [each.kind for each in held]
 
 
 @pytest.fixture
 def run(small_run: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
-    small_run["state"] = {"residency": "disk", "chunk": 3000, "disk": str(tmp_path / "states")}
+    small_run["state"] = {"offload": "disk", "chunk": 3000, "disk": str(tmp_path / "states")}
     small_run["checkpoint"] = {"every": 2}
     return small_run
 
@@ -316,7 +316,7 @@ def test_runs_go_on_with_another_residency(run: dict[str, Any], tmp_path: Path) 
     optimus.train(whole)
     optimus.train(run, ["train.stop_at=2"])
     optimus.train(whole | {"train": run["train"]}, ["train.stop_at=3"], resume=True)
-    elsewhere = run | {"state": {"residency": "all", "chunk": 5000, "shard": "gradients"}}
+    elsewhere = run | {"state": {"offload": "all", "chunk": 5000, "shard": "gradients"}}
     optimus.train(elsewhere, ["train.stop_at=5"], resume=True)
     optimus.train(run, resume=True)
     assert losses(run) == losses(whole)
@@ -345,9 +345,7 @@ def test_a_failing_disk(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, as
     monkeypatch.setattr(disk, "_write", write)
     monkeypatch.setattr(Update, "_update_tiles", train_tiles)
     run["checkpoint"] |= {"asynchronous": asynchronous}
-    with pytest.raises(
-        UserError, match=r"state.residency disk: .*states: Input/output error. Make room, mend the disk"
-    ):
+    with pytest.raises(UserError, match=r"state.offload disk: .*states: Input/output error. Make room, mend the disk"):
         optimus.train(run)
     monkeypatch.undo()
     (last,) = list_checkpoints(Path(run["train"]["output"]))
@@ -364,7 +362,7 @@ def test_a_disk_that_is_too_small(run: dict[str, Any], tmp_path: Path) -> None:
     if os.system(f"mount -t tmpfs -o size=64k tmpfs {small}"):
         pytest.skip("no file system can be mounted here")
     try:
-        with pytest.raises(UserError, match=r"state.residency disk: .*states: No space left on device. Make room"):
+        with pytest.raises(UserError, match=r"state.offload disk: .*states: No space left on device. Make room"):
             optimus.train(run)
         assert not (Path(run["train"]["output"]) / "metrics.jsonl").exists()
     finally:
@@ -387,7 +385,7 @@ def train_and_die(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
 def test_killed_in_an_update(run: dict[str, Any], tmp_path: Path, residency: str) -> None:
-    run["state"] = {"residency": residency, "chunk": 3000} | ({"disk": str(tmp_path)} if residency == "disk" else {})
+    run["state"] = {"offload": residency, "chunk": 3000} | ({"disk": str(tmp_path)} if residency == "disk" else {})
     whole = run | {"train": run["train"] | {"output": str(tmp_path / "whole")}}
     optimus.train(whole)
     with pytest.raises(RankError, match="SIGKILL"):
@@ -408,7 +406,7 @@ def test_a_checkpoint_between_queued_updates(slow: Slow, residency: str, tmp_pat
     from optimus.checkpoint.store import load_state
 
     on_disk = [f"state.disk={tmp_path / 'states'}"] if residency == "disk" else []
-    steps, expected = steps_of(f"state.residency={residency}", *on_disk), steps_of()
+    steps, expected = steps_of(f"state.offload={residency}", *on_disk), steps_of()
     steps.train()
     target = Target(step_folder(tmp_path, 1), Description(steps.config.model, 24, 1, True))
     saver = Saver(steps.state, beside=True)
@@ -429,7 +427,7 @@ def test_a_checkpoint_between_queued_updates(slow: Slow, residency: str, tmp_pat
 @pytest.mark.parametrize("then", ["read", "evaluate", "initialize", "save", "train"])
 def test_after_a_step_that_did_not_end(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients wait in the place of the parameters: the weights are there, and whoever computes with them has them."""
-    steps, expected = steps_of("state.residency=all", "state.cache=9", *IN_BF16), steps_of(*IN_BF16)
+    steps, expected = steps_of("state.offload=all", "state.cache=9", *IN_BF16), steps_of(*IN_BF16)
     for each in (steps, expected):
         each.train()
     right, calls = GradientReduction.square_sum, iter(range(1000))

@@ -34,12 +34,12 @@ def made_with_module(
     limit: int,
     widths: dict[str, int] | None = None,
     rule: Rule = ADAMW,
-    residency: str = "device",
+    residency: str = "none",
 ) -> tuple[Transformer, ModelState]:
     config = ModelConfig(
         family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2
     )
-    options = {"shard": shard, "tile": 100, "chunk": limit, "shard_ranks": widths, "residency": residency}
+    options = {"shard": shard, "tile": 100, "chunk": limit, "shard_ranks": widths, "offload": residency}
     options |= {"gradient_dtype": str(gradient).removeprefix("torch.")}
     gathering = Gathering()
     with torch.device("meta"):
@@ -303,7 +303,7 @@ def test_parameters_without_a_gradient_do_no_harm(shard: str) -> None:
 
 def last_without_some(ranks: int, shard: str, residency: str) -> tuple[float, list[torch.Tensor]]:
     """Norm and reduced gradients of chunks of which most have no gradient in the last backward pass."""
-    module, state = made_with_module(ranks, shard, FP32, FP32, 500, residency=residency)
+    module, state = made_with_module(ranks, shard, FP32, FP32, 500, offload=residency)
     state.begin_step()
     tokens = torch.arange(24).view(2, 12)
     for _ in range(3):
@@ -316,7 +316,7 @@ def last_without_some(ranks: int, shard: str, residency: str) -> tuple[float, li
 
 @pytest.mark.parametrize("shard", ["none", "gradients", "parameters"])
 def test_gradients_leave_once_where_the_last_pass_has_none(shard: str) -> None:
-    found, right = (run_ranks(last_without_some, 2, 2, shard, residency) for residency in ("all", "device"))
+    found, right = (run_ranks(last_without_some, 2, 2, shard, residency) for residency in ("all", "none"))
     for (norm, parts), (its_norm, expected) in zip(found, right):
         assert norm == its_norm
         assert all(map(torch.equal, parts, expected))

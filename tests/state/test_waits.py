@@ -30,10 +30,10 @@ from optimus.testing.steps import Steps, random_batch
 from optimus.training.step import training_step
 
 RESIDENCES = {
-    "optimizer": ["state.residency=optimizer"],
-    "all": ["state.residency=all", "state.cache=8"],
-    "some here": ["state.residency=all", "state.cache=8", "state.resident_fraction=0.4"],
-    "disk": ["state.residency=disk", "state.cache=8"],
+    "optimizer": ["state.offload=optimizer"],
+    "all": ["state.offload=all", "state.cache=8"],
+    "some here": ["state.offload=all", "state.cache=8", "state.resident_fraction=0.4"],
+    "disk": ["state.offload=disk", "state.cache=8"],
 }
 RULES = {
     "fp32": [],

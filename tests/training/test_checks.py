@@ -536,7 +536,7 @@ def test_device_and_host_need_room_apart(monkeypatch: pytest.MonkeyPatch, tmp_pa
         for asynchronous in (False, True):
             config = staged_config(
                 tmp_path,
-                state={"residency": residency, "gradient_dtype": "bfloat16", "shard": "optimizer"},
+                state={"offload": residency, "gradient_dtype": "bfloat16", "shard": "optimizer"},
                 checkpoint={"asynchronous": asynchronous},
             )
             with monkeypatch.context() as patch:
@@ -545,8 +545,8 @@ def test_device_and_host_need_room_apart(monkeypatch: pytest.MonkeyPatch, tmp_pa
                 patch.setattr(checks, "free_memory", lambda device: 0 if device.type == "cpu" else 1 << 40)
                 said = message_of_check(config, ACCELERATOR, 2)
             assert "bytes each on the host, 2 ranks) needs" in said
-            assert ("set state.residency=disk" in said) == (residency != "disk")
-            assert "set state.residency=all" in there or residency != "optimizer"
+            assert ("set state.offload=disk" in said) == (residency != "disk")
+            assert "set state.offload=all" in there or residency != "optimizer"
             together = least_free(monkeypatch, config, cpu, 2)
             found.setdefault(residency, []).append(together / elements)
     assert found["optimizer"] == pytest.approx([2 * (2 + 2) + 12] * 2, rel=0.01)
@@ -569,8 +569,8 @@ def test_only_what_the_device_has_is_copied(monkeypatch: pytest.MonkeyPatch, tmp
         return least[1] - least[0]
 
     whole = copied()
-    assert copied(residency="optimizer") == copied(residency="all") == copied(residency="disk") == 0
-    assert 0.2 * whole < copied(residency="all", resident_fraction=0.5, chunk=1 << 20) <= 0.5 * whole
+    assert copied(offload="optimizer") == copied(offload="all") == copied(offload="disk") == 0
+    assert 0.2 * whole < copied(offload="all", resident_fraction=0.5, chunk=1 << 20) <= 0.5 * whole
 
 
 MATRICES, REST = 8 * (4 * 256 * 256 + 3 * 256 * 1024), 2 * 1024 * 256  # elements of that model

@@ -115,7 +115,7 @@ OPTIONS = {
     "state.overlap": ("true", "false"),
     "state.all_reduce_tiles": ("1", "3"),
     "state.tile": ("64",),
-    "state.residency": ("device", "optimizer", "all", "disk"),
+    "state.offload": ("none", "optimizer", "all", "disk"),
     "state.cache": ("40", "auto"),
     "state.resident_fraction": ("0.0", "0.4", "auto"),
     "state.update_on": ("auto", "device", "host"),
@@ -162,7 +162,7 @@ PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.dro
     "state.shard_over",
     "state.overlap",
     "state.reshard_after_forward",
-    "state.residency",
+    "state.offload",
     "state.accumulate_on",
     "recompute_collectives",
     "optimizer.name",
@@ -207,7 +207,7 @@ def split_backward(model: str, layout: Layout) -> set[tuple[object, ...]]:
         said["state.shard"],
         "nested" if factors(model, layout)["nested"] == "True" else "state.shard_ranks" in said,
     )
-    found = {("split", shard, over), ("split", shard, said["state.residency"]), ("split", shard, "recompute" in said)}
+    found = {("split", shard, over), ("split", shard, said["state.offload"]), ("split", shard, "recompute" in said)}
     return found | ({(*each, "dense" in model) for each in found} if shard == "parameters" else set())
 
 
@@ -307,14 +307,14 @@ SHARDINGS = {  # how state is sharded and where it is kept, and the replicas tha
     "parameters": (2, ["state.shard=parameters"]),
     "some ranks": (4, ["state.shard=parameters", "state.shard_ranks=2"]),
     "nested": (4, ["state.shard=parameters", "state.shard_ranks={parameters: 2, gradients: 2}"]),
-    "parameters, the rest on the host": (2, ["state.shard=parameters", "state.residency=optimizer"]),
-    "parameters, all on the host": (2, ["state.shard=parameters", "state.residency=all"]),
-    "gradients, all on the host": (2, ["state.shard=gradients", "state.residency=all"]),
+    "parameters, the rest on the host": (2, ["state.shard=parameters", "state.offload=optimizer"]),
+    "parameters, all on the host": (2, ["state.shard=parameters", "state.offload=all"]),
+    "gradients, all on the host": (2, ["state.shard=gradients", "state.offload=all"]),
     "parameters, added up on the host": (
         2,
-        ["state.shard=parameters", "state.residency=all", "state.accumulate_on=host"],
+        ["state.shard=parameters", "state.offload=all", "state.accumulate_on=host"],
     ),
-    "parameters, on a disk": (2, ["state.shard=parameters", "state.residency=disk"]),
+    "parameters, on a disk": (2, ["state.shard=parameters", "state.offload=disk"]),
 }
 
 

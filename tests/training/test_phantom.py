@@ -28,14 +28,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recomputed": (EXPERTS, {"recompute": ["block"]}),
     "bfloat16": (DENSE, {"train": {"precision": "bfloat16"}}),
     "Muon": (DENSE, MUON),
-    "Muon on the host": (DENSE, MUON | {"state": {"residency": "all", "update_on": "device", "cache": 2}}),
-    "on disk": (DENSE, {"state": {"residency": "disk", "update_on": "host", "cache": 2, "disk": "."}}),
-    "from disk to device": (DENSE, {"state": {"residency": "disk", "update_on": "device", "cache": 2, "disk": "."}}),
-    "optimizer on the host": (DENSE, {"state": {"residency": "optimizer", "update_on": "host"}}),
-    "all on the host": (EXPERTS, {"state": {"residency": "all", "update_on": "device", "cache": 2}}),
+    "Muon on the host": (DENSE, MUON | {"state": {"offload": "all", "update_on": "device", "cache": 2}}),
+    "on disk": (DENSE, {"state": {"offload": "disk", "update_on": "host", "cache": 2, "disk": "."}}),
+    "from disk to device": (DENSE, {"state": {"offload": "disk", "update_on": "device", "cache": 2, "disk": "."}}),
+    "optimizer on the host": (DENSE, {"state": {"offload": "optimizer", "update_on": "host"}}),
+    "all on the host": (EXPERTS, {"state": {"offload": "all", "update_on": "device", "cache": 2}}),
     "gradients added up there": (
         EXPERTS,
-        {"state": {"residency": "all", "update_on": "host", "cache": 2, "accumulate_on": "host"}},
+        {"state": {"offload": "all", "update_on": "host", "cache": 2, "accumulate_on": "host"}},
     ),
 }
 
@@ -103,8 +103,8 @@ SHARED = [
     Layout(2, ["parallel.pipeline=2", "parallel.schedule=1f1b", "parallel.vocabulary=true"]),
     Layout(2, ["parallel.pipeline=2", "parallel.schedule=zb-h1"]),
     Layout(4, ["parallel.pipeline=2", "parallel.executor=message-driven"]),
-    Layout(2, ["state.shard=parameters", "state.residency=all", "state.update_on=device", "state.cache=2"]),
-    Layout(2, ["state.residency=all", "state.update_on=device", "state.cache=2", "state.accumulate_on=host"]),
+    Layout(2, ["state.shard=parameters", "state.offload=all", "state.update_on=device", "state.cache=2"]),
+    Layout(2, ["state.offload=all", "state.update_on=device", "state.cache=2", "state.accumulate_on=host"]),
 ]
 
 

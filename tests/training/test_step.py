@@ -48,10 +48,10 @@ def test_a_step_is_skipped_on_all_ranks_or_none(tensor: Any, limit: float, other
 DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
     "adamw": (1, {}),
     "lion": (1, {"optimizer": {"name": "lion"}}),
-    "muon": (1, {"optimizer": {"name": "muon"}, "state": {"chunk": 2000, "residency": "optimizer"}}),
+    "muon": (1, {"optimizer": {"name": "muon"}, "state": {"chunk": 2000, "offload": "optimizer"}}),
     "schedule-free": (1, {"optimizer": {"name": "schedule-free"}}),
-    "adamw on the host": (1, {"state": {"chunk": 2000, "residency": "all", "gradient_dtype": "bfloat16"}}),
-    "schedule-free on a disk": (1, {"optimizer": {"name": "schedule-free"}, "state": {"residency": "disk"}}),
+    "adamw on the host": (1, {"state": {"chunk": 2000, "offload": "all", "gradient_dtype": "bfloat16"}}),
+    "schedule-free on a disk": (1, {"optimizer": {"name": "schedule-free"}, "state": {"offload": "disk"}}),
     "sharded": (2, {"state": {"chunk": 2000, "shard": "parameters"}}),
     "stages of two ranks, muon": (4, {"optimizer": {"name": "muon"}, "parallel": {"pipeline": 2, "tensor": 2}}),
 }
@@ -61,7 +61,7 @@ NORMS = (1e18, 1.7e19, 1e20)
 def with_gradients_of(config: dict[str, Any], norms: Sequence[float], folder: str) -> list[tuple[bool, ...]]:
     """Of a step with gradients of each norm, on one rank: whether it was skipped, is to be noted, all of the state stayed
     finite, and anything of it changed; then the same of a usual step."""
-    if config["state"].get("residency") == "disk":
+    if config["state"].get("offload") == "disk":
         config["state"]["disk"] = folder
     steps, found = Steps(config), []
     tokens_BS = random_batch(steps.config, 1)

@@ -66,7 +66,7 @@ class Draw(NamedTuple):
     teacher: bool
     precision: str
     shard: str
-    residency: str
+    offload: str
     update_on: str
     beside: bool  # checkpoints are written beside the training
     every: int
@@ -76,7 +76,7 @@ class Draw(NamedTuple):
 
     def plain(self) -> "Draw":
         """The same numbers, unkilled and without what must not change them."""
-        return self._replace(residency="device", beside=False, kills=(), measured=False)
+        return self._replace(offload="none", beside=False, kills=(), measured=False)
 
 
 def drawn(number: int) -> Draw:
@@ -95,7 +95,7 @@ def drawn(number: int) -> Draw:
         teacher=of((False, True)),
         precision=of(("float32", "bfloat16")),
         shard=of(("none", "optimizer", "parameters")),
-        residency=of(("device", "optimizer", "all", "disk")),
+        offload=of(("none", "optimizer", "all", "disk")),
         update_on=of(("device", "host")),
         beside=of((False, True)),
         every=of((1, 2)),
@@ -103,7 +103,7 @@ def drawn(number: int) -> Draw:
         hook=of((False, True)),
         measured=of((False, True)),
     )
-    if draw.residency == "device":
+    if draw.offload == "none":
         draw = draw._replace(update_on="device")
     if draw.rule == "muon" and draw.start in ("pruned", "folder"):  # which needs whole matrices
         draw = draw._replace(rule="adamw")
@@ -158,10 +158,10 @@ def config_of(draw: Draw, data: Path, place: Path, output: Path) -> dict[str, An
     config = of_model(draw.model, data, output, precision=draw.precision, freeze=[*draw.freeze])
     config["optimizer"] = {"name": draw.rule}
     config["checkpoint"] = {"every": draw.every, "keep": None, "weights_every": 1, "asynchronous": draw.beside}
-    config["state"] = {"shard": draw.shard, "residency": draw.residency, "chunk": 3000, "tile": 500}
-    if draw.residency != "device":
+    config["state"] = {"shard": draw.shard, "offload": draw.offload, "chunk": 3000, "tile": 500}
+    if draw.offload != "none":
         config["state"] |= {"resident_fraction": 0.0, "update_on": draw.update_on}
-    if draw.residency == "disk":
+    if draw.offload == "disk":
         config["state"]["disk"] = str(output.with_name(f"{output.name} disk"))
     if draw.lora:
         config["train"]["lora_rank"] = 2

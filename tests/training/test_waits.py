@@ -17,10 +17,10 @@ from optimus.state.update import Update
 from optimus.testing import RankError, run_ranks
 
 RESIDENCES: dict[str, dict[str, Any]] = {
-    "optimizer": {"residency": "optimizer"},
-    "all": {"residency": "all", "cache": 4},
-    "some here": {"residency": "all", "resident_fraction": 0.4},
-    "disk": {"residency": "disk", "cache": 4},
+    "optimizer": {"offload": "optimizer"},
+    "all": {"offload": "all", "cache": 4},
+    "some here": {"offload": "all", "resident_fraction": 0.4},
+    "disk": {"offload": "disk", "cache": 4},
 }
 RULES: dict[str, dict[str, Any]] = {
     "adamw": {},
@@ -133,7 +133,7 @@ def test_one_run_with_all_of_it(
 def test_a_dry_run_leaves_the_parameters(small_run: dict[str, Any], tmp_path: Path, residency: str) -> None:
     """Its gradients, which have left for the host, must not be what the first step fetches."""
     found = []
-    for state in ({}, {"residency": residency, "cache": 4}):
+    for state in ({}, {"offload": residency, "cache": 4}):
         small_run["train"]["output"] = str(tmp_path / f"{len(state)}")
         small_run["state"] = {"chunk": 3000, "gradient_dtype": "bfloat16", **state}
         optimus.train(small_run, ["train.stop_at=2"])

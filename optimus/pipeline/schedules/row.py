@@ -8,8 +8,8 @@ from optimus.pipeline.schedule import Placement, Schedule
 
 
 class Sizes(NamedTuple):
-    """What a schedule is made for. `warmup_factor`: how many times its usual live activations a stage may hold; `ahead`: by how
-    many microbatches more its forward passes are ahead."""
+    """What a schedule is made for. `warmup_factor`: how many times its usual live activations a stage may hold; `ahead`:
+    by how many microbatches more its forward passes are ahead."""
 
     ranks: int
     microbatches: int

@@ -262,7 +262,7 @@ def _draw_pruning(draw: Draw, shape: dict[str, Any]) -> None:
 
 def _draw_residency(draw: Draw) -> None:
     """Draws where state is kept, and how much of it on the device all the same."""
-    residency = draw.set("state.residency", "device", "optimizer", "all", "disk")
+    residency = draw.set("state.offload", "none", "optimizer", "all", "disk")
     fetched = residency in ("all", "disk")
     if fetched and "state.reshard_after_forward=false" in draw.overrides:  # the cache keeps what it can
         draw.overrides.remove("state.reshard_after_forward=false")
@@ -272,7 +272,7 @@ def _draw_residency(draw: Draw) -> None:
         draw.set(
             "state.cache", 40, "auto"
         )  # 40 are few: chunks of 500 elements are up to 60, of which a module uses 30
-    if residency != "device":
+    if residency != "none":
         draw.set("state.resident_fraction", 0.0, 0.4, "auto")
         draw.set("state.update_on", "auto", "device", "host")
     if fetched:

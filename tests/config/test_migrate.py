@@ -1,0 +1,180 @@
+"""Configurations of earlier versions: files of users are migrated, what runs have written is translated."""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import optimus
+from optimus import api
+from optimus.checkpoint.folder import DESCRIPTION
+from optimus.checkpoint.manifest import MANIFEST
+from optimus.cli import app
+from optimus.config import load_config
+from optimus.config.renamed import NEW_VALUES, RENAMED, with_new_names
+from optimus.errors import UserError
+from optimus.observe.metrics import read_metrics
+
+# As a user of 24 November 2026 would have written it.
+BEFORE = """\
+# The first run.
+model: mula-tiny   # a preset
+data: {path: data, order: "shuffled"}
+train:
+  output: runs/first
+  steps: 10        # few
+  global_batch: 8
+  micro_batch: 4
+  sequence_length: 32
+"lr_schedule":
+  peak: 1e-3       # the peak of peaks
+
+  'minimum': 1.0e-4
+state: {residency: device, coarsening: 2}
+observe:
+    trace: 3
+phases:
+  - {name: peak, steps: 4, lr_schedule: {peak: 2e-3}}
+  - name: more   # trace
+    steps: 6
+    lr_schedule:
+      minimum: 0.0
+"""
+AFTER = """\
+# The first run.
+model: mula-tiny   # a preset
+data: {path: data, order: "shuffled"}
+train:
+  output: runs/first
+  steps: 10        # few
+  global_batch: 8
+  micro_batch: 4
+  sequence_length: 32
+"lr_schedule":
+  lr: 1e-3       # the peak of peaks
+
+  min_lr: 1.0e-4
+state: {offload: none, all_reduce_tiles: 2}
+observe:
+    profile_step: 3
+phases:
+  - {name: peak, steps: 4, lr_schedule: {lr: 2e-3}}
+  - name: more   # trace
+    steps: 6
+    lr_schedule:
+      min_lr: 0.0
+"""
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_file_is_migrated(tmp_path: Path, ending: str) -> None:
+    """Comments, order, quotes of others and ends of lines stay; a second time nothing is left to do."""
+    path = tmp_path / "first.yaml"
+    path.write_bytes(BEFORE.replace("\n", ending).encode())
+    path.chmod(0o640)
+    found = api.migrate(path)
+    assert path.read_bytes().decode() == AFTER.replace("\n", ending)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert [(key.line, key.old, key.new) for key in found][:3] == [
+        (11, "lr_schedule.peak", "lr_schedule.lr"),
+        (13, "lr_schedule.minimum", "lr_schedule.min_lr"),
+        (14, "state.residency", "state.offload"),
+    ]
+    assert api.migrate(path) == []
+    assert [each.name for each in tmp_path.iterdir()] == ["first.yaml"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "first.yaml"
+    path.write_text(BEFORE)
+    done = CliRunner().invoke(app, ["config", "migrate", str(path)])
+    assert done.output.splitlines()[0] == f"{path} line 11: lr_schedule.peak is now lr_schedule.lr"
+    assert f"{path} line 14: state.residency: device is now none" in done.output
+    again = CliRunner().invoke(app, ["config", "migrate", str(path)])
+    assert again.output == f"{path}: all keys have the names of today\n"
+    assert json.loads(CliRunner().invoke(app, ["config", "migrate", str(path), "--json"]).output) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "state: {residency: all, offload: all}\n",
+            "line 1: state.residency is state.offload now, which is there as well",
+        ),
+        ("\nevaluate: {text: a, every: 3}\n", "line 2: evaluate.text is now validation: .* move it there"),
+        ("- 3\n", "is no configuration"),
+        ("", "is no configuration"),
+        ("a: [\n", "is not valid YAML"),
+        ("a: 1\na: 2\n", "stands twice"),
+    ],
+)
+def test_what_is_not_migrated_stays(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "first.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        api.migrate(path)
+    assert path.read_text() == text
+    with pytest.raises(UserError, match=r"none.yaml cannot be read"):
+        api.migrate(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("old", sorted(set(RENAMED)))
+def test_a_user_is_told_the_new_name(old: str) -> None:
+    base = {"model": "mula-tiny", "data": {"path": "d"}, "train": {"output": "x", "steps": 10, "global_batch": 8}}
+    section, _, key = old.partition(".")
+    wrong = {section: {**base.get(section, {}), key: 1}} if key else {old: {}}
+    with pytest.raises(UserError, match=rf"unknown key '{old}': here it is {RENAMED[old]}"):
+        load_config(base | wrong)
+
+
+def as_before(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the names of before."""
+    old = {new: name for name, new in RENAMED.items() if "." in name}
+    values = {(name, new): value for (name, value), new in NEW_VALUES.items()}
+    found = {}
+    for section, content in config.items():
+        if isinstance(content, dict):
+            names = {key: old.get(f"{section}.{key}", f"{section}.{key}") for key in content}
+            content = {
+                name.partition(".")[2]: values.get((name, str(content[key])), content[key])
+                for key, name in names.items()
+            }
+        found[section] = content
+    return found
+
+
+def rewrite_description(checkpoint: Path) -> None:
+    """Puts the old names into the checkpoint's description, with the sums of the manifest as they then are."""
+    content = json.loads((checkpoint / DESCRIPTION).read_text())
+    text = json.dumps(content | {"config": as_before(content["config"])}).encode()
+    (checkpoint / DESCRIPTION).write_bytes(text)
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    del manifest["crc"]
+    manifest["files"][DESCRIPTION] = {"bytes": len(text), "crc": zlib.crc32(text)}
+    sums = zlib.crc32((json.dumps(manifest, separators=(",", ":")) + "\n").encode())
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest | {"crc": sums}, separators=(",", ":")) + "\n")
+
+
+def test_a_run_that_was_begun_before_resumes(small_run: dict[str, Any]) -> None:
+    """Its folder and its checkpoints have the old names; the curve is that of a run that was never stopped."""
+    whole = small_run | {"train": small_run["train"] | {"output": f"{small_run['train']['output']}-whole"}}
+    optimus.train(whole)
+    optimus.train(small_run, ["train.stop_at=3"])
+    folder = Path(small_run["train"]["output"])
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    before = as_before(written)
+    assert before["lr_schedule"]["peak"] == written["lr_schedule"]["lr"]
+    assert before["state"]["residency"] == "device"
+    assert with_new_names(before) == written
+    (folder / "config.yaml").write_text(yaml.safe_dump(before, sort_keys=False))
+    (checkpoint,) = folder.glob("checkpoints/step-*")
+    rewrite_description(checkpoint)
+    assert load_config(folder / "config.yaml").lr_schedule.lr == written["lr_schedule"]["lr"]
+    optimus.train(small_run, resume=True)
+    losses = [[record["loss"] for record in read_metrics(Path(run["train"]["output"]))] for run in (small_run, whole)]
+    assert losses[0] == losses[1]
