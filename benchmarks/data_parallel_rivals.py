@@ -84,7 +84,7 @@ def fsdp2(config: RunConfig, *, reshard_after_forward: bool) -> Step:
     """
     compute, reduce = DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype]
     with torch.device("meta"):
-        module = _Objective(Transformer(config.model, config.moe.routing), config)
+        module = _Objective(Transformer(config.model, config.moe.force_balanced), config)
     settings: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
         "reshard_after_forward": reshard_after_forward,
@@ -160,7 +160,7 @@ def _cast(module: _Objective, config: RunConfig) -> nn.Module:
 
 def _objective(config: RunConfig) -> _Objective:
     """Initialised, in fp32."""
-    model = Transformer(config.model, config.moe.routing)
+    model = Transformer(config.model, config.moe.force_balanced)
     initialize(model, config.train.seed, config.model.init_std)
     return _Objective(model, config)
 

@@ -100,7 +100,7 @@ def make_inputs(shape: Shape, weights: Weights, tokens: int, load: str) -> tuple
     """Inputs and weights, the router's changed, with which `tokens` tokens are routed as `load` says.
 
     - `learned`: by random logits, nearly balanced.
-    - `uniform`: token t to experts t*K ... t*K + K-1 modulo E, as with `Router(routing="uniform")`.
+    - `uniform`: token t to experts t*K ... t*K + K-1 modulo E, as with `Router(force_balanced=True)`.
     - `zipf`: as learned, the logit of expert e lowered by log(e + 1), so that odds fall as 1, 1/2, 1/3 ...
     - `one-hot`: every token to experts 0 ... K-1.
 

@@ -28,10 +28,10 @@ _MODEL = (
     *("family", "layers", "hidden", "heads", "kv_heads", "head_size", "intermediate", "vocab", "gated", "activation"),
     *("norm", "norm_eps", "qk_norm", "attention_bias", "mlp_bias", "attention_sinks", "tie_embeddings"),
     *("learned_positions", "rope_theta", "rope_scaling.kind", "rope_scaling.factor", "rope_scaling.original_context"),
-    *("rope_scaling.mscale", "rope_scaling.mscale_all_dim", "rope_scaling.truncate", "window", "window_except"),
+    *("rope_scaling.mscale", "rope_scaling.mscale_all_dim", "rope_scaling.truncate", "window", "full_attention_every"),
     *("latent.queries", "latent.keys", "latent.rotary", "latent.value"),
     *("experts", "experts_per_token", "expert_intermediate", "dense_layers", "shared_experts", "shared_width"),
-    *("expert_groups", "groups_per_token", "score", "renormalise", "routed_scale", "router_bias", "expert_bias"),
+    *("expert_groups", "groups_per_token", "router_score", "renormalise", "routed_scale", "router_bias", "expert_bias"),
 )
 _RESULT = ("tokens_per_second", "memory", "allocated", "oom", "eager")
 _NAMES = ("source", "row", "software", "machine")

@@ -20,6 +20,7 @@ from typing import Any
 
 from optimus.config import ModelConfig
 from optimus.config.load import model_config_from
+from optimus.config.renamed import with_new_names
 from optimus.disk import parse_json, plain_name, user_path
 from optimus.errors import UserError
 
@@ -196,7 +197,7 @@ def read_description(path: Path) -> Description:
             plain_name(raw["frozen"])
         if wrong := [key for key, kinds in _KINDS.items() if key in raw and type(raw[key]) not in kinds]:
             raise TypeError(f"{wrong[0]} is {raw[wrong[0]]!r}")
-        model = model_config_from(raw.pop("model"), f"{file}: model")
+        model = model_config_from(with_new_names({"model": raw.pop("model")})["model"], f"{file}: model")
         return Description(model=model, tokenizer=tokenizer, **raw)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, f"{DESCRIPTION} is damaged or no checkpoint's description ({error!r})") from None

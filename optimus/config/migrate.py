@@ -58,8 +58,8 @@ def _renamed(config: yaml.MappingNode, where: str) -> Iterator[RenamedKey]:
             for key, held in value.value:
                 old = f"{section.value}.{key.value}"
                 yield from _named(key, old, value, where)
-                if isinstance(held, yaml.ScalarNode) and (new := NEW_VALUES.get((old, held.value))):
-                    yield _change(held, f"{old}: {held.value}", new)
+                if isinstance(held, yaml.ScalarNode) and (new := NEW_VALUES.get((old, held.value))) is not None:
+                    yield _change(held, f"{old}: {held.value}", new if isinstance(new, str) else str(new).lower())
         elif section.value == "phases" and isinstance(value, yaml.SequenceNode):
             for phase in value.value:
                 if isinstance(phase, yaml.MappingNode):

@@ -17,8 +17,15 @@ RENAMED = {  # a section or a key of one, to today's
     "parallel.blocks": "parallel.layers_per_stage",
     "checkpoint.initial": "checkpoint.load_path",
     "observe.trace": "observe.profile_step",
+    "moe.routing": "moe.force_balanced",
+    "model.score": "model.router_score",
+    "model.window_except": "model.full_attention_every",
 }
-NEW_VALUES = {("state.residency", "device"): "none"}  # of keys that were renamed
+NEW_VALUES: dict[tuple[str, str], str | bool] = {  # of keys that were renamed
+    ("state.residency", "device"): "none",
+    ("moe.routing", "learned"): False,
+    ("moe.routing", "uniform"): True,
+}
 # What was measured by `evaluate`, as the set without a name of `validation`.
 _OF_VALIDATION = ("text", "every", "max_bytes")
 MOVED = {f"evaluate.{key}": f"validation: [{{{key}: ...}}]" for key in _OF_VALIDATION}

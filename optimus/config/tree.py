@@ -233,9 +233,9 @@ class MoeConfig(Section):
     bias_rate: float = Field(1e-3, ge=0)
     """For models with router_bias: amount by which the bias of an underloaded expert rises after each step, and that of an
     overloaded one falls."""
-    routing: Literal["learned", "uniform"] = "learned"
-    """learned, or uniform: forced uniform routing by the position in the sequence. Every expert gets the same number of
-    tokens of each sequence, or one more if they do not divide evenly."""
+    force_balanced: bool = False
+    """Forced uniform routing, by the position in the sequence: every expert gets the same number of tokens of each
+    sequence, or one more if they do not divide evenly."""
     dispatch: Literal["auto", "alltoall", "allgather"] = "alltoall"
     """Token dispatcher. alltoall: each token goes once to every rank that holds one of its experts. allgather: all tokens
     go to all ranks (as in the paper). auto: alltoall, unless allgather's collectives are

@@ -172,7 +172,7 @@ def _refuse_unsupported(family: Family, raw: dict[str, Any], model: dict[str, An
     known = {*family.fields, *family.optional}
     if "head_size" not in known:
         only["head_dim"] = [model["hidden"] // max(1, model["heads"]), None]
-    if "window_except" not in known and not _all_full(raw.get("layer_types"), model["layers"]):
+    if "full_attention_every" not in known and not _all_full(raw.get("layer_types"), model["layers"]):
         raise UserError(
             f"{file}: layer_types is {raw['layer_types']!r}: only ['full_attention', ...] for each of num_hidden_layers "
             f"{model['layers']} is supported here"
@@ -258,7 +258,7 @@ def _published(ours: str, theirs: Field, model: ModelConfig) -> dict[str, Any]:
 def _layer_types(name: str, model: ModelConfig) -> dict[str, Any]:
     windows = [model.window_of(layer) is not None for layer in range(model.layers)]
     kinds = {name: ["sliding_attention" if window else "full_attention" for window in windows]}
-    return kinds | ({"sliding_window_pattern": model.window_except} if all(windows) else {})
+    return kinds | ({"sliding_window_pattern": model.full_attention_every} if all(windows) else {})
 
 
 def _rope_parameters(name: str, model: ModelConfig) -> dict[str, Any]:
@@ -351,7 +351,7 @@ def _window(raw: dict[str, Any], file: Path) -> int | None:
     return None if raw["sliding_window"] is None else whole_number(raw, "sliding_window", file)
 
 
-def _window_except(raw: dict[str, Any], file: Path) -> int | None:
+def _full_attention_every(raw: dict[str, Any], file: Path) -> int | None:
     kinds, named = raw.get("layer_types"), "sliding_window_pattern"
     every = whole_number(raw, named, file) if raw.get(named) is not None else None
     if every is not None and every < 1:
@@ -403,7 +403,7 @@ _SPECIAL: dict[str, _Special] = {
     "rope_theta": _Special(_rope_theta, lambda name, model: {name: model.rope_theta}, _ROTARY),
     "rope_scaling": _Special(_rope_scaling, lambda name, model: {name: _published_scaling(model)}, _ROTARY),
     "window": _Special(_window, lambda name, model: {name: model.window}, {"sliding_window"}),
-    "window_except": _Special(_window_except, _layer_types, {"layer_types", "sliding_window_pattern"}),
+    "full_attention_every": _Special(_full_attention_every, _layer_types, {"layer_types", "sliding_window_pattern"}),
     "window_rope_theta": _Special(_window_rope_theta, _rope_parameters, {*_ROTARY, "rope_local_base_freq"}),
     "latent": _Special(
         _latent, lambda _, model: {_LATENT[name]: size for name, size in model.latent or ()}, {*_LATENT.values()}

@@ -107,7 +107,7 @@ class ModelConfig(Section):
     window: int | None = Field(
         None, gt=0, description="Sliding window: positions that a token attends to, including its own."
     )
-    window_except: int | None = Field(None, gt=0)
+    full_attention_every: int | None = Field(None, gt=0)
     """Every n-th layer has full attention instead of the window."""
     experts_by_layer: list[Annotated[int, Field(ge=0)]] | None = None
     """Experts of each block, 0 for a dense block (PR-MoE's pyramid)."""
@@ -120,7 +120,7 @@ class ModelConfig(Section):
     """Shared experts, which every token visits; computed as one expert of their total width."""
     dense_layers: int = Field(0, ge=0, description="Number of leading dense layers.")
     sparse_every: int = Field(1, gt=0, description="Every n-th layer has experts; the others are dense.")
-    score: Literal["softmax", "sigmoid"] = Field("softmax", description="Router scores from its logits.")
+    router_score: Literal["softmax", "sigmoid"] = Field("softmax", description="Router scores from its logits.")
     expert_groups: int = Field(1, gt=0, description="Expert groups, of which a token first chooses groups_per_token.")
     groups_per_token: int = Field(1, gt=0)
     """Expert groups per token: those with the highest sum of their two best scores."""
@@ -302,7 +302,11 @@ class ModelConfig(Section):
 
     def window_of(self, layer: int) -> int | None:
         """Positions that a token of layer `layer`, counted from 0, attends to; None: all."""
-        return None if self.window_except is not None and (layer + 1) % self.window_except == 0 else self.window
+        return (
+            None
+            if self.full_attention_every is not None and (layer + 1) % self.full_attention_every == 0
+            else self.window
+        )
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,6 @@ from optimus.model.attention import Attention, AttentionPositions, LayerCache
 from optimus.model.batch import Batch, moved
 from optimus.model.dense import DenseMlp
 from optimus.model.latent import LatentAttention
-from optimus.model.moe.choices import Routing
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.norms import norm_of
@@ -69,7 +68,7 @@ class Block(nn.Module):
     `forward` may call its units in any order: what runs them, gathers, recomputes and accounts for memory asks for no more.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, routing: Routing = "learned") -> None:
+    def __init__(self, config: ModelConfig, layer: int, force_balanced: bool = False) -> None:
         super().__init__()
         before, after = config.norm_place != "after", config.norm_place != "before"
         residual = Size("residual", config.hidden)
@@ -78,7 +77,7 @@ class Block(nn.Module):
         self.attention_out_norm = norm_of(config, residual) if after else None
         self.mlp_norm = norm_of(config, residual) if before else None
         if config.experts_of(layer):
-            self.moe = MoeLayer(config, layer, routing)
+            self.moe = MoeLayer(config, layer, force_balanced)
         else:
             sizes = config.hidden, config.intermediate
             self.mlp = DenseMlp(*sizes, kind=config.activation, gated=config.gated, bias=config.mlp_bias)
@@ -199,7 +198,7 @@ class Transformer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        routing: Routing = "learned",
+        force_balanced: bool = False,
         layers: Iterable[int] | None = None,
     ) -> None:
         super().__init__()
@@ -211,7 +210,7 @@ class Transformer(nn.Module):
         learned = config.learned_positions
         self.positions = LearnedPositions(learned, config.position_offset, config.hidden) if learned else None
         # Here alone the kind of block is chosen.
-        self.blocks = Blocks(Block(config, layer, routing) for layer in numbers)
+        self.blocks = Blocks(Block(config, layer, force_balanced) for layer in numbers)
         self.final_norm = norm_of(config, Size("residual", config.hidden))
         tied = self.embedding.weight if config.tie_embeddings else None
         self.head = Head(config.vocab, config.hidden, tied, config.logit_cap)

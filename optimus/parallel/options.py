@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from optimus.model.moe.choices import Routing
 from optimus.parallel.recompute import Recomputation
 
 
@@ -16,7 +15,7 @@ class StageOptions:
     tensor-parallel grid send the same tokens to the experts.
     """
 
-    routing: Routing = "learned"
+    force_balanced: bool = False
     sequence: bool = False
     overlap: bool = True
     vocabulary: bool = False

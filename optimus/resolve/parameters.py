@@ -34,7 +34,7 @@ def layout_options(config: RunConfig) -> dict[str, bool]:
 def whole_model(config: RunConfig) -> Transformer:
     """The model with all its stages, without memory for its parameters."""
     with torch.device("meta"):
-        return with_factors(Transformer(config.model, config.moe.routing), config.train)
+        return with_factors(Transformer(config.model, config.moe.force_balanced), config.train)
 
 
 def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> Recipe:

@@ -14,7 +14,7 @@ def stage_options(config: RunConfig, recomputation: Recomputation | None = None)
     """How the model of a run whose dispatcher is decided is divided, and what is recomputed."""
     assert config.moe.dispatch != "auto", "the dispatcher is decided first"
     return StageOptions(
-        routing=config.moe.routing,
+        force_balanced=config.moe.force_balanced,
         sequence=config.parallel.splits_sequence,
         overlap=config.parallel.overlap,
         vocabulary=config.parallel.vocabulary,

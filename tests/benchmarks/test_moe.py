@@ -54,7 +54,7 @@ def choices(setting: Setting, inputs: Inputs) -> Tensor:
 @pytest.mark.parametrize("shape", [TINY, Shape("odd", 32, 16, 6, 4)])
 def test_uniform_is_the_routers_own_uniform(dtype: torch.dtype, shape: Shape) -> None:
     weights, inputs = make_inputs(shape, make_weights(shape, dtype, CPU), 50, "uniform")
-    router = Router(shape.hidden, shape.experts, shape.experts_per_token, "uniform")
+    router = Router(shape.hidden, shape.experts, shape.experts_per_token, True)
     nn.init.normal_(router.weight)
     _, indices_TK, _ = router(inputs.x_TH.detach().float())
     _, ours_TK = route(inputs.x_TH.detach(), weights.router_EH, shape.experts_per_token)

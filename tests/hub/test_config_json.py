@@ -172,7 +172,7 @@ def test_published_deepseek(tmp_path: Path) -> None:
     """With the rotary positions as the published file has them."""
     model = read(tmp_path, DEEPSEEK)
     assert model["latent"] == {"keys": 16, "rotary": 8, "value": 12}
-    assert (model["rope_scaling"]["mscale"], model["dense_layers"], model["score"]) == (1.0, 1, "sigmoid")
+    assert (model["rope_scaling"]["mscale"], model["dense_layers"], model["router_score"]) == (1.0, 1, "sigmoid")
     published = {"num_nextn_predict_layers": 1, "ep_size": 1, "auto_map": {"AutoConfig": "x.y"}, "moe_layer_freq": 1}
     assert read(tmp_path, DEEPSEEK | published) == model
 

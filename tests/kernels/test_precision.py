@@ -55,7 +55,7 @@ def routed(renormalise: bool) -> Function:
     """The router: weights, summed probabilities and summed z. The logits are the input: the weight is one."""
 
     def run(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        router = Router(x.shape[1], len(weight), 3, "learned", Choosing(renormalise=renormalise)).to(x.dtype)
+        router = Router(x.shape[1], len(weight), 3, False, Choosing(renormalise=renormalise)).to(x.dtype)
         weights_TK, _, stats = torch.func.functional_call(router, {"weight": weight}, (x,))
         return weights_TK, stats.probabilities_E, stats.z
 

@@ -21,7 +21,7 @@ def layer() -> MoeLayer:
     """In bf16; zeros, as bytes are counted and a router of zeros chooses the same experts for all, which is made even."""
     sizes = {"hidden": H, "heads": 1, "intermediate": I, "experts": E, "experts_per_token": K}
     config = ModelConfig.model_validate({"family": "olmoe", "layers": 1, "vocab": 8, **sizes})
-    found = MoeLayer(config, routing="uniform").bfloat16()
+    found = MoeLayer(config, force_balanced=True).bfloat16()
     for parameter in found.parameters():
         parameter.detach().zero_()
     return found

@@ -15,8 +15,8 @@ FAMILY = Family(
         "norm_place": "both",
         "qk_norm": "head",
         "attention_sinks": True,
-        "window_except": 2,
-        "score": "sigmoid",
+        "full_attention_every": 2,
+        "router_score": "sigmoid",
         "renormalise": True,
         "expert_bias": True,
         "rope_theta": 700.0,
@@ -24,7 +24,7 @@ FAMILY = Family(
     fields=SIZES
     | EXPERTS
     | {"window": "sliding_window", "shared_experts": "shared", "dense_layers": "first_k_dense_replace"},
-    optional=OPTIONAL | RMS | BIASES | {"window_except": "layer_types", "logit_cap": "final_logit_softcapping"},
+    optional=OPTIONAL | RMS | BIASES | {"full_attention_every": "layer_types", "logit_cap": "final_logit_softcapping"},
     constants=CONSTANTS,
     keys=ENDS
     | affine("final_norm", "model.norm")

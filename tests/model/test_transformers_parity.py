@@ -77,7 +77,7 @@ CONFIGS = {
         kv_heads=1,
         head_size=8,
         window=3,
-        window_except=3,
+        full_attention_every=3,
         layers=4,
         tie_embeddings=True,
         rope_scaling=yarn(truncate=False),
@@ -115,11 +115,13 @@ CONFIGS = {
     "olmo2": of("olmo2"),
     "olmo2-groups": of("olmo2", kv_heads=2, layers=3, rope_theta=5e5),
     "olmo2-biases": of("olmo2", attention_bias="all", heads=8, kv_heads=2, hidden=64),
-    "olmo3": of("olmo3", window=4, layers=4, window_except=4),
+    "olmo3": of("olmo3", window=4, layers=4, full_attention_every=4),
     "olmo3-groups": of(
-        "olmo3", window=6, layers=4, window_except=2, kv_heads=2, rope_scaling=yarn(attention_factor=1.5)
+        "olmo3", window=6, layers=4, full_attention_every=2, kv_heads=2, rope_scaling=yarn(attention_factor=1.5)
     ),
-    "olmo3-all-windows": of("olmo3", window=3, window_except=3, tie_embeddings=True, rope_scaling=yarn(factor=8.0)),
+    "olmo3-all-windows": of(
+        "olmo3", window=3, full_attention_every=3, tie_embeddings=True, rope_scaling=yarn(factor=8.0)
+    ),
     "gpt2": of("gpt2", learned_positions=64),
     "gpt2-not-tied": of("gpt2", learned_positions=47, heads=2, layers=3, tie_embeddings=False),
     "gpt2-narrow": of("gpt2", learned_positions=64, hidden=24, heads=6, intermediate=40),
@@ -131,7 +133,7 @@ CONFIGS = {
     "gemma2-not-tied": of(
         "gemma2",
         window=3,
-        window_except=3,
+        full_attention_every=3,
         head_size=12,
         query_scale=12,
         kv_heads=1,
@@ -141,7 +143,7 @@ CONFIGS = {
         tie_embeddings=False,
         layers=3,
     ),
-    "gemma3": of("gemma3_text", window=4, window_except=2, kv_heads=2, head_size=16, query_scale=16, layers=3),
+    "gemma3": of("gemma3_text", window=4, full_attention_every=2, kv_heads=2, head_size=16, query_scale=16, layers=3),
     "gemma3-scaled": of(
         "gemma3_text", window=5, head_size=8, query_scale=20, rope_scaling={"kind": "linear", "factor": 8.0}, layers=6
     ),
@@ -260,8 +262,8 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
     if config.family in ("gemma2", "gemma3_text"):
         fields["attn_logit_softcapping"] = config.score_cap
         fields |= {"query_pre_attn_scalar": config.query_scale, "final_logit_softcapping": config.logit_cap}
-    if config.window_except is not None:
-        every = config.window_except
+    if config.full_attention_every is not None:
+        every = config.full_attention_every
         layers = range(1, config.layers + 1)
         fields["layer_types"] = ["sliding_attention" if layer % every else "full_attention" for layer in layers]
     if config.family == "gpt2":
@@ -388,7 +390,7 @@ def test_cache_takes_several_tokens_at_a_time() -> None:
 
 @pytest.mark.parametrize(("experts", "chosen", "tokens"), [(8, 2, 12), (6, 4, 9), (4, 4, 5), (5, 1, 10)])
 def test_uniform_routing_gives_every_expert_the_same_number_of_tokens(experts: int, chosen: int, tokens: int) -> None:
-    model = Transformer(olmoe(experts=experts, experts_per_token=chosen, layers=1), routing="uniform")
+    model = Transformer(olmoe(experts=experts, experts_per_token=chosen, layers=1), force_balanced=True)
     initialize(model, seed=0, std=0.5)
     x_TH = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(0))
     weights_TK, indices_TK, stats = model.blocks[0].moe.router(x_TH)
@@ -401,7 +403,7 @@ def test_uniform_routing_gives_every_expert_the_same_number_of_tokens(experts: i
 
 def test_learned_routing_differs_from_uniform() -> None:
     learned = random_model(olmoe())
-    uniform = Transformer(learned.config, routing="uniform")
+    uniform = Transformer(learned.config, force_balanced=True)
     uniform.load_state_dict(learned.state_dict())
     tokens_BS = torch.arange(16)[None]
     assert not torch.allclose(learned(tokens_BS), uniform(tokens_BS))

@@ -198,7 +198,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "dense layers, windows": DENSE | {"family": "mistral", "window": 100, "kv_heads": 2},
     "layer norms, no gate, learned positions": DENSE | {"family": "gpt2", "learned_positions": 256},
     "positions with an offset": DENSE | {"family": "opt", "learned_positions": 300},
-    "norms on both sides, windows in turn": DENSE | {"family": "gemma3_text", "window": 64, "window_except": 2},
+    "norms on both sides, windows in turn": DENSE | {"family": "gemma3_text", "window": 64, "full_attention_every": 2},
     "capped scores and logits": DENSE | {"family": "gemma2", "window": 64, "score_cap": 5.0, "logit_cap": 3.0},
     "latent attention, shared experts, a dense layer": EXPERTS
     | {
@@ -275,7 +275,7 @@ def test_half_of_the_layers() -> None:
 
 ONE_EACH = {**EXPERTS, "experts_per_token": 1}
 SHARED = DENSE | GROUPED["shared keys"]
-UNIFORM = {"routing": "uniform"}
+UNIFORM = {"force_balanced": True}
 
 
 ON_RANKS: list[tuple[dict[str, Any], int, dict[str, Any]]] = [

@@ -339,7 +339,7 @@ def test_a_rank_of_four_holds_a_quarter_of_the_activations() -> None:
 
 DENSE = ModelConfig(family="olmo", hidden=32, layers=2, heads=4, intermediate=48, vocab=50)
 WINDOWED = ModelConfig(
-    family="olmo3", hidden=32, layers=2, heads=4, intermediate=48, vocab=50, window=6, window_except=2
+    family="olmo3", hidden=32, layers=2, heads=4, intermediate=48, vocab=50, window=6, full_attention_every=2
 )
 GROUPED = ModelConfig(family="qwen3", hidden=32, layers=2, heads=8, kv_heads=4, intermediate=48, vocab=50, head_size=6)
 EXPERTS = ModelConfig(

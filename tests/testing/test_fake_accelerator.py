@@ -192,10 +192,10 @@ SIZES = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 2
 FAMILY: dict[str, dict[str, Any]] = {  # fields without which a family is none
     "gpt2": {"learned_positions": 64, "kv_heads": 4},
     "opt": {"learned_positions": 64, "kv_heads": 4},
-    "olmo3": {"window": 7, "window_except": 2, "kv_heads": 4},
+    "olmo3": {"window": 7, "full_attention_every": 2, "kv_heads": 4},
     "mistral": {"window": 5, "kv_heads": 4},
     "gemma2": {"head_size": 6, "query_scale": 10, "window": 5, "score_cap": 1.0, "logit_cap": 2.0},
-    "gemma3_text": {"head_size": 6, "query_scale": 8, "window": 5, "window_except": 2, "logit_cap": 2.0},
+    "gemma3_text": {"head_size": 6, "query_scale": 8, "window": 5, "full_attention_every": 2, "logit_cap": 2.0},
     "gpt_oss": {"head_size": 6, "window": 5},
     "pr_moe": {"experts_by_layer": [0, 2, 4], "layers": 3, "expert_intermediate": 16},
     "deepseek_v3": {

@@ -56,7 +56,7 @@ def test_the_load_is_that_of_the_routers(
 def test_uniform_routing_is_balanced_over_ranks_and_stages(small_run: dict[str, Any]) -> None:
     """Every rank's tokens count, and every stage's layers; time and memory add up."""
     small_run["observe"] |= {"log_every": 2}
-    small_run["moe"] = {"routing": "uniform"}
+    small_run["moe"] = {"force_balanced": True}
     small_run["parallel"] = {"pipeline": 2}
     small_run["train"]["stop_at"] = 4
     optimus.train(small_run, ranks=2)

@@ -26,7 +26,7 @@ from optimus.training.step import training_step
 SEQUENCES = [[24], [5, 19], [1, 7, 1, 15], [23, 1], [8, 8, 8], [3] * 8, [10, 1, 1, 12], [1, 23]] * 2
 DOCUMENT_BS = torch.stack([torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in SEQUENCES]).int()
 MASK_BS = torch.rand(16, 24, generator=torch.Generator().manual_seed(5)) < 0.7
-WINDOWED = {"family": "olmo3", "layers": 4, "window": 5, "window_except": 2}
+WINDOWED = {"family": "olmo3", "layers": 4, "window": 5, "full_attention_every": 2}
 GROUPED = {"family": "mistral", "kv_heads": 2, "window": 6}
 LEARNED = {"family": "gpt2", "learned_positions": 24}
 CAPPED = {"family": "gemma2", "head_size": 6, "query_scale": 8, "window": 5, "score_cap": 1.0, "logit_cap": 2.0}
@@ -97,7 +97,7 @@ def trained(
         ("dense", WINDOWED, 2, ["parallel.context=2"]),
         ("moe", {}, 4, ["parallel.context=4", "recompute=[attention]"]),
         ("dense", GROUPED, 2, ["parallel.context=2", "parallel.context_method=ulysses", "recompute=[block]"]),
-        ("moe", {}, 2, ["parallel.expert=2", "state.shard=parameters", "moe.routing=uniform"]),
+        ("moe", {}, 2, ["parallel.expert=2", "state.shard=parameters", "moe.force_balanced=true"]),
         ("dense", GROUPED, 2, ["parallel.tensor=2"]),
         ("moe", {}, 4, ["parallel.tensor=[1,2]", "parallel.context=2"]),
         ("dense", LEARNED, 4, ["parallel.tensor=2", "parallel.context=2"]),
@@ -151,7 +151,7 @@ def assert_as_alone(config: dict[str, Any], ranks: int, document_BS: Tensor, mas
     given = config, masks, document_BS
     results = run_ranks(trained, ranks, *given) if ranks > 1 else [trained(*given)]
     for i, mask_BS in enumerate(masks):
-        one = Transformer(tree.model, tree.moe.routing)
+        one = Transformer(tree.model, tree.moe.force_balanced)
         initialize(one, tree.train.seed, tree.model.init_std)
         everything = torch.ones_like(document_BS, dtype=torch.bool) if mask_BS is None else mask_BS
         loss, gradients = alone(one.double(), random_batch(tree, 1), document_BS, everything)

@@ -14,7 +14,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo": {},
     "olmoe": EXPERTS,
     "olmo2": {"attention_bias": "all"},
-    "olmo3": {"window": 7, "window_except": 2, "kv_heads": 4},
+    "olmo3": {"window": 7, "full_attention_every": 2, "kv_heads": 4},
     "llama": {
         "attention_bias": "all",
         "mlp_bias": True,
@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"window": 5, "kv_heads": 4, "head_size": 6},
     "mixtral": EXPERTS,
     "gemma2": {"head_size": 6, "query_scale": 10, "window": 5, "score_cap": 1.0, "logit_cap": 2.0},
-    "gemma3_text": {"head_size": 6, "query_scale": 8, "window": 5, "window_except": 2, "logit_cap": 2.0},
+    "gemma3_text": {"head_size": 6, "query_scale": 8, "window": 5, "full_attention_every": 2, "logit_cap": 2.0},
     "gpt2": {"learned_positions": 64, "kv_heads": 4},
     "opt": {"learned_positions": 64, "kv_heads": 4, "tie_embeddings": False},
     "qwen2": {},

@@ -250,7 +250,7 @@ FORCED = {
 def test_forced_routing(axis: str) -> None:
     """Of 24 tokens and 7 experts: no rank's choices, and no sequence's, are divided by the experts."""
     experts = {"experts": 14 if axis in ("tensor", "data") else 7, "experts_per_token": 3, "renormalise": True}
-    config = config_of("moe", moe={"routing": "uniform"}) | {"model": MODELS["moe"] | experts}
+    config = config_of("moe", moe={"force_balanced": True}) | {"model": MODELS["moe"] | experts}
     config["train"]["global_batch"] = 4
     assert_same_as_one_process(config, FORCED[axis], STEPS, rtol=2e-5)
 

@@ -119,7 +119,7 @@ def uneven(config: dict[str, Any]) -> StepResult:
 
 @pytest.mark.parametrize("override", ["schedule=1f1b", "executor=message-driven", "vocabulary=true"])
 def test_uneven_microbatches_go_through_a_pipeline(override: str) -> None:
-    config = config_of("moe", moe={"routing": "uniform"})
+    config = config_of("moe", moe={"force_balanced": True})
     right = uneven(config)
     tree = load_config(config, ["parallel.pipeline=2", f"parallel.{override}"]).model_dump(exclude_unset=True)
     for found in run_ranks(uneven, 2, tree):

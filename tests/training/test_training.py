@@ -163,7 +163,7 @@ def test_recomputation_changes_no_number(small_run: dict[str, Any], tmp_path: Pa
 
 
 def test_uniform_routing_trains(small_run: dict[str, Any]) -> None:
-    small_run["moe"] = {"routing": "uniform"}
+    small_run["moe"] = {"force_balanced": True}
     optimus.train(small_run)
     records = read_metrics(Path(small_run["train"]["output"]))
     assert records[-1]["loss"] < records[0]["loss"]

@@ -34,7 +34,7 @@ _SHARED = tuple(f"{MLP}shared_experts.{name}_proj.weight" for name in ("gate", "
 FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    defaults={"score": "sigmoid", "router_bias": True, "renormalise": True, "norm_eps": 1e-6},
+    defaults={"router_score": "sigmoid", "router_bias": True, "renormalise": True, "norm_eps": 1e-6},
     fields=SIZES
     | {
         "latent": "kv_lora_rank",

@@ -13,7 +13,7 @@ FAMILY = Family(
         "activation": "gelu_tanh",
         "embedding_scale": True,
         "tie_embeddings": True,
-        "window_except": 2,
+        "full_attention_every": 2,
         "score_cap": 50.0,
         "logit_cap": 30.0,
     },
@@ -28,7 +28,7 @@ FAMILY = Family(
     | RMS
     | BIASES
     | {
-        "window_except": "layer_types",
+        "full_attention_every": "layer_types",
         "score_cap": "attn_logit_softcapping",
         "logit_cap": "final_logit_softcapping",
     },

@@ -13,7 +13,13 @@ FAMILY = replace(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     defaults={name: value for name, value in _TWO.defaults.items() if not name.endswith("_cap")}
-    | {"qk_norm": "head", "window_except": 6, "rope_theta": 1e6, "window_rope_theta": 1e4, "scale_windows": False},
+    | {
+        "qk_norm": "head",
+        "full_attention_every": 6,
+        "rope_theta": 1e6,
+        "window_rope_theta": 1e4,
+        "scale_windows": False,
+    },
     optional={name: field for name, field in _TWO.optional.items() if name != "score_cap"}
     | {"window_rope_theta": "rope_local_base_freq"},
     constants={**_TWO.constants, "use_bidirectional_attention": False, "attn_logit_softcapping": None},

@@ -24,7 +24,7 @@ FAMILY = Family(
     defaults={
         "attention_bias": "all",
         "attention_sinks": True,
-        "window_except": 2,
+        "full_attention_every": 2,
         "renormalise": True,
         "activation": "clamped_silu",
         "expert_bias": True,
@@ -39,7 +39,7 @@ FAMILY = Family(
         "experts": "num_local_experts",
         "experts_per_token": "num_experts_per_tok",
     },
-    optional=OPTIONAL | RMS | BIASES | {"window_except": "layer_types"},
+    optional=OPTIONAL | RMS | BIASES | {"full_attention_every": "layer_types"},
     constants=CONSTANTS | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "experts_per_token": Same("experts_per_token")},
     keys=ENDS
     | BEFORE

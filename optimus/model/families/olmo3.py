@@ -6,9 +6,15 @@ from optimus.model.families.family import Family
 FAMILY = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
-    defaults={"norm_place": "after", "qk_norm": "whole", "window_except": 4, "rope_theta": 5e5, "scale_windows": False},
+    defaults={
+        "norm_place": "after",
+        "qk_norm": "whole",
+        "full_attention_every": 4,
+        "rope_theta": 5e5,
+        "scale_windows": False,
+    },
     fields=SIZES | {"window": "sliding_window"},
-    optional=OPTIONAL | RMS | BIASES | {"window_except": "layer_types", "window_rope_theta": "rope_theta"},
+    optional=OPTIONAL | RMS | BIASES | {"full_attention_every": "layer_types", "window_rope_theta": "rope_theta"},
     constants=CONSTANTS,
     keys=ENDS | AFTER | attention(bias=True, norms=True) | mlp(),
 )

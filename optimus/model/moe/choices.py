@@ -10,8 +10,6 @@ from torch import Tensor
 
 from optimus.model.architecture import ModelConfig
 
-Routing = Literal["learned", "uniform"]
-
 
 class Choosing(NamedTuple):
     """How a router scores, chooses and weighs experts, beyond how many; see `Router`."""
@@ -28,7 +26,7 @@ class Choosing(NamedTuple):
     def of(cls, config: ModelConfig) -> "Choosing":
         """That of a model."""
         return cls(
-            score=config.score,
+            score=config.router_score,
             renormalise=config.renormalise,
             scale=config.routed_scale,
             groups=config.expert_groups,

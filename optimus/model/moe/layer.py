@@ -13,7 +13,7 @@ from optimus.kernels.expert_mlp import expert_mlp
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.model.architecture import ModelConfig
 from optimus.model.dense import DenseMlp
-from optimus.model.moe.choices import Choosing, Routing
+from optimus.model.moe.choices import Choosing
 from optimus.model.moe.dispatch import NOTHING, Dispatch, Overlapped, local_dispatch
 from optimus.model.moe.router import Router
 from optimus.model.moe.statistics import RouterStats
@@ -68,11 +68,11 @@ class MoeLayer(nn.Module):
 
     replaceable = "tokens", "dispatch"
 
-    def __init__(self, config: ModelConfig, layer: int = 0, routing: Routing = "learned") -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0, force_balanced: bool = False) -> None:
         super().__init__()
         hidden, experts, kind = config.hidden, config.experts_of(layer), config.activation
         self.expert_count = experts  # of the whole layer, wherever they are
-        self.router = Router(hidden, experts, config.experts_per_token or 0, routing, Choosing.of(config))
+        self.router = Router(hidden, experts, config.experts_per_token or 0, force_balanced, Choosing.of(config))
         self.experts = Experts(experts, hidden, config.expert_intermediate, kind=kind, bias=config.expert_bias)
         shared, biased = config.shared_intermediate, config.expert_bias
         self.shared = DenseMlp(hidden, shared, kind=kind) if shared else None

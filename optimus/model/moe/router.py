@@ -11,7 +11,7 @@ from torch import Tensor
 from optimus.kernels import backend
 from optimus.kernels.backend import compute_dtype
 from optimus.model.linear import ProjectionModule
-from optimus.model.moe.choices import SOFTMAX, Choosing, Routing, choices_of
+from optimus.model.moe.choices import SOFTMAX, Choosing, choices_of
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.parameters import Size, declare
 from optimus.step_context import StepContext
@@ -25,7 +25,7 @@ class Router(ProjectionModule):
     each expert is added to the scores for the choice alone (DeepSeek-V3, section 2.1.2); `move_biases` changes it. A
     `logit_bias` is a parameter, of the projection.
 
-    `routing="uniform"` forces the paper's uniform routing (section 2.3), with the router's scores as weights: token t of a
+    `force_balanced` forces the paper's uniform routing (section 2.3), with the router's scores as weights: token t of a
     sequence goes to experts t*K ... t*K + K-1 modulo E. Every expert gets as many tokens of a sequence, or one more where E
     does not divide them. As nothing counts but its position, a token's experts are the same whatever is beside it in a batch
     or on a rank.
@@ -39,7 +39,7 @@ class Router(ProjectionModule):
         hidden: int,
         experts: int,
         experts_per_token: int,
-        routing: Routing = "learned",
+        force_balanced: bool = False,
         choosing: Choosing = SOFTMAX,
     ) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Router(ProjectionModule):
         usual = Choosing(renormalise=choosing.renormalise, logit_bias=choosing.logit_bias)
         self.choosing, self._plain = choosing, choosing == usual
         self.experts_per_token = experts_per_token
-        self.routing = routing
+        self.force_balanced = force_balanced
         self._chosen_E: Tensor | None = None  # how often each expert was, in training since it was asked
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, Tensor, RouterStats]:
@@ -134,7 +134,7 @@ class Router(ProjectionModule):
 
     def _forced(self, x_TH: Tensor, position_T: Tensor | None) -> Tensor | None:
         """The positions of the tokens, where these decide about their experts."""
-        if self.routing == "learned":
+        if not self.force_balanced:
             return None
         return torch.arange(len(x_TH), device=x_TH.device) if position_T is None else position_T
 

@@ -21,9 +21,9 @@ EXPERTS: dict[str, Any] = {"family": "olmoe", "experts": 5, "experts_per_token":
 RULE = AdamW(beta1=0.9, beta2=0.95, eps=3e-5, weight_decay=0.1)
 
 
-def step(config: ModelConfig, routing: Any, device: torch.device) -> list[Tensor]:
+def step(config: ModelConfig, force_balanced: bool, device: torch.device) -> list[Tensor]:
     """The losses, every gradient, and every parameter after one step."""
-    model = Transformer(config, routing)
+    model = Transformer(config, force_balanced)
     initialize(model, seed=1, std=0.15)
     model.to(device)
     tokens_BS = torch.randint(97, (2, 17), generator=torch.Generator().manual_seed(2)).to(device)
@@ -41,18 +41,18 @@ def step(config: ModelConfig, routing: Any, device: torch.device) -> list[Tensor
 
 
 @pytest.mark.parametrize(
-    ("config", "routing"),
-    [({"family": "olmo"}, "learned"), (EXPERTS, "learned"), (EXPERTS, "uniform")],
+    ("config", "force_balanced"),
+    [({"family": "olmo"}, False), (EXPERTS, False), (EXPERTS, True)],
     ids=["dense", "experts", "uniform routing"],
 )
 def test_one_step_of_training(
-    config: dict[str, Any], routing: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], force_balanced: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
     def use(answer: bool) -> list[Tensor]:
         monkeypatch.setattr(backend, "use_triton", lambda x: asked.append(x) or answer)
-        return step(ModelConfig.model_validate(SIZES | config), routing, device)
+        return step(ModelConfig.model_validate(SIZES | config), force_balanced, device)
 
     for ours, expected in zip(use(True), use(False)):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)

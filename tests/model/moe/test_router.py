@@ -14,7 +14,7 @@ from optimus.model.transformer import KVCache
 def forced(**model: object) -> Transformer:
     """A small model whose experts the choices of a sequence are no multiple of."""
     sizes = {"hidden": 16, "layers": 2, "heads": 2, "intermediate": 16, "vocab": 64, "experts": 6}
-    made = Transformer(ModelConfig(family="olmoe", experts_per_token=2, **(sizes | model)), routing="uniform")
+    made = Transformer(ModelConfig(family="olmoe", experts_per_token=2, **(sizes | model)), force_balanced=True)
     initialize(made, seed=0, std=0.5)
     return made
 
@@ -46,7 +46,7 @@ def test_forced_experts_get_as_many_tokens_of_every_sequence_or_one_more() -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_sum_to_1_where_all_chosen_probabilities_are_0(dtype: torch.dtype) -> None:
     """Token 1 is forced to experts 2 and 3, whose probabilities fp32 does not hold, and which differ by a factor of e."""
-    router = Router(5, 5, 2, "uniform", Choosing(renormalise=True)).to(dtype)
+    router = Router(5, 5, 2, True, Choosing(renormalise=True)).to(dtype)
     torch.nn.init.eye_(router.weight)
     x_TH = torch.tensor([[0.0, 0, 0, 0, 0], [300.0, 0, 1.0, 0.0, 0]], dtype=dtype, requires_grad=True)
     weights_TK, indices_TK, stats = router(x_TH)
