@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
 
-.PHONY: install install-dev demo test sweep-part sweep ways kernels-aot lint docs gpu-check clean
+.PHONY: install install-dev demo test sweep-part test-full ways kernels-aot lint docs gpu-check clean
 
 install: .venv/installed        ## a virtual environment with Optimus in it
 install-dev: .venv/installed-dev
@@ -32,19 +32,20 @@ demo: install                   ## text to evaluated model in minutes, with what
 
 # Compiled modules are kept, whatever the shell says: tests start hundreds of programs. Three, as one of them often waits.
 # WAY=avx2, plain, threads, one-core or busy runs them as another machine would (tests/lib/ways.py).
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python tests/lib/ways.py $(BIN)/python -m pytest --numprocesses 3 --dist worksteal --durations 25 --durations-min 5
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python tests/lib/ways.py $(BIN)/python -m pytest --numprocesses 3 --dist worksteal --durations 10 --durations-min 5
 
+# build/test-seconds.json has the seconds of each test of the last run.
 test: install-dev lint          ## lint and the tests, but for those that have turns
 	@$(PYTEST)
 
-sweep-part: install-dev         ## a tenth of the tests, and of those that have turns this commit's, in one of six ways
+sweep-part: install-dev         ## a tenth of the tests, and of those that have turns this commit's, in one of six ways; says how to repeat it
 	@SWEEP=turn $(PYTEST)
 
 ways: install-dev               ## the tests in all six ways, one after the other: some two hours
 	@for way in as-it-is avx2 plain threads one-core busy; do WAY=$$way $(PYTEST) || exit 1; done
 
-sweep: install-dev              ## all tests of the files in which some have turns; hours
-	@SWEEP=all $(PYTEST) $$(grep -lE 'in_turns|mark\.(swept|in_turn)' -r tests --include='test_*.py')
+test-full: install-dev lint     ## lint and all tests, with all cases of those that have turns; hours
+	@SWEEP=all $(PYTEST)
 
 kernels-aot: install-dev        ## every kernel compiled for every chip of the table: shared memory, registers, spills; TRITON=folder of another
 	@OMP_NUM_THREADS=1 SWEEP=all OPTIMUS_TRITON=$(TRITON) $(BIN)/python -m pytest tests/kernels/triton/test_compile.py

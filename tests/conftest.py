@@ -1,6 +1,7 @@
 """Fixtures for every test: where the optional real data lies; and how Triton runs."""
 
 import fcntl
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
 _RANKS = re.compile("run_ranks|on_phantom|run_fresh|assert_same_as_one_process")
 
 if not torch.accelerator.is_available():
@@ -55,7 +57,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """At the end: how many tests were skipped, and why; nobody would notice else that one never runs."""
+    """At the end: how many tests were skipped, and why; nobody would notice else that one never runs. And seconds of each
+    test, in `build/test-seconds.json`, the slowest first."""
+    seconds = Counter[str]()
+    for report in (
+        each for reports in terminalreporter.stats.values() for each in reports if hasattr(each, "duration")
+    ):
+        seconds[report.nodeid] += report.duration
+    if len(seconds) > 1:
+        (ROOT / "build").mkdir(exist_ok=True)
+        told = {name: round(each, 2) for name, each in seconds.most_common()}
+        (ROOT / "build" / "test-seconds.json").write_text(json.dumps(told, indent=0), encoding="utf-8")
     skipped = {(report.nodeid, report.longrepr[2]) for report in terminalreporter.stats.get("skipped", ())}
     reasons = Counter(reason.removeprefix("Skipped: ") for _, reason in skipped)
     terminalreporter.write_line(f"skipped: {len(skipped)}" + (", by reason:" if skipped else ""))

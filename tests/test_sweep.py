@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ways
-from helpers.sweep import PARTS, chosen, commit_number, covered, in_turns
+from helpers.sweep import PARTS, TURNS, Part, chosen, commit_number, covered, in_turns, part_of_sweep
 
 CASES = [
     {"ranks": ranks, "shard": shard, "overlap": overlap}
@@ -65,7 +65,7 @@ def test_what_has_no_turn_is_run_without_a_sweep_and_the_rest_in_turn() -> None:
     always = chosen(ITEMS, None)
     assert {item.originalname for item in always} == {"plain", "swept"}
     assert {item.number for item in always if item.originalname == "swept"} == covered(CASES)
-    turns = [chosen(ITEMS, "turn", commit) for commit in range(3 * PARTS)]
+    turns = [chosen(ITEMS, f"{commit}/{TURNS}") for commit in range(3 * PARTS)]
     assert {*always}.union(*turns) == {*ITEMS} == {*chosen(ITEMS, "all")}
     for begin in range(2 * PARTS):
         assert {*ITEMS} == {item for turn in turns[begin : begin + PARTS] for item in turn}
@@ -86,9 +86,26 @@ def test_rows_and_values_in_turns() -> None:
     assert [[mark.args for mark in row.marks] for row in some] == [[], [], [(0, 3)], [(1, 3)], [(2, 3)]]
 
 
-def test_another_sweep_is_refused() -> None:
-    with pytest.raises(pytest.UsageError, match=r"SWEEP=most: say turn, .* or all"):
-        chosen(ITEMS, "most")
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 10, TURNS])
+def test_parts_together_are_all(parts: int) -> None:
+    """And what a commit tests is in the part that is said, which is the same when it is asked for again."""
+    found = [chosen(ITEMS, f"{number}/{parts}") for number in range(parts)]
+    assert {*chosen(ITEMS, None)}.union(*found) == {*ITEMS}
+    assert part_of_sweep(None) == part_of_sweep("turn") == Part(commit_number() % TURNS, TURNS)
+    assert {*chosen(ITEMS, "turn")} <= {*found[commit_number() % TURNS % parts]} or TURNS % parts
+    assert chosen(ITEMS, "turn") == chosen(ITEMS, f"{commit_number() % TURNS}/{TURNS}")
+
+
+@pytest.mark.parametrize("sweep", ["most", "10/10", "-1/10", "a/10", "3/", "/", "1/0", "1.5/3"])
+def test_another_sweep_is_refused(
+    sweep: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(pytest.UsageError, match=rf"SWEEP={sweep}: (say turn, .* or all|parts are numbered)"):
+        chosen(ITEMS, sweep)
+    monkeypatch.setenv("SWEEP", sweep)
+    if "/" in sweep:
+        assert ways.main([sys.executable, "-c", SHOW]) == 2
+        assert f"SWEEP={sweep}: parts are numbered" in capfd.readouterr().err
 
 
 SHOW = "import os, torch; print(torch.backends.cpu.get_cpu_capability(), len(os.sched_getaffinity(0)))"
@@ -120,7 +137,10 @@ def test_a_part_is_run_in_each_way_in_turn_and_the_way_is_said(
     monkeypatch.delenv("WAY", raising=False)
     monkeypatch.setenv("SWEEP", "turn")
     assert ways.main([sys.executable, "-c", "raise SystemExit(3)"]) == 3
-    assert capfd.readouterr().out.startswith(ways.name_of_turn(commit_number()) + ": ")
+    name, number = ways.name_of_turn(commit_number()), commit_number() % TURNS
+    said = capfd.readouterr().out
+    assert said.startswith(f"{name}: ")
+    assert said.endswith(f"; SWEEP={number}/{TURNS} WAY={name} repeats it\n")
     monkeypatch.setenv("WAY", "upside-down")
     assert ways.main([]) == 2
     assert "WAY=upside-down: say one of as-it-is, avx2" in capfd.readouterr().err

@@ -152,14 +152,16 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", in_turns(LAYOUTS), ids=lambda layout: f"{layout.ranks} {' '.join(layout.overrides)}")
+@pytest.mark.parametrize(
+    "layout", in_turns(LAYOUTS, always=1), ids=lambda layout: f"{layout.ranks} {' '.join(layout.overrides)}"
+)
 def test_a_rank_is_the_culprit_of_what_it_began(layout: Layout) -> None:
     draw = random.Random(str(layout))
     plan = [([draw.randrange(layout.ranks)], where, draw.randrange(4)) for where in WHERE]
     check_culprits(config_of("moe"), layout, [HEALTHY, *plan, HEALTHY])
 
 
-@pytest.mark.parametrize("number", in_turns(range(12)))
+@pytest.mark.parametrize("number", in_turns(range(12), always=1))
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)
     # `poison` works on what needs a gradient.

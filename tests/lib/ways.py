@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from helpers.sweep import PARTS, commit_number
+import pytest
+
+from helpers.sweep import PARTS, part_of_sweep
 
 
 class Way(NamedTuple):
@@ -54,9 +56,9 @@ def ways() -> dict[str, Way]:
     }
 
 
-def name_of_turn(commit: int) -> str:
+def name_of_turn(number: int) -> str:
     """Each part that has a turn comes in each way after so many commits."""
-    return [*ways()][commit // PARTS % len(ways())]
+    return [*ways()][number // PARTS % len(ways())]
 
 
 _LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends with us, however we end
@@ -72,13 +74,18 @@ def busy_loops(number: int) -> Iterator[None]:
 
 
 def main(command: Sequence[str]) -> int:
-    asked = os.environ.get("WAY") or (
-        name_of_turn(commit_number()) if os.environ.get("SWEEP") == "turn" else "as-it-is"
-    )
+    sweep = os.environ.get("SWEEP")
+    try:
+        part = part_of_sweep(sweep)
+    except pytest.UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    asked = os.environ.get("WAY") or (name_of_turn(part.number) if sweep == "turn" else "as-it-is")
     if (way := ways().get(asked)) is None:
         print(f"error: WAY={asked}: say one of {', '.join(ways())}", file=sys.stderr)
         return 2
-    print(f"{asked}: {way.summary}; WAY={asked} repeats it", flush=True)
+    again = f"SWEEP={part.number}/{part.of} WAY={asked}" if sweep == "turn" else f"WAY={asked}"
+    print(f"{asked}: {way.summary}; {again} repeats it", flush=True)
     compiled = {}
     if "ATEN_CPU_CAPABILITY" in way.environment:
         # What torch.compile keeps is not told apart by it: loops for 8 numbers, compiled again for 16, write over others.

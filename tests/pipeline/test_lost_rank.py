@@ -40,7 +40,7 @@ ACTION = "|".join(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", in_turns(["scheduled", "message-driven"], 2))
+@pytest.mark.parametrize("executor", in_turns(["scheduled", "message-driven"], 2, always=1))
 def test_the_others_name_the_action_and_the_peer(executor: str, small_run: dict[str, Any], tmp_path: Path) -> None:
     small_run["model"]["layers"] = 3
     small_run["train"] |= {"global_batch": 8, "micro_batch": 1, "precision": "float32"}

@@ -208,7 +208,7 @@ def train_stopping(config: dict[str, Any], plan: Sequence[tuple[int, str, int]],
     return found
 
 
-@pytest.mark.parametrize("layout", in_turns([*LAYOUTS], 2))
+@pytest.mark.parametrize("layout", in_turns([*LAYOUTS], 2, always=1))
 def test_the_rank_that_stops_is_named(layout: str, tmp_path: Path) -> None:
     draw = random.Random(layout)
     config = config_of("moe", **LAYOUTS[layout])

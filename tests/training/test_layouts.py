@@ -261,7 +261,7 @@ def test_covering_layouts(number: int) -> None:
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
 
 
-@pytest.mark.parametrize("number", in_turns(SWEEP))
+@pytest.mark.parametrize("number", in_turns(SWEEP, always=2))
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)

@@ -3,16 +3,18 @@
 Of cases that pytest makes of several parameters, the marker `swept` keeps a covering array, which has each value of each
 parameter. The others, those of `in_turns`, and tests that are marked `in_turn` have turns: each commit tests one in so many.
 SWEEP in the environment says what is run: without it, as `make test` does, whatever has no turn; `turn` (`make sweep-part`)
-what this commit has, and a part of the rest, as another machine would run it (tests/lib/ways.py); `all` (`make sweep`) all.
+what this commit has, and a part of the rest, as another machine would run it (tests/lib/ways.py); `3/10` the fourth of ten
+parts, which together are all that have turns, and a tenth of the rest; `all` (`make test-full`) all.
 """
 
 import itertools
+import math
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -20,6 +22,29 @@ from helpers.covering import covering
 
 T = TypeVar("T")
 PARTS = 10  # of what no covering array has
+TURNS = 1200  # commits after which all turns have come: a multiple of every number of commits that has turns
+
+
+class Part(NamedTuple):
+    """A part of all turns, the one that commits whose number leaves `number` when divided by `of` test."""
+
+    number: int
+    of: int
+
+    def has(self, turn: int, of: int) -> bool:
+        """Returns whether some commit of the part tests what has this turn of so many."""
+        assert TURNS % of == 0, f"choose a divisor of {TURNS}, not {of}"
+        return (turn - self.number) % math.gcd(of, self.of) == 0
+
+
+def part_of_sweep(sweep: str | None) -> Part:
+    """The part that a value of SWEEP names, by default this commit's."""
+    number, slash, of = (sweep or "").partition("/")
+    if not slash:
+        return Part(commit_number() % TURNS, TURNS)
+    if not (number.isdecimal() and of.isdecimal() and int(number) < int(of)):
+        raise pytest.UsageError(f"SWEEP={sweep}: parts are numbered from 0/{of} to one less than {of}/{of}")
+    return Part(int(number), int(of))
 
 
 def in_turns(cases: Sequence[Any], commits: int = PARTS, always: int = 0) -> list[Any]:
@@ -31,27 +56,30 @@ def in_turns(cases: Sequence[Any], commits: int = PARTS, always: int = 0) -> lis
 
 def part_of(cases: Sequence[T], parts: int = PARTS) -> Sequence[T]:
     """Of what one test goes through, this commit's part: one in so many, others with each commit; all in a sweep of all."""
-    return cases if os.environ.get("SWEEP") == "all" else part(cases, parts, commit_number())
+    sweep = os.environ.get("SWEEP")
+    return cases if sweep == "all" else part(cases, parts, part_of_sweep(sweep))
 
 
-def part(cases: Sequence[T], parts: int, commit: int) -> Sequence[T]:
-    """Those that a commit tests."""
-    return cases[commit % parts :: parts]
+def part(cases: Sequence[T], parts: int, here: Part) -> Sequence[T]:
+    """Those of a part."""
+    return [case for number, case in enumerate(cases) if here.has(number % parts, parts)]
 
 
-def chosen(items: Sequence[Any], sweep: str | None, commit: int | None = None) -> list[Any]:
+def chosen(items: Sequence[Any], sweep: str | None) -> list[Any]:
     """Of the collected tests those that this value of SWEEP asks for: see `swept` and `in_turn` in pyproject.toml."""
-    if sweep not in (None, "turn", "all"):
-        raise pytest.UsageError(f"SWEEP={sweep}: say turn, for what this commit has in turn, or all")
+    if sweep not in (None, "turn", "all") and "/" not in sweep:
+        raise pytest.UsageError(
+            f"SWEEP={sweep}: say turn, for what this commit has in turn, a part such as 3/10, or all"
+        )
     if sweep == "all":
         return [*items]
-    commit = commit_number() if commit is None else commit
+    own = part_of_sweep(sweep)
     by_function: dict[Any, list[Any]] = {}
     having, here = set[Any](), set[Any]()  # a turn; and this commit's
     for item in items:
         if (turn := item.get_closest_marker("in_turn")) is not None:
             having.add(item)
-            here |= {item} if commit % turn.args[1] == turn.args[0] else set()
+            here |= {item} if own.has(*turn.args) else set()
         elif item.get_closest_marker("swept") is not None:
             by_function.setdefault((item.path, item.originalname), []).append(item)
     for cases in by_function.values():
@@ -60,9 +88,9 @@ def chosen(items: Sequence[Any], sweep: str | None, commit: int | None = None) -
         always = covered(values, *mark.args, **mark.kwargs)
         others = [case for number, case in enumerate(cases) if number not in always]
         having |= {*others}
-        here |= {*part(others, PARTS, commit)}
+        here |= {*part(others, PARTS, own)}
     rest = [item for item in items if item not in having]
-    here |= {*part(rest, PARTS, commit)}
+    here |= {*part(rest, PARTS, own)}
     return [item for item in items if item in here] if sweep else rest
 
 
