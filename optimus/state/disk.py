@@ -143,9 +143,7 @@ class StateFile:
     def close(self) -> None:
         """Releases the disk space, after all running operations."""
         file, self._file = self._file, -1
-        if threading.current_thread().name.startswith(
-            _NAME
-        ):  # garbage collection in a worker, which cannot join itself
+        if threading.current_thread().name.startswith(_NAME):  # garbage collected in a worker, which cannot join itself
             threading.Thread(target=_close, args=(self._threads, file)).start()
         else:
             _close(self._threads, file)

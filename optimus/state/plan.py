@@ -361,9 +361,8 @@ def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recip
     """
     if options.offload == "none" and not recipe.unpruned:
         return [*plans]
-    fraction = (
-        0.0 if options.resident_fraction == "auto" else options.resident_fraction
-    )  # auto adds the chunks that fit
+    # With `auto`, the chunks that fit are added to the device later.
+    fraction = 0.0 if options.resident_fraction == "auto" else options.resident_fraction
     here = fraction * sum(plan.size for plan in plans)
     found, size = list[ChunkPlan](), 0
     for plan in plans:
@@ -512,11 +511,8 @@ def wasted(sizes: Sequence[int], limits_L: Sizes) -> Sizes:
 
     The function computes `lay_out` for all limits at once.
     """
-    waste_L, length_L, padding_L = (
-        np.zeros_like(limits_L),
-        limits_L.copy(),
-        np.zeros_like(limits_L),
-    )  # as if the chunk were full
+    # As if the current chunk were full.
+    waste_L, length_L, padding_L = np.zeros_like(limits_L), limits_L.copy(), np.zeros_like(limits_L)
     for size in reversed(sizes):
         room = aligned(size)
         begins_L = length_L + room - padding_L > limits_L

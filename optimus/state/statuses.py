@@ -36,11 +36,8 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "leaving": {"last": "leaving", "measure": "leaving", "arrive": "left"},  # to the host
         "left": {"last": "left", "again": "more", "measure": "left", "update": "used", "clear": "more"},
         "used": {"clear": "more", "clear behind": "clearing"},
-        "clearing": {
-            "last": "last behind",
-            "clear behind": "clearing",
-            "clear": "more",
-        },  # cleared once the update has read it
+        # Cleared once the update has read the gradients.
+        "clearing": {"last": "last behind", "clear behind": "clearing", "clear": "more"},
         "last behind": {"last": "last behind", "clear behind": "clearing", "clear": "last"},
     },
     # The gradients of a step on the host.
