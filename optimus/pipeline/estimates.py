@@ -76,8 +76,8 @@ def _beginning(name: str, ranks: int, microbatches: int, times: tuple[StageTimes
 def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> tuple["array[int]", ...]:
     """Returns the computations of a schedule in a feasible order, as four columns.
 
-    The columns are the rank; four times the stage plus the index of the pass in `_PARTS`; the number of the computation that
-    it waits for, or -1; and whether that computation is on another rank.
+    The first two columns are the rank, and four times the stage plus the index of the pass in `_PARTS`. The third is the
+    number of the computation that this one waits for, or -1. The fourth says whether that computation is on another rank.
     """
     plan = _schedule(name, ranks, microbatches, stages_per_rank, transfers=False)
     done = {action: number for number, action in enumerate(replay(plan, plan.actions, lambda action: 0.0))}
@@ -118,7 +118,7 @@ def _few(name: str, ranks: int, microbatches: int) -> int:
 
 
 class Live(NamedTuple):
-    """Numbers of microbatches with saved data, for each stage of a rank, in order."""
+    """The numbers of microbatches with saved data, for each stage of a rank, in order."""
 
     kept: tuple[int, ...]
     """Microbatches with saved activations, from the forward pass to the backward pass."""

@@ -53,10 +53,10 @@ class Kind(str, Enum):
 
     @property
     def letter(self) -> str:
-        """F, B, I (backward of the input), W (backward of the weights), E (embedding), S (logits), T (loss) or G (its
-        gradient).
+        """One letter per computation, as in the figures of the papers.
 
-        The letters follow the figures of the papers.
+        F (forward), B (backward), I (backward of the input), W (backward of the weights), S (logits), T (loss), E
+        (embedding) or G (the embedding's gradient).
         """
         return _LETTERS[self]
 
@@ -100,7 +100,7 @@ class Schedule:
     The transfers are placed so that every rank's list is a part of one global order, in which a send and its receive are one
     event (`with_transfers`). Therefore no ranks wait in a circle, even if every send lasts until its receive is reached. For
     the same reason, the messages from one rank to another are sent in the order in which they are received. An executor may
-    post receives earlier, and adjacent transfers as one batch: both only make data ready sooner.
+    post receives earlier, and may post adjacent transfers as one batch: both only make data ready sooner.
     """
 
     name: str
@@ -109,7 +109,8 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]  # per rank
     stages_per_rank: int = 1
     placement: Placement = "loop"
-    """loop: stage s is on rank s mod ranks. v: there and back, so rank r has stages r and 2 * ranks - 1 - r."""
+    """The placement of stages on ranks. loop: stage s is on rank s mod ranks. v: rank r has stages r and 2 * ranks - 1 -
+    r."""
     splits_backward: bool = False  # whether the gradients of inputs and of weights are actions of their own
     splits_vocabulary: bool = False  # whether every rank has a shard of the vocabulary, and actions for it
 

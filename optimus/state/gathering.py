@@ -80,7 +80,8 @@ class UseTrace:
 
 
 class Gathering:
-    """Gives `parallelize` its `unit` and `gradient_buffers`, for a model whose parameters are in chunks."""
+    """Gathers parameters on use, for a model whose parameters are in chunks: `parallelize` gets its `unit` and
+    `gradient_buffers`."""
 
     def __init__(self) -> None:
         self.gradient_buffers: dict[nn.Parameter, GradientBuffer] = {}

@@ -1,6 +1,6 @@
-"""Places the buffers of a chunk in memory of the device or the host, or on a disk, and gives their checkpointed content.
+"""Places the buffers of a chunk in memory of the device or the host, or on a disk, and maps them to checkpoint entries.
 
-Some buffers of a pruned chunk are compressed (`masks.py`); this module also gives their dense forms.
+Some buffers of a pruned chunk are compressed (`masks.py`); this module also makes their dense forms.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ NOTHING_ON_DISK: AbstractContextManager[Mapping[str, Tensor]] = nullcontext({})
 
 @dataclass(frozen=True)
 class ChunkContext:
-    """The groups, transfers and options that a chunk works with, beside its plan."""
+    """The groups, transfers and options that a chunk works with, in addition to its plan."""
 
     groups: Sequence[Group]
     """The groups of the steps in which the chunk is sharded."""

@@ -144,8 +144,7 @@ class ManagedBuffer(Status):
 
 
 class OwnPart(Status):
-    """The status of this rank's shard of a chunk: the optimizer updates the shard, and copies of it run beside the
-    training."""
+    """The status of this rank's shard of a chunk: the optimizer updates the shard, and its copies overlap with training."""
 
     def __init__(self) -> None:
         super().__init__("part")

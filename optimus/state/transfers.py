@@ -1,4 +1,4 @@
-"""Transfers data between device and host beside the computation; a worker updates state that is not on the device.
+"""Overlaps transfers between device and host with computation; a worker updates state that is not on the device.
 
 Operations return a handle. After a wait for the handle, later work of this thread (or its stream) runs after the operation.
 """
@@ -26,7 +26,7 @@ class Transfers:
         self._scratch: dict[tuple[object, ...], Tensor] = {}
 
     def make(self, buffer: Buffer, elements: int) -> Tensor:
-        """Allocates memory for a buffer where the buffer resides, filled with zeros."""
+        """Allocates zeroed memory for a buffer where the buffer resides."""
         return (
             self.on_device(elements, buffer.dtype)
             if buffer.residency == "device"
@@ -34,11 +34,11 @@ class Transfers:
         )
 
     def on_device(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Allocates device memory filled with zeros."""
+        """Allocates zeroed device memory."""
         return torch.zeros(elements, dtype=dtype, device=self.device)
 
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Allocates host memory that copies beside the computation can read and write, filled with zeros."""
+        """Allocates zeroed host memory for copies that overlap with computation."""
         return torch.zeros(elements, dtype=dtype)
 
     def resize(self, tensor: Tensor, size: int) -> None:
@@ -95,7 +95,7 @@ class Transfers:
         """Lets the host wait for the work of this thread's stream."""
 
     def tile(self, number: int) -> AbstractContextManager[None]:
-        """Encloses the next tile of an update, whose copies may run beside the tile before."""
+        """Encloses the next tile of an update, whose copies may overlap with the tile before."""
         return nullcontext()
 
     def finish_tiles(self) -> None:
