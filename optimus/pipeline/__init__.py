@@ -1,7 +1,7 @@
 """Pipelines: a schedule is data that is made, checked, simulated, drawn and executed.
 
-`make_schedule` makes a `Schedule`, `check` proves it, `simulate` gives its timeline under a model of costs, `draw` a picture
-of it. All of that is pure arithmetic: no process group and no model.
+`make_schedule` makes a `Schedule`, and `check` proves that it is correct. `simulate` computes its timeline under a cost
+model, and `draw` draws a picture. All of these functions are pure arithmetic: they need no process group and no model.
 """
 
 from optimus.pipeline.checking import check

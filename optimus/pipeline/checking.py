@@ -1,4 +1,4 @@
-"""Proof that a schedule is right: complete, in order, its transfers matched, without deadlock."""
+"""Proves that a schedule is correct: complete, in order, with matched transfers, and free of deadlock."""
 
 from collections.abc import Iterator
 
@@ -7,13 +7,13 @@ from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule, partne
 
 
 def check(schedule: Schedule) -> None:
-    """Prove a schedule.
+    """Proves a schedule.
 
     - Every rank has the actions of its stages, each exactly once: forward and backward passes of every microbatch, and
       the transfers between stages of different ranks; nothing else.
-    - Each comes after what it needs on its rank; the microbatches pass a stage in ascending order.
+    - Each action comes after the actions it needs on its rank; the microbatches pass a stage in ascending order.
     - The messages from one rank to another are received in the order in which they are sent.
-    - The ranks come to their ends, even if every send lasts until its receive is reached, one transfer at a time.
+    - All ranks finish, even if every send lasts until its receive is reached, one transfer at a time.
 
     Raises `ScheduleError` that names the rank and the action.
     """
@@ -29,7 +29,7 @@ def _fail(schedule: Schedule, rank: int, text: str) -> ScheduleError:
 
 
 def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """The actions that a rank must have, in any order."""
+    """Yields the actions that a rank must have, in any order."""
     backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS) if schedule.splits_backward else (Kind.BACKWARD,)
     if schedule.splits_vocabulary:
         yield from (Action(kind, rank, number) for kind in VOCABULARY for number in range(schedule.microbatches))
@@ -55,7 +55,7 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
 
 
 def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
-    """What must come before an action on the same rank."""
+    """Yields the actions that must come before this one on the same rank."""
     kind, stage, microbatch = action
     if kind.sends:
         yield schedule.made_for(action)
@@ -81,7 +81,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """Messages carry no names: the nth that a rank receives from another must be the nth that is sent."""
+    """Checks the order of messages, which carry no names: the nth receive from a rank must match that rank's nth send."""
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for rank, actions in enumerate(schedule.actions):
@@ -98,8 +98,10 @@ def _check_channels(schedule: Schedule) -> None:
 
 
 def _check_rendezvous(schedule: Schedule) -> None:
-    """Play the lists: a transfer happens when both of its ranks have come to it; what is done with the vocabulary, when what
-    it needs of other ranks is done."""
+    """Simulates the lists: a transfer happens when both of its ranks have reached it.
+
+    A vocabulary pass runs when the passes that it needs from other ranks are done.
+    """
     done: set[Action] = set()
     position = [0] * schedule.ranks
 
@@ -116,7 +118,7 @@ def _check_rendezvous(schedule: Schedule) -> None:
                 if not all(needed in done for needed in schedule.inputs_of(action) if needed != received):
                     break
                 done.add(action)
-                if schedule.splits_vocabulary:  # whoever waits looks again
+                if schedule.splits_vocabulary:  # any rank may wait for it
                     ready.update(range(schedule.ranks))
             else:
                 peer = schedule.peer(action)

@@ -1,4 +1,4 @@
-"""A model of what a pipeline's actions cost."""
+"""Models the cost of a pipeline's actions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of actions, in any one unit. What may differ between stages is one number for all, or one per stage.
+    """Times of actions, in any one unit. A cost that may differ between stages is one number for all, or one per stage.
 
     Raises `UserError` for a negative number.
     """
@@ -22,17 +22,16 @@ class Costs:
     backward_input: PerStage = 1.0
     backward_weights: PerStage = 1.0  # a backward pass that is not split takes this and `backward_input` together
     logits: float = 0.0
-    """Of a part of the vocabulary on every rank; the gradients of both its factors take twice as much."""
+    """Time of the logits of one vocabulary shard, which every rank has; the gradients of both factors take twice as much."""
     link: float = 0.0
-    """From the end of a computation until a rank that waits has the result; messages do not slow each other."""
+    """Time from the end of a computation until a waiting rank has the result; messages do not slow each other."""
     blocking: bool = False
-    """Whether a rank waits for its sends and receives where they stand in its list, those that stand together as one
-    batch; otherwise transfers go on beside computations."""
+    """Makes a rank wait for its sends and receives at their places in its list; adjacent transfers are one batch. Otherwise
+    transfers overlap with computations."""
     jitter: float = 0.0
-    """Every computation takes a random factor longer or shorter: lognormal, of mean 1; this is the deviation of its
-    logarithm."""
+    """Standard deviation of the logarithm of a random factor on the time of every computation: lognormal, with mean 1."""
     seed: int = 0
-    """Of the jitter. The same computation has the same jitter in every schedule that does not split backward passes
+    """Seed of the jitter. The same computation has the same jitter in every schedule that does not split backward passes
     differently."""
 
     def __post_init__(self) -> None:
@@ -45,7 +44,7 @@ class Costs:
                 raise UserError(f"pipeline costs: {name} is {getattr(self, name)}; give zero or more")
 
     def durations(self, stages: int, microbatches: int) -> Callable[[Action], float]:
-        """A function that gives the time of each computation.
+        """Returns a function that gives the time of each computation.
 
         Raises `UserError` when a cost per stage has another number of stages.
         """
@@ -82,7 +81,7 @@ class Costs:
 
 
 def per_stage(value: T | Sequence[T], stages: int, what: str = "pipeline costs: {} numbers") -> list[T]:
-    """One number per stage. Raises `UserError` when there are more or fewer than stages."""
+    """Returns one number per stage. Raises `UserError` when the sequence does not have one number per stage."""
     numbers = list(value) if isinstance(value, Sequence) else [value] * stages
     if len(numbers) != stages:
         raise UserError(f"{what.format(len(numbers))} for {stages} stages; give one per stage, or one for all")

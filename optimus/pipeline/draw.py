@@ -1,4 +1,4 @@
-"""Pictures of timelines, simulated or measured: as text for a terminal, and as a PNG."""
+"""Draws timelines, simulated or measured: as text for a terminal, and as a PNG."""
 
 from collections.abc import Mapping
 from math import floor
@@ -23,17 +23,17 @@ _COLOURS = {
     Kind.LOSS: "#6a3fb0",
     Kind.EMBED_BACKWARD: "#c0504d",
 }
-_PALEST = 0.55  # white in the shade of a rank's last stage
-_THINNEST = 0.002  # of the makespan: what takes no time is seen, too
+_PALEST = 0.55  # share of white in the shade of a rank's last stage
+_THINNEST = 0.002  # of the makespan, so that computations without duration remain visible
 UNIT = "time, in forward passes of a stage"
 _WIDTH, _ROW, _REST = 14.0, 0.35, 1.3  # inches: the picture's width, a rank's height, and a panel's title and axis
 
 
 def text_timeline(timeline: Timeline, width: int) -> str | None:
-    """A line per rank: `F0` is the forward pass of microbatch 0, `B` the backward pass, or `I` and `W` its two parts.
+    """Draws a line per rank: `F0` is the forward pass of microbatch 0, `B` the backward pass, or `I` and `W` its two parts.
 
-    Dashes fill the time of a computation, points are idle time; a small letter tells the stages of a rank apart. Labels
-    are never cut: None if they need more than `width` characters.
+    Dashes fill the time of a computation, and points are idle time. A small letter distinguishes the stages of a rank.
+    Labels are never cut: returns None if they need more than `width` characters.
     """
     labels = {event: _label(timeline, event) for events in timeline.computations for event in events}
     shortest = min((event.end - event.start for event in labels if event.end > event.start), default=1.0)
@@ -53,10 +53,10 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
 
 
 def draw(timelines: Mapping[str, Timeline], path: Path, units: Mapping[str, str] | None = None) -> None:
-    """Write a PNG with a panel per timeline under its name, simulated or measured, each on its own axis of time.
+    """Writes a PNG with a panel per timeline under its name, simulated or measured, each on its own time axis.
 
-    Of the stages of a rank, the first is dark and each later one paler. `units` names the axes that are not in forward
-    passes of a stage.
+    The first stage of a rank is dark, and each later stage is paler. `units` names the units of axes that do not count
+    forward passes of a stage.
 
     Raises `UserError` when the file cannot be written.
     """
@@ -73,7 +73,8 @@ def draw(timelines: Mapping[str, Timeline], path: Path, units: Mapping[str, str]
 
 
 def shade(kind: Kind, turn: int, stages: int) -> tuple[float, float, float]:
-    """The colour of a computation (red, green, blue up to 1) of a rank's stage number `turn`, of so many."""
+    """Returns the colour (red, green, blue up to 1) of a computation in stage number `turn` of a rank with `stages`
+    stages."""
     white = _PALEST * turn / max(1, stages - 1)
     dark = (int(_COLOURS[kind][at : at + 2], 16) / 255 for at in (1, 3, 5))
     red, green, blue = (part + (1 - part) * white for part in dark)
@@ -96,7 +97,7 @@ def _draw_panel(name: str, timeline: Timeline, panel: "Axes", unit: str) -> None
             edgecolor="#404040",
             linewidth=0.3,
         )
-        room = timeline.makespan * 0.009  # time that two digits take
+        room = timeline.makespan * 0.009  # width of two digits, as time
         numbers = [str(event.microbatch) if event.end - event.start >= room else "" for event in events]
         panel.bar_label(bars, numbers, label_type="center", fontsize=7)
     peak = max(timeline.peak_activations, default=0)
@@ -124,10 +125,10 @@ def _label(timeline: Timeline, event: Event) -> str:
 
 
 def _turn(timeline: Timeline, event: Event) -> int:
-    """Which of its rank's stages it belongs to, counted from 0."""
+    """Returns the event's stage as an index among the stages of its rank, counted from 0."""
     return timeline.stages_of[event.rank].index(event.stage)
 
 
 def _column(time: float, scale: float) -> int:
-    """Rounded down, so that what lasts n columns of time gets n or n + 1."""
+    """Rounds down, so that a computation of n columns of time gets n or n + 1 columns."""
     return floor(time * scale + 1e-9)

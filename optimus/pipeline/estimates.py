@@ -1,6 +1,7 @@
-"""How long a pipeline takes, and how many microbatches are live, without playing all of its schedule.
+"""Estimates the time of a pipeline and its live microbatches without simulating the whole schedule.
 
-The beginning and the end of a step are simulated; in between every rank repeats itself, as fast as the slowest one.
+The beginning and the end of a step are simulated. In the steady state every rank repeats itself, at the pace of the slowest
+rank.
 """
 
 from array import array
@@ -18,28 +19,28 @@ from optimus.pipeline.simulation import makespan
 
 _PARTS = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.BACKWARD]
 _schedule = lru_cache(maxsize=4096)(make_schedule)
-_ROUNDS = 2  # times the ranks, in microbatches: after so many a schedule repeats itself
+_ROUNDS = 2  # a schedule repeats itself after this number of microbatches per rank
 
 
 class StageTimes(NamedTuple):
     """Seconds of one microbatch in a stage."""
 
     forward: float
-    backward: float  # of the input, with what is recomputed
+    backward: float  # of the input, including recomputation
     weights: float
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Seconds of all passes together."""
         return sum(self)
 
 
 def pipeline_seconds(
     name: str, ranks: int, microbatches: int, times: Sequence[StageTimes], link: float, *, blocking: bool = False
 ) -> float:
-    """Of a step of `microbatches`, with the `times` of each stage. `link` is what a message takes.
+    """Returns the seconds of a step of `microbatches`, given the `times` of each stage; `link` is the time of a message.
 
-    Raises `UserError` when there is no such schedule.
+    Raises `UserError` when no such schedule exists.
     """
     if ranks == 1:
         return microbatches * sum(stage.seconds for stage in times)
@@ -58,14 +59,14 @@ def pipeline_seconds(
 
 @lru_cache(maxsize=4096)
 def _beginning(name: str, ranks: int, microbatches: int, times: tuple[StageTimes, ...], link: float) -> float:
-    """`makespan` without looking anything up: a search asks for it with many times of the same schedule."""
+    """Computes `makespan` from recorded dependencies: a search asks for the same schedule with many different times."""
     lasting = [seconds for each in times for seconds in (*each, each.backward + each.weights)]
     free, ends = [0.0] * ranks, array("d")
     for rank, what, source, away in zip(*_replayed(name, ranks, microbatches, len(times) // ranks)):
         start = free[rank]
         if source >= 0:
             there = ends[source] + link if away else ends[source]
-            start = there if there > start else start  # as `max`, which takes longer
+            start = there if there > start else start  # faster than `max`
         free[rank] = start + lasting[what]
         ends.append(free[rank])
     return max(ends)
@@ -73,8 +74,11 @@ def _beginning(name: str, ranks: int, microbatches: int, times: tuple[StageTimes
 
 @lru_cache(maxsize=512)
 def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> tuple["array[int]", ...]:
-    """The computations of a schedule in an order in which they can be done: of each its rank, four times its stage and what
-    part of a microbatch it is, which of them it waits for (or -1), and whether that is on another rank."""
+    """Returns the computations of a schedule in a feasible order, as four columns.
+
+    The first two columns are the rank, and four times the stage plus the index of the pass in `_PARTS`. The third is the
+    number of the computation that this one waits for, or -1. The fourth says whether that computation is on another rank.
+    """
     plan = _schedule(name, ranks, microbatches, stages_per_rank, transfers=False)
     done = {action: number for number, action in enumerate(replay(plan, plan.actions, lambda action: 0.0))}
     columns = array("i"), array("i"), array("i"), array("b")
@@ -88,8 +92,11 @@ def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
 
 
 def least_seconds(name: str, microbatches: int, times: Sequence[StageTimes], busy: Sequence[float]) -> float:
-    """What `pipeline_seconds` is no less than: a rank's own time, and what the stages before it leave it idle. `busy` are
-    the seconds of a microbatch in all stages of each rank; `times` are best those of few objects, as stages are alike."""
+    """Returns a lower bound of `pipeline_seconds`: a rank's own time, and the idle time that earlier stages cause.
+
+    `busy` are the seconds of a microbatch in all stages of each rank. The result is computed fastest if equal stages share
+    one object in `times`.
+    """
     idle = schedules()[name].idle
     known = {number: idle(stage.forward, stage.seconds) for number, stage in {id(each): each for each in times}.items()}
     found = before = 0.0
@@ -100,7 +107,10 @@ def least_seconds(name: str, microbatches: int, times: Sequence[StageTimes], bus
 
 
 def _few(name: str, ranks: int, microbatches: int) -> int:
-    """Microbatches from which on a step only repeats itself: of the same remainder, where a schedule looks at that."""
+    """Returns the number of microbatches after which a step only repeats itself.
+
+    The number keeps the remainder modulo `ranks` where the schedule works in rounds.
+    """
     few = _ROUNDS * ranks
     if microbatches <= few:
         return microbatches
@@ -108,15 +118,15 @@ def _few(name: str, ranks: int, microbatches: int) -> int:
 
 
 class Live(NamedTuple):
-    """Of each stage of a rank, in order: microbatches for which it keeps something."""
+    """The numbers of microbatches with saved data, for each stage of a rank, in order."""
 
     kept: tuple[int, ...]
-    """Their activations, from the forward pass to the backward pass."""
+    """Microbatches with saved activations, from the forward pass to the backward pass."""
     waiting: tuple[int, ...]
-    """Of split backward passes, between the two parts: what the part for the weights needs."""
+    """Microbatches between the two parts of a split backward pass, with the data that the weight part needs."""
 
     def bytes(self, kept: Sequence[float], waiting: Sequence[float]) -> float:
-        """That they take, where a microbatch takes so many in each stage."""
+        """Returns the bytes of the saved data, given the bytes of one microbatch in each stage."""
         return sum(map(mul, self.kept, kept)) + sum(map(mul, self.waiting, waiting))
 
 
@@ -129,16 +139,16 @@ def live_microbatches(
     vocabulary: bool = False,
     warmup_factor: float = 1.0,
 ) -> tuple[tuple[Live, ...], ...]:
-    """Of each rank: what it keeps when it keeps most, as a backward pass begins; all times of which no other has as many of
-    every stage.
+    """Returns for each rank its peaks of saved data at the beginning of a backward pass.
 
-    With `vocabulary` it is divided over all ranks, and more microbatches are under way; so they are with a `warmup_factor`
-    above 1. A rank's order decides it, whatever its passes take.
+    The result has all states that no other state exceeds or equals in every stage. With `vocabulary`, all ranks share the
+    vocabulary, and more microbatches are live, as with a `warmup_factor` above 1. The peaks follow from a rank's order
+    alone, independent of the times of its passes.
     """
     if ranks == 1:
         return ((Live((1,), (0,)),),)
     live = schedules()[name].live
-    if live is not None:  # as below, sooner
+    if live is not None:  # a closed form of the computation below
         sizes = Sizes(ranks, microbatches, warmup_factor=warmup_factor, ahead=AHEAD if vocabulary else 0)
         return tuple((Live((min(microbatches, live(sizes, rank)),), (0,)),) for rank in range(ranks))
     few = _few(name, ranks, microbatches)
@@ -164,7 +174,7 @@ _WAITING = {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHTS: -1}
 
 
 def largest(seen: Iterable[Live]) -> tuple[Live, ...]:
-    """Those of which no other has as many of every stage."""
+    """Returns the elements that no other element exceeds or equals in every stage."""
     several = set(seen)
     return tuple(
         one
@@ -178,6 +188,6 @@ def largest(seen: Iterable[Live]) -> tuple[Live, ...]:
 
 @lru_cache(maxsize=1024)
 def stages_of_ranks(name: str, ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
-    """Stages of each rank of the pipeline, in order."""
+    """Returns the stages of each rank of the pipeline, in order."""
     place = schedules()[name].place(ranks, stages_per_rank)
     return tuple(tuple(place.stages_of(rank)) for rank in range(ranks))

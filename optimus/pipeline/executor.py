@@ -1,7 +1,7 @@
-"""Runs a schedule on the ranks of a pipeline: computations as callables, messages between them as tuples of tensors.
+"""Runs a schedule on the ranks of a pipeline: computations are callables, and messages are tuples of tensors.
 
-Transfers never block: a send goes on its way while later actions are computed, and a receive is posted one computation
-ahead of the one that needs it, so that a message arrives while something else is computed.
+Transfers never block: a send proceeds while later actions are computed. A receive is posted one computation ahead of the one
+that needs it, so that a message arrives while something else is computed.
 """
 
 import time
@@ -20,31 +20,34 @@ Message = tuple[Tensor, ...]
 
 
 class ForwardWork(Protocol):
-    """What a rank computes for its stages in forward passes alone. None stands for what the first stage gets and
-    the last one gives."""
+    """The computations of a rank's stages in forward passes alone.
+
+    None stands for the input of the first stage and the output of the last.
+    """
 
     def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
-        """The stage's output for the next one."""
+        """Returns the stage's output for the next stage."""
 
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
-        """What this rank does with its part of the vocabulary."""
+        """Runs one pass with this rank's shard of the vocabulary."""
 
     def room(self, microbatch: int) -> Message:
-        """Empty tensors for what a receive brings of a microbatch."""
+        """Returns empty tensors for the content of a receive of this microbatch."""
 
 
 class StageWork(ForwardWork, Protocol):
-    """What a rank computes for its stages."""
+    """The computations of a rank's stages in forward and backward passes."""
 
     def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
-        """From the gradient of the output to that of the input; adds the gradients of the weights, unless to `defer` it."""
+        """Returns the input gradient, given the output gradient; adds the weight gradients, unless `defer` postpones
+        them."""
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
-        """Adds the gradients of the weights that a backward pass has deferred."""
+        """Adds the weight gradients that a backward pass has deferred."""
 
 
 class Executed(NamedTuple):
-    """An action that was executed; seconds of `time.perf_counter`."""
+    """An action that was executed; times are seconds of `time.perf_counter`."""
 
     kind: Kind
     stage: int
@@ -54,10 +57,10 @@ class Executed(NamedTuple):
 
 
 class StageLinks:
-    """Messages between the ranks of a pipeline.
+    """Transfers messages between the ranks of a pipeline.
 
-    Of `streams` (two per stage), every stage has one for what it gets from the stage before it and one for what it gets from
-    the next. So the order of messages matters only between two stages, and no receive waits for a send.
+    Every stage has two of the `streams`: one for messages from the stage before it, one for messages from the next.
+    Therefore the order of messages matters only between two stages, and no receive waits for a send.
     """
 
     def __init__(self, schedule: Schedule, streams: Sequence[Group]) -> None:
@@ -67,14 +70,14 @@ class StageLinks:
         self._leaving: deque[tuple[Message, list[Handle]]] = deque()
 
     def send(self, send: Action, message: Message) -> None:
-        """Begin to send; the message is held until it is there. At most some per stage are under way."""
+        """Begins to send `message` and holds it until it has arrived. A limited number of sends per stage may be running."""
         stream, peer = self._stream(partner(send)), self._schedule.peer(send)
         where = f"{send} to rank {stream.ranks[peer]}"
         self._leaving.append((message, [stream.send_async(tensor, peer, where) for tensor in message]))
         self.finish(but=2 * self._schedule.stages)
 
     def start_receive(self, receive: Action, room: Message) -> Result[Message]:
-        """Begin to receive into `room`, which the result gives."""
+        """Begins to receive into `room`, which the result returns."""
         stream, peer = self._stream(receive), self._schedule.peer(receive)
         where = f"{receive} from rank {stream.ranks[peer]}"
         handles = [stream.recv_async(tensor, peer, where) for tensor in room]
@@ -87,11 +90,11 @@ class StageLinks:
         return Result(wait)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Whichever message comes first is waited for inside the context."""
+        """Encloses a wait for whichever message comes first."""
         return self._streams[0].waiting("receive of a message")
 
     def finish(self, but: int = 0) -> None:
-        """Wait until all that was sent is there, but for so many of the last messages."""
+        """Waits until all sent messages have arrived, except the last `but` messages."""
         while len(self._leaving) > but:
             for handle in self._leaving.popleft()[1]:
                 handle.wait()
@@ -101,8 +104,10 @@ class StageLinks:
 
 
 def links_of(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
-    """The links that messages of a step take, in one order on all ranks: (number among the streams of `StageLinks`, (rank
-    that sends, rank that receives))."""
+    """Returns the links that carry messages of a step, in one order on all ranks.
+
+    Each link is (index among the streams of `StageLinks`, (sending rank, receiving rank)).
+    """
     borders = [(stage, stage + 1) for stage in range(schedule.stages - 1)]
     found = [(2 * after, before, after) for before, after in borders]
     found += [(2 * before + 1, after, before) for before, after in borders]
@@ -111,18 +116,18 @@ def links_of(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
 
 
 class Computing:
-    """The computations of one rank in a step, whoever decides their order; and what is handed over on the rank itself.
+    """Runs the computations of one rank in a step, in the caller's order, and hands results over between stages of the rank.
 
-    Where there are backward passes, `work` must be a `StageWork`.
+    If the schedule has backward passes, `work` must be a `StageWork`.
     """
 
     def __init__(self, schedule: Schedule, work: ForwardWork) -> None:
         self.schedule, self._work = schedule, work
         self.trace: list[Executed] = []
-        self.made: dict[Action, Message] = {}  # by computation: what it gave, for another stage
+        self.made: dict[Action, Message] = {}  # results for other stages, by computation
 
     def run(self, action: Action, received: Message | None) -> None:
-        """Do it; `received` is what a receive has brought for it, if it needs one."""
+        """Runs `action`; `received` is the message that a receive has brought for the action, if it needs one."""
         kind, stage, microbatch = action
         source = self.schedule.input_of(action)
         if received is None and source is not None and source.stage != stage:
@@ -153,7 +158,7 @@ class ScheduledExecutor:
         self._coming: dict[Action, Result[Message]] = {}  # by receive
 
     def run(self) -> list[Executed]:
-        """All actions of a step. Raises `CollectiveError`, which names action and peer, when another rank is lost."""
+        """Runs all actions of a step. Raises `CollectiveError`, which names action and peer, when another rank is lost."""
         posts = self._posts()
         for action in self._actions:
             if action.kind.computes:
@@ -167,7 +172,7 @@ class ScheduledExecutor:
         return self._computing.trace
 
     def _posts(self) -> Iterator[Sequence[Action]]:
-        """For each computation the receives to post before it: those that come before the next one."""
+        """Yields for each computation the receives to post before it: those that come before the next computation."""
         waves: list[list[Action]] = [[]]
         for action in self._actions:
             if action.kind.computes:

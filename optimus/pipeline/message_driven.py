@@ -1,10 +1,11 @@
-"""A pipeline whose ranks do what has arrived (AxoNN, chapter 3, algorithm 2).
+"""Runs a pipeline whose ranks compute in the order of arriving messages (AxoNN, chapter 3, algorithm 2).
 
-Every stage's receives, from the stage before it and from the next, are posted by a thread of their own, which waits for each
-message in turn: Gloo tells of an arrival to nobody but who waits for it, and on an accelerator a wait on a stream of the
-thread's own does the same. So messages are there as soon as they can be, and whichever came decides what is computed.
+For each stage, one thread posts the receives from the stage before it, and another thread those from the next. The thread
+waits for each message in turn: Gloo reports an arrival only to a waiting caller. On an accelerator, a wait on the thread's
+own stream has the same effect. Therefore messages arrive as soon as possible, and their arrival decides the next
+computation.
 
-Ranks that share a stage must do the same, since they meet in collectives: the first of them chooses for all.
+Ranks that share a stage must run the same computations, since they meet in collectives: the first of them chooses for all.
 """
 
 import threading
@@ -25,9 +26,9 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD)
 
 
 class MessageDrivenExecutor:
-    """Runs a step of `schedule`, which says where the stages are, and nothing else.
+    """Runs a step of `schedule`, which only places the stages.
 
-    `caps` as for `Ready`; `team` are the ranks that share this one's stages.
+    See `Ready` for `caps`; `team` are the ranks that share this rank's stages.
     """
 
     def __init__(
@@ -43,14 +44,15 @@ class MessageDrivenExecutor:
         self._schedule, self._links, self._work, self._team, self._device = schedule, links, work, team, device
         self._computing = Computing(schedule, work)
         self._ready = Ready(schedule, links.rank, caps, "forward")
-        self._queue: SimpleQueue[tuple[Action, Message | Exception]] = SimpleQueue()  # what has arrived
+        self._queue: SimpleQueue[tuple[Action, Message | Exception]] = SimpleQueue()  # arrived messages
         self._messages: dict[Action, Message] = {}
 
     def run(self) -> list[Executed]:
-        """All computations of a step. Raises `CollectiveError`, which names action and peer, when another rank is lost."""
+        """Runs all computations of a step. Raises `CollectiveError`, which names action and peer, when another rank is
+        lost."""
         stages = self._schedule.stages_of(self._links.rank)
         for first in (Action(kind, stage, 0) for stage in stages for kind in _KINDS):
-            if self._schedule.receive_for(first) is not None:  # a thread for all that a stage receives from one side
+            if self._schedule.receive_for(first) is not None:  # one thread for all receives of a stage from one side
                 name = f"receives {first}"
                 threading.Thread(target=self._receive_all, args=(first,), daemon=True, name=name).start()
         for _ in range(2 * len(stages) * self._schedule.microbatches):
@@ -66,7 +68,7 @@ class MessageDrivenExecutor:
         return self._computing.trace
 
     def _next(self) -> Action:
-        """What to do now, as the first rank of the team chooses; waits for it."""
+        """Waits for the next action and returns it; the first rank of the team chooses."""
         while not self._queue.empty():
             self._take_in()
         if self._team.rank:
@@ -89,13 +91,13 @@ class MessageDrivenExecutor:
         return action
 
     def _take_in(self) -> None:
-        """Wait for the next arrival."""
+        """Waits for the next arrival."""
         with self._links.waiting():
             action, message = self._queue.get()
         if isinstance(message, Exception):
             raise message
         if self._device.type != "cpu":
-            for tensor in message:  # the stream on which it came must not take its memory back too early
+            for tensor in message:  # the receiving stream must not reuse its memory too early
                 tensor.record_stream(torch.accelerator.current_stream(self._device))
         self._messages[action] = message
         self._ready.arrive(action, time.perf_counter())
@@ -117,9 +119,9 @@ class MessageDrivenExecutor:
 
 
 def _own_stream(device: torch.device) -> tuple[nullcontext[None] | torch.Stream, Callable[[], None]]:
-    """A stream for this thread, and what waits for all that was given to it."""
+    """Returns a stream for this thread, and a function that waits for all work on that stream."""
     if device.type == "cpu":
         return nullcontext(), lambda: None
-    torch.accelerator.set_device_index(device.index or 0)  # each thread has its own
+    torch.accelerator.set_device_index(device.index or 0)  # each thread has its own current device
     stream = torch.Stream(device)
     return stream, stream.synchronize

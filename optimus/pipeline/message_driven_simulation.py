@@ -1,4 +1,4 @@
-"""The timeline of a pipeline in which what has arrived decides what is computed next (AxoNN dissertation, algorithm 2)."""
+"""Simulates a pipeline whose ranks compute in the order of arriving messages (AxoNN dissertation, algorithm 2)."""
 
 import heapq
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ def simulate_message_driven(
     prefer: Preference = "forward",
     stages_per_rank: int = 1,
 ) -> Timeline:
-    """Whenever a rank is free, it does the forward or backward pass whose input has arrived; of several, the preferred.
+    """Simulates ranks that, whenever free, run a forward or backward pass whose input has arrived, the preferred one first.
 
-    `caps` and `prefer` as for `Ready`. Costs are F = I = W = 1 by default; backward passes are not split, and transfers
+    See `Ready` for `caps` and `prefer`. Costs are F = I = W = 1 by default; backward passes are not split, and transfers
     never block (`costs.blocking` is not used). Stage s is on rank s mod `ranks`.
 
     Raises `UserError` for a cap below one and for costs or caps that do not fit the stages.
@@ -30,7 +30,7 @@ def simulate_message_driven(
     ready = [Ready(schedule, rank, caps, prefer) for rank in range(ranks)]
     free = [True] * ranks
     events: list[Event] = []
-    # (time, arrives, rank, what): the end of a computation on the rank, or the arrival of the input of one.
+    # (time, arrives, rank, action): the end of a computation on the rank, or the arrival of its input.
     coming: list[tuple[float, bool, int, Action]] = []
 
     def begin(rank: int, now: float) -> None:

@@ -1,4 +1,5 @@
-"""What a rank of a message-driven pipeline does next: of all whose input has arrived, the one it prefers."""
+"""Chooses the next computation of a rank in a message-driven pipeline: the preferred one among those whose input has
+arrived."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -11,7 +12,8 @@ Preference = Literal["forward", "backward", "arrival"]
 
 
 def find_caps(caps: int | Sequence[int] | None, stages: int) -> list[int]:
-    """One cap per stage: as given, one number for all, or by default the number of stages (AxoNN's `pipeline_limit`).
+    """Returns one cap per stage: as given, one number for all, or by default the number of stages (AxoNN's
+    `pipeline_limit`).
 
     Raises `UserError` for a cap below one and for more or fewer caps than stages.
     """
@@ -22,7 +24,7 @@ def find_caps(caps: int | Sequence[int] | None, stages: int) -> list[int]:
 
 
 def message_driven(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """Where the stages are; what is done when, nobody says. Stage s is on rank s mod ranks."""
+    """Returns a schedule that places the stages and has no actions: the order is open. Stage s is on rank s mod ranks."""
     return Schedule("message-driven", ranks, microbatches, (), stages_per_rank=stages_per_rank)
 
 
@@ -32,11 +34,13 @@ class _Arrived(NamedTuple):
 
 
 class Ready:
-    """The computations of `rank` that could be done now, and how many activations its stages keep.
+    """The computations of `rank` that could run now, and the live activations of its stages.
 
-    `caps`: the most live activations of each stage, as `find_caps` takes them; one number for all is `pipeline_limit` of the
-    AxoNN dissertation: as many microbatches are in the pipeline at once. `prefer`: forward: a forward pass as long as its
-    stage is below its cap; backward: a backward pass; arrival: what came first. Of several stages the last comes first.
+    `caps` are the most live activations of each stage, as in `find_caps`. One number for all is `pipeline_limit` of the
+    AxoNN dissertation: the pipeline then has at most that many microbatches at once.
+
+    `prefer` is forward, backward or arrival. Forward prefers a forward pass while its stage is below its cap, backward
+    prefers a backward pass, and arrival the earliest input. Among several stages the last comes first.
     """
 
     def __init__(self, schedule: Schedule, rank: int, caps: int | Sequence[int] | None, prefer: Preference) -> None:
@@ -47,11 +51,11 @@ class Ready:
         self._arrived = [_Arrived(0.0, Action(Kind.FORWARD, 0, number)) for number in first]
 
     def arrive(self, action: Action, time: float) -> None:
-        """The input of `action` is there."""
+        """Records that the input of `action` has arrived."""
         self._arrived.append(_Arrived(time, action))
 
     def choose(self) -> Action | None:
-        """What to do now, which has then begun; None if there is nothing."""
+        """Chooses the next action and begins it; returns None if no action is ready."""
         able = [
             item
             for item in self._arrived
@@ -64,17 +68,17 @@ class Ready:
         return action
 
     def has(self, action: Action) -> bool:
-        """Whether the input of `action` is there."""
+        """Returns whether the input of `action` has arrived."""
         return any(item.action == action for item in self._arrived)
 
     def begin(self, action: Action) -> None:
-        """Do `action`, as this rank or another has chosen."""
+        """Begins `action`, as this rank or another has chosen."""
         self._arrived = [item for item in self._arrived if item.action != action]
         if action.kind is Kind.FORWARD:
             self._live[action.stage] += 1
 
     def end(self, action: Action) -> Action | None:
-        """`action` is done; returns what needs what it made, here or on another rank."""
+        """Ends `action`; returns the action that needs its result, here or on another rank."""
         kind, stage, microbatch = action
         if kind is Kind.BACKWARD:
             self._live[stage] -= 1

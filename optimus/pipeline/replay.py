@@ -1,4 +1,4 @@
-"""When computations in a given order begin and end, if transfers do not keep a rank from computing."""
+"""Computes start and end times of computations in a given order, if transfers do not block computations."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,27 +9,27 @@ Interval = tuple[float, float]
 
 
 class ScheduleError(UserError):
-    """A schedule that cannot be right. The message names the rank and the action."""
+    """A schedule that cannot be correct. The message names the rank and the action."""
 
 
 def replay(
     schedule: Schedule, orders: Sequence[Sequence[Action]], duration: Callable[[Action], float], link: float = 0.0
 ) -> dict[Action, Interval]:
-    """(start, end) of every computation.
+    """Returns (start, end) of every computation.
 
-    A computation begins when the one before it on its rank has ended and its inputs are there: at the end of the
-    computations that made them, and `link` later if that was on another rank.
+    A computation begins when the one before it on its rank has ended and its inputs have arrived. An input arrives at the
+    end of the computation that made it, and `link` later if that computation was on another rank.
 
     Args:
         orders: the computations of each rank, in order.
-        duration: of a computation, in the unit of `link`.
+        duration: the time of a computation, in the unit of `link`.
 
     Raises `ScheduleError` when ranks wait for each other in a circle.
     """
     done: dict[Action, Interval] = {}
     position = [0] * schedule.ranks
     free = [0.0] * schedule.ranks
-    waiting: dict[Action, list[int]] = {}  # what ranks wait for -> the ranks
+    waiting: dict[Action, list[int]] = {}  # action -> ranks that wait for it
     ready = list(range(schedule.ranks))
     while ready:
         rank = ready.pop()

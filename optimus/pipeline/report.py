@@ -1,4 +1,4 @@
-"""A schedule and its timeline for people and for programs: what `optimus schedule` shows."""
+"""Reports a schedule and its timeline to people and to programs: the output of `optimus schedule`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from optimus.pipeline.schedules import make_schedule
 from optimus.pipeline.simulation import simulate
 from optimus.pipeline.timeline import Timeline, read_timeline
 
-_FILE_WIDTH = 220  # characters of a line that no terminal limits
+_FILE_WIDTH = 220  # characters per line without a terminal
 
 
 def run(
@@ -32,18 +32,18 @@ def run(
     plot: Path | None = None,
     output: Path | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Make, check and simulate a schedule; write the files that are wanted; returns its `summary` and a text for people.
+    """Makes, checks and simulates a schedule, writes the requested files, and returns its `summary` and a text for people.
 
     Args:
-        vocabulary: every rank has a part of the vocabulary.
-        output_layer: time of its forward pass, in which `costs` have none yet; it is the last stage's, or with `vocabulary`
-            all ranks'.
+        vocabulary: every rank has a shard of the vocabulary.
+        output_layer: time of the output layer's forward pass, which `costs` do not include. The last stage runs the output
+            layer, or with `vocabulary` all ranks together.
         measured: a file of `write_timeline`, which is shown and drawn beside the simulated timeline.
         plot: the PNG to draw.
-        output: the JSON file where `summary` goes.
+        output: the JSON file for `summary`.
 
-    Raises `UserError` for what `make_schedule`, `Costs`, `read_timeline` and `draw` refuse, and for files that cannot be
-    written.
+    Raises `UserError` for input that `make_schedule`, `Costs`, `read_timeline` or `draw` refuse, and for files that cannot
+    be written.
     """
     schedule = make_schedule(name, ranks, microbatches, stages_per_rank, warmup_factor, vocabulary=vocabulary)
     check(schedule)
@@ -74,7 +74,7 @@ def _with_output_layer(costs: Costs, schedule: Schedule, forward: float) -> Cost
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """What goes to JSON; the lists `bubbles`, `peak_activations` and `actions` are per rank."""
+    """Returns the content of the JSON file; the lists `bubbles`, `peak_activations` and `actions` are per rank."""
     return {
         "schedule": schedule.name,
         "ranks": schedule.ranks,
@@ -90,7 +90,7 @@ def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
 
 
 def describe(title: str, timeline: Timeline, width: int) -> str:
-    """Bubble and memory in total and of each rank, and the timeline if it fits into `width` characters."""
+    """Describes bubble and memory in total and per rank, and draws the timeline if it fits into `width` characters."""
     lines = [f"{title}: bubble {timeline.bubble:.1%} of the computing time, makespan {timeline.makespan:.6g}"]
     for rank, stages in enumerate(timeline.stages_of):
         held = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"

@@ -1,8 +1,8 @@
-"""A pipeline schedule as data: for each rank the list of its actions, in the order in which they begin.
+"""Describes a pipeline schedule as data: for each rank the list of its actions, in the order in which they begin.
 
 A *stage* is a run of consecutive layers; a rank holds one stage or several. Stage s gets activations from stage s - 1 and
-gradients from stage s + 1. Between stages of different ranks they travel by a send and a receive, which are actions of
-their own; stages that are neighbours on one rank hand over directly.
+gradients from stage s + 1. Between stages of different ranks, activations and gradients travel by a send and a receive,
+which are separate actions. Neighbouring stages on one rank hand their results over directly.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ Placement = Literal["loop", "v"]
 
 
 class Kind(str, Enum):
-    """What an action does."""
+    """The kind of an action."""
 
     FORWARD = "forward"
     BACKWARD = "backward"  # gradients of the input and of the weights at once
@@ -24,26 +24,27 @@ class Kind(str, Enum):
     RECEIVE_FORWARD = "receive_forward"  # the stage's input, from the stage before it
     SEND_BACKWARD = "send_backward"  # the gradient of the stage's input, to the stage before it
     RECEIVE_BACKWARD = "receive_backward"  # the gradient of the stage's output, from the next stage
-    # Look up the tokens of this rank's part of the vocabulary; the first stage gets the sum.
+    # Look up the tokens of this rank's shard of the vocabulary; the first stage gets the sum.
     EMBED = "embed"
-    # The logits of this rank's part of the vocabulary from the last stage's output, which it sends to all ranks.
+    # The logits of this rank's shard of the vocabulary, from the output that the last stage sends to all ranks.
     LOGITS = "logits"
-    # With the normaliser from all ranks, the loss and its gradients; the last stage gets the sum.
+    # The loss and its gradients, from the normaliser of all ranks; the last stage gets the sum.
     LOSS = "loss"
-    # The gradient of the embedding's part, from that of the first stage's input, which it sends to all ranks.
+    # The gradient of the embedding's shard, from the input gradient that the first stage sends to all ranks.
     EMBED_BACKWARD = "embed_backward"
 
     __str__ = str.__str__
-    __hash__ = str.__hash__  # that of Enum is slow, and actions are keys everywhere
+    __hash__ = str.__hash__  # Enum's own hash is slow, and actions are keys everywhere
 
     @property
     def computes(self) -> bool:
-        """Whether it is a computation, no transfer."""
+        """True for a computation, false for a transfer."""
         return self in _LETTERS
 
     @property
     def of_vocabulary(self) -> bool:
-        """Whether every rank does it with its part of the vocabulary; its stage then is the rank's first."""
+        """True if every rank runs this pass with its shard of the vocabulary; the action's stage is then the rank's first
+        stage."""
         return self in VOCABULARY
 
     @property
@@ -52,7 +53,11 @@ class Kind(str, Enum):
 
     @property
     def letter(self) -> str:
-        """F, B, I (backward of the input) or W (of the weights), S (logits) or T (loss), as in the papers' pictures."""
+        """One letter per computation, as in the figures of the papers.
+
+        F (forward), B (backward), I (backward of the input), W (backward of the weights), S (logits), T (loss), E
+        (embedding) or G (the embedding's gradient).
+        """
         return _LETTERS[self]
 
 
@@ -67,8 +72,8 @@ _LETTERS = {
     Kind.EMBED_BACKWARD: "G",
 }
 VOCABULARY = (Kind.EMBED, Kind.LOGITS, Kind.LOSS, Kind.EMBED_BACKWARD)
-EMBEDDED_AHEAD = 2  # microbatches whose embeddings are there before the first stage needs them
-# Half of a transfer -> the other half, and how far away its stage is.
+EMBEDDED_AHEAD = 2  # microbatches whose embeddings are computed before the first stage needs them
+# Half of a transfer -> the other half, and the distance to its stage.
 _PARTNERS = {
     Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),
     Kind.RECEIVE_FORWARD: (Kind.SEND_FORWARD, -1),
@@ -78,7 +83,7 @@ _PARTNERS = {
 
 
 class Action(NamedTuple):
-    """What a rank does for one microbatch in one of its stages; in a transfer, `stage` is the one on this side."""
+    """The work of a rank for one microbatch in one of its stages; for a transfer, `stage` is the stage on this rank."""
 
     kind: Kind
     stage: int
@@ -90,44 +95,47 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what in which order, from the first forward pass of a step to its last backward pass.
+    """The actions of every rank in order, from the first forward pass of a step to its last backward pass.
 
-    The transfers are placed so that every rank's list is a part of one global order in which a send and its receive are
-    one event (`with_transfers`). So no rank waits in a circle even if every send lasts until its receive is reached, and
-    the messages from one rank to another are sent in the order in which they are received. An executor may post receives
-    earlier, and what stands together as one batch: both only make things ready sooner.
+    The transfers are placed so that every rank's list is a part of one global order, in which a send and its receive are one
+    event (`with_transfers`). Therefore no ranks wait in a circle, even if every send lasts until its receive is reached. For
+    the same reason, the messages from one rank to another are sent in the order in which they are received. An executor may
+    post receives earlier, and may post adjacent transfers as one batch: both only make data ready sooner.
     """
 
     name: str
     ranks: int
     microbatches: int
-    actions: tuple[tuple[Action, ...], ...]  # of each rank
+    actions: tuple[tuple[Action, ...], ...]  # per rank
     stages_per_rank: int = 1
     placement: Placement = "loop"
-    """loop: stage s is on rank s mod ranks. v: there and back, so rank r has stages r and 2 * ranks - 1 - r."""
+    """The placement of stages on ranks. loop: stage s is on rank s mod ranks. v: rank r has stages r and 2 * ranks - 1 -
+    r."""
     splits_backward: bool = False  # whether the gradients of inputs and of weights are actions of their own
-    splits_vocabulary: bool = False  # whether every rank has a part of the vocabulary, and so actions of its own for it
+    splits_vocabulary: bool = False  # whether every rank has a shard of the vocabulary, and actions for it
 
     @property
     def stages(self) -> int:
         return self.ranks * self.stages_per_rank
 
     def in_order(self, orders: Iterable[Iterable[Action]]) -> "Schedule":
-        """The same with these actions of each rank."""
+        """Returns the same schedule with these actions for each rank."""
         return replace(self, actions=tuple(map(tuple, orders)))
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
+        """Returns the rank that holds a stage."""
         turn, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.placement == "v" and turn % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in ascending order."""
+        """Returns the stages that a rank holds, in ascending order."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def input_of(self, action: Action) -> Action | None:
-        """The stage's computation, on any rank, whose result this one is handed; None for forward passes of the first
-        stage, and for what is done with the vocabulary, which ranks do together."""
+        """Returns the stage computation, on any rank, whose result this computation receives.
+
+        Returns None for forward passes of the first stage, and for passes of the vocabulary, which the ranks run together.
+        """
         kind, stage, microbatch = action
         if kind.of_vocabulary:
             return None
@@ -141,19 +149,22 @@ class Schedule:
 
     @property
     def first_backward(self) -> Kind:
-        """What the gradient of a stage's input comes of."""
+        """The kind of computation that produces the gradient of a stage's input."""
         return Kind.BACKWARD_INPUT if self.splits_backward else Kind.BACKWARD
 
     def inputs_of(self, action: Action) -> list[Action]:
-        """All computations, on any ranks, that must end before this one can begin."""
+        """Returns all computations, on any ranks, that must end before this one can begin."""
         found, of_all = self.waits_for(action)
         if of_all is not None:
             found += [Action(of_all, rank, action.microbatch) for rank in range(self.ranks)]
         return found
 
     def waits_for(self, action: Action) -> tuple[list[Action], Kind | None]:
-        """(stages' computations that must end before this one can begin, what every rank must have done with its part of the
-        vocabulary for the same microbatch)."""
+        """Returns the stage computations that must end before this one can begin, and the kind of vocabulary pass it waits
+        for.
+
+        Every rank must have run a pass of this kind for the same microbatch; None if there is no such kind.
+        """
         kind, stage, microbatch = action
         source = self.input_of(action)
         found = [] if source is None else [source]
@@ -176,7 +187,7 @@ class Schedule:
         return found, None
 
     def receive_for(self, action: Action) -> Action | None:
-        """The receive that brings a computation its input; None if the input is made on the same rank."""
+        """Returns the receive that brings a computation its input; None if the input is made on the same rank."""
         source = self.input_of(action)
         if source is None or self.rank_of(source.stage) == self.rank_of(action.stage):
             return None
@@ -184,7 +195,7 @@ class Schedule:
         return Action(kind, action.stage, action.microbatch)
 
     def send_of(self, action: Action) -> Action | None:
-        """The send that takes a computation's result to another rank; None if no other rank needs it."""
+        """Returns the send that takes a computation's result to another rank; None if no other rank needs the result."""
         kind, stage, microbatch = action
         if kind is Kind.BACKWARD_WEIGHTS or kind.of_vocabulary:
             return None
@@ -194,38 +205,39 @@ class Schedule:
         return Action(send, stage, microbatch)
 
     def made_for(self, send: Action) -> Action:
-        """The computation whose result is sent."""
+        """Returns the computation whose result is sent."""
         kind = Kind.FORWARD if send.kind is Kind.SEND_FORWARD else self.first_backward
         return send._replace(kind=kind)
 
     def peer(self, action: Action) -> int:
-        """The rank on the other side of a send or receive."""
+        """Returns the rank on the other side of a send or receive."""
         return self.rank_of(partner(action).stage)
 
 
 def partner(action: Action) -> Action:
-    """The receive of a send, and the send of a receive."""
+    """Returns the receive of a send, or the send of a receive."""
     kind, distance = _PARTNERS[action.kind]
     return Action(kind, action.stage + distance, action.microbatch)
 
 
 class Computed(Protocol):
-    """An action, or when it was: `timeline.Event`."""
+    """The kind and stage of an action or of its event in a timeline (`timeline.Event`)."""
 
     @property
     def kind(self) -> Kind:
-        """What it does."""
+        """The kind of the action."""
 
     @property
     def stage(self) -> int:
-        """Of the pipeline."""
+        """The stage of the pipeline."""
 
 
 def live_changes(steps: Iterable[Computed]) -> Iterator[tuple[int, int]]:
-    """(stage, change of its live activations) of each step of one rank, in their order.
+    """Yields (stage, change of its live activations) for each step of one rank, in their order.
 
-    The unit is what one stage keeps of one microbatch, from the beginning of the forward pass to the end of the backward
-    pass; if that is split, to the end of the part for the weights, which needs the inputs of the layers.
+    The unit is one stage's saved activations of one microbatch, from the beginning of the forward pass to the end of the
+    backward pass. If the backward pass is split, activations live to the end of the weight part, which needs the inputs of
+    the layers.
     """
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHTS: -1}
     return ((step.stage, changes.get(step.kind, 0)) for step in steps)

@@ -1,4 +1,4 @@
-"""The timeline of a schedule under a model of costs."""
+"""Simulates the timeline of a schedule under a cost model."""
 
 from itertools import groupby
 
@@ -9,7 +9,7 @@ from optimus.pipeline.timeline import Event, Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """When every action of a (checked) schedule begins and ends.
+    """Returns the start and end of every action of a (checked) schedule.
 
     Default costs: forward pass 1, both parts of a backward pass 1, so together 2; links take no time.
 
@@ -24,7 +24,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def _overlapping(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
-    """Transfers begin when their content is made and take nobody's time."""
+    """Simulates transfers that begin when their content is made and take no computing time."""
     times = _computations(schedule, costs)
     for action, (_, end) in list(times.items()):
         send = schedule.send_of(action)
@@ -39,13 +39,14 @@ def _computations(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
 
 
 def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
-    """A rank posts the transfers that stand together and waits for all; one begins when both sides have posted it."""
+    """Simulates ranks that post adjacent transfers together and wait for all; a transfer begins when both sides have posted
+    it."""
     # The actions of each rank in runs of computations and runs of transfers.
     runs = [
         (list(run) for _, run in groupby(actions, lambda action: action.kind.computes)) for actions in schedule.actions
     ]
     duration = costs.durations(schedule.stages, schedule.microbatches)
-    batches: list[list[Action]] = [[] for _ in runs]  # what each rank waits for
+    batches: list[list[Action]] = [[] for _ in runs]  # actions that each rank waits for
     posted: dict[Action, float] = {}
     times: dict[Action, Interval] = {}
     now = [0.0] * schedule.ranks
@@ -76,6 +77,6 @@ def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
 
 
 def makespan(schedule: Schedule, costs: Costs) -> float:
-    """When the last action ends, without the timeline of all of them. Raises as `simulate` does."""
+    """Returns the end of the last action, without the whole timeline. Raises as `simulate` does."""
     times = (_blocking if costs.blocking else _computations)(schedule, costs)
     return max(end for _, end in times.values())

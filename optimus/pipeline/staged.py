@@ -1,8 +1,8 @@
-"""A model cut into stages: what a rank keeps of it, and what it computes for each of its stages. Without a pipeline there is
-one stage, and a step is its forward and backward passes in turns.
+"""Holds the stages of a model that are on one rank, and computes each of them. Without a pipeline there is one stage, and a
+step alternates its forward and backward passes.
 
-A stage's output is the residual stream and the router statistics of all blocks so far. So the losses of the router, which
-are made of the sums over all layers, are found once, by the last stage, and their gradients go back with the others.
+A stage's output is the residual stream and the router statistics of all blocks so far. Router losses depend on the sums over
+all layers. Therefore the last stage computes the router losses once, and their gradients flow back with the others.
 
 Legend: T rows of the residual stream, H columns of it, E experts.
 """
@@ -29,40 +29,42 @@ from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
 
 
 class Objective(Protocol):
-    """What a step minimises."""
+    """The objective that a step minimises."""
 
-    count: float  # by which the sum of a microbatch's cross-entropies is divided
-    scale: float  # the gradient of what is minimised with respect to the cross-entropy
+    count: float  # divisor of the sum of a microbatch's cross-entropies
+    scale: float  # the gradient of the minimised value with respect to the cross-entropy
 
     @property
     def add_rows(self) -> Callable[[Batch, Tensor, Tensor], None] | None:
-        """What is called with a microbatch, its targets and the cross-entropy of each, if anything."""
+        """A callback for a microbatch, its targets and the cross-entropy of each target; None if there is none."""
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
-        """What is minimised of a microbatch, and what is reported."""
+        """Returns the value to minimise for a microbatch, and the value to report."""
 
 
 class Gradients(Protocol):
-    """Where the gradients of this rank's stages go: a `ModelState` is one. Parameters of a divided vocabulary are of no
-    stage, which is -1."""
+    """The receiver of the gradients of this rank's stages, for example a `ModelState`.
+
+    Parameters of a vocabulary that is split over the pipeline belong to no stage; their stage number is -1.
+    """
 
     def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Inside is the backward pass of a microbatch through a stage, or a part of it."""
+        """Encloses the backward pass of a microbatch through a stage, or a part of that pass."""
 
     def reduce_on_arrival(self, stage: int) -> None:
-        """The coming backward pass, which is not split, is the last of the stage."""
+        """Announces that the coming backward pass, which is not split, is the last of the stage."""
 
     def start_reduction(self, stage: int) -> None:
-        """The stage's last backward pass is done."""
+        """Starts the reduction after the stage's last backward pass."""
 
 
 class StagePartition(NamedTuple):
-    """The blocks of every stage, and the stages that are here."""
+    """The blocks of every stage, and the stages on this rank."""
 
     blocks: Sequence[range]
     here: Sequence[int]
-    vocabulary: bool = False  # whether every rank has a part of it, whose parameters are of no stage, which is -1
-    # No stage before it has a parameter that is trained, so what comes into it needs no gradient.
+    vocabulary: bool = False  # whether every rank has a shard of it, whose parameters have the stage -1
+    # The first stage with trained parameters; its input needs no gradient.
     trained_from: int = -1
 
     @property
@@ -74,7 +76,7 @@ class StagePartition(NamedTuple):
         return len(self.blocks) - 1 in self.here
 
     def stage_of(self, name: str) -> int:
-        """The stage of a parameter; of a tied embedding the first."""
+        """Returns the stage of a parameter; for a tied embedding the first stage."""
         if self.vocabulary and name.startswith(("embedding.", "head.")):
             return -1
         if name.startswith("blocks."):
@@ -83,22 +85,24 @@ class StagePartition(NamedTuple):
         return 0 if name.startswith(("embedding.", "positions.")) else len(self.blocks) - 1
 
     def first_of(self, names: Iterable[str]) -> int:
-        """The first stage that computes with any of these parameters; -1 is what goes before the first stage."""
+        """Returns the first stage that computes with any of these parameters; -1 stands for the embedding before the first
+        stage."""
         last = len(self.blocks) - 1
         return min(last if name.startswith("head.") else self.stage_of(name) for name in names)
 
     def keeps(self, name: str, tied: bool) -> bool:
-        """Whether a parameter is here: one of these stages', or an embedding `tied` to the output layer that is."""
+        """Returns whether this rank has a parameter: in one of its stages, or as the embedding `tied` to its output
+        layer."""
         return self.stage_of(name) in (-1, *self.here) or (tied and self.has_last and name.startswith("embedding."))
 
     def stage_here(self, name: str) -> int:
-        """The stage of this rank by which a parameter is held: of a tied embedding the first or the last."""
+        """Returns the stage of this rank that holds a parameter: for a tied embedding the first or the last stage."""
         stage = self.stage_of(name)
         return stage if stage in (-1, *self.here) else len(self.blocks) - 1
 
 
 def _select(model: Transformer, partition: StagePartition) -> None:
-    """Take from `model` the parameters of stages that are elsewhere; those that stay keep their names."""
+    """Removes from `model` the parameters of stages on other ranks; the remaining parameters keep their names."""
     for i in range(len(model.blocks)):
         if not any(i in partition.blocks[stage] for stage in partition.here):
             model.blocks[i] = nn.Module()
@@ -114,12 +118,12 @@ def _select(model: Transformer, partition: StagePartition) -> None:
 
 
 class Staged(nn.Module):
-    """The stages of `model` that are on this rank, to which it is reduced.
+    """The stages of `model` on this rank; the model is reduced to them.
 
-    `share`: into how many parts the rows and columns of the residual stream are split over ranks; it is of type `dtype`.
-    `execute`, made by `training/stages.py`, does the work of so many microbatches, with or without backward passes.
-    `pipeline` are its ranks, of which `last` has the last stage. Sequences must have a length that is a multiple of
-    `multiple`. `links`: where every rank has a part of the vocabulary.
+    `share` gives the numbers of parts into which rows and columns of the residual stream are split over ranks. The residual
+    stream has type `dtype`. `execute`, made by `training/stages.py`, runs the work of a number of microbatches, with or
+    without backward passes. `pipeline` is the group of its ranks, and `last` is the rank with the last stage. The length of
+    sequences must be a multiple of `multiple`. `links` exist where every rank has a shard of the vocabulary.
     """
 
     def __init__(
@@ -139,25 +143,25 @@ class Staged(nn.Module):
         self.model = model
         self.partition, self.share, self.dtype = partition, share, dtype
         self.execute, self.pipeline, self.last, self.multiple, self.links = execute, pipeline, last, multiple, links
-        self.trace: list[Executed] = []  # in the last step
-        # What a teacher says of the tokens at these positions, on the last stage's rank.
+        self.trace: list[Executed] = []  # of the last step
+        # A teacher's soft targets for the tokens at these positions, on the last stage's rank.
         self.teacher: Callable[[Batch, Tensor], SoftTargets] | None = None
         self.stages = {stage: Blocks(model.blocks[i] for i in partition.blocks[stage]) for stage in partition.here}
 
     @property
     def config(self) -> ModelConfig:
-        """Of the whole model."""
+        """The configuration of the whole model."""
         return self.model.config
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """`Transformer.at_tokens` of the whole model, fp32 [N, 2], on every rank; all must call.
+        """Evaluates `Transformer.at_tokens` of the whole model, fp32 [N, 2], on every rank; all ranks must call.
 
-        The last stage's rank finds it and tells the others, unless these have parts of the output layer: then it gives them
-        the hidden states of these tokens.
+        The rank with the last stage computes the values and broadcasts them. Where every rank has a shard of the output
+        layer, the last stage broadcasts the hidden states of these tokens instead.
         """
         model, length = self.model, tokens_BS.shape[1]
         model.check_length(length)
-        padded_BS = F.pad(tokens_BS, (0, -length % self.multiple))  # a causal model does not see it
+        padded_BS = F.pad(tokens_BS, (0, -length % self.multiple))  # a causal model ignores the padding
         hidden_NH = torch.empty(len(at_N), self.config.hidden, dtype=self.dtype, device=at_N.device)
 
         def end(x_TH: Tensor, _stats: RouterStats | None) -> None:
@@ -173,20 +177,22 @@ class Staged(nn.Module):
         return found_N2
 
     def head(self, x: Tensor) -> Tensor:
-        """Logits [N, V] of the whole model from hidden states [N, H], where `at_tokens` asks for them."""
+        """Returns logits [N, V] of the whole model from hidden states [N, H], for `at_tokens`."""
         return cast(Tensor, self.model.predict(x))
 
     def train_microbatches(
         self, microbatches: Sequence[Batch], objective: Objective, gradients: Gradients
     ) -> list[Tensor]:
-        """Forward and backward passes of a step; on the last stage's rank, what `objective` reports of each microbatch."""
+        """Runs the forward and backward passes of a step; returns, on the last stage's rank, the report of `objective` per
+        microbatch."""
         work = _Training(self, microbatches, objective, gradients)
         self.trace = self.execute(work, len(microbatches), True)
         work.finish()
         return work.reported
 
     def router_statistics(self, microbatches: Sequence[Batch]) -> list[RouterStats]:
-        """On the last stage's rank, the statistics of each microbatch, all layers summed; forward passes only."""
+        """Returns, on the last stage's rank, the statistics of each microbatch, summed over all layers; runs forward passes
+        only."""
         found: list[RouterStats | None] = []
         self._run_forward(microbatches, lambda _x_TH, stats: found.append(stats))
         return [stats for stats in found if stats is not None]
@@ -194,7 +200,10 @@ class Staged(nn.Module):
     def _run_forward(
         self, microbatches: Sequence[Batch], end: Callable[[Tensor, RouterStats | None], None], *, whole: bool = False
     ) -> None:
-        """Forward passes alone; `end` gets what the last stage's blocks give. `whole`: of all positions on every rank."""
+        """Runs forward passes alone; `end` receives the output of the last stage's blocks.
+
+        With `whole`, every rank computes all positions.
+        """
         work = _Forward(self, microbatches, end, whole=whole)
         self.execute(work, len(microbatches), False)
         work.finish()
@@ -216,9 +225,9 @@ class _Forward:
     ) -> None:
         self._staged, self._microbatches, self._end = staged, microbatches, end
         self._last_stage, self._trains = len(staged.partition.blocks) - 1, trains
-        self._choices = sum(staged.config.expert_counts)  # that router statistics are about
+        self._choices = sum(staged.config.expert_counts)  # length of the vectors in the router statistics
         self._whole = whole
-        # By number of sequences; but documents are each microbatch's own.
+        # By number of sequences. Microbatches with documents find their own positions.
         self._lying = {len(each.tokens_BS): self._find(each) for each in microbatches}
         self._vocabulary: VocabularyPasses | None = None
         if staged.links is not None:
@@ -226,7 +235,7 @@ class _Forward:
             self._vocabulary = VocabularyPasses(*given, lambda number: self.room(number)[0], count, scale, trains)
 
     def _find(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
-        """The positions of these sequences, as numbers and for the blocks."""
+        """Returns the positions of these sequences, as numbers and for the blocks."""
         model = self._staged.model
         return model.full_positions(batch.tokens_BS) if self._whole else model.places(batch)
 
@@ -255,13 +264,13 @@ class _Forward:
         x_TH, stats = self._staged.stages[stage](x_TH, places, None, stats)
         if stage == self._last_stage:
             return self._finish_stages(microbatch, x_TH, stats)
-        if stats is None and self._choices:  # of blocks that are all dense
+        if stats is None and self._choices:  # all blocks so far are dense
             wide = compute_dtype(x_TH.dtype)
             return x_TH, x_TH.new_zeros(2 * self._choices + 1, dtype=wide, requires_grad=True)
         return (x_TH,) if stats is None else (x_TH, _packed(stats))
 
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message | None:
-        """Make of the output of the last stage's blocks what its backward pass begins with, if there will be one."""
+        """Processes the output of the last stage's blocks; returns the start of its backward pass, or None without one."""
         assert self._end is not None
         self._end(x_TH, stats)
         return None
@@ -271,7 +280,7 @@ class _Forward:
         self._vocabulary.run(kind, microbatch)
 
     def finish(self) -> None:
-        """Wait for what is under way at the end of a step."""
+        """Waits for running transfers at the end of a step."""
         if self._vocabulary is not None:
             self._vocabulary.finish()
 
@@ -294,8 +303,8 @@ class _Training(_Forward):
         self._objective, self._gradients = objective, gradients
         self._kept: dict[tuple[int, int], tuple[Message | None, Message]] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self._left = dict.fromkeys(staged.partition.here, len(microbatches))  # backward passes of each stage
-        self._router: dict[int, RouterStats | None] = {}  # of the last stage, until the loss is known
+        self._left = dict.fromkeys(staged.partition.here, len(microbatches))  # backward passes left, by stage
+        self._router: dict[int, RouterStats | None] = {}  # statistics of the last stage, until the loss is known
         self.reported: list[Tensor] = []
 
     def _run(self, stage: int, microbatch: int, given: Message | None) -> Message | None:
@@ -328,7 +337,7 @@ class _Training(_Forward):
     def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
         given, made = self._kept.pop((stage, microbatch))
         grads: Sequence[Tensor | None] = received or (None,)
-        if stage == self._last_stage and self._vocabulary is not None:  # its output and the router's losses
+        if stage == self._last_stage and self._vocabulary is not None:  # from the output and the router's losses
             target_T, rows_T, x_grad_TH = self._vocabulary.output_gradient(microbatch)
             if self._objective.add_rows is not None:
                 self._objective.add_rows(self._microbatches[microbatch], target_T, rows_T)
@@ -354,7 +363,7 @@ class _Training(_Forward):
         return gradients
 
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
-        with self._gradients.backward(-1, microbatch):  # its parts: those of the output layer and of the embedding
+        with self._gradients.backward(-1, microbatch):  # shards of the output layer and of the embedding
             super().vocabulary(kind, microbatch)
         if kind is Kind.EMBED_BACKWARD and microbatch == len(self._microbatches) - 1:
             self._gradients.start_reduction(-1)
@@ -366,7 +375,7 @@ class _Training(_Forward):
         self._count(stage)
 
     def _count(self, stage: int) -> None:
-        """A backward pass of the stage is complete."""
+        """Counts a complete backward pass of the stage; starts the reduction after the last one."""
         self._left[stage] -= 1
         if not self._left[stage]:
             self._gradients.start_reduction(stage)
@@ -382,7 +391,7 @@ def _unpacked(packed: Tensor, tokens: int) -> RouterStats:
 
 
 def _backward(made: Message, grads: Sequence[Tensor | None]) -> None:
-    """The backward pass from what needs one: of a stage that is frozen, and those before it, nothing does."""
+    """Runs the backward pass from tensors that need one: in frozen stages before the first trained one, none does."""
     needing = [(tensor, grad) for tensor, grad in zip(made, grads, strict=True) if tensor.requires_grad]
     if needing:
         tensors, gradients = zip(*needing)

@@ -1,4 +1,4 @@
-"""Which blocks of a model each stage of a pipeline holds."""
+"""Assigns the blocks of a model to the stages of a pipeline."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from optimus.errors import UserError
 
-_MORE = 1 + 1e-9  # a limit that is met exactly is met
+_MORE = 1 + 1e-9  # tolerance: a cost equal to a limit is within it
 
 
 class _Split(NamedTuple):
@@ -18,7 +18,7 @@ class _Split(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What the blocks of a model take of something, and what its first and its last stage take of it besides."""
+    """The cost of each block of a model, and the extra cost of the first and of the last stage."""
 
     blocks: Sequence[float]
     first: float = 0.0
@@ -26,10 +26,10 @@ class Weights(NamedTuple):
 
 
 def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[range]:
-    """Blocks of each stage, in order, so that the stage that takes most time takes as little as it can.
+    """Returns the blocks of each stage, in order, so that the time of the slowest stage is minimal.
 
-    Of the divisions with which it does, one whose fullest stage holds as little as it can; of those again the most even one
-    in time. Every stage has a block at least.
+    Among such partitions, the result minimises the memory of the fullest stage, and then the unevenness in time. Every stage
+    has at least one block.
 
     Raises:
         UserError: there are fewer blocks than stages.
@@ -44,13 +44,13 @@ def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[ra
     held = taken if memory is None else _sums(memory, stages)
 
     def within(limit: float, cost: Callable[[int, int, int], float]) -> float:
-        """The smallest largest cost of stages that take no more time than `limit`."""
+        """Returns the minimal largest cost over partitions whose stages take no more time than `limit`."""
         return (
             _MORE
             * _search(blocks, stages, lambda *stage: (cost(*stage) if taken(*stage) <= limit else inf, 0.0)).largest
         )
 
-    rough = _MORE * max(taken(*stage) for stage in _even(time.blocks, stages))  # leaves less to search
+    rough = _MORE * max(taken(*stage) for stage in _even(time.blocks, stages))  # prunes the search
     longest = within(rough, taken)
     fullest = within(longest, held)
 
@@ -63,7 +63,7 @@ def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[ra
 
 
 def _even(weights: Sequence[float], stages: int) -> list[tuple[int, int, int]]:
-    """Stages that take about as much: each with its first block, and the first that it has no more."""
+    """Returns stages of about equal weight: (stage, first block, first block of the next stage)."""
     sums, ends = list(accumulate(weights)), [0]
     for stage in range(1, stages):
         wanted = bisect_left(sums, sums[-1] * stage / stages) + 1
@@ -72,23 +72,24 @@ def _even(weights: Sequence[float], stages: int) -> list[tuple[int, int, int]]:
 
 
 def _sums(weights: Weights, stages: int) -> Callable[[int, int, int], float]:
-    """What a stage from a block to another takes."""
+    """Returns a function that sums the weights of a stage from one block to another."""
     sums = list(accumulate(weights.blocks, initial=0.0))
     besides = {0: weights.first} | {stages - 1: weights.last + (weights.first if stages == 1 else 0.0)}
     return lambda stage, start, end: sums[end] - sums[start] + besides.get(stage, 0.0)
 
 
 def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[float, float]]) -> _Split:
-    """The division whose largest cost is smallest, and of those with no larger one on the way, whose sum is smallest.
+    """Returns the partition whose largest cost is minimal, and among equals the one whose sum is minimal.
 
-    `cost` of a stage from block `start` to `end` is a pair: the cost, which does not fall with more blocks and is infinite
-    where a stage may not have them, and what is summed.
+    Ties are decided at every prefix of stages. `cost` of a stage from block `start` to `end` is a pair. The first is the
+    cost, which does not fall with more blocks and is infinite where a stage may not have them. The second is the term to
+    sum.
     """
-    ends = [blocks]  # of each stage the earliest after which the others can have what is left
+    ends = [blocks]  # per stage the earliest end for which the later stages can take the remaining blocks
     for stage in range(stages - 1, 0, -1):
         starts = range(stage, ends[0])
         ends.insert(0, starts[bisect_left(starts, True, key=lambda start: cost(stage, start, ends[0])[0] < inf)])
-    best: list[_Split | None] = [_Split(0.0, 0.0, ()), *([None] * blocks)]  # of the first stages
+    best: list[_Split | None] = [_Split(0.0, 0.0, ()), *([None] * blocks)]  # for the first stages
     for stage in range(stages):
         following: list[_Split | None] = [None] * (blocks + 1)
         possible = [(start, before) for start, before in enumerate(best) if before is not None]
@@ -99,7 +100,7 @@ def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[floa
                     continue
                 own, summed = cost(stage, start, end)
                 if own == inf or (chosen is not None and own > chosen.largest):
-                    break  # so it is with more blocks
+                    break  # more blocks cost no less
                 least = max(before.largest, own), before.summed + summed
                 if chosen is None or (*least, before.ends) < (chosen.largest, chosen.summed, chosen.ends[:-1]):
                     chosen = _Split(*least, (*before.ends, end))

@@ -1,4 +1,5 @@
-"""The timeline of a pipeline, simulated or measured: when each rank executed which action, and what follows from it."""
+"""Describes the timeline of a pipeline, simulated or measured: start and end of every action, and the metrics that
+follow."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Timeline:
 
     @classmethod
     def of(cls, events: Iterable[Event], ranks: int) -> "Timeline":
-        """From events in any order. The first begins at time zero."""
+        """Makes a timeline from events in any order. The first event begins at time zero."""
         ordered = sorted(events, key=lambda event: (event.start, event.end))
         zero = ordered[0].start if ordered else 0.0
         if zero:
@@ -41,7 +42,7 @@ class Timeline:
 
     @cached_property
     def computations(self) -> list[list[Event]]:
-        """Of each rank, by start."""
+        """The computations of each rank, by start."""
         found: list[list[Event]] = [[] for _ in range(self.ranks)]
         for event in self.events:
             if event.kind.computes:
@@ -50,7 +51,7 @@ class Timeline:
 
     @cached_property
     def stages_of(self) -> list[list[int]]:
-        """Of each rank: the stages that it computes, in ascending order."""
+        """The stages that each rank computes, in ascending order."""
         return [sorted({event.stage for event in events}) for events in self.computations]
 
     @property
@@ -60,12 +61,13 @@ class Timeline:
 
     @property
     def busy(self) -> list[float]:
-        """Time in which each rank computes."""
+        """Computing time of each rank."""
         return [sum(event.end - event.start for event in events) for events in self.computations]
 
     @property
     def bubbles(self) -> list[float]:
-        """Of each rank: idle time over computing time, idle being the makespan without the computing time."""
+        """The bubble of each rank: idle time over computing time, where idle time is the makespan minus the computing
+        time."""
         return [(self.makespan - busy) / busy if busy else float("inf") for busy in self.busy]
 
     @property
@@ -76,21 +78,24 @@ class Timeline:
 
     @property
     def peak_activations(self) -> list[int]:
-        """Of each rank: most activations kept at once, counted as `schedule.live_changes` says."""
+        """The peak number of live activations of each rank, counted by `schedule.live_changes`."""
         return [
             max(accumulate(change for _, change in live_changes(events)), default=0) for events in self.computations
         ]
 
 
 def write_timeline(path: Path, timeline: Timeline, simulated: Timeline | None = None) -> None:
-    """Write a timeline for `read_timeline`: `{"ranks": n, "events": [[rank, kind, stage, microbatch, start, end],
-    ...]}`. The events of a `simulated` one go beside it, under this name, for reports."""
+    """Writes a timeline for `read_timeline`: `{"ranks": n, "events": [[rank, kind, stage, microbatch, start, end], ...]}`.
+
+    The events of a `simulated` timeline go under the key "simulated", for reports.
+    """
     beside = {} if simulated is None else {"simulated": simulated.events}
     write_json(path, {"ranks": timeline.ranks, "events": timeline.events, **beside})
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read a timeline, as of a measured run. Raises `UserError` when the file is missing or holds something else."""
+    """Reads a timeline, for example of a measured run. Raises `UserError` when the file is missing or holds something
+    else."""
     path = user_path(path)
     try:
         content = parse_json(path.read_text(encoding="utf-8"))

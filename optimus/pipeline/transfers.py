@@ -1,23 +1,23 @@
-"""Sends and receives added to an order of computations, so that they cannot deadlock."""
+"""Adds sends and receives to an order of computations, so that they cannot deadlock."""
 
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.replay import replay
 from optimus.pipeline.schedule import Action, Schedule, partner
 
-USUAL = Costs(logits=0.25)  # a usual relation of times, which decides which of several safe places a transfer gets
+USUAL = Costs(logits=0.25)  # typical relative times, which choose among several safe places for a transfer
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
-    """A schedule of computations alone, with the sends and receives between ranks put among them.
+    """Returns a schedule of computations with the sends and receives between ranks inserted.
 
-    The computations are played with usual times. A transfer happens, as one event, when the computation that makes its
-    content ends; at the same moment, transfers come before computations that begin. Sorted by time, all events form
-    one global order, and the actions of a rank are those of its events. The earliest event not yet done can always
-    happen: hence no deadlock, even if a send lasts until its receive is reached. A transfer that reaches a busy rank
-    stands after what the rank is computing.
+    The computations are simulated with usual times. A transfer happens, as one event, when the computation that makes its
+    content ends; at the same moment, transfers come before computations that begin. Sorted by time, all events form one
+    global order, and the actions of a rank are those of its events. The earliest event not yet done can always happen.
+    Therefore no deadlock is possible, even if a send lasts until its receive is reached. A transfer to a busy rank stands
+    after the rank's current computation.
 
-    In the steady state of 1F1B the forward send and the backward receive between two neighbours fall together, and so
-    stand together.
+    In the steady state of 1F1B the forward send and the backward receive between two neighbours coincide, and therefore are
+    adjacent.
 
     Raises `ScheduleError` when ranks wait for each other in a circle.
     """

@@ -1,7 +1,7 @@
-"""The embedding and the output layer of a pipeline whose ranks all have a part of the vocabulary.
+"""Runs the embedding and the output layer of a pipeline whose ranks all have a shard of the vocabulary.
 
-Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. What goes between the ranks
-does so beside other computations: the schedule says what is computed in between.
+Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. Transfers between the ranks
+overlap with other computations: the schedule says which computations come in between.
 
 Legend: T rows of the residual stream, H columns of it, V tokens whose rows of the weight are here.
 """
@@ -21,24 +21,27 @@ from optimus.pipeline.schedule import Kind, Schedule
 
 
 class VocabularyLinks(NamedTuple):
-    """What the ranks of a pipeline exchange, each in a group of its own, since its order differs from rank to rank."""
+    """The groups for the exchanges between the ranks of a pipeline.
 
-    first: int  # the rank of the pipeline that has the first stage
+    Each exchange has a group of its own, because the order of the exchanges differs from rank to rank.
+    """
+
+    first: int  # the pipeline rank with the first stage
     last: int
     outputs: Group  # of the last stage
     output_gradients: Group
     embeddings: Group
     embedding_gradients: Group
-    normalisers: Group  # all ranks that have other parts of the vocabulary
+    normalisers: Group  # all ranks with other shards of the vocabulary
 
     @classmethod
     def along(cls, groups: Groups, place: Schedule) -> "VocabularyLinks":
-        """All ranks must call. `place` says where the stages are."""
+        """Makes the groups; all ranks must call. `place` maps stages to ranks."""
         ends = place.rank_of(0), place.rank_of(place.stages - 1)
         return cls(*ends, *groups.apart(4, "pp"), *groups.apart(1, "pp", "tp_out"))
 
     def connect(self, device: torch.device) -> None:
-        """The links of what one rank gives to all others (`Group.connect`)."""
+        """Connects the links on which one rank sends to all others (`Group.connect`)."""
         for group, source in (self.outputs, self.last), (self.embedding_gradients, self.first):
             group.connect([(source, rank) for rank in range(group.size) if rank != source], device)
 
@@ -47,15 +50,15 @@ class _Logits(NamedTuple):
     x_TH: Tensor
     edge: GradientEdge
     softmax: PartialSoftmax
-    all_P2T: Tensor  # normalisers and chosen logits of all parts
+    all_P2T: Tensor  # normalisers and chosen logits of all shards
     gathering: Handle
 
 
 class VocabularyPasses:
-    """What a rank does for the vocabulary in one step.
+    """The vocabulary passes of a rank in one step.
 
-    The positions of the sequences are `positions_S` here. `room` gives an empty tensor of the shape of a stage's output of a
-    microbatch. The loss is a sum over `count`, its gradient `scale`.
+    `positions_S` are the sequence positions on this rank. `room` returns an empty tensor with the shape of a stage's output
+    for a microbatch. The loss is a sum divided by `count`, and its gradient is multiplied by `scale`.
     """
 
     def __init__(
@@ -78,38 +81,38 @@ class VocabularyPasses:
         self._outputs: dict[int, Tensor] = {}  # on the last stage's rank
         self._logits: dict[int, _Logits] = {}
         self._losses: dict[int, tuple[Tensor, Tensor]] = {}  # on the last stage's rank
-        self._under_way: dict[tuple[str, int], tuple[Tensor, Handle]] = {}  # what goes between the ranks, by its name
+        self._under_way: dict[tuple[str, int], tuple[Tensor, Handle]] = {}  # running transfers, by name and microbatch
 
     def run(self, kind: Kind, microbatch: int) -> None:
-        """One pass."""
+        """Runs one pass."""
         passes = {Kind.EMBED: self._embed, Kind.LOGITS: self._find_logits, Kind.LOSS: self._find_loss}
         passes.get(kind, self._embed_backward)(microbatch)
 
     def embedded(self, microbatch: int) -> Tensor:
-        """On the first stage's rank, its input [T, H]."""
+        """Returns the input of the first stage [T, H], on the first stage's rank."""
         x_TH, handle = self._under_way.pop(("embedding", microbatch))
         handle.wait()
         return x_TH
 
     def send_output(self, microbatch: int, x_TH: Tensor) -> None:
-        """On the last stage's rank: begin to give its output, normalised, to all."""
+        """Begins to send the normalised output of the last stage to all ranks, from the last stage's rank."""
         self._outputs[microbatch] = x_TH
         self._give(x_TH, self._links.outputs, "output", microbatch)
 
     def output_gradient(self, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """On the last stage's rank: (targets [T], cross-entropy of each, gradient [T, H] of what `send_output` has sent)."""
+        """Returns (targets [T], cross-entropy of each, gradient [T, H] of the sent output), on the last stage's rank."""
         x_grad_TH, handle = self._under_way.pop(("output gradient", microbatch))
         handle.wait()
-        self._finish("output", microbatch)  # what the others have made of it is here
+        self._finish("output", microbatch)  # the gradient proves that all ranks have received the output
         return *self._losses.pop(microbatch), x_grad_TH
 
     def send_input_gradient(self, microbatch: int, x_grad_TH: Tensor) -> None:
-        """On the first stage's rank: begin to give the gradient of its input to all."""
+        """Begins to send the gradient of the first stage's input to all ranks, from the first stage's rank."""
         self._input_gradients[microbatch] = x_grad_TH
         self._give(x_grad_TH, self._links.embedding_gradients, "gradient of the embeddings", microbatch)
 
     def finish(self) -> None:
-        """Wait for all that is under way."""
+        """Waits for all running transfers."""
         for _, handle in self._under_way.values():
             handle.wait()
         self._under_way.clear()
@@ -154,7 +157,7 @@ class VocabularyPasses:
     def _embed_backward(self, microbatch: int) -> None:
         group, what = self._links.embedding_gradients, "gradient of the embeddings"
         x_grad_TH = self._given(self._input_gradients, group, self._links.first, what, microbatch)
-        for what in ("embedding", "output gradient"):  # from which this gradient has come
+        for what in ("embedding", "output gradient"):  # this gradient depends on both, so both have arrived
             self._finish(what, microbatch)
         edge = self._embedding_edges.pop(microbatch, None)
         if edge is not None:
@@ -164,10 +167,10 @@ class VocabularyPasses:
         return self._model.targets(self._microbatches[microbatch], self._positions_S)
 
     def _give(self, tensor: Tensor, group: Group, what: str, microbatch: int) -> None:
-        """Begin to send `tensor` to every other rank of `group`.
+        """Begins to send `tensor` to every other rank of `group`.
 
-        No broadcast, in which one rank's part waits for another's, through which it comes: these are in other passes, and
-        wait for each other in a circle.
+        A broadcast could deadlock: data for one rank may be forwarded by another rank. Ranks are in different passes, and
+        would wait for each other in a circle.
         """
         where = f"send of the {what} of microbatch {microbatch} to rank"
         others = [rank for rank in range(group.size) if rank != group.rank]
@@ -180,7 +183,8 @@ class VocabularyPasses:
         self._under_way[what, microbatch] = tensor, Handle(wait)
 
     def _given(self, own: dict[int, Tensor], group: Group, source: int, what: str, microbatch: int) -> Tensor:
-        """What rank `source` of `group`, which has it among its `own`, gives to all next."""
+        """Returns the tensor that rank `source` of `group` sends to all next; on `source` itself, the tensor comes from
+        `own`."""
         if self._rank == source:
             return own.pop(microbatch)
         tensor = self._room(microbatch)
@@ -189,9 +193,9 @@ class VocabularyPasses:
         return tensor
 
     def _finish(self, what: str, microbatch: int) -> None:
-        """Let go of what this rank has given to others, if it has, and what they have certainly taken.
+        """Waits for a transfer of this rank, if there is one, whose receivers are known to be done, and frees its tensor.
 
-        To wait any earlier is to wait in a circle: it is the schedule that says when they take it.
+        An earlier wait could deadlock, because the schedule decides when the other ranks receive.
         """
         _, handle = self._under_way.pop((what, microbatch), (None, None))
         if handle is not None:

@@ -1,8 +1,8 @@
-"""The buffers of a chunk: what each holds, how much of the chunk, where, and when it has memory.
+"""Plans the buffers of a chunk: their contents, their share of the chunk, their residency and their lifetime.
 
-A chunk is sharded in steps: over a few ranks near one another, each of the parts over more of them, and so on
-(`plan.py`). A buffer of depth d is what a rank has after d of these steps; of depth 0, the whole chunk. What is called
-ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ in the depths of three kinds alone:
+A chunk is sharded in steps: first over a few ranks near one another, then each shard over more of them, and so on
+(`plan.py`). A buffer of depth d holds what a rank has after d of these steps; a buffer of depth 0 holds the whole chunk.
+ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ only in the depths of three kinds:
 
                                                   parameters   gradients   master weights and moments
     none (DDP)                                             0           0                            0
@@ -11,14 +11,14 @@ ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ in the depths of 
     parameters (ZeRO-3)                                    1           1                            1
     parameters, over 2, 8 and all ranks                    1           2                            3
 
-Where these are kept is `RESIDENCES`. Parameters on the host have memory on the device while they are used, as those that
-are sharded, and are sharded there as master weights are: each rank brings its part, and they are gathered on the device.
+`RESIDENCES` says where each kind is kept. Parameters on the host have device memory only while they are used, like sharded
+parameters. On the host they are sharded like master weights: each rank uploads its shard, and the device gathers all shards.
 
-Frozen parameters have the first kind alone, sharded as far as it says.
+Frozen parameters have only the first kind, sharded as far as its depth says.
 
-Of pruned parameters only the unpruned elements are kept, reduced and sent (SAMO: `masks.py`). Modules compute with dense
-parameters, and give dense gradients, which are compressed when the last one of a microbatch is there; all else is
-compressed.
+Pruned parameters keep, reduce and send only their unpruned elements (SAMO: `masks.py`). Modules compute with dense
+parameters and produce dense gradients. The gradients are compressed when the last one of a microbatch has arrived. All other
+buffers are compressed.
 """
 
 from typing import Literal, NamedTuple, TypeVar
@@ -29,14 +29,14 @@ from torch import Tensor
 from optimus.optim.rule import Rule
 
 Residency = Literal["device", "host", "disk"]
-# Always; from its first use in a step to its last or to the optimizer's; while in use; until another needs its memory.
+# Always; from the first use in a step to the last or to the optimizer's; while in use; until another needs its memory.
 Lifetime = Literal["always", "step", "use", "cache"]
-# Of a pruned chunk: all elements, the unpruned ones, or the numbers that say which these are.
+# Contents for a pruned chunk: all elements, the unpruned elements, or the numbers that say which elements are unpruned.
 Extent = Literal["whole", "compressed", "mask"]
 
 KINDS = ("parameters", "gradients", "master", "moments", "mask")  # of buffers, as memory reports count them
 
-# By `state.offload`: of parameters, of gradients between their reduction and the update, of the optimizer's buffers.
+# By `state.offload`, where three kinds reside: parameters, gradients between reduction and update, optimizer buffers.
 RESIDENCES: dict[str, tuple[Residency, Residency, Residency]] = {
     "none": ("device", "device", "device"),
     "optimizer": ("device", "device", "host"),  # ZeRO-Offload
@@ -46,39 +46,42 @@ RESIDENCES: dict[str, tuple[Residency, Residency, Residency]] = {
 
 N = TypeVar("N", int, float, Tensor)
 
-ALIGN = 32  # elements: 64 bytes in bf16, as vector units like it
+ALIGN = 32  # elements: 64 bytes in bf16, the width of vector units
 
 
 class Buffer(NamedTuple):
-    """One buffer of a chunk, as planned. Kinds: parameters, gradients, master, those that an update rule keeps; with .shard,
-    what is kept of absent ones; gradients.host, those that wait for the update on the host; mask."""
+    """One buffer of a chunk, as planned.
+
+    Kinds: parameters, gradients, master, mask, and the state of an update rule. A kind with .shard is the part that is kept
+    while the whole buffer has no memory. The kind gradients.host holds gradients that wait for the update on the host.
+    """
 
     kind: str
     dtype: torch.dtype
-    depth: int  # in how many steps it is sharded
+    depth: int  # number of sharding steps
     residency: Residency = "device"
     lifetime: Lifetime = "always"
-    align: int = ALIGN  # parameters, shards and tiles of it begin at multiples of so many elements
-    extent: Extent = "compressed"  # of a chunk that is not pruned all elements, too
+    align: int = ALIGN  # parameters, shards and tiles begin at multiples of this number of elements
+    extent: Extent = "compressed"  # all elements where the chunk is not pruned
 
     def bytes(self, elements: N) -> N:
-        """Of so many elements."""
+        """Returns the bytes of `elements` elements."""
         return elements * self.dtype.itemsize
 
     @property
     def reported(self) -> str:
-        """As what memory reports count it."""
+        """The kind under which memory reports count this buffer."""
         kind = self.kind.removesuffix(".shard").removesuffix(".host")
         return kind if kind in KINDS else "moments"
 
 
 def aligned(elements: int, align: int = ALIGN) -> int:
-    """The next multiple."""
+    """Rounds up to the next multiple of `align`."""
     return -(-elements // align) * align
 
 
 class Depths(NamedTuple):
-    """In how many steps a chunk is sharded: for its parameters, its gradients, and for what the optimizer keeps."""
+    """The number of steps in which a chunk's parameters, gradients and optimizer state are sharded."""
 
     parameters: int
     gradients: int
@@ -97,16 +100,18 @@ def buffers(
     prunable: bool = False,
     sends: bool = False,
 ) -> tuple[Buffer, ...]:
-    """Those of a chunk that `rule` updates; of one that it does not, nothing but the parameters. `sends`: the gradients of
-    each microbatch, to be added up on the host.
+    """Returns the buffers of a chunk that `rule` updates, or only the parameters if `rule` does not train.
 
-    `lifetime` is that of whole parameters where a part or the host keeps them. Where they are of type fp32 and what the rule
-    computes with, they are the master weights themselves. Gradients wait for the update in the place of the parameters on
-    the host, whose last use has been by then, if they are of one type (Elixir, section 6): 14 bytes per parameter in bf16.
-    Those that are added up there have a place of their own: the parameters are still in use.
+    With `sends`, the gradients of each microbatch are sent to the host and accumulated there. `lifetime` is that of the
+    whole parameters where the chunk keeps a shard or the host keeps them. Parameters of type fp32 that are also the rule's
+    compute weights serve as the master weights.
 
-    Of `prunable` parameters, which may be `pruned` later, a record on a disk has from the beginning what it will have then:
-    so the space that it takes up is known before the first step.
+    Gradients wait for the update in the host memory of the parameters, if both have the same type: by then the parameters
+    have been used for the last time (Elixir, section 6). That makes 14 bytes per parameter in bf16. Gradients that
+    accumulate on the host have memory of their own, because the parameters are still in use.
+
+    The disk record of `prunable` parameters, which may be `pruned` later, reserves from the beginning what pruning will
+    need. Thus the space on the disk is known before the first step.
     """
     home, waiting, optimizer = RESIDENCES[offload]
     kept_whole = not depths.parameters and home == "device"
@@ -117,7 +122,7 @@ def buffers(
     rows += [Buffer("mask", torch.int32, 0, align=1, extent="mask")] if pruned else []
     apart = compute != torch.float32 or rule.averages or pruned or (prunable and optimizer == "disk")
     lasting: Lifetime = "always" if waiting == "device" else "step"
-    added = not sends and (pruned or depths.gradients > 0)  # those of each microbatch to what is kept of them
+    added = not sends and (pruned or depths.gradients > 0)  # each microbatch's gradients are added to the shard
     rows += [Buffer("gradients", gradient, 0, lifetime="use" if added or sends else lasting, extent="whole")]
     rows += [Buffer("gradients.shard", gradient, depths.gradients, lifetime=lasting)] if added else []
     if waiting != "device" and (sends or not (apart and gradient == compute)):

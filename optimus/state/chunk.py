@@ -1,11 +1,12 @@
-"""A chunk: parameters laid end to end in flat buffers, with their fp32 master weights and what an update rule keeps.
+"""Holds a chunk: parameters laid end to end in flat buffers, with their fp32 master weights and the update rule's state.
 
-The module's parameters are views of the chunk's compute buffer, so that gathering, updating and saving are operations on a
-few long tensors, whatever the model. All parameters of a chunk have the same replicas and the same rule. The replicas shard
-the chunk in steps (`plan.py`): each rank keeps some part of each buffer (`buffers.py`).
+The module's parameters are views of the chunk's compute buffer. Therefore gathering, updating and saving are operations on a
+few long tensors, for any model. All parameters of a chunk have the same replicas and the same rule. The replicas shard the
+chunk in steps (`plan.py`): each rank keeps a shard of each buffer (`buffers.py`).
 
-Read `placement.py` (where its buffers are), `whole.py` (whole parameters, where they are used), `reduction.py` (gradients)
-and `update.py`; what may happen, and in which order, is in `statuses.py`. A chunk of frozen parameters has the first two.
+Read `placement.py` (residency of the buffers), `whole.py` (whole parameters while they are used), `reduction.py` (gradients)
+and `update.py`. The permitted operations and their order are in `statuses.py`. A chunk of frozen parameters has only the
+first two.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,22 +31,25 @@ from optimus.state.whole import WholeParameters
 class Chunk(Placement):
     """The parameters of `plan`; see the module's text.
 
-    Whoever reads what a checkpoint holds, or changes it, does so inside `states`, which waits for the update that is under
-    way and gives each thread buffers of its own for what is on a disk.
+    Code that reads or changes the checkpointed state does so inside `states`. That context waits for the running update and
+    gives each thread its own buffers for state on a disk.
     """
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(plan, context, masks)
         self.whole = WholeParameters(self)
-        self.parameters: list[nn.Parameter] = []  # of the module
-        self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # of those that are trained
+        self.parameters: list[nn.Parameter] = []  # the module's
+        self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # of trained parameters
 
     @contextmanager
     def states(self, change: bool = False, *, after: Handle | None = None) -> Iterator[Mapping[str, Tensor]]:
-        """Inside, what a checkpoint holds of this chunk is in memory, by the prefix of its keys: this rank's part, behind
-        the update that is under way. With `change` it may be written to, behind whoever copies it; `publish` must follow.
+        """Yields the checkpointed state of this rank's shard, in memory, by the prefix of its keys, after the running
+        update.
 
-        Only the thread that trains knows what is under way: another waits for the `updated` that it was given, `after`.
+        With `change`, the caller may write to the state, once pending copies of it are finished; `publish` must follow.
+
+        Only the training thread knows the running update. Another thread passes the `updated` handle that it was given, as
+        `after`, and the context waits for that handle.
         """
         if after is not None:
             after.wait()
@@ -63,7 +67,7 @@ class Chunk(Placement):
 
     @property
     def updated(self) -> Handle:
-        """Waits for the update that is under way now; any thread may call it."""
+        """A handle that waits for the update that is running now; any thread may call it."""
         updating = self.part.until
 
         def wait() -> None:
@@ -74,21 +78,26 @@ class Chunk(Placement):
         return Handle(wait)
 
     def hold(self, until: Handle, weights: bool = False) -> None:
-        """Wait for `until`, once, before the next update changes this rank's part: it is done when that has been copied or
-        written. `weights`: what is computed with is copied, too."""
-        self.part.copy = Status("copy")  # others have been waited for by whoever makes this one
+        """Blocks the next update of this rank's shard until `until` is done, which means that the shard has been copied or
+        written.
+
+        The next update waits for `until` once. With `weights`, the copy also reads the compute weights.
+        """
+        self.part.copy = Status("copy")  # the caller has waited for earlier copies
         self.part.copy.go("hold weights" if weights else "hold", until)
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) for every slot; the parameters are views of the buffer."""
+        """Yields (name, parameter) for every slot; the parameters are views of the buffer."""
         for name, view in self.views(self.parameter).items():
             self.parameters.append(nn.Parameter(view, requires_grad=self.plan.rule.trains))
             yield name, self.parameters[-1]
         self.whole.reshard()
 
     def initialize(self, initial: Mapping[str, Initial], seed: int, std: float) -> None:
-        """Initial weights, of the kind that `initial` names, by name and position: each rank makes its own part. Other
-        parameters stay as they are."""
+        """Fills the parameters named in `initial` with initial weights of the named kind; each rank makes its own shard.
+
+        The values depend on name and position alone. Other parameters stay unchanged.
+        """
         named = [slot for slot in self.plan.slots if slot.name in initial]
         if not named:
             return
@@ -106,13 +115,13 @@ class Chunk(Placement):
         self.publish()
 
     def begin(self) -> None:
-        """Make what the update rule keeps as it is before the first update."""
+        """Initializes the update rule's state, as it is before the first update."""
         with self.states(change=True) as states:
             weights, *kept = states.values()
             self.plan.rule.begin(weights, kept)
 
     def publish(self) -> None:
-        """Make the compute copies anew after the master weights have changed; begin to gather those that are kept."""
+        """Recomputes the compute weights after the master weights have changed, and invalidates the gathered parameters."""
         self.whole.settle()
         self.part.go("compute")
         if self.plan.has_master:
@@ -122,9 +131,10 @@ class Chunk(Placement):
         self.whole.invalidate()
 
     def show(self) -> None:
-        """Compute with the weights themselves, as an evaluation does, where training does not; `publish` goes back.
+        """Switches to the weights of the model for an evaluation, where training computes with others; `publish` switches
+        back.
 
-        No checkpoint that is being written has what such a rule computes with.
+        A checkpoint that is being written never reads the compute weights of a rule that averages.
         """
         if self.plan.rule.averages:
             self.whole.settle()
@@ -133,7 +143,8 @@ class Chunk(Placement):
             self.whole.invalidate()
 
     def gathered_state(self, prefix: str) -> Tensor:
-        """The whole chunk's state with this prefix of a checkpoint, fp32 on the device. All ranks of its groups call."""
+        """Gathers the whole chunk's state with this checkpoint prefix, fp32 on the device. All ranks of its groups must
+        call."""
         self.whole.settle()
         whole = torch.zeros(self.plan.size, dtype=torch.float32, device=self.parameter.device)
         with self.states() as states:
@@ -146,7 +157,7 @@ class Chunk(Placement):
 
 
 class TrainedChunk(Chunk):
-    """A chunk that an update rule updates: gradients beside the weights, their reduction and the update."""
+    """A chunk that an update rule updates: it adds gradients, their reduction and the update."""
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(plan, context, masks)
@@ -156,22 +167,26 @@ class TrainedChunk(Chunk):
         self.update = Update(self, self.whole, self.gradients, plan.rule)
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) for every slot; the parameters and their gradients are views of the buffers."""
+        """Yields (name, parameter) for every slot; the parameters and their gradients are views of the buffers."""
         views = self.views(self.gradients.gradient)
         for name, parameter in super().make_parameters():
             self.gradients.take(parameter, views[name])
             yield name, parameter
-        self.gradients.free()  # now that the views of it are made
+        self.gradients.free()  # only after its views are made
 
     def skip(self) -> None:
-        """The step is not applied: what gradients wait in the place of is made anew, and they are no more."""
+        """Discards the step: gradients that wait in the memory of the compute weights are dropped, and the weights are
+        recomputed."""
         if self.part.status == "lent":
             self.gradients.clear()
             self.publish()
 
     def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
-        """Go on with `plan`, of the same parameters, of which some are pruned by `masks`. Between steps; all ranks of the
-        groups must call. The state of the unpruned elements stays; none is there if `empty`."""
+        """Switches to `plan`, which has the same parameters, some of them pruned by `masks`.
+
+        Call between steps, on all ranks of the groups. The state of the unpruned elements is kept; with `empty` it is left
+        zero.
+        """
         self.gradients.clear()
         self.whole.settle()
         with self.states() as states:

@@ -1,6 +1,6 @@
-"""Master weights and moments on a disk (ZeRO-Infinity, section 4.1): one file per rank without a name, a record per chunk.
+"""Keeps master weights and moments on a disk (ZeRO-Infinity, section 4.1): one unnamed file per rank, a record per chunk.
 
-Reads and writes go past the page cache (O_DIRECT) in a few threads, between the disk and three buffers: while the state of
+Reads and writes bypass the page cache (O_DIRECT) in a few threads, between the disk and three buffers. While the state of
 one chunk is updated, the next is read and the one before is written.
 """
 
@@ -21,16 +21,19 @@ from optimus.comm import DONE, Handle
 from optimus.errors import UserError
 from optimus.state.transfers import Transfers
 
-PAGE = 4096  # bytes: records and buffers begin at multiples, as O_DIRECT asks
+PAGE = 4096  # bytes: O_DIRECT requires records and buffers to begin at multiples
 _PIECE = 4 << 20  # bytes of a read or write
 _THREADS = 4
-_NAME = "optimus disk"  # of these threads
-BUFFERS = 3  # read, updated, written
+_NAME = "optimus disk"  # prefix of the threads' names
+BUFFERS = 3  # one is read, one updated, one written
 
 
 class StateFile:
-    """The file of this rank in `folder`. It takes up its space in `reserve`, so that a disk that is too small is found
-    before the first step. Raises `UserError`, in whatever waits, when the disk refuses."""
+    """The state file of this rank in `folder`.
+
+    The file takes up its space in `reserve`, so that a disk that is too small is found before the first step. Raises
+    `UserError`, in the caller that waits, when the disk refuses.
+    """
 
     def __init__(self, folder: Path, transfers: Transfers) -> None:
         self._folder, self._transfers, self._file = folder, transfers, -1
@@ -43,14 +46,17 @@ class StateFile:
             try:
                 self._file = os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
                 os.close(handle)
-            except OSError:  # a file system in memory has no way past the cache
+            except OSError:  # a file system in memory does not support O_DIRECT
                 self._file = handle
             os.unlink(path)
         except OSError as error:
             raise self._failed(error) from None
 
     def place(self, size: int) -> int:
-        """Where a record of so many bytes lies. It takes up its space in `reserve`, behind that at once."""
+        """Assigns a place to a record of `size` bytes and returns its offset.
+
+        The record takes up its space in `reserve`; after `reserve`, at once.
+        """
         offset = self._size
         self._size += -(-size // PAGE) * PAGE
         self._longest = max(self._longest, self._size - offset)
@@ -59,7 +65,7 @@ class StateFile:
         return offset
 
     def reserve(self) -> None:
-        """Take up the space of all records, zero, and make the buffers."""
+        """Takes up the space of all records, filled with zeros, and makes the buffers."""
         self._take_up()
         self._reserved = True
         for _ in range(BUFFERS):
@@ -73,25 +79,25 @@ class StateFile:
             raise self._failed(error) from None
 
     def new_buffer(self) -> Tensor:
-        """Bytes of the host that the longest record fits into, at the beginning of a page."""
+        """Returns host memory that holds the longest record and begins at a page boundary."""
         memory = self._transfers.on_host(self._longest + PAGE, torch.uint8)
         return memory[-memory.data_ptr() % PAGE :][: self._longest]
 
     def take(self) -> Tensor:
-        """One of the three buffers, when one is free, or one in its place where records have grown longer."""
+        """Waits for one of the three buffers and returns it, or a longer replacement if records have grown."""
         buffer = self._buffers.get()
         return buffer if len(buffer) >= self._longest else self.new_buffer()
 
     def give(self, buffer: Tensor) -> None:
-        """The buffer is free."""
+        """Returns a buffer to the free ones."""
         self._buffers.put(buffer)
 
     def read_async(self, record: Tensor, offset: int) -> Handle:
-        """Begin to read the bytes of `record`, whole pages."""
+        """Begins to read the bytes of `record`, whole pages."""
         return self._pieces(_read, record, offset)
 
     def write_async(self, record: Tensor, offset: int, then: Callable[[], None] = lambda: None) -> Handle:
-        """Begin to write the bytes of `record`, whole pages; `then` is called when all are written, or have failed."""
+        """Begins to write the bytes of `record`, whole pages; `then` is called when all writes have ended or failed."""
         return self._pieces(_write, record, offset, then)
 
     def _pieces(
@@ -135,9 +141,9 @@ class StateFile:
         )
 
     def close(self) -> None:
-        """Give the space back, when all is done that is under way."""
+        """Releases the disk space, after all running operations."""
         file, self._file = self._file, -1
-        if threading.current_thread().name.startswith(_NAME):  # which collects garbage, and cannot wait for itself
+        if threading.current_thread().name.startswith(_NAME):  # garbage collected in a worker, which cannot join itself
             threading.Thread(target=_close, args=(self._threads, file)).start()
         else:
             _close(self._threads, file)
@@ -177,17 +183,17 @@ class DiskStates:
         self.resize(kinds, elements)
 
     def resize(self, kinds: Sequence[str], elements: int) -> None:
-        """There are so many `elements` of the same kinds from now on; what was there is lost. Between steps."""
+        """Changes the number of `elements` of the same kinds; the old content is lost. Call between steps."""
         assert (*kinds,) == (*self._kinds,), f"a record of {self._kinds} cannot be one of {kinds}"
         assert self._read is None, "read for an update that has not been"
         self._written.wait()
         self._elements, self._bytes = elements, 4 * elements * len(kinds)
-        if not self._room or self._bytes > self._room:  # a state that is loaded may be pruned less than it was made for
+        if not self._room or self._bytes > self._room:  # a loaded state may be pruned less than planned
             self._offset, self._room = self._file.place(self._bytes), self._bytes
 
     @contextmanager
     def loaded(self, change: bool) -> Iterator[Mapping[str, Tensor]]:
-        """Inside, the buffers are in memory of their own, and are written back behind it if they may `change`."""
+        """Yields the buffers in memory of their own; writes them back afterwards if they may `change`."""
         buffer = self._file.new_buffer()
         record = self._record(buffer)
         self._written.wait()
@@ -197,7 +203,7 @@ class DiskStates:
             self._file.write_async(record, self._offset).wait()
 
     def read_ahead(self) -> None:
-        """Begin to read what the coming update will need, into the next of the file's buffers."""
+        """Begins to read the state for the coming update, into the next of the file's buffers."""
         if self._read is None:
             self._written.wait()
             buffer = self._file.take()
@@ -205,7 +211,7 @@ class DiskStates:
 
     @contextmanager
     def updating(self) -> Iterator[Mapping[str, Tensor]]:
-        """Inside, the buffers are in memory; behind it they begin to be written."""
+        """Yields the buffers in memory, and afterwards begins to write them."""
         self.read_ahead()
         assert self._read is not None
         (buffer, arrived), self._read = self._read, None

@@ -1,13 +1,15 @@
-"""Whole parameters where and when they are used: gather or fetch on use, ahead of use, and free them.
+"""Gathers or fetches whole parameters on use or ahead of use, and frees them.
 
-A unit is a module, or several that are run in a row (`model/units.py`). Before it runs, the chunks of its parameters are
-gathered. Its backward pass begins when the gradient of its output is there: then its chunks are gathered once more. Without
-a cache, all other chunks are resharded when a unit runs, and each in a backward pass that has found the last of its
-gradients (`trained.py`); a frozen one, which gets none, when the backward pass of the next unit begins.
+A unit is a module, or several that run in a row (`model/units.py`). Before a unit runs, the chunks of its parameters are
+gathered. The backward pass of a unit begins when the gradient of its output has arrived: then the chunks are gathered once
+more. Without a cache, all other chunks are resharded when a unit runs. A backward pass reshards each chunk when it has found
+the last gradient of the chunk (`reduction.py`). A frozen chunk, which gets no gradients, is resharded when the backward pass
+of the next unit begins.
 
-With a cache, so many chunks stay (Elixir's rCache). The uses of a step are remembered, in order, and those of an evaluation
-apart; by them the chunk that is used last of all makes room (Belady), and those that are used next are gathered ahead.
-Nothing is decided by what has arrived by now: all ranks begin the same collectives in the same order.
+With a cache, a fixed number of chunks stays gathered (Elixir's rCache). The uses of a step are recorded in order, and those
+of an evaluation apart. By this record the chunk whose next use is furthest away makes room (Belady), and the chunks with the
+nearest uses are gathered ahead. No decision depends on the arrival of data: all ranks begin the same collectives in the same
+order.
 """
 
 import math
@@ -30,18 +32,20 @@ T = TypeVar("T", bound=Chunk)
 
 
 class UseTrace:
-    """The uses of chunks in a pass, and in the one before, which is what is expected: of each chunk as many uses in the same
-    places, though others may come between."""
+    """The uses of chunks in this pass, and the expected uses: those of the pass before.
+
+    Each chunk is expected to have as many uses in the same places, though other uses may come between.
+    """
 
     def __init__(self) -> None:
         self._now: list[Chunk] = []
         self._expected: list[Chunk] = []
-        self._places: dict[Chunk, list[int]] = {}  # of its expected uses
-        self._counts = Counter[Chunk]()  # of its uses in this pass
-        self._place = 0  # of the first expected use that has not been
+        self._places: dict[Chunk, list[int]] = {}  # places of expected uses
+        self._counts = Counter[Chunk]()  # uses in this pass
+        self._place = 0  # first expected use that has not happened
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begins a pass."""
         if self._now:
             self._expected, self._now = self._now, []
             self._places = {}
@@ -51,52 +55,55 @@ class UseTrace:
         self._place = 0
 
     def use(self, chunk: Chunk) -> None:
-        """Note a use."""
+        """Records a use."""
         self._now.append(chunk)
         self._counts[chunk] += 1
         while self._place < len(self._expected) and self.next_use(self._expected[self._place]) > self._place:
             self._place += 1
 
     def next_use(self, chunk: Chunk, place: int = 0) -> float:
-        """Its place among those that are expected, from this one on; infinity where there is none."""
+        """Returns the place of the chunk's next expected use from `place` on; infinity if there is none."""
         places = self._places.get(chunk, ())
         count = bisect_left(places, place, min(self._counts[chunk], len(places)))
         return places[count] if count < len(places) else math.inf
 
     def following(self) -> Iterator[tuple[int, Chunk]]:
-        """The uses that are expected, the next first, and their places."""
+        """Yields the place and chunk of each expected use to come, the next one first."""
         for place in range(self._place, len(self._expected)):
             if self.next_use(self._expected[place]) <= place:
                 yield place, self._expected[place]
 
     @property
     def order(self) -> dict[Chunk, int]:
-        """The chunks that this pass has used, by first use."""
+        """The chunks that this pass has used, numbered by first use."""
         return {chunk: number for number, chunk in enumerate(dict.fromkeys(self._now))}
 
 
 class Gathering:
-    """What `parallelize` is given for a model whose parameters are in chunks: `unit` and `gradient_buffers`."""
+    """Gathers parameters on use, for a model whose parameters are in chunks: `parallelize` gets its `unit` and
+    `gradient_buffers`."""
 
     def __init__(self) -> None:
         self.gradient_buffers: dict[nn.Parameter, GradientBuffer] = {}
         self._ahead = 0
         self._cache: int | None = None
-        self._chunks: dict[nn.Parameter, Chunk] = {}  # of parameters that are not always here, or up to date
+        self._chunks: dict[nn.Parameter, Chunk] = {}  # for parameters that are not always present, or up to date
         self._names: dict[nn.Parameter, str] = {}
-        self._units: dict[Sequence[nn.Module], list[Chunk]] = {}  # the chunks of each
-        self._traced: dict[Chunk, None] = {}  # those that are not always here and up to date
+        self._units: dict[Sequence[nn.Module], list[Chunk]] = {}  # chunks by unit
+        self._traced: dict[Chunk, None] = {}  # chunks that are not always present and up to date
         self._resharding: list[Chunk] = []
-        self._frozen: list[Chunk] = []  # of parameters that are sharded
-        self._in_backward: Sequence[Chunk] = ()  # those of the unit whose backward pass has begun last
+        self._frozen: list[Chunk] = []  # frozen chunks outside the cache
+        self._in_backward: Sequence[Chunk] = ()  # chunks of the unit whose backward pass began last
         self._training, self._evaluation = UseTrace(), UseTrace()
-        self._trace: UseTrace | None = None  # of the pass that is under way
+        self._trace: UseTrace | None = None  # of the running pass
         self._uses = 0
         self._last_use = dict[Chunk, int]()
 
     def hold(self, chunks: Sequence[Chunk], ahead: int, cache: int | None = None) -> None:
-        """Take over `chunks`, whose parameters the modules have; gather `ahead` chunks ahead of their use, and keep as many
-        as `cache`."""
+        """Takes over `chunks`, whose parameters the modules have.
+
+        From then on, `ahead` chunks are gathered ahead of use, and at most `cache` chunks stay gathered.
+        """
         self._ahead, self._cache = ahead, cache
         self._units.clear()
         for chunk in chunks:
@@ -109,18 +116,18 @@ class Gathering:
         self._frozen = [chunk for chunk in chunks if not chunk.plan.rule.trains and chunk.plan.lifetime != "cache"]
 
     def begin_step(self) -> None:
-        """A step begins: the order of uses begins anew."""
+        """Begins a step, and with it a new record of uses."""
         self._trace = self._training
         self._trace.begin()
 
     def used_order(self, chunks: Sequence[T]) -> list[T]:
-        """The chunks in the order in which this step has used them first."""
+        """Sorts the chunks by their first use in this step."""
         order = self._training.order
         return sorted(chunks, key=lambda chunk: order.get(chunk, len(order)))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, passes are not those of a step."""
+        """Encloses passes that do not belong to a step."""
         before, self._trace = self._trace, self._evaluation
         self._trace.begin()
         try:
@@ -129,21 +136,23 @@ class Gathering:
             self._trace = before
 
     def end_passes(self) -> None:
-        """The last backward pass of a step is done."""
+        """Ends the backward passes of a step: reshards frozen chunks."""
         self._in_backward = ()
         for chunk in self._frozen:
             chunk.whole.reshard()
 
     def unit(self, modules: Sequence[nn.Module], function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-        """`function(x, *args)`, which runs `modules`, with their parameters here; so, too, in its backward pass.
+        """Runs `function(x, *args)`, which runs `modules`, with their parameters gathered, and gathers again in the backward
+        pass.
 
-        All that the parameters do must be in the first of its results. All ranks must call alike.
+        The parameters may influence nothing but the first of the results. All ranks must make the same calls.
         """
         with region(lambda: " and ".join(map(self._name, modules))):
             return self._unit(modules, function, x, *args)
 
     def _name(self, module: nn.Module) -> str:
-        """For a profiler: its place in the model, where a parameter says it, and its class."""
+        """Returns a name for profilers: the module's place in the model, if one of its parameters tells it, and the module's
+        class."""
         of = ((self._names[each], own) for own, each in module.named_parameters() if each in self._names)
         place = next((name.removesuffix(own).rstrip(".") for name, own in of), "")
         return f"{place} ({type(module).__name__})" if place else type(module).__name__
@@ -155,14 +164,14 @@ class Gathering:
         if chunks is None:
             parameters = (each for module in modules for each in module.parameters() if each in self._chunks)
             chunks = self._units[modules] = list(dict.fromkeys(self._chunks[each] for each in parameters))
-        if chunks and torch._C._current_graph_task_id() == -1:  # what is recomputed in a backward pass is needed there
+        if chunks and torch._C._current_graph_task_id() == -1:  # not in recomputation, whose backward pass needs them
             for other in self._resharding:
                 if other.whole.here and other not in chunks:
                     other.whole.reshard()
         self._use(chunks)
         made = function(x, *args)
         first = made if isinstance(made, Tensor) else made[0]
-        # Whatever takes numbers of rows needs none of its parameters in the backward pass.
+        # A lookup of rows, with integer input, needs no parameters in the backward pass.
         if chunks and self._traced and first.requires_grad and x.is_floating_point():
             first.register_hook(partial(self._before_backward, chunks))
         return made
@@ -175,7 +184,7 @@ class Gathering:
         self._use(chunks)
 
     def _use(self, chunks: Sequence[Chunk]) -> None:
-        """Have these chunks here, and begin to gather those that are used next."""
+        """Gathers these chunks, and begins to gather those with the nearest uses."""
         for chunk in chunks:
             self._make_room(chunk, chunks)
             chunk.whole.gather()
@@ -187,7 +196,7 @@ class Gathering:
                     self._gather_ahead(self._trace, chunks)
 
     def _gather_ahead(self, trace: UseTrace, chunks: Sequence[Chunk]) -> None:
-        """Begin to gather what is used next, as far as there is room for it."""
+        """Begins to gather the chunks with the nearest uses, as far as there is room."""
         ahead, seen = 0, {*chunks}
         for place, following in trace.following():
             if ahead == self._ahead or len(seen) == len(self._traced):
@@ -201,11 +210,12 @@ class Gathering:
                 following.whole.start_gather()
 
     def _make_room(self, chunk: Chunk, using: Sequence[Chunk], place: int = 0, nearest: bool = True) -> bool:
-        """Drop the chunk that is used last of all, from `place` on, if the cache is full; whether there is room for `chunk`.
+        """Reshards the chunk whose next use, from `place` on, is last, if the cache is full; returns whether there is room
+        for `chunk`.
 
-        None is dropped that is being used, or will be before `place`. If such a one would be dropped there, `chunk` is not
-        gathered ahead, which would cost a fetch more, unless it is the nearest: else its fetch would not be hidden. Raises
-        `UserError` where those in use are too many.
+        Chunks that are in use, or will be before `place`, stay. If the last-used chunk is one of those, `chunk` is not
+        gathered ahead, because that would cost one more fetch. The `nearest` chunk is the exception: its fetch would
+        otherwise be exposed. Raises `UserError` where too many chunks are in use.
         """
         if self._cache is None or chunk.plan.keeps_whole or chunk.whole.has_memory:
             return True

@@ -1,10 +1,10 @@
-"""Pruned chunks: which elements are not pruned, and the two forms of a buffer, dense and compressed (SAMO, chapter 4 of the
-dissertation on AxoNN).
+"""Masks of pruned chunks, and the two forms of a buffer: dense and compressed (SAMO, chapter 4 of the dissertation on
+AxoNN).
 
-What is kept of a pruned chunk, reduced and sent is compressed: its unpruned elements end to end, in order. Modules compute
-with dense parameters, zero where they are pruned, and give dense gradients. One mask per chunk, of positions in the dense
-form, leads from the one form to the other. Both begin at the front of one buffer: element p of the dense form has a place
-q <= p in the compressed one, so that compression and expansion need no more than a tile of memory besides.
+A pruned chunk keeps, reduces and sends compressed buffers: its unpruned elements end to end, in order. Modules compute with
+dense parameters, zero where pruned, and produce dense gradients. Each chunk has one mask, of positions in the dense form,
+which converts between the two forms. Both forms begin at the front of one buffer. Element p of the dense form has a position
+q <= p in the compressed form, so that compression and expansion need only one tile of extra memory.
 """
 
 from collections.abc import Sequence
@@ -18,59 +18,69 @@ from optimus.kernels import backend
 
 MaskForm = Literal["int32", "bits"]
 _WORD = 32  # bits
-_BLOCK = 4096  # positions, of which those that are unpruned are counted
+_BLOCK = 4096  # positions per block; unpruned positions are counted by block
 
 
 class MaskPlan(NamedTuple):
-    """What of the mask of a chunk decides the sizes of its buffers."""
+    """The properties of a chunk's mask that decide the sizes of its buffers."""
 
     size: int  # elements of the whole chunk
-    unpruned: int  # of them
+    unpruned: int  # number of unpruned elements
     form: MaskForm
 
     @property
     def elements(self) -> int:
-        """int32 numbers of the mask itself: a position for each unpruned element, or a bit for each element, and for each
-        block of them the unpruned ones before it."""
+        """int32 numbers of the mask itself.
+
+        The form "int32" has a position for each unpruned element. The form "bits" has a bit for each element, and for each
+        block the number of unpruned elements before it.
+        """
         if self.form == "int32":
             return self.unpruned
         return -(-self.size // _WORD) + -(-self.size // _BLOCK)
 
 
 class AllElements:
-    """Every element is unpruned: both forms are one. What `Mask` does, it has no need to do."""
+    """A mask that prunes nothing: the dense and the compressed form are equal, and the operations of `Mask` change
+    nothing."""
 
     prunes = False
 
     def unpruned(self, start: int, end: int) -> Tensor:
-        """Of dense elements `start` to `end`, which are unpruned: booleans on the host."""
+        """Returns for dense elements `start` to `end` whether each is unpruned: booleans on the host."""
         return torch.ones(end - start, dtype=torch.bool)
 
     def borders(self, compressed: Sequence[int]) -> list[int]:
-        """Where in the dense form the shards begin, and the last ends, that begin and end at `compressed` elements."""
+        """Returns the borders of shards in the dense form, given their borders in the `compressed` form."""
         return [*compressed]
 
     def compress(self, dense: Tensor, length: int) -> Tensor:
-        """Bring `dense` into its compressed form in place: `length` elements, zero behind the last unpruned one."""
+        """Compresses `dense` in place and returns the first `length` elements, which are zero behind the last unpruned
+        one."""
         return dense
 
     def expand(self, dense: Tensor, length: int, *, fresh: bool) -> None:
-        """Bring `dense`, of which the first `length` elements are compressed, into its dense form in place. What is behind
-        them must be zero where it is pruned, or `fresh`: of no known value."""
+        """Expands `dense`, of which the first `length` elements are compressed, in place.
+
+        The elements behind `length` must be zero where pruned, unless the buffer is `fresh`: then their values are
+        undefined.
+        """
 
     def compressed(self, dense: Tensor, part: slice, first: int = 0) -> Tensor:
-        """The `part` of compressed elements of `dense`, which begins at element `first`; zero behind the last."""
+        """Returns the `part` of the compressed form of `dense`, which begins at element `first`; zero behind the last
+        unpruned element."""
         return dense[part.start - first : part.stop - first]
 
     def expanded(self, compressed: Tensor, start: int, part: slice) -> Tensor:
-        """The `part` of dense elements, whose unpruned ones are `compressed`: those from `start` on."""
+        """Returns the `part` of the dense form whose unpruned elements are `compressed`, beginning at compressed element
+        `start`."""
         return compressed
 
 
 class Mask(AllElements):
-    """The mask of a chunk, made in the int32 tensor `memory` [plan.elements] from ascending int64 `positions` [unpruned].
+    """The mask of a chunk, stored in the int32 tensor `memory` [plan.elements] from ascending int64 `positions` [unpruned].
 
-    Compression and expansion go by tiles of `tile` elements; at once without.
+    Compression and expansion process tiles of `tile` elements, or all elements at once if `tile` is None.
     """
 
     prunes = True
@@ -89,7 +99,7 @@ class Mask(AllElements):
         self._before.copy_(counts.cumsum(0) - counts)
 
     def positions(self, start: int, end: int) -> Tensor:
-        """Positions in the dense form of compressed elements `start` to `end`: int32, or int64, of the chunk's device."""
+        """Returns the dense positions of compressed elements `start` to `end`: int32 or int64, on the chunk's device."""
         start, end = min(start, self.plan.unpruned), min(end, self.plan.unpruned)
         if self.plan.form == "int32":
             return self._memory[start:end]
@@ -167,17 +177,17 @@ class Mask(AllElements):
 
 
 def packed_bits(mask: Tensor) -> Tensor:
-    """Booleans as bits, uint8: of rows along the last dim, the first element in the lowest bit."""
+    """Packs booleans into uint8 bits, row by row along the last dim; the first element is the lowest bit."""
     return torch.from_numpy(np.packbits(mask.cpu().numpy(), axis=-1, bitorder="little"))
 
 
 def unpacked_bits(bits: Tensor, count: int) -> Tensor:
-    """`count` booleans of each row of bits."""
+    """Unpacks `count` booleans from each row of bits."""
     return torch.from_numpy(np.unpackbits(bits.numpy(), axis=-1, count=count, bitorder="little")).bool()
 
 
 def bits_of(mask: Tensor) -> int:
-    """How many elements packed bits leave."""
+    """Returns the number of set bits: the unpruned elements."""
     return int(_ONES[mask.int()].sum())
 
 

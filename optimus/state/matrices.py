@@ -1,8 +1,8 @@
-"""Chunks of rules that work on whole matrices: shards that end at their borders, and matrices that ranks have blocks of.
+"""Handles chunks of rules that work on whole matrices: shards end at matrix borders, and ranks may hold blocks of a matrix.
 
-A parameter [..., R, C] is matrices of its last two dims: each expert's, and gate and up or q, k and v of one stacked
-parameter, apart. Where shards of a chunk end at borders of matrices, every matrix is whole in what one rank updates, and a
-step sends no more than a rule of single elements does.
+A parameter [..., R, C] consists of matrices of its last two dims: one for each expert, and separate ones for gate and up, or
+q, k and v, of a stacked parameter. Where shards of a chunk end at borders of matrices, a rank updates only whole matrices.
+Then a step sends no more data than a rule of single elements does.
 
 Legend: N matrices, R rows and C columns of whole ones, r and c of the block that is here.
 """
@@ -18,19 +18,20 @@ from optimus.mesh import Layout, Mesh
 
 
 class Matrices(NamedTuple):
-    """So many matrices, or blocks of them, end to end from element `start` of a chunk on."""
+    """A number of matrices, or blocks of matrices, end to end from element `start` of a chunk on."""
 
     start: int
     number: int
     rows: int
     columns: int
-    cost: int  # multiplications of a step that makes one orthogonal, of which each rank with a block does its share
+    cost: int  # multiplications of one orthogonalization step; a rank with a block does its share
 
     @classmethod
     def of(cls, start: int, shape: Sequence[int], whole: Sequence[int] | None = None) -> "Matrices":
-        """Those of a parameter of which `shape` is here, by default the `whole`. Raises `ValueError` for a vector.
+        """Returns the matrices of a parameter with local `shape`, by default equal to the `whole`. Raises `ValueError` for a
+        vector.
 
-        The products are X X^T, its square, and both with X.
+        The cost counts the products X X^T, its square, and both with X.
         """
         if len(shape) < 2:
             raise ValueError(f"a parameter of shape {list(shape)} is no matrix")
@@ -40,20 +41,20 @@ class Matrices(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements of one."""
+        """Elements of one matrix."""
         return self.rows * self.columns
 
     def within(self, start: int, end: int) -> range:
-        """The numbers of those that lie between two elements of the chunk."""
+        """Returns the numbers of the matrices that lie between two elements of the chunk."""
         first, last = (-(-(each - self.start) // self.size) for each in (start, end))
         return range(max(0, first), max(0, min(self.number, last)))
 
 
 def borders(contents: Sequence[Matrices], size: int, loads: list[int]) -> tuple[int, ...]:
-    """Where the parts of a chunk of `size` elements begin and end, one part for each of `loads`, what each has to compute
-    already; these are raised.
+    """Returns the borders of the shards of a chunk of `size` elements, one shard for each of `loads`.
 
-    Parts lie in order. The most that any has to compute then is the least that is possible.
+    `loads` is the work that each shard's rank already has; the function adds the new work. Shards lie in order. The largest
+    load afterwards is the smallest possible.
     """
     costs = [each.cost for each in contents for _ in range(each.number)]
     starts = [each.start + i * each.size for each in contents for i in range(each.number)]
@@ -73,7 +74,7 @@ def borders(contents: Sequence[Matrices], size: int, loads: list[int]) -> tuple[
 
 
 def _taken(costs: Sequence[int], loads: Sequence[int], limit: int) -> list[int]:
-    """How many matrices each part takes, in order, while it computes no more than the limit."""
+    """Returns the number of matrices that each shard takes, in order, without exceeding the limit on its load."""
     taken, done = [], 0
     for load in loads:
         first = done
@@ -85,33 +86,33 @@ def _taken(costs: Sequence[int], loads: Sequence[int], limit: int) -> list[int]:
 
 
 def split_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which rows or columns of a parameter's matrices are split."""
+    """Returns the mesh axes over which rows or columns of a parameter's matrices are split."""
     return tuple(axis for dim, axis in layout.sharded_dims if dim >= len(layout.shape) - 2 and mesh.axis_size(axis) > 1)
 
 
 class OverBlocks:
-    """Applies a function of whole matrices where every rank of a group has a block of each.
+    """Applies a function of whole matrices where every rank of a group has a block of each matrix.
 
-    Each rank is given whole matrices, as many as the others, and gives back the blocks of the results: so none is computed
-    twice, and the numbers are those of one device.
+    Each rank receives an equal number of whole matrices, and returns the blocks of the results. Therefore no matrix is
+    computed twice, and the numbers are those of one device.
     """
 
     def __init__(self, groups: Groups, layout: Layout) -> None:
         axes = split_axes(layout, groups.mesh)
         self._group = groups.along(*axes)
         places = [tuple(part.start for part in layout.region(groups.mesh, rank)[-2:]) for rank in self._group.ranks]
-        self._order = sorted(range(self._group.size), key=places.__getitem__)  # of their blocks, row by row
+        self._order = sorted(range(self._group.size), key=places.__getitem__)  # ranks by their blocks, row by row
         self._place = sorted(range(self._group.size), key=self._order.__getitem__)
         self._down = len({row for row, _ in places})
         self.ranks = self._group.size
 
     @property
     def how(self) -> tuple[object, ...]:
-        """Who has which block: equal for parameters whose blocks can be exchanged together."""
+        """The assignment of blocks to ranks: equal for parameters whose blocks can be exchanged together."""
         return *self._group.ranks, *self._order, self._down
 
     def __call__(self, function: Callable[[Tensor], Tensor], x_Nrc: Tensor) -> Tensor:
-        """The blocks of `function` of the whole matrices; all ranks of the group must call."""
+        """Returns the blocks of `function` of the whole matrices; all ranks of the group must call."""
         number, r, c = x_Nrc.shape
         ranks = self.ranks
         across = ranks // self._down

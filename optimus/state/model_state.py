@@ -1,4 +1,4 @@
-"""All chunks of a model: what the training step calls."""
+"""Manages all chunks of a model; the training step calls this module."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,29 +28,31 @@ from optimus.state.plan import ChunkPlan, Recipe, divisions, place_chunks, shard
 from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers, transfers
 
-_REDUCING = 2  # chunks whose long gradient buffers may be on their way to the other ranks at once, or to the host
+_REDUCING = 2  # chunks whose long gradient buffers may be in reduction, or in transfer to the host, at once
 
 
 @dataclass
 class PruningProgress:
-    """How far the pruning of a model is."""
+    """The progress of pruning a model."""
 
     events: int = 0
-    """How often it has been pruned."""
+    """The number of times the model has been pruned."""
     unpruned: float = 1.0
-    """The share of the pruned parameters that is left."""
+    """The fraction of the prunable parameters that remains."""
     distances: list[float] = field(default_factory=list)
-    """Between the last masks that were drawn, each to the one before, for an early-bird ticket."""
+    """Distances between consecutive masks among the last ones drawn, for an early-bird ticket."""
 
 
 class ModelState:
     """Takes over the parameters of `module` (usually made on the meta device) and keeps their whole state in chunks.
 
-    `layouts` says of each parameter, by name, how it lies on the mesh of `groups`; `masks` are packed bits of this rank's
-    parts of those that are pruned. After this, `module`'s parameters are views into the chunks, of this rank's parts; their
-    values are zero until `initialize` or `load_slices`. `divided` are the chunks of each stage of a pipeline, as
-    `state.plan.divide_stages` has them. `gathering` is what the parts of `module` were made
-    with; without it, parameters must not be sharded, and autograd accumulates all gradients.
+    `layouts` gives, by name, the layout of each parameter on the mesh of `groups`. `masks` are packed bits for this rank's
+    slices of the pruned parameters. Afterwards the parameters of `module` are views into the chunks, of this rank's slices.
+    Their values are zero until `initialize` or `load_slices`.
+
+    `divided` are the chunks of each stage of a pipeline, from `state.plan.divide_stages`. `gathering` is the object with
+    which the parts of `module` were made. Without `gathering`, parameters must not be sharded, and autograd accumulates all
+    gradients.
 
     Raises `UserError` where a parameter has been frozen by hand.
     """
@@ -74,24 +76,24 @@ class ModelState:
         self._module, self.tile, self._layouts = module, options.tile, layouts
         self.recipe, self._frozen_masks = self._pruned_by(masks or {}, recipe)
         self.steps = 0  # optimizer steps applied
-        self.drawn: Mapping[str, Tensor] | None = None  # masks by which it may be pruned next
+        self.drawn: Mapping[str, Tensor] | None = None  # candidate masks for the next pruning
         self.pruned = PruningProgress()
-        self._unlike = set(recipe.rules.values())  # of all stages
+        self._unlike = set(recipe.rules.values())  # rules of all stages, each once
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
-        self._reducing = dict[GradientReduction, None]()  # in the order in which their last reductions began
+        self._reducing = dict[GradientReduction, None]()  # ordered by the start of their last reductions
         self._leaving: deque[GradientReduction] = deque()
         self._divided = divided
         self._of_stage = self._make_chunks(masks or {}, moves or transfers(device))
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
         self.trained = _trained(self.chunks)
-        self.buffers = _place_buffers(module, device)  # trained by rules of their own; whole on all ranks of `team`
-        # Else every rank has every gradient, and finds the same norm by itself.
+        self.buffers = _place_buffers(module, device)  # updated by their own rules; replicated over `team`
+        # Otherwise every rank has every gradient, and computes the same norm by itself.
         self._parted = any(chunk.plan.replica_count < groups.world.size for chunk in self.chunks)
         self._gathering = gathering or Gathering()
         self._hold()
 
     def _make_chunks(self, masks: Mapping[str, Tensor], moves: Transfers) -> dict[int, list[Chunk]]:
-        """The chunks of each stage, whose parameters replace those of the module."""
+        """Makes the chunks of each stage, whose parameters replace those of the module."""
         options, groups, stages = self.options, self.groups, self._plans()
         file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.offload] else None
         cached = [plan for plans in stages.values() for plan in plans if plan.lifetime == "cache"]
@@ -106,7 +108,7 @@ class ModelState:
             options=options,
             started=self._limit_reductions,
         )
-        known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}  # to divide thousands of ranks takes long
+        known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}  # dividing thousands of ranks is slow
         parameters = dict[str, nn.Parameter]()
 
         def make(plan: ChunkPlan) -> Chunk:
@@ -125,24 +127,24 @@ class ModelState:
         for stage, plans in stages.items():
             for plan in plans:
                 made.setdefault(stage, []).append(chunk := make(plan))
-                parameters.update(chunk.make_parameters())  # which frees what is not kept, before the next has memory
+                parameters.update(chunk.make_parameters())  # frees its whole parameters before the next chunk allocates
         if file is not None:
             file.reserve()
         _replace_parameters(self._module, parameters)
         return made
 
     def _plans(self) -> dict[int, list[ChunkPlan]]:
-        """The chunks of each stage, with what is left of those that are pruned."""
+        """Returns the placed chunks of each stage; pruned chunks have only their unpruned elements."""
         return {stage: place_chunks(plans, self.options, self.recipe) for stage, plans in self._divided.items()}
 
     def _hold(self) -> None:
-        """Let the modules gather what they use of the chunks."""
+        """Hands the chunks to the gathering, so that modules gather the chunks they use."""
         assert self.options.cache != "auto", "chosen before"
         self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """Packed bits of this rank's parts of the parameters that are pruned, by name."""
+        """Packed bits for this rank's slices of the pruned parameters, by name."""
         return self._frozen_masks | {
             slot.name: packed_bits(chunk.elements.unpruned(slot.start, slot.end))
             for chunk in self.trained
@@ -151,16 +153,20 @@ class ModelState:
         }
 
     def _pruned_by(self, masks: Mapping[str, Tensor], recipe: Recipe) -> tuple[Recipe, dict[str, Tensor]]:
-        """The recipe with what these masks leave, and the masks of frozen parameters, which have no buffers but themselves:
-        theirs are kept for checkpoints alone."""
+        """Returns the recipe with the unpruned fractions of these masks, and the masks of frozen parameters.
+
+        Frozen parameters have no buffers to compress: their masks are kept for checkpoints alone.
+        """
         shares = unpruned_shares(masks, self._layouts, self.groups.mesh, self.groups.rank)
         frozen = {name: bits for name, bits in masks.items() if not self.rules[name].trains}
         return recipe._replace(unpruned=dict.fromkeys(recipe.unpruned) | shares), frozen
 
     def prune(self, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
-        """Go on with the parameters that `masks` prune: by name, packed bits of this rank's part of those that the recipe
-        has a place for. Between steps; all ranks must call. The state of unpruned elements stays, and other parameters stay
-        pruned, but for a state that is `empty`, whose parameters will be given values."""
+        """Prunes parameters by `masks`: by name, packed bits for this rank's slices of parameters that the recipe can prune.
+
+        Call between steps, on all ranks. The state of unpruned elements is kept, and parameters pruned earlier stay pruned.
+        With `empty`, earlier masks and all state are dropped, because the caller will load values.
+        """
         masks = ({} if empty else self.masks) | {name: masks[name] for name in self.recipe.unpruned if name in masks}
         self.recipe, self._frozen_masks = self._pruned_by(masks, self.recipe)
         for stage, plans in self._plans().items():
@@ -171,16 +177,16 @@ class ModelState:
 
     @property
     def team(self) -> Group:
-        """The ranks with the same stages. All ranks must ask for it when the first does."""
+        """The ranks with the same stages. All ranks must read this property first at the same time."""
         return self.groups.along("dp", "cp", "tp")
 
     @property
     def gathers_on_use(self) -> bool:
-        """Whether a forward pass, even one for evaluation, is something that all ranks must do together."""
+        """True if all ranks must run a forward pass together, even one for evaluation."""
         return any(chunk.plan.depths.parameters for chunk in self.chunks)
 
     def initialize(self, seed: int, std: float, *, only: Role | None = None) -> None:
-        """Initial weights by name and position, as the modules declare them: of all parameters, or those of one role."""
+        """Sets initial weights by name and position, as the modules declare them: of all parameters, or of one role."""
         declared = dict(declarations(self._module))
         initial = {name: each.initial for name, each in declared.items() if only in (None, each.role)}
         for chunk in self.chunks:
@@ -189,13 +195,13 @@ class ModelState:
             buffer.zero_()
 
     def begin(self) -> None:
-        """Make what the update rules keep as it is before the first update."""
+        """Initializes the state of the update rules, as it is before the first update."""
         for chunk in self.trained:
             chunk.begin()
             chunk.publish()
 
     def begin_step(self) -> None:
-        """Clear the gradients; must precede the first microbatch of a step. Raises `UserError` as the class does."""
+        """Clears the gradients; must precede the first microbatch of a step. Raises `UserError` as the class does."""
         _check_trainable(
             (slot.name, each.requires_grad is chunk.plan.rule.trains)
             for chunk in self.chunks
@@ -205,35 +211,35 @@ class ModelState:
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
-        """Set all gradients to zero, whatever has become of them."""
+        """Sets all gradients to zero, in any state of their reduction."""
         self._reducing.clear()
         self._leaving.clear()
         for chunk in self.trained:
             chunk.gradients.clear()
-            chunk.skip()  # of a step that was not finished
+            chunk.skip()  # the last step may not have been finished
 
     @contextmanager
     def backward(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Inside is the backward pass of a microbatch through a stage, or a part of it."""
+        """Encloses the backward pass of a microbatch through a stage, or a part of that pass."""
         with self.groups.step.in_backward(stage, microbatch):
             yield
             for chunk in _trained(self._of_stage.get(stage, [])):
                 chunk.gradients.end_backward()
 
     def reduce_on_arrival(self, stage: int) -> None:
-        """The coming backward pass is the last of a stage: each chunk is reduced when its last gradient is there."""
+        """Announces the last backward pass of a stage: each chunk is reduced when its last gradient has arrived."""
         for chunk in _trained(self._of_stage.get(stage, [])):
             chunk.gradients.reduce_on_arrival()
 
     def start_reduction(self, stage: int) -> None:
-        """A stage has done its last backward pass: begin to reduce what is not on its way yet."""
+        """Starts the reductions that are not running yet, after the last backward pass of a stage."""
         for chunk in _trained(self._of_stage.get(stage, [])):
             chunk.gradients.start()
 
     def reduce_gradients(self) -> float:
-        """Sum the gradients over the replicas; returns the Euclidean norm of all of them, each parameter counted once.
+        """Sums the gradients over the replicas; returns the Euclidean norm of all gradients, each parameter counted once.
 
-        It is not finite when any gradient is not. While one chunk is measured, others are still on their way.
+        The norm is not finite when any gradient is not. While one chunk is measured, the reductions of others still run.
         """
         self._gathering.end_passes()
         device = self.chunks[0].parameter.device
@@ -253,33 +259,34 @@ class ModelState:
         return float(square.sqrt().float())
 
     def step(self, lr: float, gradient_scale: float) -> None:
-        """One optimizer step on every chunk; while one is updated, the parameters of those before it are gathered.
+        """Runs one optimizer step on every chunk; while one chunk is updated, the parameters of earlier chunks are gathered.
 
-        State that is not on the device is updated in the order in which the next step uses it, and waited for by its uses.
+        State that is not on the device is updated in the order in which the next step uses it. Each use waits for its
+        update.
         """
         self.steps += 1
         counted = [rule.count(self.counters, self.steps, lr) for rule in self._unlike]
         self.counters = {name: value for each in counted for name, value in each.items()}
         now = OptimizerStep(self.steps, lr, gradient_scale, self.counters)
-        chunks = self._gathering.used_order(self.trained)  # as the next step will
-        chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)  # at once, before the worker has any
+        chunks = self._gathering.used_order(self.trained)  # the next step uses them in the same order
+        chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)  # before the worker gets any
         for chunk in chunks:
             chunk.whole.settle()
         for chunk, following in zip_longest(chunks, chunks[1:]):
             chunk.update.step(now, self.tile, None if following is None else following.disk)
 
     def skip(self) -> None:
-        """The step is not applied."""
+        """Discards the step without applying it."""
         for chunk in self.trained:
             chunk.skip()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, the parameters are the model's: what is evaluated, saved and exported. All ranks must call.
+        """Switches to the model's own parameters, for evaluation, saving and export. All ranks must call.
 
-        What has been on its way is here, so that one rank can go on alone with parameters that are kept whole.
+        Transfers that were running are finished, so that one rank can continue alone with parameters that are kept whole.
         """
-        self.skip()  # a step that was not finished
+        self.skip()  # the last step may not have been finished
         for chunk in self.chunks:
             chunk.show()
         self.finish()
@@ -292,14 +299,16 @@ class ModelState:
                     chunk.publish()
 
     def finish(self) -> None:
-        """Have everything here that is under way, or kept whole; must precede the end of the process group."""
+        """Finishes all running operations and gathers the parameters that are kept whole; must precede the end of the
+        process group."""
         for chunk in self.chunks:
             if chunk.plan.keeps_whole:
                 chunk.whole.gather()
             chunk.whole.settle()
 
     def _limit_reductions(self, begun: GradientReduction) -> None:
-        """A reduction has begun: let no more than a few hold their long buffers at once, or none be under way."""
+        """Limits the running reductions after one has begun: only a few may hold their long buffers, or none without
+        overlap."""
         if not self.options.overlap:
             begun.finish()
         elif begun.chunk.plan.adds_gradients or (begun.leaves and not begun.alone):
@@ -314,8 +323,11 @@ class ModelState:
             self._let_leave(begun)
 
     def _let_leave(self, gradients: GradientReduction) -> None:
-        """Bring the gradients of a chunk to the host, which leave the device when a few others are on their way. They do so
-        once: their reduction is finished here, if nothing has waited for it yet."""
+        """Starts the copy of a chunk's gradients to the host, and frees their device memory once a few other copies are
+        running.
+
+        The copy happens once: if nothing has waited for the reduction yet, this method finishes it.
+        """
         self._reducing.pop(gradients, None)
         gradients.start_leaving(self.tile)
         self._leaving.append(gradients)
@@ -328,8 +340,10 @@ def _trained(chunks: Iterable[Chunk]) -> list[TrainedChunk]:
 
 
 def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:
-    """Of each: its name, and whether `requires_grad` is as planned. The optimizer goes over whole chunks: it would decay
-    and move a parameter that has been frozen by hand."""
+    """Checks each parameter, given by name and whether `requires_grad` is as planned.
+
+    The optimizer processes whole chunks: it would decay and move a parameter that has been frozen by hand.
+    """
     others = [name for name, as_planned in parameters if not as_planned]
     if others:
         raise UserError(
@@ -340,7 +354,7 @@ def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Make the buffers anew, on `device`."""
+    """Replaces the buffers of the module by zeros on `device`."""
     for owner in module.modules():
         for leaf, old in owner._buffers.items():
             if old is not None:
@@ -349,7 +363,7 @@ def _place_buffers(module: nn.Module, device: torch.device) -> dict[str, Tensor]
 
 
 def _replace_parameters(module: nn.Module, made: Mapping[str, nn.Parameter]) -> None:
-    """Put the new parameters in the places of the old, in every module that shares one."""
+    """Puts the new parameters in the places of the old ones, in every module that shares one."""
     new = {id(old): made[name] for name, old in module.named_parameters()}
     for owner in module.modules():
         for leaf, old in owner._parameters.items():

@@ -1,6 +1,6 @@
-"""Where the buffers of a chunk are: in memory of the device or the host, or on a disk; and what a checkpoint has of them.
+"""Places the buffers of a chunk in memory of the device or the host, or on a disk, and maps them to checkpoint entries.
 
-Of a pruned chunk parts are compressed (`masks.py`): here are their dense forms, too.
+Some buffers of a pruned chunk are compressed (`masks.py`); this module also makes their dense forms.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,39 +27,39 @@ NOTHING_ON_DISK: AbstractContextManager[Mapping[str, Tensor]] = nullcontext({})
 
 @dataclass(frozen=True)
 class ChunkContext:
-    """What a chunk works with beside its plan."""
+    """The groups, transfers and options that a chunk works with, in addition to its plan."""
 
     groups: Sequence[Group]
-    """Of the steps in which it is sharded."""
+    """The groups of the steps in which the chunk is sharded."""
     copies: Group
-    """The ranks that keep the same part of it, whose gradients are summed last."""
+    """The replica group: the ranks that keep the same shard, whose gradients are summed last."""
     transfers: Transfers
     step: StepContext = field(default_factory=StepContext)
-    """May defer gradients."""
+    """The step context, which may defer gradients."""
     file: StateFile | None = None
-    """On the disk."""
+    """The state file on the disk."""
     block: int = 0
-    """Bytes that whole parameters are given."""
+    """Bytes of the memory block that whole parameters get."""
     options: StateConfig = field(default_factory=StateConfig)
     blocks: Mapping[str, OverBlocks] = field(default_factory=dict)
-    """By name of a parameter of which ranks have blocks of each matrix, how a rule's function of matrices is applied."""
+    """The way to apply a rule's matrix function, by name of a parameter whose matrices are split into blocks over ranks."""
     started: Callable[[Any], None] = lambda reduction: None
-    """Called with it when a reduction of gradients that holds memory has begun."""
+    """Called with a reduction of gradients when the reduction has begun and holds memory."""
 
 
 class Placement:
     """The buffers of `plan`: flat tensors.
 
-    `parameter` (compute type) of the whole chunk; of the part that this rank updates, which may be everything,
-    `compute_shard` (compute type), a view of what is kept of the long buffer, and what a checkpoint holds, by the prefix of
-    its keys: fp32 master weights, "model", and what the update rule keeps, by kind. Of that `resident` has what is always in
-    memory. Where a chunk has no master weights apart, they are `compute_shard`.
+    `parameter` (compute type) holds the whole chunk. The other buffers hold the shard that this rank updates, which may be
+    the whole chunk. `compute_shard` (compute type) is a view of the kept parameters. The checkpointed buffers go by the
+    prefix of their keys: fp32 master weights, "model", and the update rule's state, by kind. `resident` has those of them
+    that are always in memory. Where a chunk has no separate master weights, `compute_shard` takes their place.
 
-    Of those parameters that are pruned `masks` are packed bits.
+    `masks` are packed bits for the pruned parameters.
     """
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
-        self.groups = [group.unwatched for group in context.groups]  # what is gathered here may be of others
+        self.groups = [group.unwatched for group in context.groups]  # gathered data may come from other ranks
         self.context, self.transfers, self.part = context, context.transfers, OwnPart()
         self.disk: DiskStates | None = None
         self._whole = self._make(plan, "whole")
@@ -67,7 +67,7 @@ class Placement:
         self.place(plan, masks or {})
 
     def _make(self, plan: ChunkPlan, *extents: str) -> dict[str, Tensor]:
-        """The buffers of these extents that are in memory, by kind."""
+        """Makes the buffers of these extents that are in memory, by kind."""
         return {
             each.kind: self.transfers.make(each, plan.elements(each))
             for each in plan.buffers
@@ -75,7 +75,7 @@ class Placement:
         }
 
     def place(self, plan: ChunkPlan, masks: Mapping[str, Tensor]) -> None:
-        """Make all buffers of `plan` but those of the whole chunk."""
+        """Makes all buffers of `plan` except those of the whole chunk."""
         self.plan = plan
         self._made = self._whole | self._make(plan, "compressed", "mask")
         self.elements = AllElements()
@@ -92,11 +92,12 @@ class Placement:
         self.resident = self.by_prefix({})
 
     def buffer(self, kind: str, otherwise: Tensor) -> Tensor:
-        """That of a kind, where there is one."""
+        """Returns the buffer of a kind, or `otherwise` if the chunk has none in memory."""
         return self._made.get(kind, otherwise)
 
     def by_prefix(self, on_disk: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a checkpoint holds, of what is always in memory and what has been read `on_disk`, by kind."""
+        """Returns the checkpointed state by prefix: buffers that are always in memory, and buffers read `on_disk`, by
+        kind."""
         made = {**self._made, **on_disk}
         if not self.plan.has_master:
             made["master"] = self.compute_shard
@@ -104,7 +105,8 @@ class Placement:
         return {prefix: made[kind] for prefix, kind in kinds.items() if kind in made}
 
     def residency(self, prefix: str, weights: bool = False) -> Residency:
-        """Where that of a checkpoint is which has this prefix: of the whole state, or of `weights` alone."""
+        """Returns the residency of the checkpoint entry with this prefix, in a full checkpoint or in one of `weights`
+        alone."""
         if prefix != "model":
             return self.plan.residency(prefix)
         apart = self.plan.has_master and (not weights or self._computes_otherwise)
@@ -112,38 +114,41 @@ class Placement:
 
     @property
     def _computes_otherwise(self) -> bool:
-        """Whether what is computed with is not this rank's part of the weights: something else, or whole."""
+        """True if the compute weights are not simply this rank's shard of the weights: averaging or pruning makes them
+        differ."""
         return self.plan.rule.averages or self.elements.prunes
 
     def weights(self, states: Mapping[str, Tensor]) -> Tensor:
-        """Of `states`, this rank's part of the weights, which a checkpoint of them alone takes: what is computed with, where
-        it can."""
+        """Picks from `states` this rank's shard of the weights for a checkpoint of weights alone: the compute weights, if
+        possible."""
         return states["model"] if self._computes_otherwise else self.compute_shard
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """The type in which a checkpoint of weights alone has them."""
+        """The type of the weights in a checkpoint of weights alone."""
         return torch.float32 if self.plan.rule.averages else self.compute_shard.dtype
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """By name, each parameter's view of a buffer of the whole chunk's size."""
+        """Returns, by name, each parameter's view of a buffer of the whole chunk's size."""
         return {slot.name: whole[slot.start : slot.end].view(slot.shape) for slot in self.plan.slots}
 
-    # ---- The dense form of what is compressed ----
+    # ---- Dense forms of compressed buffers ----
 
     @property
     def dense_extent(self) -> slice:
-        """What of the whole chunk this rank's part is, pruned elements included; those of all parts are the chunk."""
+        """The extent of this rank's shard in the dense chunk, pruned elements included; the extents of all shards cover the
+        chunk."""
         borders = self.elements.borders(self.plan.borders)
         first, number = self.plan.shards(self.plan.depths.optimizer)
         return slice(borders[first], borders[first + number])
 
     def dense_part(self, part: Tensor) -> Tensor:
-        """Of one of this rank's buffers, or a copy on the host: itself, or its dense form, zero where it is pruned."""
+        """Returns the dense form, zero where pruned, of one of this rank's buffers or its copy on the host; unpruned buffers
+        as is."""
         return self.elements.expanded(part, self.plan.shard.start, self.dense_extent)
 
     def fill_part(self, part: Tensor, dense: Tensor) -> None:
-        """Put into one of this rank's buffers what `dense` has: its dense form, or that of the chunk."""
+        """Fills one of this rank's buffers from `dense`: the dense form of the buffer, or that of the whole chunk."""
         first = 0 if len(dense) == self.plan.size else self.dense_extent.start
         source = self.elements.compressed(dense, self.plan.shard, first)
         if source.data_ptr() != part.data_ptr():
@@ -151,7 +156,7 @@ class Placement:
 
 
 def positions(plan: ChunkPlan, masks: Mapping[str, Tensor]) -> Tensor:
-    """Where in the whole chunk its unpruned elements are, int64."""
+    """Returns the positions of the unpruned elements in the whole chunk, int64."""
     found = []
     for slot in plan.slots:
         bits, size = masks.get(slot.name), slot.shape.numel()

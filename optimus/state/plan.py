@@ -1,6 +1,6 @@
-"""How parameters are divided into chunks and chunks over ranks: pure arithmetic, for any rank of any mesh.
+"""Plans the division of parameters into chunks and of chunks over ranks: pure arithmetic, for any rank of any mesh.
 
-`ModelState` allocates what is planned here; checks and the planner ask the same plan for bytes without allocating anything.
+`ModelState` allocates the buffers of a plan. Checks and the planner ask the same plan for bytes without allocating anything.
 """
 
 import math
@@ -27,16 +27,17 @@ from optimus.state.tiling import TILINGS, Tiling
 Sizes = npt.NDArray[np.int64]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
-_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # chunk sizes searched: long enough for a network, small beside a device
-_SIZES = 240  # of them that are tried
-_CHUNKS = 8  # of a model at least, unless they would be too small: one is computed with while others are on their way
+_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # range of chunk sizes: long enough for a network, small compared to a device
+_SIZES = 240  # number of sizes that the search tries
+_CHUNKS = 8  # minimum per model, unless chunks would be too small: others are communicated while one is used
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where this rank's part of one parameter lies in its chunk: elements `start` to `end`.
+    """The place of this rank's slice of one parameter in its chunk: elements `start` to `end`.
 
-    There is room up to `limit`, for the largest part that a rank has: so a chunk lies alike on all ranks.
+    The slot reaches up to `limit`, which leaves room for the largest slice that any rank has. Therefore all ranks have the
+    same chunk layout.
     """
 
     name: str
@@ -47,16 +48,16 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """Where this rank's part ends."""
+        """The element behind this rank's slice."""
         return self.start + self.shape.numel()
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of this rank's part."""
+        """The shape of this rank's slice."""
         return _shape(self.region)
 
     def global_positions(self, local: Tensor) -> Tensor:
-        """ChunkRow-major positions in the global tensor of row-major positions `local` (int64) in this rank's part."""
+        """Row-major positions in the global tensor of row-major positions `local` (int64) in this rank's slice."""
         if not self.layout.sharded_dims:
             return local
         positions, stride = torch.zeros_like(local), 1
@@ -72,7 +73,7 @@ def _shape(region: Sequence[slice]) -> torch.Size:
 
 
 class ShardStep(NamedTuple):
-    """One of the steps in which a chunk is sharded: over so many ranks, of which this one gets the part `group_rank`."""
+    """One of the steps in which a chunk is sharded: over `ranks` ranks; this rank gets shard number `group_rank`."""
 
     ranks: int
     group_rank: int
@@ -80,49 +81,49 @@ class ShardStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """A chunk: parameters of the same replicas and rule, sharded in steps; `replica_count` ranks keep one part of it.
+    """A chunk: parameters with the same replicas and rule, sharded in steps. `replica_count` ranks keep the same shard.
 
-    Extents, lengths and borders are of its compressed elements where it is pruned: then it has a `mask`.
+    A pruned chunk has a `mask`, and its extents, lengths and borders count compressed elements.
     """
 
     slots: tuple[Slot, ...]
     partial_axes: tuple[str, ...]
     rule: Rule
-    borders: Sequence[int]  # where its shards begin, after the last step, and where the last ends
+    borders: Sequence[int]  # starts of the shards after the last step, and the end of the last shard
     shard_steps: tuple[ShardStep, ...]
     replica_count: int
     depths: Depths
-    buffers: tuple[Buffer, ...]  # as `buffers.py` has them for these depths
+    buffers: tuple[Buffer, ...]  # made by `buffers.buffers` for these depths
     mask: MaskPlan | None = None
 
     @property
     def size(self) -> int:
-        """Elements of the whole chunk, the padding of the last part included."""
+        """Elements of the whole chunk, including the padding of the last shard."""
         return self.borders[-1] if self.mask is None else self.mask.size
 
     @property
     def shard_count(self) -> int:
-        """Shards of the chunk after the last step."""
+        """Number of shards of the chunk after the last step."""
         return len(self.borders) - 1
 
     @property
     def length(self) -> int:
-        """Elements of such a shard; in the mean, where shards differ."""
+        """Elements of a shard after the last step; the mean where shards differ in length."""
         return self.borders[-1] // self.shard_count
 
     def extent(self, depth: int) -> slice:
-        """What this rank has of the chunk after `depth` steps."""
+        """Returns the elements of the chunk that this rank has after `depth` steps."""
         first, number = self.shards(depth)
         return slice(self.borders[first], self.borders[first + number])
 
     def lengths(self, depth: int) -> list[int]:
-        """Elements that the ranks of step `depth` have after it, of what they have before."""
+        """Returns the number of elements that each rank of step `depth` gets from the extent that the step divides."""
         first, number = self.shards(depth)
         ends = self.borders[first : first + number + 1 : number // self.shard_steps[depth].ranks]
         return [end - start for start, end in pairwise(ends)]
 
     def shards(self, depth: int) -> tuple[int, int]:
-        """The first shard of the extent of `depth`, and how many it is."""
+        """Returns the first shard of the extent of `depth`, and the number of shards in that extent."""
         first, number = 0, self.shard_count
         for share in self.shard_steps[:depth]:
             number //= share.ranks
@@ -130,12 +131,12 @@ class ChunkPlan:
         return first, number
 
     def within(self, depth: int, part: int) -> slice:
-        """The extent of depth `part` as part of that of `depth`."""
+        """Returns the extent of depth `part` relative to the extent of `depth`, which contains it."""
         outer, inner = self.extent(depth), self.extent(part)
         return slice(inner.start - outer.start, inner.stop - outer.start)
 
     def elements(self, buffer: Buffer) -> int:
-        """Of a buffer of this chunk."""
+        """Returns the number of elements of a buffer of this chunk."""
         if self.mask is not None and buffer.extent != "compressed":
             return self.mask.size if buffer.extent == "whole" else self.mask.elements
         if buffer.depth == 0:
@@ -145,35 +146,35 @@ class ChunkPlan:
 
     @property
     def tiling(self) -> Tiling:
-        """How it is divided, as its rule says."""
+        """The tiling of the chunk, as its rule names it."""
         return TILINGS[self.rule.tiling]
 
     @property
     def align(self) -> int:
-        """As the most demanding of its buffers."""
+        """The largest alignment that any of its buffers needs, in elements."""
         return max(buffer.align for buffer in self.buffers)
 
     @property
     def lifetime(self) -> Lifetime:
-        """When the whole parameters have memory."""
+        """The time during which the whole parameters have memory."""
         return self.buffers[0].lifetime
 
     @property
     def keeps_whole(self) -> bool:
-        """Whether the device keeps the whole parameters."""
+        """True if the device keeps the whole parameters."""
         return self.stays("parameters")
 
     def residency(self, kind: str) -> Residency:
-        """Where a buffer is; the device, if there is none of this kind."""
+        """Returns the residency of a buffer; "device" if the chunk has no buffer of this kind."""
         return next((buffer.residency for buffer in self.buffers if buffer.kind == kind), "device")
 
     def stays(self, kind: str) -> bool:
-        """Whether the device always has a buffer of this kind."""
+        """Returns whether the device always has a buffer of this kind."""
         return any(buffer.kind == kind and buffer.lifetime == "always" for buffer in self.buffers)
 
     @property
     def has_master(self) -> bool:
-        """Whether the master weights are apart from what is computed with."""
+        """True if the master weights are a buffer apart from the compute weights."""
         return any(buffer.kind == "master" for buffer in self.buffers)
 
     @property
@@ -183,28 +184,29 @@ class ChunkPlan:
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether the gradients of each microbatch are added to a buffer that keeps less of them."""
+        """True if the gradients of each microbatch are added to a buffer that holds only a shard or the unpruned
+        elements."""
         return any(buffer.kind == "gradients.shard" for buffer in self.buffers)
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether the gradients of each microbatch are added to those on the host."""
+        """True if the gradients of each microbatch are added to the gradients on the host."""
         used = any(buffer.kind == "gradients" and buffer.lifetime == "use" for buffer in self.buffers)
         return used and not self.adds_gradients
 
     @property
     def offloaded(self) -> bool:
-        """Whether the device has not all of it at rest."""
+        """True if some buffer of the chunk does not reside on the device."""
         return any(buffer.residency != "device" for buffer in self.buffers)
 
     @property
     def shard(self) -> slice:
-        """What this rank's optimizer updates of the chunk."""
+        """The elements of the chunk that this rank's optimizer updates."""
         return self.extent(self.depths.optimizer)
 
     @property
     def updated(self) -> int:
-        """Elements of it."""
+        """The number of elements that this rank's optimizer updates."""
         return self.shard.stop - self.shard.start
 
     @property
@@ -213,7 +215,8 @@ class ChunkPlan:
         return self.buffers[0].bytes(self.size)
 
     def bytes_by_kind(self, residency: Residency = "device") -> dict[str, int]:
-        """Bytes of this rank's buffers at rest; `master` is zero where the parameters serve as master weights."""
+        """Returns the bytes of this rank's buffers at rest by kind; `master` is zero where the parameters serve as master
+        weights."""
         found = dict.fromkeys(KINDS, 0)
         for buffer in self.buffers:
             if buffer.residency == residency and buffer.lifetime == "always":
@@ -222,16 +225,17 @@ class ChunkPlan:
 
 
 class Recipe(NamedTuple):
-    """What buffers chunks have, beyond the section `state`: the type of computation, and the update rules by parameter."""
+    """The facts beyond the section `state` that decide which buffers chunks have: compute type, and update rules by
+    parameter."""
 
     compute: torch.dtype
     rules: Mapping[str, Rule]
-    # Of this rank's parts of parameters that are, or will be, pruned: the share that is unpruned; None: not pruned yet.
+    # For parameters that are, or will be, pruned: the unpruned fraction of this rank's slice; None: not pruned yet.
     unpruned: Mapping[str, float | None] = {}
     mask_form: MaskForm = "int32"
 
     def unpruned_of(self, slot: Slot) -> int:
-        """Elements of this rank's part of a parameter that are unpruned."""
+        """Returns the number of unpruned elements in this rank's slice of a parameter."""
         share, elements = self.unpruned.get(slot.name), slot.shape.numel()
         return elements if share is None else round(share * elements)
 
@@ -239,7 +243,7 @@ class Recipe(NamedTuple):
 def unpruned_shares(
     masks: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh, rank: int
 ) -> dict[str, float]:
-    """By name, the share of the part of `rank` of a parameter that is unpruned by its mask, packed bits."""
+    """Returns, by name, the fraction of the slice of `rank` that a parameter's mask (packed bits) leaves unpruned."""
     sizes = {name: _shape(layouts[name].region(mesh, rank)).numel() for name in masks}
     return {name: bits_of(bits) / max(1, sizes[name]) for name, bits in masks.items()}
 
@@ -247,10 +251,11 @@ def unpruned_shares(
 def divide_chunks(
     layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: Recipe
 ) -> list[ChunkPlan]:
-    """The chunks of `rank`: parameters of the same replicas and rule in order, end to end, in chunks within the limit; as if
-    nothing were pruned and all on the device.
+    """Returns the chunks of `rank`, planned as if nothing were pruned and everything were on the device.
 
-    Raises `UserError` when a parameter or its replicas cannot be divided as asked.
+    Parameters with the same replicas and rule lie end to end, in order, in chunks within the size limit.
+
+    Raises `UserError` when a parameter or its replicas cannot be divided as configured.
     """
     replicas = {axes: tuple(mesh.group(rank, axes)) for axes in {layout.partial_axes for layout in layouts.values()}}
     plans = list[ChunkPlan]()
@@ -269,23 +274,24 @@ def divide_chunks(
 
 
 def in_order(plans: Iterable[ChunkPlan], names: Iterable[str]) -> list[ChunkPlan]:
-    """The chunks in the order in which the model has `names`, their parameters."""
+    """Sorts the chunks by the order of `names`, the parameters of the model."""
     first = {name: i for i, name in enumerate(names)}
     return sorted(plans, key=lambda plan: first[plan.slots[0].name])
 
 
 class ChunkRow(NamedTuple):
-    """Parameters of the same replicas and rule, end to end in chunks that are not sharded yet."""
+    """Parameters with the same replicas and rule, end to end in chunks that are not sharded yet."""
 
-    axes: tuple[str, ...]  # along which the replicas lie
-    same: tuple[str, ...]  # along which other ranks have the same besides
+    axes: tuple[str, ...]  # mesh axes of the replicas, whose gradients are partial sums
+    same: tuple[str, ...]  # further mesh axes along which ranks hold identical parameters
     rule: Rule
     chunks: Sequence[tuple[Slot, ...]]
     align: int
 
     def borders(self, parts: int) -> list[Sequence[int]]:
-        """Of each chunk, where the shards of so many ranks begin, and where the last ends."""
-        tiling, loads = TILINGS[self.rule.tiling], [0] * parts  # what each part has to compute
+        """Returns, for each chunk, the positions where its `parts` shards begin, and the position where the last one
+        ends."""
+        tiling, loads = TILINGS[self.rule.tiling], [0] * parts  # work of each part so far
         return [
             tiling.borders(
                 [each for slot in slots for each in tiling.matrices(slot.start, slot.shape, slot.layout.shape)],
@@ -304,7 +310,7 @@ class ChunkRow(NamedTuple):
         copies: int,
         kept: tuple[Buffer, ...],
     ) -> list[ChunkPlan]:
-        """Its chunks, sharded in these steps; `copies` ranks keep one shard, in the buffers `kept`."""
+        """Returns the chunks of this row, sharded in `steps`; `copies` ranks keep one shard, in the buffers `kept`."""
         return [
             ChunkPlan(slots, self.axes, self.rule, ends, steps, copies, depths, kept)
             for slots, ends in zip(self.chunks, borders)
@@ -319,9 +325,11 @@ def end_to_end(
     chunk: int | None,
     recipe: Recipe,
 ) -> list[ChunkRow]:
-    """The parameters of `rank`, by who has the same, the rule and whether they are pruned at some time, in chunks of `chunk`
-    elements at most, which is found where it is None. `replicas` are the ranks along axes: two sets of axes may be the same
-    ranks. How many there are decides nothing."""
+    """Groups the parameters of `rank` by replicas, rule and whether they are ever pruned, and lays each group out in chunks.
+
+    A chunk has at most `chunk` elements; the limit is searched for where `chunk` is None. `replicas` are the ranks along
+    axes: two sets of axes may have the same ranks. The number of those ranks does not influence the result.
+    """
     unlike = set(layouts.values())
     regions = {layout: layout.region(mesh, rank) for layout in unlike}
     room = {layout: math.prod(layout.local_shape(mesh)) for layout in unlike}
@@ -345,14 +353,16 @@ def end_to_end(
 
 
 def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recipe) -> list[ChunkPlan]:
-    """Divided chunks as they are held: of those that are pruned what is left; all behind the first, which are the fraction
-    `resident_fraction`, offloaded as configured. The first are used first, when the updates of the others are
-    still under way."""
+    """Returns the divided chunks with the buffers that their residency and pruning ask for.
+
+    The first chunks, the fraction `resident_fraction`, stay on the device. All chunks behind are offloaded as configured.
+    The first chunks are used first, while the updates of the others still run. Pruned chunks keep only their unpruned
+    elements.
+    """
     if options.offload == "none" and not recipe.unpruned:
         return [*plans]
-    fraction = (
-        0.0 if options.resident_fraction == "auto" else options.resident_fraction
-    )  # auto adds what there is room for
+    # With `auto`, the chunks that fit are added to the device later.
+    fraction = 0.0 if options.resident_fraction == "auto" else options.resident_fraction
     here = fraction * sum(plan.size for plan in plans)
     found, size = list[ChunkPlan](), 0
     for plan in plans:
@@ -360,10 +370,10 @@ def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recip
         first = plan.slots[0]
         elsewhere = size > here * (1 + 1e-9)
         where = options.offload if elsewhere else "none"
-        # The ranks of a tied embedding's two stages add up what they have at the end of a step: on the device.
+        # The embedding group sums the gradients of a tied embedding at the end of a step, on the device.
         sends = elsewhere and options.accumulate_on == "host" and "embedding" not in first.layout.replicated_axes
         depths = placed(plan.depths, where, sends)
-        # Of some it is known what is left; of parameters that are not pruned yet, everything is.
+        # Only masks that exist compress a chunk; parameters that are not pruned yet have all their elements.
         pruned = plan.rule.trains and any(recipe.unpruned.get(slot.name) is not None for slot in plan.slots)
         prunable = elsewhere and first.name in recipe.unpruned
         kept = chunk_buffers(depths, plan.rule, options, recipe, pruned, where, prunable, sends)
@@ -383,7 +393,7 @@ def chunk_buffers(
     prunable: bool = False,
     sends: bool = False,
 ) -> tuple[Buffer, ...]:
-    """Those of a chunk that is held so (`buffers.buffers`)."""
+    """Returns the buffers of a chunk for these depths and residencies; see `buffers.buffers`."""
     whole = lifetime(options)
     return buffers(
         depths,
@@ -399,21 +409,24 @@ def chunk_buffers(
 
 
 def _compressed(plan: ChunkPlan, recipe: Recipe) -> ChunkPlan:
-    """The plan with shards, equally long, of its unpruned elements."""
+    """Returns the plan with shards of equal length over its unpruned elements."""
     unpruned = sum(recipe.unpruned_of(slot) for slot in plan.slots)
     borders = plan.tiling.borders([], aligned(unpruned, plan.align), [0] * plan.shard_count, plan.align)
     return replace(plan, borders=borders, mask=MaskPlan(plan.size, unpruned, recipe.mask_form))
 
 
 def placed(depths: Depths, offload: str, sends: bool = False) -> Depths:
-    """Of a chunk that is offloaded so: what the host keeps of the parameters is what this rank updates of them. Gradients
-    that each microbatch `sends` to the host are whole until they go."""
+    """Returns the depths of a chunk after offloading.
+
+    On the host, parameters are sharded as finely as this rank updates them. Gradients that each microbatch `sends` to the
+    host are whole until they are sent.
+    """
     depths = depths._replace(parameters=depths.optimizer) if RESIDENCES[offload][0] != "device" else depths
     return depths._replace(gradients=0) if sends else depths
 
 
 def lifetime(options: StateConfig) -> Lifetime:
-    """Of whole parameters that are gathered or fetched on use."""
+    """Returns the lifetime of whole parameters that are gathered or fetched on use."""
     if options.cache is not None or RESIDENCES[options.offload][0] != "device":
         return "cache"
     return "use" if options.reshard_after_forward else "step"
@@ -427,7 +440,8 @@ def divide_stages(
     stage_of: Callable[[str], int],
     recipe: Recipe,
 ) -> dict[int, list[ChunkPlan]]:
-    """The divided chunks of each stage of a pipeline on `rank`, by `stage_of` a parameter's name: no chunk is of two stages.
+    """Returns the divided chunks of each pipeline stage on `rank`. `stage_of` maps a parameter's name to its stage; no chunk
+    belongs to two stages.
 
     Raises `UserError` as `divide_chunks` does.
     """
@@ -438,14 +452,14 @@ def divide_stages(
 
 
 def lay_out(sizes: Sequence[int], limit: int, align: int = ALIGN) -> list[list[tuple[int, int, int]]]:
-    """(number, start, end) of each parameter of the given sizes, by chunk of at most `limit` elements; each begins at a
-    multiple of `align`.
+    """Returns (number, start, end) of each parameter of the given sizes, by chunk of at most `limit` elements. Each
+    parameter begins at a multiple of `align`.
 
-    A parameter larger than `limit` has a chunk of its own. Chunks are filled from the last parameter on, so that it is the
-    first one that is small: its gradients arrive last, and nothing is left to do while they are reduced.
+    A parameter larger than `limit` has a chunk of its own. Chunks are filled from the last parameter backwards, so that the
+    first chunk is the small one. Its gradients arrive last, and no computation is left to overlap with their reduction.
     """
     chunks: list[list[int]] = []
-    length = 0  # of the chunk begun last
+    length = 0  # of the current chunk
     for number in reversed(range(len(sizes))):
         length += aligned(sizes[number], align)
         if not chunks or length - aligned(sizes[chunks[0][-1]], align) + sizes[chunks[0][-1]] > limit:
@@ -464,27 +478,27 @@ def _end_to_end(numbers: Sequence[int], sizes: Sequence[int], align: int) -> lis
 
 
 def chunk_limit(groups: Sequence[Sequence[int]], chosen: int | None) -> int:
-    """Elements of a chunk at most, where it is not `chosen`; `groups` are as `search_limit` has them."""
+    """Returns the largest number of elements in a chunk: `chosen`, or the result of `search_limit` over `groups`."""
     return chosen or _found_limit(tuple(map(tuple, groups)))
 
 
 @lru_cache(maxsize=1024)
 def _found_limit(groups: tuple[tuple[int, ...], ...]) -> int:
-    """Searched for once: many stages, and many plans, hold parameters of the same sizes."""
+    """Searches for the limit once for equal sizes: many stages, and many plans, hold parameters of the same sizes."""
     return search_limit(groups, _SMALLEST, largest_chunk(sum(map(sum, groups))))
 
 
 def largest_chunk(elements: int) -> int:
-    """The largest chunk, in elements, of a model with so many: what the search begins with."""
+    """Returns the chunk size, in elements, at which the search begins for a model of `elements`."""
     return max(_SMALLEST, min(_LARGEST, elements // _CHUNKS))
 
 
 def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -> int:
-    """The one chunk size, between the two, that wastes least (Elixir, section 4: the search over all sizes).
+    """Returns the one chunk size between the two limits that wastes least (Elixir, section 4: the search over all sizes).
 
-    `groups` are the sizes of the parameters of each group. What chunks leave empty would be wasted in blocks of the one
-    size. A group that fits into the smallest chunk is one small chunk and does not count, nor does a parameter larger
-    than a chunk. Of equals the largest size is taken.
+    `groups` are the sizes of the parameters of each group. The empty space of chunks would be wasted in blocks of that one
+    size. A group that fits into the smallest chunk is one small chunk and does not count, nor does a parameter larger than a
+    chunk. Among equals, the largest size wins.
     """
     counted = [sizes for sizes in groups if lay_out(sizes, sum(map(aligned, sizes)))[0][-1][2] > smallest]
 
@@ -493,9 +507,12 @@ def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -
 
 
 def wasted(sizes: Sequence[int], limits_L: Sizes) -> Sizes:
-    """Elements that parameters of such sizes leave empty in chunks of at most so many elements, for each of the limits:
-    `lay_out` for all of them at once."""
-    waste_L, length_L, padding_L = np.zeros_like(limits_L), limits_L.copy(), np.zeros_like(limits_L)  # of a full chunk
+    """Returns, for each limit, the elements that parameters of these sizes leave empty in chunks of at most that size.
+
+    The function computes `lay_out` for all limits at once.
+    """
+    # As if the current chunk were full.
+    waste_L, length_L, padding_L = np.zeros_like(limits_L), limits_L.copy(), np.zeros_like(limits_L)
     for size in reversed(sizes):
         room = aligned(size)
         begins_L = length_L + room - padding_L > limits_L
@@ -506,7 +523,10 @@ def wasted(sizes: Sequence[int], limits_L: Sizes) -> Sizes:
 
 
 def sharding_of(rule: Rule, options: StateConfig) -> StateConfig:
-    """How chunks of `rule` are sharded: frozen ones as their parameters are, as there is nothing else of them to shard."""
+    """Returns the sharding options for chunks of `rule`.
+
+    Frozen chunks are sharded only as far as their parameters are, because they have no other state.
+    """
     if rule.trains:
         return options
     width, *_ = shard_widths(options.shard, options.shard_ranks)
@@ -515,10 +535,11 @@ def sharding_of(rule: Rule, options: StateConfig) -> StateConfig:
 
 
 def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> list[list[int]]:
-    """Divide ranks that hold the same parameters into the groups that share their state out among them.
+    """Divides ranks that hold the same parameters into the groups that share their state out among them.
 
-    With `shard_over: replicas` all of them (EPSO: the Optimus paper, section 3.2); with `data` those along the data axis of
-    the experts; with `shard_ranks` neighbours of that number only (HSDP). Raises `UserError` when that does not divide them.
+    The setting `shard_over: replicas` takes all of them (EPSO: the Optimus paper, section 3.2), and `data` the ranks along
+    the data axis of the experts. `shard_ranks` makes groups of that many neighbours (HSDP). Raises `UserError` when
+    `shard_ranks` does not divide the replicas.
     """
     if options.shard == "none":
         return [[rank] for rank in replicas]
@@ -542,10 +563,11 @@ def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> l
 
 
 def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateConfig) -> None:
-    """Raise `UserError` when `shard_ranks` are more than the ranks that share out any parameter of these, the whole model's.
+    """Raises `UserError` when `shard_ranks` exceeds the number of ranks that shard any parameter of the whole model.
 
-    Those that tensor parallelism repeats, as norms, do not count: they are few. Where experts have fewer replicas than the
-    rest, or more, the larger number is the limit; the others are sharded over all that there are.
+    `layouts` are those of the whole model. Parameters that tensor parallelism replicates, such as norms, do not count: they
+    are few. Experts may have fewer or more replicas than other parameters. Then the larger number is the limit, and
+    parameters with fewer replicas are sharded over all of their replicas.
     """
     wanted = max(width or 0 for width in shard_widths(options.shard, options.shard_ranks))
     over_all = options.model_copy(update={"shard_ranks": None})
@@ -560,11 +582,10 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
 
 
 def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list[RankPartition]:
-    """All ranks divided into groups, in one way for each step in which state is sharded, and into those that hold the
-    same part of it, last."""
+    """Returns one partition of all ranks per sharding step, and last the partition into ranks that hold the same shard."""
     all_replicas = mesh.groups(replicas)
     first = all_replicas.group(0)
-    # What shares state out among the first replicas does so among others, which lie alike.
+    # All replica groups have the same structure, so the division of the first one applies to each.
     places_PW = np.searchsorted(first, shard_groups(mesh, first, options))
     shards = all_replicas.cut(lambda ranks_GR: ranks_GR[:, places_PW].reshape(-1, places_PW.shape[1]))
     steps, _ = sharing_steps(shard_widths(options.shard, options.shard_ranks), shards.largest)
@@ -573,21 +594,21 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list
         return shards.cut(lambda ranks_GW: ranks_GW.reshape(-1, step, inner).swapaxes(1, 2).reshape(-1, step))
 
     inner = accumulate(steps, operator.mul, initial=1)
-    copies_WP = np.sort(places_PW.T)  # ranks of a group are in order
+    copies_WP = np.sort(places_PW.T)  # the ranks of a group ascend
     copies = all_replicas.cut(lambda ranks_GR: ranks_GR[:, copies_WP].reshape(-1, copies_WP.shape[1]))
     return [*map(shared, steps, inner), copies]
 
 
 def bytes_by_kind(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
-    """Bytes at rest of all chunks of a rank, by kind."""
+    """Returns the bytes at rest of all chunks of a rank, by kind."""
     counts = [plan.bytes_by_kind(residency) for plan in plans]
     return {kind: sum(count[kind] for count in counts) for kind in KINDS}
 
 
 def sharing_steps(widths: Sequence[int | None], ranks: int) -> tuple[list[int], Depths]:
-    """In which steps `ranks` shard a chunk, and after how many of them each kind is kept, given `shard_widths`.
+    """Returns the steps in which `ranks` shard a chunk, and for each kind the number of steps after which it is kept.
 
-    Raises `UserError` where these do not divide the ranks.
+    `widths` come from `shard_widths`. Raises `UserError` where they do not divide the ranks.
     """
     steps, depths, inner = list[int](), list[int](), 1
     for kind, width in zip(Depths._fields, (min(width or ranks, ranks) for width in widths)):

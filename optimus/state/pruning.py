@@ -1,8 +1,8 @@
-"""Which parameters are pruned: exact thresholds over all ranks, so that every layout finds the same masks.
+"""Decides which parameters are pruned, by exact thresholds over all ranks, so that every layout finds the same masks.
 
-Scores are non-negative fp32 numbers, whose bits, taken as integers, are in the same order. So the k-th largest of all ranks'
-scores is found by two histograms that are summed over the ranks: of the upper 16 bits, and of the lower 16 where the
-upper ones are those of the k-th. All scores that are no less are kept: equal ones may be a few more.
+Scores are non-negative fp32 numbers, whose bits, taken as integers, have the same order. Two histograms, summed over the
+ranks, find the k-th largest score of all ranks. The first counts the upper 16 bits. The second counts the lower 16 bits of
+those scores whose upper bits are those of the k-th largest. All scores that are no less are kept: ties may keep a few more.
 """
 
 import math
@@ -24,19 +24,19 @@ from optimus.state.masks import bits_of, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Slot
 
-Score = Callable[[Slot, Tensor], Tensor]  # of this rank's part of a parameter, fp32: the scores of its elements
+Score = Callable[[Slot, Tensor], Tensor]  # fp32 scores of the elements of this rank's slice of a parameter
 
 _HALF = 1 << 16
 _BLOCK = 16  # rows and columns of a block that is pruned as a whole
 
 
 def magnitudes(slot: Slot, weights: Tensor) -> Tensor:
-    """The magnitude of each weight."""
+    """Returns the magnitude of each weight."""
     return weights.abs()
 
 
 def block_norms(slot: Slot, weights: Tensor) -> Tensor:
-    """For each weight, the root of the mean square of the weights of its block of 16 x 16."""
+    """Returns, for each weight, the root mean square of the weights of its block of 16 x 16."""
     rows, columns = weights.shape[-2:]
     square = weights.reshape(-1, 1, rows, columns).square()
     # Blocks at the edges have fewer weights.
@@ -46,7 +46,7 @@ def block_norms(slot: Slot, weights: Tensor) -> Tensor:
 
 
 def random_scores(seed: int) -> Score:
-    """Scores by name and position: whatever the layout, the same elements are pruned."""
+    """Returns scores by name and position, so that the same elements are pruned with any layout."""
 
     def scores(slot: Slot, weights: Tensor) -> Tensor:
         found = torch.empty(weights.numel(), device=weights.device)
@@ -57,7 +57,8 @@ def random_scores(seed: int) -> Score:
 
 
 def check_blocks(layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Raise `UserError` where blocks of 16 x 16 of these parameters would lie on several ranks, or a parameter has none."""
+    """Raises `UserError` where a 16 x 16 block of these parameters would lie on several ranks, or a parameter is no
+    matrix."""
     for name, layout in layouts.items():
         parts = layout.local_shape(mesh)[-2:]
         if len(layout.shape) < 2:
@@ -70,17 +71,20 @@ def check_blocks(layouts: Mapping[str, Layout], mesh: Mesh) -> None:
 
 
 class LocalWeights(NamedTuple):
-    """This rank's part of a parameter."""
+    """This rank's slice of a parameter."""
 
     slot: Slot
     weights: Tensor  # fp32, of the slot's shape
-    counts: bool  # in sums over the ranks: of those that have the same one does
+    counts: bool  # in sums over the ranks: true on one of the ranks that hold this slice
 
 
 @dataclass(frozen=True)
 class PrunableWeights:
-    """Weights that may be pruned, by which they are chosen. `parts` gives those of parameters by name that this rank has; it
-    is asked several times. `before` are packed bits of this rank's parts of those that have been pruned before."""
+    """Weights that may be pruned, and that decide which elements are.
+
+    `parts` yields this rank's slices of the named parameters; it is called several times. `before` are packed bits for this
+    rank's slices of parameters that have been pruned before.
+    """
 
     world: Group
     device: torch.device
@@ -89,7 +93,7 @@ class PrunableWeights:
 
 
 def weights_of(state: ModelState) -> PrunableWeights:
-    """Those of a state, which are gathered once for all that is asked in a row of one chunk."""
+    """Returns the weights of a state. Consecutive slices of one chunk share one gathering."""
     held: list[tuple[TrainedChunk, Tensor]] = []
 
     def parts(names: Collection[str]) -> Iterator[LocalWeights]:
@@ -112,7 +116,10 @@ def weights_to_be(
     read: Callable[[Slot, Tensor], None],
     before: Mapping[str, Tensor],
 ) -> PrunableWeights:
-    """Those of a state that is not there yet, of parameters with these layouts: `read` fills the part of one."""
+    """Returns the weights of a state that does not exist yet, for parameters with these layouts.
+
+    The function `read` fills this rank's slice of a parameter.
+    """
     mesh, rank = groups.mesh, groups.rank
 
     def parts(names: Collection[str]) -> Iterator[LocalWeights]:
@@ -130,16 +137,17 @@ def weights_to_be(
 def prune(
     weights: PrunableWeights, unpruned: float, sizes: Mapping[str, int], score: Score, *, per_tensor: bool = False
 ) -> dict[str, Tensor]:
-    """Masks of this rank's parts that leave the share `unpruned` of the parameters with `sizes`, those of the whole model.
+    """Returns masks of this rank's slices that leave the fraction `unpruned` of the parameters; `sizes` are those of the
+    model.
 
-    What has been pruned before stays so. Without `per_tensor` scores are compared over all of them. All ranks must call.
-    Raises `UserError` on all of them where weights are not finite.
+    Elements pruned before remain pruned. Without `per_tensor`, scores are compared over all parameters. All ranks must call.
+    Raises `UserError` on all ranks where weights are not finite.
     """
     masks: dict[str, Tensor] = {}
     failure: UserError | None = None
 
     def scored(slot: Slot, values: Tensor) -> Tensor:
-        """Scores of which none is less than that of what has been pruned before."""
+        """Returns the scores, zero for elements that have been pruned before."""
         before = weights.before.get(slot.name)
         found = score(slot, values)
         return (
@@ -167,11 +175,14 @@ def prune(
 
 
 def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]], k: int, device: torch.device) -> int:
-    """The bits of the k-th largest of all ranks' scores, exact. `parts` gives this rank's scores, and whether they count,
-    as they do on one of the ranks that have the same; it is asked twice."""
+    """Returns the bits of the k-th largest score of all ranks, exactly.
+
+    `parts` yields this rank's scores, and whether they count: equal scores on several ranks count on one of them. The
+    function calls `parts` twice.
+    """
 
     def counts(of: Callable[[Tensor], Tensor]) -> Tensor:
-        # In float64, which is exact here and which every backend sums; largest first.
+        # float64 is exact for these counts, and every backend sums it. Largest first.
         found = torch.zeros(_HALF, dtype=torch.float64, device=device)
         for scores, counted in parts():
             if counted:
@@ -189,10 +200,11 @@ def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]]
 
 
 def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: ModelState) -> float:
-    """What of the masks `now` was pruned by those `before`, as a share of what they leave: over the whole model.
+    """Returns the fraction of the elements kept by the masks `now` that the masks `before` pruned, over the whole model.
 
-    You et al. count differing elements as a share of all of them, which is small at a high sparsity whatever the masks. Of a
-    parameter without a mask before, as after a change of `pruning.targets`, all of what is left is new.
+    You et al. divide the number of differing elements by that of all elements, which gives small values at a high sparsity
+    for any masks. A parameter without an earlier mask, for example after a change of `pruning.targets`, counts as new
+    entirely.
     """
     known = {name: before.get(name, torch.zeros_like(bits)) for name, bits in now.items()}
     new = _total(state, {name: bits_of(bits & ~known[name]) for name, bits in now.items()})
@@ -200,13 +212,13 @@ def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: Mod
 
 
 def share_left(state: ModelState, sizes: Mapping[str, int]) -> float:
-    """Of the pruned parameters, with `sizes` in the whole model, the share that is unpruned. All ranks must call."""
+    """Returns the unpruned fraction of the pruned parameters, with `sizes` in the whole model. All ranks must call."""
     slots = [slot for chunk in state.trained for slot in chunk.plan.slots if slot.name in sizes]
     return _total(state, {slot.name: state.recipe.unpruned_of(slot) for slot in slots}) / sum(sizes.values())
 
 
 def _total(state: ModelState, counts: Mapping[str, int]) -> float:
-    """The sum over the whole model of counts of this rank's parts of parameters, by name."""
+    """Sums counts of this rank's slices of parameters, by name, over the whole model."""
     mesh, world = state.groups.mesh, state.groups.world
     here = {
         slot.name for chunk in state.trained for slot in chunk.plan.slots if slot.layout.first_holds(mesh, world.rank)

@@ -1,16 +1,16 @@
-"""The gradients of a chunk, from the first that arrives to their sum over all replicas.
+"""Reduces the gradients of a chunk, from the first that arrives to their sum over all replicas.
 
-Gradients accumulate into views of the chunk's gradient buffer. They are summed over all replicas, those that keep the same
-part (its `copies`) last: the loss is divided by the number of data ranks before the backward pass. Where they are not kept
-whole, the buffer has memory from the first gradient of a microbatch to the last, when they begin to be reduced. Those of a
-pruned chunk are compressed before, in place.
+Gradients accumulate into views of the chunk's gradient buffer. The reduction sums gradients over all replicas, and over
+those that keep the same shard (its `copies`) last. The loss is divided by the number of data ranks before the backward pass.
+Where gradients are not kept whole, the buffer has memory from the first gradient of a microbatch to the last, when the
+reduction begins. Gradients of a pruned chunk are compressed in place before their reduction.
 
-A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on. Those
-of each backward pass are counted apart: where weight gradients are deferred, other passes come in between. For the same
-reason a pass is through with the parameters when it has *found* all gradients, though it may not have added them yet.
+A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass continues. Each
+backward pass counts its own gradients: where weight gradients are deferred, other passes come in between. For the same
+reason a pass no longer needs the parameters when it has *found* all gradients, though it may not have added them yet.
 
-Gradients that wait for the update on the host leave the device when they have been summed: after the last microbatch, or
-after each, to be added up there.
+Gradients that wait for the update on the host leave the device after their reduction. The transfer happens after the last
+microbatch, or after each microbatch if the host accumulates.
 """
 
 import weakref
@@ -31,10 +31,10 @@ from optimus.step_context import StepContext
 
 
 class ChunkGradient(GradientBuffer):
-    """The gradient buffer of a parameter of a chunk: a view of the chunk's.
+    """The gradient buffer of a parameter: a view of its chunk's gradient buffer.
 
-    A kernel adds to it in place of autograd, once in every backward pass of a step: between `open` and `close`, which counts
-    the gradient as arrived. Autograd is then given no gradient; that it calls its hooks all the same must not count.
+    A kernel adds to the buffer in place of autograd, once in every backward pass of a step, between `open` and `close`.
+    `close` counts the gradient as arrived. Autograd then gets no gradient, but still calls its hooks, which must not count.
     """
 
     def __init__(self, reduction: "GradientReduction", parameter: nn.Parameter, step: StepContext | None) -> None:
@@ -57,32 +57,32 @@ class ChunkGradient(GradientBuffer):
 
 
 class GradientReduction:
-    """That of `chunk`, whose parameters are `whole` when they are used; see the module's text.
+    """The gradient reduction of `chunk`, whose parameters are `whole` while they are used; see the module's text.
 
-    `gradient` (gradient type) is of the whole chunk, and `reduced` a view of what is kept of it: of the part that this
-    rank's optimizer updates. `waiting` is what the update reads: the same, or, if it `leaves` the device, the host's.
+    `gradient` (gradient type) covers the whole chunk. `reduced` is a view of the kept gradients: the shard that this rank's
+    optimizer updates. The update reads `waiting`: the same tensor, or the host's if the gradient `leaves` the device.
     """
 
     def __init__(self, chunk: Placement, whole: WholeParameters) -> None:
         self.chunk, self._whole = chunk, whole
         self._context, self._transfers = chunk.context, chunk.transfers
         self._watch = chunk.context.copies.watch
-        self.replica_group = chunk.context.copies.unwatched  # only what enters the sums is watched
+        self.replica_group = chunk.context.copies.unwatched  # the watch covers only the inputs of the sums
         self.buffers: dict[nn.Parameter, ChunkGradient] = {}
-        # Gradients of this chunk by backward pass, while they are some and not all: those that it needs no parameter for any
-        # more, and those that have been added.
+        # Numbers of gradients of this chunk by backward pass, while the pass has some but not all: gradients whose
+        # parameters the pass no longer needs, and gradients that have been added.
         self._found, self._added = Counter[tuple[int, int] | None](), Counter[tuple[int, int] | None]()
         self.sum, self._host = Status("sum"), Status("host gradients")
         self._turn = InTurn()
-        self._square: Tensor  # sum of squares of what has left
+        self._square: Tensor  # sum of squares of the gradients on the host
         self.gradient = chunk.buffer("gradients", chunk.parameter)
         self._gradients = ManagedBuffer("gradients", self.gradient, chunk.transfers.resize, stays=True)
         self.place()
 
     def place(self) -> None:
-        """Take the buffers of the chunk's plan."""
+        """Takes over the buffers of the chunk's plan."""
         chunk, plan, resize = self.chunk, self.chunk.plan, self._transfers.resize
-        self._gradients.go("open")  # a buffer is made of what has memory
+        self._gradients.go("open")  # a ManagedBuffer starts from a tensor that has memory
         self._gradients = ManagedBuffer("gradients", self.gradient, resize, stays=plan.stays("gradients"))
         self._kept = chunk.buffer("gradients.shard", self.gradient)  # between its uses
         self._accumulated = self._gradients
@@ -94,20 +94,22 @@ class GradientReduction:
         self.waiting = chunk.buffer("gradients.host", chunk.compute_shard) if self.leaves else self.reduced
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """The gradient of a parameter is this view of the buffer."""
+        """Sets the gradient of a parameter to this view of the buffer, and registers the hooks that count its arrival."""
         if gradient.dtype != parameter.dtype:
             parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
         buffer = self.buffers[parameter] = ChunkGradient(self, parameter, self._context.step)
-        # Hooks are held where no garbage collector looks: with strong references a chunk would never be freed.
+        # The garbage collector does not see hooks: with strong references a chunk would never be freed.
         own = weakref.ref(self)
         parameter.register_hook(partial(_before_accumulation, own))
         parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, own, weakref.ref(buffer)))
 
     def clear(self) -> None:
-        """Set the gradients to zero; must precede the first microbatch of a step. Where an update still reads them, this is
-        done behind it, before the parameters are used."""
-        self.finish()  # of a step that was not finished
+        """Sets the gradients to zero; must precede the first microbatch of a step.
+
+        Where an update still reads the gradients, they are cleared after the update and before the parameters are used.
+        """
+        self.finish()  # the last step may not have been finished
         self.leave()
         self._host.finish()
         self._found.clear()
@@ -123,21 +125,21 @@ class GradientReduction:
             self.free()
 
     def free(self) -> None:
-        """Let the gradients be zero, those that stay now, others when they get memory."""
+        """Zeroes the gradients: buffers that stay now, other buffers when they get memory."""
         self.sum.go("clear")
         self._gradients.go("free")
         self._accumulated.go("free")
         if not self.leaves:
             self._accumulated.go("open")
 
-    # ---- Gradients arrive ----
+    # ---- Arrival of gradients ----
 
     def before_gradient(self) -> None:
-        """A gradient of this chunk is about to be added: the buffer must be there and at rest."""
+        """Prepares the buffer for a gradient of this chunk: it needs memory, and no reduction of it may be running."""
         plan = self.chunk.plan
         if plan.adds_gradients:
             self.free_gradient()
-        elif plan.sends_gradients and self._begun:  # those of an earlier microbatch
+        elif plan.sends_gradients and self._begun:  # by an earlier microbatch
             if self.may_leave:
                 self.start_leaving(0)
             self.leave()
@@ -145,7 +147,7 @@ class GradientReduction:
         self._gradients.go("open")
 
     def after_gradient(self) -> None:
-        """A gradient of this chunk has been added."""
+        """Counts a gradient of this chunk that has been added; starts the reduction after the last one."""
         self.sum.go("add")
         self._gradients.go("add")
         plan = self.chunk.plan
@@ -154,12 +156,12 @@ class GradientReduction:
             self._start()
 
     def found(self) -> None:
-        """The backward pass needs a parameter of this chunk no more."""
+        """Counts a parameter of this chunk that the backward pass no longer needs; reshards after the last one."""
         if self._complete(self._found):
             self._reshard_unneeded()
 
     def _complete(self, counts: Counter[tuple[int, int] | None]) -> bool:
-        """Count one of the present backward pass; whether it is the last."""
+        """Counts one gradient of the current backward pass; returns whether it is the last."""
         present = self._context.step.backward
         counts[present] += 1
         if counts[present] < len(self.chunk.plan.slots):
@@ -168,30 +170,31 @@ class GradientReduction:
         return True
 
     def end_backward(self) -> None:
-        """The present backward pass ends, or a part of it, whether it has found all gradients or not."""
+        """Ends the current backward pass, or a part of it, whether or not the pass has found all gradients."""
         if self._found.pop(self._context.step.backward, 0):
             self._reshard_unneeded()
 
     def _reshard_unneeded(self) -> None:
-        """A backward pass is through with the parameters: reshard unless another that has begun is not."""
+        """Reshards after a backward pass, unless another pass that has begun still needs the parameters."""
         if self.chunk.plan.lifetime == "use" and not self._found:
             self._whole.reshard()
 
-    # ---- They are reduced ----
+    # ---- Reduction ----
 
     def reduce_on_arrival(self) -> None:
-        """The coming backward pass is the last of the step: reduce when its last gradient is there."""
+        """Announces the last backward pass of the step, so that the reduction starts when its last gradient arrives."""
         self.sum.go("last")
 
     def start(self) -> None:
-        """No gradient of this step will come any more: begin to reduce them, where that has not begun on arrival."""
-        self.chunk.part.finish_update()  # of parameters that this step has not used
+        """Starts the reduction where it has not begun on arrival: no further gradient of this step will come."""
+        self.chunk.part.finish_update()  # still running if this step has not used the parameters
         self.sum.go("last")
         if not self._begun and not self.chunk.plan.adds_gradients:
             self._start()
 
     def reduce(self) -> None:
-        """Sum the gradients over the replicas into `reduced`: finish what began on arrival, or do all of it now."""
+        """Sums the gradients over the replicas into `reduced`: finishes a reduction that began on arrival, or runs all of it
+        now."""
         self.start()
         if not self._begun and self._gradients.status == "here":
             self._start()
@@ -205,25 +208,26 @@ class GradientReduction:
         return self.sum.status not in ("more", "last")
 
     def finish(self) -> None:
-        """Finish all that is under way of the reduction."""
+        """Finishes all running operations of the reduction."""
         if self.sum.status == "summing":
             self.sum.go("arrive")
         self._turn.wait()
 
     def free_gradient(self) -> None:
-        """Finish what is under way of the reduction, until the long buffer is free."""
+        """Advances the reduction until the long buffer is free."""
         while self._gradients.status == "leaving" and self._turn:
             self._turn.advance()
 
     @property
     def alone(self) -> bool:
-        """Whether no other rank has gradients of these parameters."""
+        """True if no other rank has gradients of these parameters."""
         return self.chunk.plan.shard_count * self.chunk.plan.replica_count == 1
 
     def _start(self) -> None:
-        """Sum each rank's part over the groups, as far as parts of gradients are kept; further, if no more will come."""
+        """Begins to reduce-scatter the gradients to the depth that is kept; reduces further if no more gradients will
+        come."""
         plan = self.chunk.plan
-        if self._gradients.status == "absent":  # none has come
+        if self._gradients.status == "absent":  # no gradient has arrived
             self._gradients.go("open")
         gradient = self.chunk.elements.compress(self.gradient, plan.borders[-1])
         if self._watch is not None:
@@ -238,7 +242,7 @@ class GradientReduction:
         self._context.started(self)
 
     def _reduce_kept(self) -> None:
-        """Sum what is kept of the gradients, to the part of this rank's optimizer, and that over its copies."""
+        """Reduces the kept gradients to the shard of this rank's optimizer, and all-reduces that shard over its replicas."""
         plan = self.chunk.plan
         self.sum.go("send" if plan.sends_gradients else "reduce", self._turn)
         kept = plan.depths.gradients
@@ -249,7 +253,7 @@ class GradientReduction:
         self._turn.add(self._all_reduce_async)
 
     def _reduce_scatter_async(self, buffer: Tensor, outer: int, depth: int) -> Handle:
-        """Begin to sum this rank's part of the extent of `depth` over its group; `buffer` has that of `outer`."""
+        """Begins to reduce-scatter the extent of `depth` over its group; `buffer` holds the extent of `outer`."""
         plan = self.chunk.plan
         whole, part = buffer[plan.within(outer, depth)], buffer[plan.within(outer, depth + 1)]
         handle = self.chunk.groups[depth].reduce_scatter_async(whole, part, plan.lengths(depth))
@@ -262,14 +266,14 @@ class GradientReduction:
         return Handle(wait)
 
     def _add(self, part: Tensor) -> Handle:
-        """Add what is kept of the gradients of a microbatch to those before, and free the others."""
+        """Adds the kept part of a microbatch's gradients to the earlier ones, and frees the whole gradients."""
         self._accumulated.go("open")
         self._kept.add_(part)
         self._gradients.go("free")
         return DONE
 
     def _all_reduce_async(self) -> Handle:
-        """Begin to sum `reduced` over the copies, in pieces of which several are under way at once (AxoNN, 3.3.3)."""
+        """Begins to all-reduce `reduced` over the replicas, in pieces of which several run at once (AxoNN, 3.3.3)."""
         options, length = self._context.options, len(self.reduced)
         pieces = self.reduced.split((options.all_reduce_tiles or length) * options.tile) if length else ()
         handles = [self.replica_group.all_reduce_async(piece) for piece in pieces]
@@ -280,23 +284,23 @@ class GradientReduction:
 
         return Handle(wait)
 
-    # ---- They go to the host ----
+    # ---- Transfer to the host ----
 
     @property
     def may_leave(self) -> bool:
-        """Whether what is being reduced is what the host gets: the gradients of the whole step, or of a microbatch if each
-        sends its own."""
+        """True if the gradients in reduction go to the host: those of the whole step, or of a microbatch if each sends its
+        own."""
         return self.leaves and self.sum.status in ("summing", "summed")
 
     def start_leaving(self, tile: int) -> None:
-        """The gradients are reduced: begin to bring them to the host, where those of a microbatch are added up."""
+        """Begins to copy the reduced gradients to the host, which accumulates those of each microbatch."""
         self.finish()
         moves, part = self._transfers, self.chunk.part
         if self._host.status == "none":
             if not self.chunk.plan.sends_gradients:
                 self._square = self._square_sum(self.reduced, tile)
             if self.waiting is self.chunk.compute_shard:
-                self._whole.settle()  # parameters that have been fetched for nothing
+                self._whole.settle()  # the parameters may have been fetched without a use
                 if part.copy.status == "weights":
                     part.copy.finish()
                 part.go("lend")
@@ -309,13 +313,13 @@ class GradientReduction:
         self.sum.go("leave", copied)
 
     def leave(self) -> None:
-        """Free the gradients that are on their way to the host when they are there."""
+        """Waits for the copy of the gradients to the host, if one is running, and frees them on the device."""
         if self.sum.status == "leaving":
             self.sum.go("arrive")
             self._accumulated.go("free")
 
     def square_sum(self, tile: int) -> Tensor:
-        """Sum of squares of the reduced gradients of this rank's part, a scalar."""
+        """Returns the sum of squares of the reduced gradients of this rank's shard, a scalar."""
         self.sum.go("measure")
         if not self.leaves:
             return self._square_sum(self.reduced, tile)
@@ -327,12 +331,12 @@ class GradientReduction:
         return self._square
 
     def _square_sum(self, gradients: Tensor, tile: int) -> Tensor:
-        if gradients.device.type != "cpu":  # in one launch
+        if gradients.device.type != "cpu":  # one launch
             return square_sum(gradients)
         return torch.stack([square_sum(part) for part in gradients.split(aligned(tile, self.chunk.plan.align))]).sum()
 
     def use(self) -> None:
-        """An update begins, which reads what is `waiting`."""
+        """Marks the beginning of an update, which reads `waiting`."""
         self.sum.go("update")
         if self.leaves:
             self._host.finish()
@@ -340,7 +344,7 @@ class GradientReduction:
 
 
 def _before_accumulation(own: "weakref.ref[GradientReduction]", gradient: Tensor | None) -> None:
-    """Autograd has a gradient for a parameter of a chunk."""
+    """Handles autograd's hook before a gradient is accumulated into a parameter of a chunk."""
     reduction = own()
     if reduction is not None and gradient is not None:
         reduction.before_gradient()
@@ -349,7 +353,7 @@ def _before_accumulation(own: "weakref.ref[GradientReduction]", gradient: Tensor
 def _after_accumulation(
     own: "weakref.ref[GradientReduction]", buffer: "weakref.ref[ChunkGradient]", parameter: Tensor
 ) -> None:
-    """Autograd is through with a parameter of a chunk."""
+    """Handles autograd's hook after the accumulation into a parameter of a chunk."""
     reduction, to = own(), buffer()
     if reduction is not None and to is not None and not to.used:
         reduction.found()

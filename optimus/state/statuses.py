@@ -1,7 +1,7 @@
-"""What may happen to what a chunk keeps, in which order and in which threads: one table. Other orders raise.
+"""Defines in one table the operations on a chunk's data, their order and their threads. Other orders raise.
 
-A status is changed by the thread that trains, or autograd's, which are never at work at once. What others do meanwhile, a
-thread, a stream or a collective, is under way until it has arrived: to let it arrive is to wait for it.
+The training thread or autograd's threads change a status; the two are never at work at once. Operations by another thread, a
+stream or a collective are under way until they have arrived. The event `arrive` waits for the operation.
 """
 
 import threading
@@ -11,52 +11,53 @@ from torch import Tensor
 
 from optimus.comm import Handle
 
-# Of each thing: by status, what may happen, and the status that follows. The first status is what it begins with.
+# For each thing: by status, the permitted events and the status after each. The first status is the initial one.
 TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     # Whole parameters. Absent: without memory, or memory whose content is out of date.
     "parameters": {
         "here": {"use": "here", "free": "absent"},
         "absent": {"fetch": "fetching", "gather": "coming", "approach": "near", "free": "absent"},
-        "near": {"gather": "coming", "arrive": "absent"},  # a larger part than this rank's is on its way, not all
-        "fetching": {"gather": "coming", "arrive": "here"},  # this rank's part is on its way from the host
-        "coming": {"arrive": "here"},  # their parts are on their way from other ranks
+        "near": {"gather": "coming", "arrive": "absent"},  # more than this rank's shard is in transfer, but not all
+        "fetching": {"gather": "coming", "arrive": "here"},  # this rank's shard is in transfer from the host
+        "coming": {"arrive": "here"},  # shards are in transfer from other ranks
     },
-    # Whole gradients, of a microbatch or a step; and what is kept of them, where it is apart. They are opened at zero.
+    # Whole gradients, of a microbatch or a step; and the kept shard, where it is a separate buffer. Both start at zero.
     "gradients": {
         "here": {"open": "here", "add": "here", "reduce": "leaving", "free": "absent"},
         "absent": {"open": "here", "free": "absent"},
-        "leaving": {"free": "absent"},  # the other ranks are given their parts
+        "leaving": {"free": "absent"},  # the reduction to other ranks reads the buffer
     },
-    # The sum of the gradients of a step; of a microbatch, where each sends its own to the host.
+    # The sum of the gradients of a step, or of a microbatch where each one sends its gradients to the host.
     "sum": {
         "more": {"add": "more", "last": "last", "send": "summing", "clear": "more"},
         "last": {"add": "last", "last": "last", "send": "summing", "reduce": "summing", "clear": "more"},
         "summing": {"last": "summing", "arrive": "summed"},  # over all ranks, without further gradients
         "summed": {"last": "summed", "measure": "summed", "leave": "leaving", "update": "used", "clear": "more"},
-        "leaving": {"last": "leaving", "measure": "leaving", "arrive": "left"},  # for the host
+        "leaving": {"last": "leaving", "measure": "leaving", "arrive": "left"},  # to the host
         "left": {"last": "left", "again": "more", "measure": "left", "update": "used", "clear": "more"},
         "used": {"clear": "more", "clear behind": "clearing"},
-        "clearing": {"last": "last behind", "clear behind": "clearing", "clear": "more"},  # when the update has read it
+        # Cleared once the update has read the gradients.
+        "clearing": {"last": "last behind", "clear behind": "clearing", "clear": "more"},
         "last behind": {"last": "last behind", "clear behind": "clearing", "clear": "last"},
     },
-    # What the host has of the gradients of a step.
+    # The gradients of a step on the host.
     "host gradients": {
         "none": {"copy": "coming", "clear": "none"},
         "coming": {"arrive": "here"},
         "here": {"add": "coming", "read": "here", "clear": "none"},
     },
-    # This rank's part: its weights, what is kept beside them, and what is computed with.
+    # This rank's shard: master weights, optimizer state and compute weights.
     "part": {
         "rest": {
             **dict.fromkeys(("read", "write", "compute", "gather"), "rest"),
             "update": "updating",
             "lend": "lent",
         },
-        # Gradients wait in the place of what is computed with.
+        # Gradients wait in the memory of the compute weights.
         "lent": {"read": "lent", "write": "lent", "compute": "rest", "update": "updating"},
-        "updating": {"gather": "updating", "arrive": "rest"},  # gathered behind it
+        "updating": {"gather": "updating", "arrive": "rest"},  # the gathering waits for the update
     },
-    # A copy that is made beside the training: of the state, or of what is computed with, too.
+    # A copy that is made beside the training: of the state, or of the state and the compute weights.
     "copy": {
         "none": {"hold": "state", "hold weights": "weights", "lend": "none", "write": "none"},
         "state": {"lend": "state", "arrive": "none"},
@@ -65,8 +66,8 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 }
 _WITHOUT_MEMORY = "absent", "near"
 
-# By thing and status, which threads may touch what it has, by the beginnings of their names; all else those that train
-# alone. A copy is waited for by whoever writes next, which may be the thread that updates.
+# By thing and status, the threads that may touch its content, by the beginnings of their names. All other statuses belong
+# to the training threads alone. The next writer waits for a copy, and may be the update thread.
 THREADS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("part", "updating"): ("optimus update", "optimus disk"),
     ("host gradients", "coming"): ("optimus update",),
@@ -78,7 +79,7 @@ _OTHERS = "optimus update", "optimus disk", "optimus checkpoint"
 
 
 class Status:
-    """The status of one thing of the table, and what waits for what is under way, `until` it has arrived."""
+    """The status of one thing of the table, and the handle `until` of an operation that is under way."""
 
     def __init__(self, thing: str) -> None:
         self.thing, self._table = thing, TRANSITIONS[thing]
@@ -86,8 +87,10 @@ class Status:
         self.until: Handle | None = None
 
     def go(self, event: str, until: Handle | None = None) -> None:
-        """Take the way of the table; `arrive` waits. Raises `RuntimeError` where there is none, and in a thread that is not
-        named for it."""
+        """Takes the transition of the table; `arrive` waits for the operation that is under way.
+
+        Raises `RuntimeError` where the table has no such transition, and in a thread that may not touch this status.
+        """
         following, name = self._table[self.status].get(event), threading.current_thread().name
         if following is None:
             raise RuntimeError(f"{event}: {self.thing} is {self.status}: a mistake in the order of the calls")
@@ -101,16 +104,16 @@ class Status:
             self.until = until
 
     def finish(self) -> None:
-        """Wait for what is under way, if there is anything."""
+        """Waits for the operation that is under way, if there is one."""
         if self.until is not None:
             self.go("arrive")
 
 
 class ManagedBuffer(Status):
-    """A buffer as it is: the memory of a `tensor` of the whole chunk, and where its content is.
+    """The memory of a `tensor` of the whole chunk, and the status of its content.
 
-    Unless it `stays`, its memory is freed while it is absent (by `resize`); views of it are valid again when it has memory.
-    It is given at least `block` bytes: blocks of one size fit into one another's places.
+    Unless the buffer `stays`, its memory is freed while it is absent (by `resize`). Views of the tensor are valid again when
+    it has memory. The buffer gets at least `block` bytes: blocks of one size can reuse one another's memory.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class ManagedBuffer(Status):
 
     @property
     def has_memory(self) -> bool:
-        """Whether there is any for its content."""
+        """True if the buffer has memory for its content."""
         return self.status not in _WITHOUT_MEMORY
 
     def go(self, event: str, until: Handle | None = None) -> None:
@@ -141,20 +144,20 @@ class ManagedBuffer(Status):
 
 
 class OwnPart(Status):
-    """This rank's part of a chunk: it is updated, and copied beside the training."""
+    """The status of this rank's shard of a chunk: the optimizer updates the shard, and its copies overlap with training."""
 
     def __init__(self) -> None:
         super().__init__("part")
         self.copy = Status("copy")
-        self.behind: Callable[[], None] | None = None  # what is done when the update has been waited for
+        self.behind: Callable[[], None] | None = None  # called after the wait for the update
 
     def go(self, event: str, until: Handle | None = None) -> None:
         super().go(event, until)
-        if event in ("write", "lend"):  # which a copy of it must allow
+        if event in ("write", "lend"):  # only where the status of the copy allows the event
             self.copy.go(event)
 
     def finish_update(self) -> None:
-        """Wait for an update that is under way."""
+        """Waits for a running update."""
         if self.status == "updating":
             self.go("arrive")
             if self.behind is not None:

@@ -1,6 +1,6 @@
-"""How chunks are divided, among ranks and into the tiles of an optimizer step: at any element, or between whole matrices.
+"""Divides chunks among ranks and into the tiles of an optimizer step: at any element, or between whole matrices.
 
-Each update rule names its way (`optim.rule.Rule.tiling`).
+Each update rule names its tiling (`optim.rule.Rule.tiling`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +16,15 @@ from optimus.state.matrices import Matrices, OverBlocks, borders, split_axes
 
 
 class Divided(Protocol):
-    """What is asked of a chunk: `plan.ChunkPlan`."""
+    """The properties of a chunk that a tiling needs: `plan.ChunkPlan` has them."""
 
     @property
     def align(self) -> int:
-        """Elements of which parts are multiples."""
+        """The number of elements of which the lengths of parts are multiples."""
 
     @property
     def shard(self) -> slice:
-        """This rank's part."""
+        """This rank's shard."""
 
     @property
     def slots(self) -> Sequence[Any]:
@@ -32,31 +32,39 @@ class Divided(Protocol):
 
 
 class Tiling:
-    """At any element: shards are of equal length."""
+    """Divides at any element: shards have equal length."""
 
-    equal: ClassVar[bool] = True  # so that one says what each of them has
+    equal: ClassVar[bool] = True  # all shards have the same length
 
     def split_axes(self, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
-        """The axes over which what a rule works on is split: ranks along them update it together."""
+        """Returns the axes over which the units of a rule's work are split: ranks along these axes update each unit
+        together."""
         return ()
 
     def matrices(self, start: int, shape: Sequence[int], whole: Sequence[int]) -> list[Matrices]:
-        """What of a parameter stays whole. It begins at element `start`, and has `shape` on this rank, of the `whole`."""
+        """Returns the matrices of a parameter that must stay whole.
+
+        The parameter begins at element `start`, and has local `shape`, of the `whole` shape.
+        """
         return []
 
     def borders(self, contents: Sequence[Matrices], size: int, loads: list[int], align: int) -> Sequence[int]:
-        """Where the shards of a chunk begin and end, one for each of `loads`, what it has to compute already: these are
-        raised. The `contents` fill `size` elements."""
+        """Returns the borders of the shards of a chunk, one shard for each of `loads`; the `contents` fill `size` elements.
+
+        `loads` is the work that each shard's rank already has; the method adds the new work.
+        """
         length = aligned(-(-size // len(loads)), align)
         return range(0, length * len(loads) + 1, length) if length else (0,) * (len(loads) + 1)
 
     def tiles(
         self, plan: Divided, blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int
     ) -> Iterator[tuple[MatrixFunction, Sequence[Tensor]]]:
-        """Parts of `buffers`, which hold this rank's part of a chunk, about `size` elements each, and how a function of
-        matrices is applied to them. All but the second may be changed until the next is asked for.
+        """Yields parts of `buffers`, of about `size` elements each, and the way to apply a function of matrices to them.
 
-        Elements are rounded up to whole vectors: those behind the last whole one are rounded otherwise by a fused update,
+        `buffers` hold this rank's shard of a chunk. The caller may change all parts but the second until it asks for the
+        next tile.
+
+        Tile sizes are rounded up to whole vectors. A fused update rounds elements behind the last whole vector differently,
         and the numbers must not depend on the tile.
         """
         for parts in zip(*(buffer.split(aligned(size, plan.align)) for buffer in buffers)):
@@ -64,27 +72,30 @@ class Tiling:
 
 
 class OfMatrices(Tiling):
-    """Between matrices: a shard, and a tile, is some of them."""
+    """Divides between matrices: a shard, or a tile, consists of whole matrices."""
 
     equal: ClassVar[bool] = False
 
     def split_axes(self, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
-        """As `Tiling`."""
+        """See `Tiling.split_axes`."""
         return split_axes(layout, mesh)
 
     def matrices(self, start: int, shape: Sequence[int], whole: Sequence[int]) -> list[Matrices]:
-        """As `Tiling`. Raises `ValueError` for a vector."""
+        """See `Tiling.matrices`. Raises `ValueError` for a vector."""
         return [Matrices.of(start, shape, whole)]
 
     def borders(self, contents: Sequence[Matrices], size: int, loads: list[int], align: int) -> Sequence[int]:
-        """As `Tiling`."""
+        """See `Tiling.borders`."""
         return borders(contents, size, loads)
 
     def tiles(
         self, plan: Divided, blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int
     ) -> Iterator[tuple[MatrixFunction, Sequence[Tensor]]]:
-        """As `Tiling`: matrices of one shape. Those of which ranks have `blocks`, by parameter, come together, whatever
-        parameters they are of: copies, as they lie apart."""
+        """Yields tiles like `Tiling.tiles`: each tile holds matrices of one shape.
+
+        Matrices that are split into `blocks` over ranks share a tile across parameters. Such tiles are copies, because the
+        matrices are not contiguous in memory.
+        """
         part, split = plan.shard, dict[tuple[object, ...], tuple[OverBlocks, Matrices, list[int]]]()
         for slot in plan.slots:
             found = Matrices.of(slot.start, slot.shape)

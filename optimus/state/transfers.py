@@ -1,6 +1,6 @@
-"""Between device and host: copies beside the computation, and a worker that updates state which is not on the device.
+"""Overlaps transfers between device and host with computation; a worker updates state that is not on the device.
 
-What is begun returns a handle; waited for, what this thread (or its stream) does from then on comes behind it.
+Operations return a handle. After a wait for the handle, later work of this thread (or its stream) runs after the operation.
 """
 
 import threading
@@ -18,7 +18,7 @@ Job = Callable[[], None]
 
 
 class Transfers:
-    """A device whose memory is the host's: copies are made at once, updates in a thread."""
+    """The transfers of a device whose memory is the host's: copies run at once, updates in a thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -26,7 +26,7 @@ class Transfers:
         self._scratch: dict[tuple[object, ...], Tensor] = {}
 
     def make(self, buffer: Buffer, elements: int) -> Tensor:
-        """Memory for a buffer, zero, where it resides."""
+        """Allocates zeroed memory for a buffer where the buffer resides."""
         return (
             self.on_device(elements, buffer.dtype)
             if buffer.residency == "device"
@@ -34,30 +34,32 @@ class Transfers:
         )
 
     def on_device(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the device, zero."""
+        """Allocates zeroed device memory."""
         return torch.zeros(elements, dtype=dtype, device=self.device)
 
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the host that copies can be made from and to beside the computation, zero."""
+        """Allocates zeroed host memory for copies that overlap with computation."""
         return torch.zeros(elements, dtype=dtype)
 
     def resize(self, tensor: Tensor, size: int) -> None:
-        """Give memory of the device `size` bytes, or none; what it held is lost."""
+        """Resizes a tensor's device memory to `size` bytes, or frees it at 0; the content is lost."""
         tensor.untyped_storage().resize_(size)
 
     def up(self, target: Tensor, source: Tensor) -> Handle:
-        """Begin to copy from the host to the device, behind what the device has been told to do."""
+        """Begins to copy from the host to the device, after the device's earlier work."""
         target.copy_(source)
         return DONE
 
     def down(self, target: Tensor, source: Tensor) -> Handle:
-        """Begin to copy from the device to the host, behind what the device has been told to do."""
+        """Begins to copy from the device to the host, after the device's earlier work."""
         target.copy_(source)
         return DONE
 
     def add_down(self, target: Tensor, source: Tensor) -> tuple[Handle, Handle]:
-        """Begin to copy from the device, behind what it has been told to do, and to add to what the host has. Returns what
-        waits for the copy, as `down` does, and what lets the host wait for the sum."""
+        """Begins to copy from the device, after its earlier work, and to add the copy to a tensor on the host.
+
+        Returns a handle that waits for the copy, like `down`, and a handle that lets the host wait for the sum.
+        """
         copied = torch.empty(source.shape, dtype=source.dtype)
         copies, left = self.down(copied, source), [copied]
 
@@ -69,12 +71,14 @@ class Transfers:
         return Handle(add), Handle(add)
 
     def advance(self, turn: InTurn) -> None:
-        """Let what stands behind a copy, or an update, in `turn` begin when that is done, without waiting for it."""
+        """Lets the operations that follow a copy or an update in `turn` begin when it is done, without waiting for it."""
         turn.advance()
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:
-        """Let `work`, an update of so many elements on device or host, be done behind what has been submitted before. What
-        it raises, the handle raises."""
+        """Submits `work`, an update of `elements` elements on device or host, to run after the work submitted before.
+
+        The handle raises the errors of `work`.
+        """
         self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="optimus update")
         done = self._worker.submit(torch.no_grad()(work))
 
@@ -84,29 +88,31 @@ class Transfers:
         return Handle(wait)
 
     def in_order(self) -> AbstractContextManager[None]:
-        """An update by this thread itself: behind what its stream has been told to do, and before what it is told next."""
+        """Encloses an update by this thread itself: after the earlier work of its stream, and before the later work."""
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Let the host wait for what this thread's stream has been told to do."""
+        """Lets the host wait for the work of this thread's stream."""
 
     def tile(self, number: int) -> AbstractContextManager[None]:
-        """In an update: the next tile, whose copies may be made beside the one before."""
+        """Encloses the next tile of an update, whose copies may overlap with the tile before."""
         return nullcontext()
 
     def finish_tiles(self) -> None:
-        """In an update: let the host wait for all its tiles."""
+        """Lets the host wait for all tiles of an update."""
 
     def staged(self, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
-        """In an update: memory `on` device or host for `part`, which is elsewhere; with its values if `filled`. It
-        is valid until the tile after the next."""
+        """Returns memory for a tile's `part` `on` device or host, where it does not reside; with its values if `filled`.
+
+        The memory is valid until the tile after the next.
+        """
         scratch = self._held(name, part, on)
         if filled:
             scratch.copy_(part)
         return scratch
 
     def put_back(self, part: Tensor, staged: Tensor) -> None:
-        """In an update: what has become of `part`."""
+        """Copies the updated values of a tile from its staging memory back to `part`."""
         part.copy_(staged)
 
     def _held(self, name: object, part: Tensor, on: str) -> Tensor:
@@ -118,12 +124,13 @@ class Transfers:
 
 
 class StreamTransfers(Transfers):
-    """An accelerator: copies from pinned memory on streams of their own, each way one; tiles of an update on two in turn."""
+    """The transfers of an accelerator: copies from pinned memory on one stream per direction; tiles alternate between two
+    more."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._up, self._down, *self._sides = (torch.Stream(device) for _ in range(4))
-        self._tile = threading.local()  # the worker's, or of the thread that trains, which may update meanwhile
+        self._tile = threading.local()  # per thread: the training thread may update while the worker does
 
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(elements, dtype=dtype, pin_memory=True)
@@ -158,12 +165,12 @@ class StreamTransfers(Transfers):
 
     def advance(self, turn: InTurn) -> None:
         self._up.wait_stream(torch.accelerator.current_stream(self.device))
-        with self._up:  # which waits for it, and the next for this stream
+        with self._up:  # this stream waits for the copy, and the next operation for this stream
             turn.advance()
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:
         ready = torch.accelerator.current_stream(self.device).record_event()
-        ended: list[torch.Event] = []  # of this update: others may be enqueued behind it by the time it is waited for
+        ended: list[torch.Event] = []  # of this update alone: others may follow before the wait
 
         def run() -> None:
             torch.accelerator.set_device_index(self.device.index or 0)
@@ -220,5 +227,5 @@ class StreamTransfers(Transfers):
 
 
 def transfers(device: torch.device) -> Transfers:
-    """Those of `device`."""
+    """Returns the transfers of `device`."""
     return Transfers(device) if device.type == "cpu" else StreamTransfers(device)

@@ -1,9 +1,9 @@
-"""The optimizer's update of a chunk.
+"""Updates a chunk by the optimizer.
 
-On a CPU the optimizer goes over the chunk tile by tile: gradients become fp32, and are scaled, for one tile only (TED,
+On a CPU the optimizer processes the chunk tile by tile: gradients become fp32, and are scaled, for one tile only (TED,
 section 7.2), and the working set of a tile stays in cache. An accelerator updates a chunk at once. Where state is not on the
-device, the update is handed to a worker (`transfers.py`), which brings each tile to where it is computed and takes it back
-(AxoNN, section 3.3.2); whoever uses the parameters next waits for it.
+device, a worker runs the update (`transfers.py`): it brings each tile to the place of computation and takes it back (AxoNN,
+section 3.3.2). The next use of the parameters waits for the worker.
 """
 
 from collections.abc import Mapping
@@ -21,27 +21,27 @@ from optimus.state.whole import WholeParameters
 
 
 class Update:
-    """That of `chunk` by `rule`, with what its `gradients` have been reduced to; see the module's text."""
+    """The update of `chunk` by `rule` with its reduced `gradients`; see the module's text."""
 
     def __init__(
         self, chunk: Placement, whole: WholeParameters, gradients: GradientReduction, rule: UpdateRule
     ) -> None:
         self._chunk, self._whole, self._gradients, self._rule = chunk, whole, gradients, rule
         self._transfers = chunk.transfers
-        # Whether other ranks take part in the update: all begin it in one order, so no worker does.
+        # Whether other ranks take part in the update: then all ranks run updates in one order, without the worker.
         self.is_collective = bool(chunk.context.blocks)
         self._on: Residency = "host" if chunk.context.options.update_on == "host" else "device"
 
     def step(self, now: OptimizerStep, tile: int, following: DiskStates | None = None) -> None:
-        """One optimizer update, then the compute copies made anew; `following`, state on a disk, is read meanwhile.
+        """Runs one optimizer update and recomputes the compute weights; meanwhile `following`, state on a disk, is read.
 
-        Where state is not on the device, a worker does it, and `WholeParameters.settle` waits for it.
+        Where state is not on the device, a worker runs the update, and `WholeParameters.settle` waits for it.
         """
         chunk, part = self._chunk, self._chunk.part
         self._whole.settle()
         self._gradients.use()
         update = partial(self._run, now, tile, following, part.copy)
-        part.copy = Status("copy")  # of the part as it will be
+        part.copy = Status("copy")  # of the updated shard
         if chunk.plan.offloaded and not self.is_collective:
             part.go("update", self._transfers.submit(update, chunk.plan.updated, self._on))
         else:
@@ -63,11 +63,11 @@ class Update:
                 self._transfers.finish_tiles()  # before the host writes them
 
     def _update_tiles(self, now: OptimizerStep, tile: int, states: Mapping[str, Tensor]) -> None:
-        """The update of tiles, each where it is computed; what is elsewhere is brought there and back."""
+        """Updates tile by tile, at the place of computation; tiles that reside elsewhere are copied there and back."""
         chunk, plan, transfers, blocks = self._chunk, self._chunk.plan, self._transfers, self._chunk.context.blocks
         on = self._on if plan.offloaded else "device"
         if chunk.parameter.device.type != "cpu" and not plan.offloaded:
-            # A launch costs more there than memory for a chunk, which activations have freed.
+            # On an accelerator, launches cost more than memory for a whole chunk, which activations have freed.
             tile = max(tile, plan.updated)
         copied, master, kept = plan.has_master, states["model"], [(kind, states[kind]) for kind in plan.rule.kinds]
         home, gradients = plan.residency("parameters.shard"), self._gradients

@@ -1,8 +1,8 @@
-"""The whole parameters of a chunk: gathered where they are used, and freed.
+"""Gathers the whole parameters of a chunk where they are used, and frees them.
 
-They are gathered in the steps in which they are sharded, backwards; first those parts that other ranks have updated, while
-other chunks are updated and the next forward pass begins, and the rest when they are used. What the host keeps of them is
-fetched before. Those of a pruned chunk are expanded, in place, when they are there.
+Gathering reverses the steps in which the parameters are sharded. The first part gathers the shards that other ranks have
+updated, while other chunks are updated and the next forward pass begins. The rest is gathered on use. Parameters that the
+host keeps are fetched first. Parameters of a pruned chunk are expanded in place on arrival.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from optimus.state.statuses import ManagedBuffer
 
 
 class WholeParameters(ManagedBuffer):
-    """Those of `chunk`; its `parameter` has memory while they are here."""
+    """The whole parameters of `chunk`; the chunk's `parameter` has memory while they are present."""
 
     def __init__(self, chunk: Placement) -> None:
         self._chunk, self._transfers, self.part = chunk, chunk.transfers, chunk.part
@@ -23,20 +23,22 @@ class WholeParameters(ManagedBuffer):
         super().__init__("parameters", chunk.parameter, chunk.transfers.resize, stays=stays, block=block)
         self._fetched = chunk.plan.residency("parameters.shard") != "device"
         self._turn = InTurn()
-        self._depth = 0  # of what is here or coming
+        self._depth = 0  # the parameters are present, or in transfer, up to this depth
 
     @property
     def here(self) -> bool:
-        """Whether they are."""
+        """True if the whole parameters are present."""
         return self.status == "here"
 
     def start_gather(self, depth: int = 0) -> None:
-        """Begin to gather what is neither here nor coming of the extent of `depth`, from the host and the parts of other
-        ranks; behind an update that is under way."""
+        """Begins to gather the missing parts of the extent of `depth`, from the host and from other ranks.
+
+        Parts that are present or in transfer are skipped. The transfers wait for a running update.
+        """
         first = depth == 0 and not self.has_memory
         fetches = self._fetched and first
         gathers = self._depth > depth or (self._chunk.elements.prunes and first and not fetches)
-        if not (fetches or gathers) or self.part.status == "lent":  # nobody needs them before the update
+        if not (fetches or gathers) or self.part.status == "lent":  # lent: nobody uses the parameters before the update
             return
         self.part.go("gather")
         updating, turn = self.part.until, self._turn
@@ -61,45 +63,49 @@ class WholeParameters(ManagedBuffer):
         return self._transfers.up(own, self._chunk.parameter_shard)
 
     def _all_gather_async(self, depth: int) -> Handle:
-        # By way of `data`: autograd must not take this for a change of what it has saved.
+        # Through `data`, so that autograd does not take the write for a change of saved tensors.
         whole, part = self._at(depth).data, self._at(depth + 1)
         return self._chunk.groups[depth].all_gather_async(whole, part, self._chunk.plan.lengths(depth))
 
     def _at(self, depth: int) -> Tensor:
-        """The extent of `depth`, in the longest buffer that is sure to have it."""
+        """Returns the extent of `depth` in the longest buffer that always has this extent."""
         plan = self._chunk.plan
         if depth < plan.depths.parameters or self._fetched:
             return self._chunk.parameter[plan.extent(depth)]
         return self._chunk.parameter_shard[plan.within(plan.depths.parameters, depth)]
 
     def gather(self) -> None:
-        """Have them here. All ranks of the groups must gather, in the same order."""
+        """Gathers the whole parameters and waits for them. All ranks of the groups must gather, in the same order."""
         self.start_gather()
         self.settle()
         self.go("use")
 
     def reshard(self) -> None:
-        """Free them where they are kept otherwise; the module's parameters stay views of them."""
+        """Frees the whole parameters where a shard or the host keeps them; the module's parameters remain views of the freed
+        memory."""
         if not self._chunk.plan.keeps_whole:
             self.settle()
             self.go("free")
             self._depth = max(self._depth, self._chunk.plan.depths.parameters)
 
     def settle(self) -> None:
-        """Finish a gathering that is under way, which reads the parts that are about to change, and an update."""
+        """Waits for a running update and finishes a running gathering, which reads the shards that are about to change."""
         self.part.finish_update()
         if self.until is not None:
             self.finish()
             if self.here:
                 chunk = self._chunk
-                # By way of `data`: autograd must not take this for a change of what it has saved.
+                # Through `data`, so that autograd does not take the write for a change of saved tensors.
                 chunk.elements.expand(chunk.parameter.data, chunk.plan.borders[-1], fresh=not chunk.plan.keeps_whole)
 
     def invalidate(self) -> None:
-        """This rank's part has changed: what others have of it, and this rank of theirs, is out of date."""
+        """Marks gathered parameters as out of date, here and on other ranks, because this rank's shard has changed.
+
+        Without offloading, the gathering up to the kept shard begins at once; with offloading, on use.
+        """
         plan = self._chunk.plan
         if plan.shard_steps or self._fetched or self._chunk.elements.prunes:
             self.go("free")
             self._depth = plan.depths.optimizer
-            if not plan.offloaded:  # else by whoever uses them, behind the update
+            if not plan.offloaded:  # otherwise the first use gathers, after the update
                 self.start_gather(plan.depths.parameters)

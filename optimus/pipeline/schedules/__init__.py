@@ -1,7 +1,7 @@
-"""The schedules by name, a file each. Start with `row.py`; `gpipe.py` is an example.
+"""The schedules by name, one per file. Start with `row.py`; `gpipe.py` is an example.
 
-Every module of this package that has `ROWS` registers these: to add a schedule is to add a file, and nobody else names one.
-Each generator lists the computations of every rank; `transfers.with_transfers` adds the sends and receives.
+Every module of this package that has `ROWS` registers its schedules: a new schedule needs only a new file. Each generator
+lists the computations of every rank; `transfers.with_transfers` adds the sends and receives.
 """
 
 import pkgutil
@@ -23,7 +23,7 @@ DEFAULT = "1f1b"
 
 @cache
 def schedules() -> Mapping[str, Row]:
-    """All schedules by name."""
+    """Returns all schedules by name."""
     modules = (import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     return {row.name: row for module in modules for row in getattr(module, "ROWS", ())}
 
@@ -38,16 +38,18 @@ def make_schedule(
     vocabulary: bool = False,
     transfers: bool = True,
 ) -> Schedule:
-    """The schedule of that name.
+    """Makes the schedule of that name.
 
     Args:
         name: one of `schedules()`.
         ranks: of the pipeline.
         microbatches: of a step.
-        stages_per_rank: default: the least that the schedule takes.
-        warmup_factor: how many times its usual live activations a stage may hold, where the schedule can do with more.
-        vocabulary: every rank has a part of the vocabulary; schedules that can are then two microbatches further ahead.
-        transfers: False leaves out sends and receives, for whoever asks about computations alone.
+        stages_per_rank: default: the fewest that the schedule takes.
+        warmup_factor: the live activations that a stage may hold, relative to the usual number, where the schedule can use
+            more.
+        vocabulary: every rank has a shard of the vocabulary; the forward passes of schedules that support it are then two
+            microbatches further ahead.
+        transfers: False leaves out sends and receives, for callers that need computations alone.
 
     Raises `UserError` for an unknown name and for numbers that the schedule cannot take.
     """
@@ -64,7 +66,7 @@ def make_schedule(
 
 
 def _problem(row: Row, sizes: Sizes) -> str | None:
-    """Why the schedule cannot take these sizes, and what to do; None where it can."""
+    """Explains why the schedule cannot take these sizes, and what to do; returns None if it can."""
     ranks, microbatches, per_rank, warmup_factor, _ = sizes
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", per_rank)):
         if value < 1:

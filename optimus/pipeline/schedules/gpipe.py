@@ -1,4 +1,4 @@
-"""All forward passes, then all backward passes (GPipe, Huang et al. 2019, figure 2c)."""
+"""Runs all forward passes, then all backward passes (GPipe, Huang et al. 2019, figure 2c)."""
 
 from dataclasses import replace
 
@@ -9,10 +9,10 @@ from optimus.pipeline.transfers import with_transfers
 
 
 def gpipe(sizes: Sizes) -> Schedule:
-    """Every stage keeps the activations of all microbatches. Bubble: (ranks - 1) / microbatches.
+    """Makes the GPipe schedule: every stage keeps the activations of all microbatches. Bubble: (ranks - 1) / microbatches.
 
-    The backward passes take the microbatches in the order of the forward passes, so that gradients are added in the
-    order of the other schedules.
+    The backward passes take the microbatches in the order of the forward passes, so that gradients are added in the same
+    order as in the other schedules.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
     orders = [
@@ -23,7 +23,8 @@ def gpipe(sizes: Sizes) -> Schedule:
 
 
 def forward_only(place: Schedule, microbatches: int, *, vocabulary: bool = False) -> Schedule:
-    """Forward passes alone, where the stages of `place` are; of several on a rank, one has done all before the next."""
+    """Makes a schedule of forward passes alone, with the stages of `place`. A rank with several stages finishes each stage
+    before the next."""
     orders = [
         [Action(Kind.FORWARD, stage, number) for stage in place.stages_of(rank) for number in range(microbatches)]
         for rank in range(place.ranks)

@@ -8,12 +8,13 @@ from optimus.pipeline.schedules.row import Row, Sizes
 
 
 def interleaved(sizes: Sizes) -> Schedule:
-    """Stage s is on rank s mod ranks. Bubble: (ranks - 1) / (stages per rank * microbatches), for whole rounds.
+    """Makes interleaved 1F1B: stage s is on rank s mod ranks. Bubble: (ranks - 1) / (stages per rank * microbatches).
 
-    A rank takes a round of as many microbatches as there are ranks through its first stage, then the same through its
-    second and so on, then the next round; backward passes likewise from the last stage. If the last round is not whole,
-    its missing microbatches are left out of the order of a whole one, which keeps it valid and lengthens the bubble. With
-    `ahead`, a rank begins so many more forward passes before its first backward pass.
+    The bubble holds for whole rounds. A rank takes a round of as many microbatches as there are ranks through its first
+    stage, then the same round through its second stage and so on, then the next round. Backward passes do the same from the
+    last stage. If the last round is incomplete, its missing microbatches are left out of the order of a whole round. The
+    order remains valid, and the bubble grows. With `ahead`, a rank begins that many more forward passes before its first
+    backward pass.
     """
     ranks, microbatches, stages_per_rank, _, ahead = sizes
     rounds = [range(first, first + ranks) for first in range(0, microbatches, ranks)]

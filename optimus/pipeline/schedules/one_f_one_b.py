@@ -1,4 +1,4 @@
-"""One forward pass, one backward pass, in turns (PipeDream-flush, Narayanan et al. 2021; Megatron-LM, figure 4 top)."""
+"""Alternates one forward and one backward pass (PipeDream-flush, Narayanan et al. 2021; Megatron-LM, figure 4 top)."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -9,11 +9,11 @@ from optimus.pipeline.schedules.row import Row, Sizes
 
 
 def one_f_one_b(sizes: Sizes) -> Schedule:
-    """Stage s keeps the activations of ranks - s microbatches. Bubble: (ranks - 1) / microbatches, as GPipe.
+    """Makes 1F1B: stage s keeps the activations of ranks - s microbatches. Bubble: (ranks - 1) / microbatches, like GPipe.
 
-    With `warmup_factor` c > 1, a stage begins c times as many microbatches, c * (ranks - s) rounded down, before its first
-    backward pass, and keeps as many; with `ahead`, so many more. That changes nothing if all times are equal; it hides times
-    of links and jitter.
+    With `warmup_factor` c > 1, a stage begins c * (ranks - s) microbatches, rounded down, before its first backward pass,
+    and keeps as many; `ahead` adds to that number. If all times are equal, a longer warm-up changes nothing; it hides the
+    times of links and jitter.
 
     Raises `UserError` for a warm-up below 1, with which stages would wait for each other in a circle.
     """
@@ -32,7 +32,7 @@ def one_f_one_b(sizes: Sizes) -> Schedule:
 
 
 def take_turns(forwards: Sequence[Action], backwards: Sequence[Action], live: int) -> list[Action]:
-    """The first `live` - 1 forward passes, then a forward and a backward pass in turns, until both have run out."""
+    """Returns the first `live` - 1 forward passes, then alternates forward and backward passes, until both have run out."""
     first = min(live - 1, len(forwards))
     turns = zip_longest(forwards[first:], backwards)
     return [*forwards[:first], *(action for turn in turns for action in turn if action is not None)]

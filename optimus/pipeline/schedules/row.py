@@ -1,4 +1,4 @@
-"""What a schedule says of itself: a row of the table that everybody else asks."""
+"""The properties of a schedule: one row of the table of schedules, which all other modules query."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,11 @@ from optimus.pipeline.schedule import Placement, Schedule
 
 
 class Sizes(NamedTuple):
-    """What a schedule is made for. `warmup_factor`: how many times its usual live activations a stage may hold; `ahead`:
-    by how many microbatches more its forward passes are ahead."""
+    """The sizes for which a schedule is made.
+
+    `warmup_factor` is the number of live activations that a stage may hold, relative to the usual number. `ahead` is the
+    number of microbatches by which forward passes are further ahead than usual.
+    """
 
     ranks: int
     microbatches: int
@@ -25,20 +28,21 @@ class Row:
     name: str
     make: Callable[[Sizes], Schedule]
     placement: Placement = "loop"
-    stages: int = 1  # on each rank; of more, where the schedule takes `any_stages`, the least
+    stages: int = 1  # per rank; the minimum, where the schedule takes `any_stages`
     any_stages: bool = False
     in_rounds: bool = False
-    """Whether microbatches go in rounds of as many as there are ranks: fewer cannot be, and part of a round takes as long as
-    a whole one."""
-    deepens: bool = False  # whether it takes a `warmup_factor`
-    dominated: bool = False  # whether another one takes as long and keeps less, so that no search tries it
+    """True if microbatches go in rounds of as many as there are ranks. Fewer microbatches than ranks are impossible, and an
+    incomplete round takes as long as a whole one."""
+    deepens: bool = False  # whether the schedule takes a `warmup_factor`
+    dominated: bool = False  # another schedule takes as long and keeps less, so no search tries this one
     idle: Callable[[float, float], float] = lambda forward, whole: whole
-    """Its bound: what a stage leaves the ranks after it idle in a step at least, from the seconds of its forward pass and of
-    all its passes of one microbatch."""
+    """A lower bound on the idle time that a stage causes on the later ranks in a step. The arguments are the seconds of the
+    stage's forward pass, and of all its passes of one microbatch."""
     splits_backward: bool = False  # whether the gradients of inputs and of weights are actions of their own
     live: Callable[[Sizes, int], int] | None = None
-    """Activations that the one stage of a rank keeps at most, if there are enough microbatches; None: its order says it."""
+    """The most activations that the one stage of a rank keeps, if there are enough microbatches; None: the order determines
+    it."""
 
     def place(self, ranks: int, stages_per_rank: int) -> Schedule:
-        """Which rank has which stages; without actions."""
+        """Returns a schedule without actions, which maps stages to ranks."""
         return Schedule(self.name, ranks, 0, (), stages_per_rank, self.placement, self.splits_backward)

@@ -1,8 +1,8 @@
-"""Embedding and output layer on all ranks, each with its part of the vocabulary.
+"""Adds embedding and output layer on all ranks, each with its shard of the vocabulary.
 
-Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1: a rank's pass over its logits (S)
-needs the last stage's output, its pass over their gradients (T) the normaliser, made of what all ranks have found; the last
-stage's backward pass needs the sum of what they give back.
+Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. A rank's pass over its logits (S)
+needs the last stage's output. Its pass over their gradients (T) needs the normaliser, which combines the results of all
+ranks. The last stage's backward pass needs the sum of the gradients from all ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,21 +16,21 @@ from optimus.pipeline.transfers import USUAL
 
 _BEFORE = (Kind.LOSS, Kind.LOGITS, Kind.EMBED)  # others wait for these
 
-_HELD = 2  # gradients for the embedding that wait until a rank has time, at most
+_HELD = 2  # most gradients of the embedding that wait until a rank has time
 
 AHEAD = 2
-"""Microbatches by which the forward passes of 1F1B must be further ahead, so that what the last stage's backward pass waits
-for, S and then T on all ranks, is done beside its forward passes of the next ones (section 5.2: p + 2 activations)."""
+"""Microbatches by which the forward passes of 1F1B must be further ahead. The last stage's backward pass waits for S and
+then T on all ranks; both then overlap with its next forward passes (section 5.2: p + 2 activations)."""
 
 
 def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
-    """`schedule`, of computations alone, with the passes of the vocabulary put where they can be done soonest: its own order
-    stays as it is.
+    """Inserts the vocabulary passes into `schedule`, which has computations alone, at their earliest places.
 
-    Without `backward`, where it has forward passes alone, that is the embedding.
+    The order of the schedule's own computations stays. Without `backward`, the schedule has forward passes alone, and only
+    the embedding is inserted.
 
-    The computations are played with usual times. Whenever a rank is free, what others wait for comes first; the gradients of
-    the embedding, for which nobody waits, come last, unless more than a few of them are held.
+    The computations are simulated with usual times. Whenever a rank is free, passes that others wait for come first. The
+    gradients of the embedding, for which no rank waits, come last, unless more than a few of them are held.
     """
     playing = _Playing(replace(schedule, splits_vocabulary=True), backward)
     while playing.left:
@@ -40,7 +40,7 @@ def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
 
 
 class _Option(NamedTuple):
-    """What a rank could do next. The first of all is done."""
+    """A possible next action of a rank. The smallest option runs first."""
 
     start: float
     priority: int
@@ -49,8 +49,10 @@ class _Option(NamedTuple):
 
 
 class _Playing:
-    """The computations as they are played. Each rank's first option waits in one queue; it changes only by what the rank
-    itself, or a rank before it, has done."""
+    """The state of the simulation. Each rank's first option waits in one queue.
+
+    An option changes only by actions of the rank itself, or of a rank that it waits for.
+    """
 
     def __init__(self, schedule: Schedule, backward: bool) -> None:
         self.schedule = schedule
@@ -64,15 +66,16 @@ class _Playing:
         self._position = [0] * schedule.ranks
         self._free = [0.0] * schedule.ranks
         self._ends: dict[Action, float] = {}
-        self._passes: dict[tuple[Kind, int], tuple[int, float]] = {}  # ranks that have done it, and the last end
+        # By pass: the number of ranks that have done it, and the last end.
+        self._passes: dict[tuple[Kind, int], tuple[int, float]] = {}
         self._queue: list[_Option] = []
         self._first: list[_Option | None] = [None] * schedule.ranks
         self._look(range(schedule.ranks))
 
     def step(self) -> bool:
-        """Do what can begin first; returns whether there is anything."""
+        """Runs the action that can begin first; returns whether there is one."""
         while self._queue and self._queue[0] is not self._first[self._queue[0].rank]:
-            heappop(self._queue)  # the rank has something else to do since
+            heappop(self._queue)  # outdated: the rank has another first option
         if not self._queue:
             return False
         start, _, rank, action = heappop(self._queue)
@@ -89,7 +92,10 @@ class _Playing:
         return True
 
     def _touched(self, rank: int, action: Action) -> Iterable[int]:
-        """Ranks that may have waited for it: all for what the ends of the pipeline do, and for the last of a pass."""
+        """Returns the ranks that may have waited for an action.
+
+        All ranks wait for the first and the last stage, and for the last rank of a vocabulary pass.
+        """
         stages = self.schedule.stages
         if action.kind.of_vocabulary:
             done, _ = self._passes[action.kind, action.microbatch]
@@ -120,7 +126,7 @@ class _Playing:
                 yield _Option(max(self._free[rank], ready), priority, rank, action)
 
     def _ready(self, action: Action) -> float | None:
-        """When all that it waits for has ended; None if that is not known yet."""
+        """Returns the time when all inputs of the action have ended; None if that time is not known yet."""
         sources, of_all = self.schedule.waits_for(action)
         times = [self._ends.get(source) for source in sources]
         if of_all is not None:

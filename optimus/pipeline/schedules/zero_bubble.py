@@ -1,4 +1,4 @@
-"""Backward passes of inputs and of weights as two actions, the second deferred into what would be bubble.
+"""Splits backward passes into two actions, of inputs and of weights, and defers the second into the bubble.
 
 Zero Bubble Pipeline Parallelism, Qi et al. 2023: ZB-H1 (section 2.1) and ZBV (section 6). "I" below is their "B".
 """
@@ -12,9 +12,9 @@ F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS
 
 
 def zb_h1(sizes: Sizes) -> Schedule:
-    """1F1B in which stage s does the weights' part of a microbatch s microbatches after its input's part.
+    """Makes ZB-H1: 1F1B in which stage s runs the weight part of a microbatch s microbatches after its input part.
 
-    So every stage keeps at most the activations of `ranks` microbatches, the maximum of 1F1B. If the three times are
+    Therefore every stage keeps at most the activations of `ranks` microbatches, the maximum of 1F1B. If the three times are
     equal and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (3 * microbatches), a third of 1F1B's.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
@@ -30,21 +30,24 @@ def zb_h1(sizes: Sizes) -> Schedule:
 
 
 def zbv(sizes: Sizes) -> Schedule:
-    """Rank r holds stages r and 2 * ranks - 1 - r, and keeps at most 2 * ranks activations, in bytes the maximum of 1F1B.
+    """Makes ZBV: rank r holds stages r and 2 * ranks - 1 - r.
 
-    If the three times are equal and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (6 *
-    microbatches): what is left is that rank r can begin only when r forward passes are done.
+    A rank keeps at most 2 * ranks activations, in bytes the maximum of 1F1B. If the three times are equal and there are at
+    least `ranks` microbatches, the bubble is (ranks - 1) / (6 * microbatches). The rest of the bubble remains because rank r
+    can begin only when r forward passes are done.
 
-    The order is found by playing equal times: whenever a rank is free, it does the first that can be done of: a forward
-    pass, rather of the second stage, if it may keep one more; the input's, then the weights' part of a backward pass of
-    the first stage; the same of the second stage. (The paper gives a picture, which is for at least 2 * ranks - 1
-    microbatches. Of all orders of preference this is one of the few that reach the bubble above for every number; the
-    tests hold it to that.)
+    The order comes from a simulation with equal times: whenever a rank is free, it runs the first possible action of a fixed
+    list. First comes a forward pass, of the second stage if possible, if the rank may keep one more activation. Next come
+    the input part and then the weight part of a backward pass of the first stage, and last the same of the second stage.
+
+    The paper gives a picture, which holds for at least 2 * ranks - 1 microbatches. The order of preference here is one of
+    the few that reach the bubble above for every number of microbatches; the tests check that.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
     schedule = Schedule("zbv", ranks, microbatches, (), stages_per_rank=2, placement="v", splits_backward=True)
     last = schedule.stages - 1
-    done = {kind: [0] * schedule.stages for kind in (F, I, W)}  # microbatches, which every stage takes in order
+    # Numbers of microbatches done, which every stage takes in order.
+    done = {kind: [0] * schedule.stages for kind in (F, I, W)}
     forward, backward, weights = done.values()
     live = [0] * ranks
     orders: list[list[Action]] = [[] for _ in range(ranks)]
@@ -66,7 +69,8 @@ def zbv(sizes: Sizes) -> Schedule:
         return (W, second) if weights[second] < backward[second] else None
 
     while sum(weights) < schedule.stages * microbatches:
-        there = forward.copy(), backward.copy()  # when this turn begins, in which every rank does one thing
+        # The counts at the beginning of this turn, in which every rank runs one action.
+        there = forward.copy(), backward.copy()
         for rank in range(ranks):
             if (chosen := choose(rank, *there)) is not None:
                 kind, stage = chosen
@@ -76,7 +80,7 @@ def zbv(sizes: Sizes) -> Schedule:
     return schedule.in_order(orders)
 
 
-ROWS = (  # the weights' passes fill the end of a step
+ROWS = (  # the weight passes fill the end of a step
     Row("zb-h1", zb_h1, splits_backward=True, idle=lambda forward, whole: forward),
     Row("zbv", zbv, placement="v", stages=2, splits_backward=True, idle=lambda forward, whole: 0.0),
 )
