@@ -49,10 +49,10 @@ class Position(NamedTuple):
 
 @dataclass
 class DocumentBatch:
-    """Either `lines` (whole JSON lines of `place`, the first of them number `first_line`) or `texts`.
+    """A batch of either `lines` (whole JSON lines of `place`, the first of them number `first_line`) or `texts`.
 
-    `ends[i]` says whether `texts[i]` is the end of its document. `after` is the position that is reached once the
-    batch is done, None inside a document. `read` counts the bytes of all input files read so far, for progress.
+    `ends[i]` is True if `texts[i]` ends its document. `after` is the position reached after the batch, or None inside a
+    document. `read` counts the bytes of all input files read so far, for progress.
     """
 
     input: int
