@@ -59,7 +59,7 @@ class Mark:
 
     @property
     def documents(self) -> int:
-        """That are kept."""
+        """Number of kept documents."""
         return sum(counts.documents for counts in self.counts)
 
     def holds(self, sources: Sources) -> bool:
@@ -131,7 +131,8 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds `folder` (made when absent) for this process alone. Raises `UserError` when another one holds it."""
+    """Holds the lock of `folder` (created if absent) for this process alone. Raises `UserError` if another process holds
+    the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     with path.open("w") as file:
