@@ -31,7 +31,7 @@ def let_go_if_gone() -> None:
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Ignores a failed write to a terminal that is gone."""
+    """Suppresses errors of writing, and redirects the output of a terminal that is gone."""
     try:
         yield
     except OSError:

@@ -183,8 +183,8 @@ def is_run(path: Path) -> bool:
 
 
 def _lines(path: Path, most: int | None = None) -> tuple[list[dict[str, Any]], int]:
-    """Reads the mappings of a file, one per line. Returns the mappings and the number of other lines; both are empty for a
-    missing file.
+    """Reads the mappings of a file, one per line. Returns the mappings and the number of other lines; nothing for a missing
+    file.
 
     Of more than `most` lines, `most` are read, evenly spaced and including the last one.
     """
