@@ -290,7 +290,7 @@ def unmarked(head: bytes) -> str | None:
     """Detects UTF-16 or UTF-32 without a byte order mark from the beginning of a text. For most scripts, at least every
     other byte of such text is null.
 
-    Such text may well be valid UTF-8, with null characters, and is valid in every single-byte encoding.
+    Text in UTF-16 or UTF-32 may be valid UTF-8 with null characters, and is valid in every single-byte encoding.
     """
     for name, nulls, others in (
         ("utf-16-le", (head[1::2],), head[::2]),

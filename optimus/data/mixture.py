@@ -79,10 +79,11 @@ class _Group:
 
     Between s and t within the block, sources with the share Q <= R have sum(floor(t r) - ceil(s r)) <= floor((t - s) Q)
     sequences due: enough places. Let `A` be the sources that have floor(n r) + 1 places before a border n, let f = n r mod 1
-    and p = 1 - phase / 2W. The sequences due from n to t fit if the sources U of A whose next deadline is after t are at
-    most h(t) - sum(floor(t r)), for which |A in U| <= ceil(f(U) - p) is enough. The sequences due from s to n fit if the
+    and p = 1 - phase / 2W. Let U be the sources whose next deadline is after t. The sequences due from n to t fit if |A in
+    U| <= h(t) - sum(floor(t r)), for which |A in U| <= ceil(f(U) - p) is enough. The sequences due from s to n fit if the
     sources V whose current sequence was not yet due at s have |A in V| >= ceil(f(V) - p). The sets U are nested, and so are
-    the sets V. Such an A exists by the matroid intersection theorem, since ceil(f(V) - p) <= ceil(f(U) - p) + |V without U|.
+    the sets V. A set A with both bounds exists by the matroid intersection theorem, since ceil(f(V) - p) <= ceil(f(U) - p) +
+    |V without U|.
 
     For each element that A must have, take the source with the nearest deadline among those that have waited longest: this
     choice puts the fewest elements into every U. Counts therefore never differ from n r by one.

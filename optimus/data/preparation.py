@@ -133,16 +133,21 @@ def prepare(
     `inputs` are files, folders and globs, also as URLs that fsspec reads. Exactly one of `tokenizer` (a tokenizer.json or a
     folder that holds one) and `train_tokenizer` (the vocabulary size of one to train on the inputs) is given. `context` is
     the length of a training instance in tokens. `shard_size` is in bytes. `workers` defaults to the cores of this process.
-    Text that spells a special token stays text, unless `parse_special` asks for the token. `text_field` is a field of JSON
-    lines or a column of tables; a nested field, `meta.body`; a template of several fields, `{question}\\n{answer}`; or
-    `chat:messages`, a field of JSON lines that holds conversations, of which only the answers are predicted. `pack`
-    "concatenate" joins all documents and cuts the result every `context` tokens. "best-fit" packs documents so that no
-    document shorter than the context is cut, and fills the rest of an instance with padding, which is not trained on.
+    Text that spells a special token stays text, unless `parse_special` asks for the token.
+
+    `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several fields,
+    `{question}\\n{answer}`. `chat:messages` is a field of JSON lines that holds conversations, of which only the answers are
+    predicted. With `pack` "concatenate", `prepare` joins all documents and cuts the result every `context` tokens. The
+    choice "best-fit" packs documents so that no document shorter than the context is cut, and fills the rest of an instance
+    with padding, which is not trained on.
+
     Documents with less than `min_characters` or `min_tokens` (with the end of text), or more than `max_characters` or
     `max_tokens`, are left out and counted. Of equal documents (`dedup` exact) or near-duplicates (minhash) the first is
-    kept. Text is UTF-8. Files that are not valid UTF-8 are read in `encoding`, if another encoding is given. All files are
-    checked first, and one error lists the unreadable ones. `skip_bad` leaves the unreadable files out, and the index lists
-    them as `bad_files`. `progress(stage, done, total)` is called now and then; `total` may be None.
+    kept.
+
+    Text is UTF-8. Files that are not valid UTF-8 are read in `encoding`, if another encoding is given. All files are checked
+    first, and one error lists the unreadable ones. `skip_bad` leaves the unreadable files out, and the index lists them as
+    `bad_files`. `progress(stage, done, total)` is called now and then; `total` may be None.
 
     An interrupted call resumes where it stopped when it is called again. When `output` is already complete with the same
     settings, its index is returned. Raises `UserError` for bad input, too little disk space, or an `output` that holds

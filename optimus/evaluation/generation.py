@@ -133,8 +133,8 @@ def continuations(
     continuation and is left out.
 
     If each rank has a part of the model, all ranks call together with their `group` and continue with the tokens that its
-    first rank finds. Such a model has no cache, so each token is computed from all tokens before. All rows have the longest
-    possible length from the beginning, so that every pass has the same shape.
+    first rank finds. A divided model has no cache, so each token is computed from all tokens before. All rows have the
+    longest possible length from the beginning, so that every pass has the same shape.
     """
     device = next(model.parameters()).device
     rows, new = [list(prompt) for prompt in prompts], [list[int]() for _ in prompts]

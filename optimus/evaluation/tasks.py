@@ -1,7 +1,7 @@
 """Runs the paper's tasks (Optimus, table 2) by lm-eval on local data: nothing is downloaded.
 
 Prompts, choices and metrics are those of lm-eval's own task definitions; only the source of the documents is replaced.
-Results are comparable with published ones as far as the documents are the same: a task is run on the split that lm-eval uses
+Results are comparable with published ones as far as the documents are the same. A task is run on the split that lm-eval uses
 (test, else validation) if the folder holds that split, otherwise on the other one. `acc_norm`, the accuracy by
 log-likelihood per character of the choice, is computed for every task, also if lm-eval's definition lists `acc` alone.
 

@@ -78,7 +78,7 @@ def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str, Any]:
     """Returns the data of the page of these runs, in the form of JSON: curves by their points, NaN and infinity as text.
 
-    `ended`: the runs have ended, whoever holds their folders.
+    `ended`: the runs have ended, although their leases still hold the folders.
     """
     if not runs:
         raise UserError("a report needs a run folder: name one, or several to compare")
