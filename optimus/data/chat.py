@@ -1,10 +1,11 @@
-"""Conversations as text: by the chat template of a tokenizer, as `transformers` renders it, or by ours; and what of them the
-assistant says, which alone is predicted.
+"""Renders conversations as text, with the chat template of a tokenizer (like `transformers`) or the default one. Finds the
+spans that the assistant says: only their tokens are predicted.
 
-Ours is that of Tülu (Wang et al. 2023, "How Far Can Camels Go?", section 4.1): `<|user|>`, a line break, what is said, a
-line break. What is predicted is what the assistant says and what ends it: the heading of the next turn, or the end of text.
+The default template is that of Tülu (Wang et al. 2023, "How Far Can Camels Go?", section 4.1): `<|user|>`, a line break, the
+message, a line break. The predicted spans are the assistant's messages and what ends each of them: the heading of the next
+turn, or the end of text.
 
-A template is code that somebody else has written. It runs in a sandbox (Jinja's), and sees messages alone.
+A template is code that somebody else has written. The code runs in a sandbox (Jinja's) and sees messages alone.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from optimus.disk import parse_json
 from optimus.errors import UserError
 
 Spans = tuple[tuple[int, int], ...]
-"""Stretches of a text: of each the first character, and the first that is behind it."""
+"""Spans of a text, each as its first character and the first character after the span."""
 
 FILE = "chat_template.jinja"
 OURS = (
@@ -35,11 +36,11 @@ OURS = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-_FILES = ("special_tokens_map.json", "tokenizer_config.json", FILE)  # of a tokenizer, the last one counts
+_FILES = ("special_tokens_map.json", "tokenizer_config.json", FILE)  # of a tokenizer; later files take precedence
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # one thing under three names
 _MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # characters that no text has: Unicode leaves them to programs
-_DAY = datetime(2024, 7, 26)  # where a template asks for the day: data must not depend on when it is prepared
+_DAY = datetime(2024, 7, 26)  # the date that a template sees: data must not depend on the day it is prepared
 
 
 class ChatTemplate(NamedTuple):
@@ -50,9 +51,10 @@ class ChatTemplate(NamedTuple):
 
     @classmethod
     def beside(cls, tokenizer: Path, eos_token: str) -> "ChatTemplate":
-        """That of a tokenizer.json: in prepared data, or in files of the standard names beside it; ours where there is none.
+        """Finds the template of a tokenizer.json: in the index of prepared data, or in files of the standard names in the
+        same folder. Returns the default template if there is none.
 
-        Raises `UserError` for files that cannot be read, and for a template that is none.
+        Raises `UserError` for files that cannot be read, and for an invalid template.
         """
         folder, files = tokenizer.parent, dict[str, Any]()
         if tokenizer.name == "tokenizer.json":
@@ -71,8 +73,8 @@ class ChatTemplate(NamedTuple):
 
     @classmethod
     def of_files(cls, files: Mapping[str, Any], eos_token: str, place: str) -> "ChatTemplate | None":
-        """That of the `files` of a published tokenizer, by name; None where they have none. Raises `UserError` for one that
-        is none."""
+        """Finds the template in the `files` of a published tokenizer, given by name; None if there is none. Raises
+        `UserError` for an invalid template."""
         said = {name: value for file in _FILES[:2] for name, value in files.get(file, {}).items()}
         named = {f"{role}_token": said.get(f"{role}_token") for role in _ROLES}
         texts = {role: each.get("content") if isinstance(each, dict) else each for role, each in named.items()}
@@ -94,25 +96,25 @@ class ChatTemplate(NamedTuple):
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> "ChatTemplate":
-        """What `written` gave."""
+        """Reads the JSON that `written` returned."""
         return cls(
             str(said["template"]), tuple(sorted((str(role), str(text)) for role, text in said["tokens"].items()))
         )
 
     def written(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns the template and its tokens as JSON."""
         return {"template": self.source, "tokens": dict(self.tokens)}
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all of it."""
+        """SHA-256 of the template and its tokens."""
         return hashlib.sha256(json.dumps(self.written(), sort_keys=True).encode()).hexdigest()
 
     def check(self, place: str) -> None:
-        """Raise `UserError` unless it is a template."""
+        """Raises `UserError` unless the source is a valid Jinja template."""
         try:
             _compiled(self.source)
-        except Exception as error:  # whatever somebody's code leads to
+        except Exception as error:  # a template may raise anything
             raise UserError(
                 f"{place}: its chat_template is no Jinja template ({error}): mend it, or take it away"
             ) from None
@@ -127,8 +129,9 @@ class ChatTemplate(NamedTuple):
         marks: tuple[str, str] = ("", ""),
         day: datetime = _DAY,
     ) -> str:
-        """The text of a conversation; with what begins an `answer`, where one is asked for. Between `marks` is what the
-        template says that the assistant generates. Raises `UserError` for a conversation that the template cannot take."""
+        """Renders the text of a conversation, and the heading of the next `answer` if one is asked for. Puts `marks`
+        around the text that the template marks as generated by the assistant. Raises `UserError` for a conversation that
+        the template cannot take."""
         template = _compiled(self.source)
         try:
             text: str = template.render(
@@ -141,7 +144,7 @@ class ChatTemplate(NamedTuple):
                 generation_marks=marks,
             )
             return text
-        except Exception as error:  # whatever somebody's code leads to
+        except Exception as error:  # a template may raise anything
             why = str(error) or type(error).__name__
             raise UserError(f"{place}: the chat template cannot take this conversation: {why}") from error
 
@@ -154,10 +157,10 @@ class ChatTemplate(NamedTuple):
         *,
         parse_special: bool = False,
     ) -> "Conversation":
-        """The text of a conversation, and what of it is predicted. What messages say that spells one of the tokenizer's
+        """Renders a conversation and finds its predicted spans. Text of messages that spells one of the tokenizer's
         `special` tokens stays text, unless `parse_special` asks for the token.
 
-        Raises `UserError` as `render` does, and where it cannot be told what the assistant has said.
+        Raises `UserError` like `render`, and if the assistant's spans cannot be determined.
         """
         begin, end, quote = marks = _unused(json.dumps([messages, tools], ensure_ascii=False, default=str), place)
         for number, message in enumerate(messages, 1):
@@ -197,16 +200,17 @@ class ChatTemplate(NamedTuple):
         special: Sequence[str],
         mark: str,
     ) -> tuple[int, int, bool]:
-        """Where in the `whole` the assistant's message of this number is, and whether the text ends with it before anything
-        says so.
+        """Finds the span of the assistant's message of this number in the `whole`. The flag is True if the text ends with
+        the message, before a token or text that ends the turn.
 
-        It begins behind what asks for it, and goes as far as it is written as where the conversation ends with it. Both
-        conversations, without it and with it, must be beginnings of the whole but for what ends them.
+        The span begins after the prompt for the answer. The span ends where the message ends in the conversation that stops
+        after the message. Both conversations, without the message and with it, must be prefixes of the whole, except for
+        their endings.
         """
         asked, message = messages[:number], messages[number]
         answered = self.render(messages[: number + 1], place, tools=tools)
         last, same = _reaches(whole, answered, special)
-        content = last, last  # where there is none, as where it calls a tool
+        content = last, last  # for an empty message, such as one that calls a tool
         if said := _said(message):
             kept = mark if isinstance(message["content"], str) else [{"type": "text", "text": mark}]
             changed = [*messages[:number], {**message, "content": kept}, *messages[number + 1 :]]
@@ -214,7 +218,7 @@ class ChatTemplate(NamedTuple):
             content = len(before), len(whole) - len(behind)
             same &= whole.startswith(before) and whole.endswith(behind) and said in whole[slice(*content)]
         first = content[0]
-        with suppress(UserError):  # of no messages yet, some templates know nothing
+        with suppress(UserError):  # some templates raise for a conversation without messages
             if asked:
                 same &= _reaches(whole, self.render(asked, place, tools=tools), special)[1]
             first = min(first, _common(whole, self.render(asked, place, answer=True, tools=tools)))
@@ -232,7 +236,7 @@ class ChatTemplate(NamedTuple):
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    """What a message says, without white space around it."""
+    """Returns the text of a message, without white space around it."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = (part.get("text") for part in parts if isinstance(part, Mapping))
@@ -240,7 +244,7 @@ def _said(message: Mapping[str, Any]) -> str:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters that two texts begin with."""
+    """Returns the length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -249,9 +253,10 @@ def _common(one: str, other: str) -> int:
 
 
 def _reaches(whole: str, beginning: str, special: Sequence[str]) -> tuple[int, bool]:
-    """How far a text is the `beginning` of another one, and whether what is left of it are special tokens and space."""
+    """Returns how many characters of `beginning` the whole begins with. The flag is True if the rest of `beginning` is
+    special tokens and space alone."""
     reached = _common(whole, beginning)
-    for token in special:  # the one that follows may begin as the one that would end the conversation
+    for token in special:  # the next token may begin like the one that would end the conversation
         for text in (whole, beginning):
             at = text.find(token, max(0, reached - len(token) + 1), reached + len(token) - 1)
             reached = at if 0 <= at < reached else reached
@@ -262,17 +267,17 @@ def _reaches(whole: str, beginning: str, special: Sequence[str]) -> tuple[int, b
 
 
 class Conversation(NamedTuple):
-    """Text; which stretches of it are predicted (None: all); and which spell special tokens and stay text."""
+    """A text, its predicted spans (None: all), and the spans that spell special tokens but stay text."""
 
     text: str
     predicted: Spans | None = None
     quoted: Spans = ()
     is_open: bool = False
-    """Whether it ends with what the assistant says, so that the end of text is the assistant's, too."""
+    """True if the text ends with the assistant's message, so that the end of text is predicted, too."""
 
     def encoded(self, as_tokens: Any, as_text: Any) -> tuple[list[int], list[bool]]:
-        """Token ids, and whether each is predicted: where any of its characters is. `as_tokens` and `as_text` are the
-        tokenizer that takes what spells a special token as that, and as text."""
+        """Returns the token ids, and a flag for each: True if any of the token's characters is predicted. `as_tokens` is
+        the tokenizer that parses special tokens; `as_text` is the one that takes their spelling as text."""
         ids, offsets = list[int](), list[tuple[int, int]]()
         borders = [0, *(border for span in self.quoted for border in span), len(self.text)]
         for number, (start, stop) in enumerate(pairwise(borders)):
@@ -287,7 +292,7 @@ class Conversation(NamedTuple):
 
 
 def _prepared(index: Path) -> ChatTemplate | None:
-    """That of prepared data, if there is any."""
+    """Reads the template of prepared data from its index. Returns None if there is none."""
     try:
         return ChatTemplate.read(parse_json(index.read_bytes())["chat"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -299,13 +304,13 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> Any:
-    """A template in a sandbox, with what templates of published tokenizers use."""
+    """Compiles a template in a sandbox, with the extensions and functions that templates of published tokenizers use."""
     import jinja2
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` and `{% endgeneration %}`: between them is what the assistant says."""
+        """`{% generation %}` and `{% endgeneration %}`, the tags around the assistant's text."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -335,14 +340,15 @@ def _compiled(source: str) -> Any:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """As templates expect it: without what is null, and what the assistant has thought by all of its names."""
+    """Converts a message to the form that templates expect: without nulls, and with the assistant's thoughts under all
+    names."""
     given = {name: value for name, value in message.items() if value is not None}
     thought = next((given[name] for name in _THOUGHTS if name in given), None)
     return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
 
 
 def _unused(text: str, place: str) -> tuple[str, str, str]:
-    """Three characters that the text has not."""
+    """Returns three characters that do not occur in the text."""
     free = [mark for mark in _MARKS if mark not in text]
     if len(free) < 3:
         raise UserError(f"{place}: it holds characters that are none (U+FDD0 to U+FDEF): leave them out")
@@ -350,7 +356,7 @@ def _unused(text: str, place: str) -> tuple[str, str, str]:
 
 
 def _quoted(value: Any, special: Sequence[str], quote: str) -> Any:
-    """With each text that spells a special token as its number between `quote`."""
+    """Replaces each text that spells a special token by its number between two `quote` characters."""
     if isinstance(value, str):
         for number, token in enumerate(special):
             value = value.replace(token, f"{quote}{number}{quote}")
@@ -361,8 +367,8 @@ def _quoted(value: Any, special: Sequence[str], quote: str) -> Any:
 
 
 def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], place: str) -> tuple[str, Spans, Spans]:
-    """The text without its marks, what was marked as generated, and what was quoted. Raises `UserError` where the template
-    has taken quotes apart."""
+    """Removes the marks from a text. Returns the text, the spans marked as generated, and the quoted spans. Raises
+    `UserError` if the template has taken quotes apart."""
     begin, end, quote = marks
     made, generated, quoted, began = "", list[tuple[int, int]](), list[tuple[int, int]](), 0
     for part in re.split(f"([{begin}{end}]|{quote}[0-9]+{quote})", text):
@@ -384,22 +390,22 @@ def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], pl
 
 
 def special_texts(tokenizer: Any) -> list[str]:
-    """What spells the special tokens of a `tokenizers.Tokenizer`, the longest first."""
+    """Lists the texts of the special tokens of a `tokenizers.Tokenizer`, the longest first."""
     added = tokenizer.get_added_tokens_decoder().values()
     return sorted((token.content for token in added if token.special), key=len, reverse=True)
 
 
 class Answering(NamedTuple):
-    """How a model is asked for an answer: the conversation so far, and by what its answer ends."""
+    """The prompt for an answer (the conversation so far), and what ends the answer."""
 
     prompt: Conversation
-    stops: tuple[int, ...]  # tokens
+    stops: tuple[int, ...]  # token ids
     ends: str  # the text that begins the next turn
 
     @classmethod
     def to(cls, template: ChatTemplate, said: str, tokenizer: Any) -> "Answering":
-        """To what a user has `said`, today. Raises `UserError` as `render` does. `tokenizer` takes what spells a special
-        token as that."""
+        """Builds the prompt for an answer to what a user has `said`, with today's date. Raises `UserError` like `render`.
+        `tokenizer` parses special tokens."""
         place, special, today = "the prompt", special_texts(tokenizer), datetime.now()
         begin, end, quote = _unused(said, place)
         asked = {"role": "user", "content": said}
@@ -407,7 +413,7 @@ class Answering(NamedTuple):
         whole, _, quoted = _unmarked(text, (begin, end, quote), special, place)
         answer, ends, stops = {"role": "assistant", "content": begin}, "", list[int]()
         for following in ([], [{"role": "user", "content": end}]):
-            with suppress(UserError):  # a template may take no such conversation
+            with suppress(UserError):  # a template may reject this conversation
                 shown = template.render([asked, answer, *following], place, day=today)
                 behind = shown.rpartition(begin)[2].partition(end)[0] if begin in shown else ""
                 first = tokenizer.encode(behind, add_special_tokens=False).ids[:1] if behind.strip() else []

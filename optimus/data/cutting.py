@@ -1,9 +1,9 @@
-"""Cutting a long document so that its pieces, tokenised one by one, give the tokens of the whole.
+"""Cuts a long document into pieces that, tokenised one by one, give the tokens of the whole.
 
 A tokenizer needs some fifty bytes of memory per byte of text, so a document of 3 GB cannot be tokenised at once. Cuts
-between words keep the tokens with every common tokenizer, but not with every one (a normaliser may strip or prepend a
-space, an added token may hold spaces), so every cut is checked: the text around it is tokenised whole and in two
-halves, which must agree. Where no checked cut is found the piece grows, up to a limit.
+between words keep the tokens with every common tokenizer, but not with every tokenizer: a normaliser may strip or prepend a
+space, and an added token may hold spaces. Every cut is therefore checked: the text around the cut is tokenised whole and in
+two halves, which must agree. A piece without a checked cut grows, up to a limit.
 """
 
 import re
@@ -15,23 +15,23 @@ WINDOW = 2048  # characters tokenised on each side of a proposed cut
 LIMIT = 1 << 24  # characters; a longer piece would break the promise of bounded memory
 TRIES = 16
 
-# Preferred: between words, where GPT-style pre-tokenizers always split. Then: between letters and anything else, for
-# text without spaces (Chinese, minified code).
+# Preferred: between words, where GPT-style pre-tokenizers always split. Then: between letters and anything else, for text
+# without spaces (Chinese, minified code).
 BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 BETWEEN_KINDS = re.compile(r"(?<=\w)(?=\W)|(?<=\W)(?=\w)")
 
 
 class UncuttableError(ValueError):
-    """A stretch of `LIMIT` characters holds no place where a cut would keep the tokens."""
+    """A stretch of `LIMIT` characters has no position where a cut would keep the tokens."""
 
 
 def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[tuple[str, bool]]:
-    """The document that `chunks` make up, as (piece, whether it is the last one); pieces are about `PIECE` characters.
+    """Cuts the document that `chunks` make up. Yields (piece, True for the last piece); pieces are about `PIECE` characters.
 
-    Each cut depends on the text from the one before it alone, not on the chunks: whoever begins again at a cut finds the
-    same ones. `encode` gives the tokens of a text. An empty document has no pieces. Raises `UncuttableError`.
+    Each cut depends only on the text since the previous cut, not on the chunks: reading that resumes at a cut finds the same
+    later cuts. `encode` returns the tokens of a text. An empty document has no pieces. Raises `UncuttableError`.
     """
-    text, seen = "", PIECE + WINDOW  # how much of it is looked at
+    text, seen = "", PIECE + WINDOW  # characters of `text` to search
     for chunk in chunks:
         text += chunk
         while len(text) >= seen:
@@ -48,7 +48,8 @@ def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterato
 
 
 def find_cut(text: str, encode: Callable[[str], list[int]]) -> int | None:
-    """The last place of `text`, `WINDOW` characters or more before its end, where a cut is seen to keep the tokens."""
+    """Finds the last position of `text`, `WINDOW` characters or more before its end, where a check confirms that a cut
+    keeps the tokens."""
     for pattern in (BETWEEN_WORDS, BETWEEN_KINDS):
         for cut in islice(_places(pattern, text), TRIES):
             left, right = text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]
@@ -58,7 +59,8 @@ def find_cut(text: str, encode: Callable[[str], list[int]]) -> int | None:
 
 
 def _places(pattern: re.Pattern[str], text: str) -> Iterator[int]:
-    """Places that match, backwards, from `WINDOW` before the end of `text` and at most `PIECE` characters far."""
+    """Yields matching positions backwards, from `WINDOW` before the end of `text` back to at most `PIECE` characters
+    earlier."""
     stop = len(text) - WINDOW
     lowest = max(1, stop - PIECE)
     while stop > lowest:

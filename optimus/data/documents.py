@@ -1,8 +1,8 @@
-"""Reading input files as batches of text of about 1 MB, in order, with the position reached after each.
+"""Reads input files in order, as batches of about 1 MB of text with the position reached after each.
 
-Batches are what the helper processes tokenise. JSON lines travel as raw blocks of whole lines, so that the helpers parse
-them; all else travels as strings, a document above `BLOCK` in pieces (`cutting`). A position is a place between two
-documents, or a checked cut in a text file, from which reading can start again and give the same tokens.
+Helper processes tokenise the batches. JSON lines travel as raw blocks of whole lines, which the helpers parse. All other
+text travels as strings, and a document above `BLOCK` in pieces (`cutting`). A position is a place between two documents, or
+a checked cut in a text file. Reading that starts again at a position gives the same tokens.
 """
 
 import codecs
@@ -23,7 +23,7 @@ from optimus.disk import parse_json
 from optimus.errors import UserError
 
 BLOCK = 1 << 20  # bytes
-# A JSON line is parsed in one piece, which takes several times its size in memory. Text files have no such limit.
+# A JSON line is parsed as a whole, which takes several times its size in memory. Text files have no such limit.
 LONGEST_LINE = 64 << 20
 PARQUET_ROWS = 64
 
@@ -31,9 +31,10 @@ Encode = Callable[[str], list[int]]
 
 
 class Position(NamedTuple):
-    """Before byte `offset` of the decompressed text of file number `file` (row `offset` of Parquet, Arrow, CSV and TSV).
+    """A position before byte `offset` of the decompressed text of file number `file`. For Parquet, Arrow, CSV and TSV,
+    `offset` is a row.
 
-    `line` counts the lines before it, in JSON lines.
+    `line` counts the lines before the position, in JSON lines.
     """
 
     file: int
@@ -42,16 +43,16 @@ class Position(NamedTuple):
 
     @property
     def files_read(self) -> int:
-        """Wholly or partly, up to here."""
+        """Number of files read up to this position, wholly or partly."""
         return self.file + (self.offset > 0)
 
 
 @dataclass
 class DocumentBatch:
-    """Either `lines` (whole JSON lines of `place`, the first of them number `first_line`) or `texts`.
+    """A batch of either `lines` (whole JSON lines of `place`, the first of them number `first_line`) or `texts`.
 
-    `ends[i]` says whether `texts[i]` is the end of its document. `after` is the position that is reached once the
-    batch is done, None inside a document. `read` counts the bytes of all input files read so far, for progress.
+    `ends[i]` is True if `texts[i]` ends its document. `after` is the position reached after the batch, or None inside a
+    document. `read` counts the bytes of all input files read so far, for progress.
     """
 
     input: int
@@ -76,9 +77,9 @@ class _Piece(NamedTuple):
 def read_batches(
     sources: Sources, start: Position, text_field: str | TextField, encode: Encode
 ) -> Iterator[DocumentBatch]:
-    """All batches from `start` on; the last one of each file leads to the beginning of the next.
+    """Yields all batches from `start` on. The last batch of each file leads to the beginning of the next file.
 
-    `encode` gives the tokens of a text; cuts are checked with it. Raises `BadFileError`, and `UserError` where a disk or a
+    `encode` returns the tokens of a text, and is used to check cuts. Raises `BadFileError`, and `UserError` if a disk or a
     server fails.
     """
     read_before = sum(source.size for source in sources.files[: start.file])
@@ -117,7 +118,7 @@ def read_batches(
 def _parts(
     source: Source, start: Position, text_field: str | TextField, encode: Encode
 ) -> "Iterator[DocumentBatch | _Piece]":
-    """What the reader of a file gives."""
+    """Yields the batches and pieces of one file, from the reader for its ending."""
     read = next((read for suffixes, read in _READERS.items() if files.ends_in(source.path, suffixes)), None)
     with naming_bad_file(str(source.path)):
         if read is None:
@@ -127,7 +128,7 @@ def _parts(
 
 @contextmanager
 def naming_bad_file(path: str) -> Iterator[None]:
-    """Turns what is wrong with a file into a `BadFileError`; an error of a disk or server stays what it is."""
+    """Turns the `UserError` of a bad file into a `BadFileError`. Errors of a disk or a server pass unchanged."""
     try:
         yield
     except BadFileError:
@@ -143,9 +144,9 @@ def naming_bad_file(path: str) -> Iterator[None]:
 def read_texts(
     sources: Sources, text_field: str | TextField, encode: Encode = lambda text: []
 ) -> Iterator[tuple[str, bool]]:
-    """The text of all documents, as (text, whether it ends its document); long documents come in pieces.
+    """Yields the text of all documents as (text, True if the text ends its document). Long documents come in pieces.
 
-    Without `encode`, for uses that need not keep tokens, pieces are cut without a check.
+    Without `encode`, pieces are cut without a check, which is enough where tokens need not be kept.
     """
     for batch in read_batches(sources, Position(0), text_field, encode):
         yield from zip(batch.texts, batch.ends)
@@ -181,7 +182,7 @@ def _read_table(source: Source, start: Position, text_field: str | TextField, en
 
 
 def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
-    """The text of a stream from byte `offset` on, in chunks of at most `PIECE` characters."""
+    """Decodes a stream from byte `offset` on, in chunks of at most `PIECE` characters."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     while True:
         data = stream.read(PIECE)
@@ -201,7 +202,7 @@ def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
 
 
 def _checked_pieces(place: str, chunks: Iterator[str], encode: Encode) -> Iterator[tuple[str, bool]]:
-    """The pieces of one document; an empty document is one empty piece."""
+    """Yields the pieces of one document. An empty document is one empty piece."""
     piece = None
     try:
         for piece in pieces(chunks, encode):
@@ -240,13 +241,13 @@ def _read_lines(
 
 
 def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
-    """Blocks of whole lines of at most twice `BLOCK`; a longer line is a block of its own."""
+    """Yields blocks of whole lines of at most twice `BLOCK`. A longer line is a block of its own."""
     carried: list[bytes] = []  # the beginning of a line
     size = 0
     while chunk := stream.read(BLOCK):
         newline = chunk.rfind(b"\n") + 1
         if newline:
-            # The carried line goes alone when it is long, together with the lines that follow it when it is not.
+            # A long carried line forms a block alone; a short one joins the lines that follow it.
             first = chunk.find(b"\n") + 1 if size > BLOCK else newline
             yield from filter(None, (b"".join([*carried, chunk[:first]]), chunk[first:newline]))
             line += chunk.count(b"\n")
@@ -263,7 +264,7 @@ def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
 
 
 def parse_lines(batch: DocumentBatch, text_field: str | TextField) -> Iterator[Conversation]:
-    """The documents in the JSON lines of a batch. Raises `BadFileError` with the line number."""
+    """Yields the documents in the JSON lines of a batch. Raises `BadFileError` with the line number."""
     # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may hold.
     lines = enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), start=batch.first_line)
     with naming_bad_file(batch.place):
@@ -274,7 +275,7 @@ def parse_lines(batch: DocumentBatch, text_field: str | TextField) -> Iterator[C
 
 
 def parse_line(line: bytes, place: str, number: int, text_field: str | TextField) -> Conversation | None:
-    """The document in one JSON line, None for a blank line. Raises `UserError` naming file and line."""
+    """Returns the document in one JSON line, or None for a blank line. Raises `UserError` naming file and line."""
     try:
         decoded = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode()
     except UnicodeDecodeError as error:
@@ -316,7 +317,7 @@ def _read_parquet(source: Source, start: Position, text_field: str | TextField, 
 
 
 def _read_arrow(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
-    """A file of the Arrow stream format, as `datasets` saves it, or of the Arrow file format."""
+    """Reads a file of the Arrow stream format, as `datasets` saves it, or of the Arrow file format."""
     import pyarrow as pa
 
     try:
@@ -336,12 +337,12 @@ def _read_arrow(source: Source, start: Position, text_field: str | TextField, en
 
 
 def _first_record(source: Source, batches: Iterable[Any]) -> dict[str, Any]:
-    """All cells of the first row, or nothing where there is none."""
+    """Returns all cells of the first row, or an empty record if there is no row."""
     return next((record for _, record in _records(source, batches, 0, Position(0))), {})
 
 
 def _records(source: Source, batches: Iterable[Any], row: int, start: Position) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows from `start` on in record batches, the first of which begins behind `row` rows of the file."""
+    """Yields the rows from `start` on in record batches, the first of which begins after `row` rows of the file."""
     for batch in batches:
         for number in range(max(0, start.offset - row), batch.num_rows):
             try:
@@ -361,7 +362,7 @@ def _row_pieces(
     raw: BinaryIO,
     encode: Encode,
 ) -> Iterator[_Piece]:
-    """The texts of rows, each with its number, the first of the file 1."""
+    """Yields the texts of rows, each given with its number. The first row of the file has number 1."""
     for number, record in rows:
         place, after = f"{source.path}: row {number}", Position(start.file, number)
         for piece, last in _checked_pieces(place, _slices(field.of(record, place)), encode):

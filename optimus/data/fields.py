@@ -1,6 +1,6 @@
-"""The text of a record: a field, a field inside of others (`meta.body`), several fields in a template, or a conversation.
+"""Reads the text of a record: a field, a nested field (`meta.body`), several fields in a template, or a conversation.
 
-Of a conversation (`chat:messages`) only what the assistant says is predicted (`chat.py`).
+In a conversation (`chat:messages`) only the assistant's text is predicted (`chat.py`).
 """
 
 import string
@@ -15,7 +15,7 @@ CHAT = "chat:"
 
 
 class TextField:
-    """What `text_field` says: a name, a path of names `a.b`, or a template such as `{question}\\n{answer.text}`."""
+    """A parsed `text_field`: a name, a path of names `a.b`, or a template such as `{question}\\n{answer.text}`."""
 
     def __init__(self, said: str) -> None:
         self.said = said
@@ -37,8 +37,8 @@ class TextField:
         self._is_template = bool(names)
 
     def columns(self, known: Sequence[str], place: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
-        """Those of the columns `known` that it needs. Raises `UserError` when one is not there; by the `first` row it says
-        which other one may be meant."""
+        """Returns the columns, among those `known`, that this field needs. Raises `UserError` for a missing column; the
+        message suggests another column from the `first` row."""
         found = dict.fromkeys(name if name in known else name.split(".")[0] for name in self.names)
         for name in found:
             if name not in known:
@@ -47,20 +47,20 @@ class TextField:
         return list(found)
 
     def of(self, record: Mapping[str, Any], place: str) -> str:
-        """The text of a record read at `place`. Raises `UserError` for a field that is not there, or is no text."""
+        """Returns the text of a record read at `place`. Raises `UserError` for a field that is missing or is not text."""
         if not self._is_template:
             return _value(record, self.said, place)
         return "".join(before + ("" if name is None else _value(record, name, place)) for before, name in self._parts)
 
     def conversation(self, record: Mapping[str, Any], place: str) -> Conversation:
-        """The text as `of` gives it, and what of it is predicted."""
+        """Returns the text of `of` with its predicted spans: all of a plain text."""
         return Conversation(self.of(record, place))
 
 
 class ChatField(TextField):
-    """A list of messages, each with a role and its content, as chats are published; `tools` may be beside it.
+    """A list of messages, each with a role and its content, in the usual format of chats. The record may also have `tools`.
 
-    They are written by `template`. What they say that spells one of the tokenizer's `special` tokens stays text, unless
+    `template` renders the messages. Text of messages that spells one of the tokenizer's `special` tokens stays text, unless
     `parse_special` asks for the token.
     """
 
@@ -71,15 +71,16 @@ class ChatField(TextField):
         self.template, self._special, self._parse_special = template, special, parse_special
 
     def columns(self, known: Sequence[str], place: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
-        """Tables hold texts only."""
+        """Raises `UserError`: tables cannot hold conversations."""
         raise UserError(f"{place}: conversations (`text_field` {CHAT}...) are read from JSON lines: convert it")
 
     def of(self, record: Mapping[str, Any], place: str) -> str:
-        """The whole conversation as text."""
+        """Returns the whole conversation as text."""
         return self.conversation(record, place).text
 
     def conversation(self, record: Mapping[str, Any], place: str) -> Conversation:
-        """Raises `UserError` where it is no conversation, has no answer, or is none that the template can take."""
+        """Returns the rendered conversation with its predicted spans. Raises `UserError` for a field that is no
+        conversation, for one without an answer, and for one that the template cannot take."""
         messages = _found(record, self.said, place)
         if not isinstance(messages, list):
             raise UserError(
@@ -106,7 +107,7 @@ class ChatField(TextField):
 
 
 def _problem(message: Any) -> str:
-    """Why it is no message; empty where it has a role, and says something or calls tools."""
+    """Describes why a value is no message; empty for one that has a role, and content or tool calls."""
     if not isinstance(message, Mapping):
         return f"is {kind_of(message)}"
     if not isinstance(message.get("role"), str):
@@ -121,7 +122,7 @@ def _problem(message: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in the words of JSON."""
+    """Returns the type of a value in the terms of JSON."""
     kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list", bytes: "binary data"}
     if value is None:
         return "null"
@@ -147,17 +148,17 @@ def _found(record: Mapping[str, Any], name: str, place: str) -> Any:
 
 
 def _there(found: Any, part: str) -> str:
-    """What is where the field `part` is looked for."""
+    """Describes the value that lacks the field `part`."""
     if not isinstance(found, Mapping):
         return f"what should hold '{part}' is {kind_of(found)}"
     return nearest(part, found) if found else "the object is empty"
 
 
 def _texts(record: Mapping[str, Any], above: str = "", deep: int = 4) -> Iterator[tuple[str, str]]:
-    """The texts of a record and of the objects in it, each by the name that reads it."""
+    """Yields the texts of a record and of its nested objects, each with the `text_field` that reads the text."""
     for name, value in record.items():
         if above and "." in name:
-            continue  # no name reads it
+            continue  # no `text_field` reads this name
         if isinstance(value, str) and value.strip():
             yield above + name, value
         elif isinstance(value, Mapping) and deep and "." not in name:
@@ -165,8 +166,8 @@ def _texts(record: Mapping[str, Any], above: str = "", deep: int = 4) -> Iterato
 
 
 def _how_to_name(record: Mapping[str, Any], missing: str) -> str:
-    """The cure for a record whose text is elsewhere: in a field of that name in an object, or most often in the field that
-    holds the longest one."""
+    """Returns the cure for a record whose text is elsewhere: in a nested field of that name, or most likely in the field
+    with the longest text."""
     texts = dict(_texts(record))
     within = next((name for name in texts if name.endswith(f".{missing}")), None)
     if within and not {"{", "}"} & set(within) and not within.startswith(CHAT):
@@ -189,7 +190,7 @@ def _checked(found: str, name: str, place: str) -> str:
 
 
 def field_of(said: str | TextField) -> TextField:
-    """The field that `said` names; of conversations, as by our template."""
+    """Parses `said` into a field. Conversations get the default chat template."""
     return said if isinstance(said, TextField) else _named(said)
 
 

@@ -1,4 +1,4 @@
-"""The files that the inputs of `prepare` stand for, and opening each of them as a stream of bytes."""
+"""Finds the input files of `prepare`, and opens each of them as a stream of bytes."""
 
 import codecs
 import glob
@@ -38,7 +38,7 @@ _SUPPORTED = (
     ".txt .md .html .jsonl .jsonl.gz .jsonl.zst .json.gz .csv .tsv (and .gz, .zst of both) .parquet .arrow, and source code "
     f"({' '.join(CODE_SUFFIXES)})"
 )
-# How many times larger the text is than the file: assumed when free disk space is checked before the work starts.
+# Ratio of the size of the text to the size of the file, assumed when free disk space is checked before the work starts.
 EXPANSION = {".gz": 4.0, ".zst": 4.0, ".parquet": 3.0, ".html": 0.5, ".htm": 0.5, ".xhtml": 0.5}
 READ = 1 << 20
 
@@ -47,7 +47,7 @@ READ = 1 << 20
 class Source:
     """One input file. `name` is its path below the input that it came from, which is number `input`.
 
-    `encoding` is what its text is read in where it is not UTF-8.
+    `encoding` is the encoding of its text if the text is not UTF-8.
     """
 
     path: Path | RemoteFile
@@ -63,7 +63,7 @@ class Source:
 
 
 class BadFileError(UserError):
-    """What is wrong with one input file, at `path`: `what` begins with the place in it, and ends with the cure."""
+    """Raised for one bad input file, at `path`. `what` begins with the place in the file and ends with the cure."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path}{what}")
@@ -75,10 +75,10 @@ class BadFileError(UserError):
 
 @dataclass(frozen=True)
 class BadFile:
-    """A file that is left out, as it cannot be read, and `what` is wrong with it."""
+    """A file that is left out because it cannot be read. `what` describes the fault."""
 
     input: int
-    name: str  # printable, as it is written down
+    name: str  # printable, as it is written to the index
     size: int
     modified_ns: int
     what: str
@@ -88,32 +88,32 @@ class BadFile:
         return cls(source.input, printable(source.name), source.size, source.modified_ns, what)
 
     def entry(self) -> dict[str, Any]:
-        """What `index.json` says of it, wherever and whenever it was written."""
+        """Returns the file's entry in `index.json`, which does not depend on where or when the index is written."""
         said = {name: value for name, value in asdict(self).items() if name != "modified_ns"}
         return said | {"what": re.sub(r"^:(\d+):", r"line \1:", self.what).lstrip(": ")}
 
 
 @dataclass(frozen=True)
 class Sources:
-    """All input files in reading order; `skipped` counts the files of other kinds in folders and globs, by ending."""
+    """All input files in reading order. `skipped` counts the files of other types in folders and globs, by ending."""
 
     inputs: tuple[str, ...]
     files: tuple[Source, ...]
     skipped: dict[str, int] = field(default_factory=dict)
 
     def without(self, bad: Iterable[tuple[int, str]]) -> "Sources":
-        """All but the files of these inputs and printable names."""
+        """Returns the sources without the files given as (number of input, printable name)."""
         left_out = set(bad)
         kept = tuple(source for source in self.files if (source.input, printable(source.name)) not in left_out)
         return Sources(self.inputs, kept, self.skipped)
 
     def content_digest(self) -> str:
-        """Says which files go in, wherever and whenever they were written."""
+        """Digests the names and sizes of all files, independently of where and when the files were written."""
         return _digest((source.input, source.name, source.size) for source in self.files)
 
     @cached_property
     def identity_digests(self) -> list[str]:
-        """Entry k says exactly which the first k files are on this machine, and when they were last modified."""
+        """Digests of the first k files, as entry k: their paths on this machine, sizes and times of modification."""
         digests = [""]
         for source in self.files:
             digests.append(_digest([(digests[-1], str(_real(source.path)), source.size, source.modified_ns)]))
@@ -128,12 +128,13 @@ def _digest(rows: Iterable[tuple[object, ...]]) -> str:
 
 
 def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encoding: str = "utf-8") -> Sources:
-    """Files, folders (walked in sorted order, hidden names left out) and globs, also of fsspec's URLs, each file once.
+    """Finds the files of all inputs: files, folders (walked in sorted order, without hidden names) and globs, also as
+    fsspec's URLs. Each file is listed once.
 
-    A file that is named is there whatever its ending. So is what is no file, such as a link to nothing: a look finds it bad.
-    Raises `UserError`.
+    A file named as an input is listed whatever its ending. A path that is no file, such as a link to nothing, is listed too:
+    the check of files then finds it bad. Raises `UserError`.
 
-    What lies in the folders `leave_out` does not exist here: an output may lie in an input folder.
+    The contents of the folders `leave_out` are ignored: an output may be within an input folder.
     """
     hidden = [folder.resolve() for folder in leave_out]
     found: dict[Path | RemoteFile, Source] = {}
@@ -168,10 +169,11 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encodi
 
 
 def check_encoding(encoding: str) -> str:
-    """The one name of an encoding. Raises `UserError` for none, and where its text cannot be told from UTF-8."""
+    """Returns the canonical name of an encoding. Raises `UserError` for an unknown encoding, and for one whose text can
+    be mistaken for UTF-8."""
     try:
         name = codecs.lookup(encoding).name
-        b" ".decode(name, "ignore")  # which tells codecs of bytes to bytes, and of text to text
+        b" ".decode(name, "ignore")  # fails for codecs of bytes to bytes and of text to text
         codecs.getincrementaldecoder(name)
     except (LookupError, ValueError) as error:
         raise UserError(
@@ -183,7 +185,7 @@ def check_encoding(encoding: str) -> str:
 
 
 def unsupported(path: Path | RemoteFile) -> str:
-    """Why a file of this ending is not read, and what to do."""
+    """Returns the message for a file whose ending is not supported, with the cure."""
     cures = {
         ".pdf": "extract its text into a .txt file",
         ".json": "name it .jsonl if each of its lines is an object; of an array, make lines with `jq -c '.[]'`",
@@ -197,14 +199,14 @@ def ends_in(path: Path | RemoteFile, suffixes: tuple[str, ...]) -> bool:
 
 
 def _ending(path: Path | RemoteFile) -> str:
-    """What a file's name ends in; of a compressed one, what it held too."""
+    """Returns the ending of a file's name. For a compressed file the ending includes that of the file within."""
     last = path.suffix.lower()
     within = Path(path.stem).suffix.lower() if last in (".gz", ".zst", ".bz2", ".xz") else ""
     return f"{within}{last}" or "no ending"
 
 
 def _expand(given: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
-    """The files that one input stands for, each with its name below that."""
+    """Yields the files of one input, each with its name relative to the input."""
     if remote.is_remote(given):
         yield from remote.expand(str(given), SUFFIXES)
         return
@@ -225,12 +227,12 @@ def _expand(given: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
 
 
 def _real(path: Path | RemoteFile) -> Path | RemoteFile:
-    """The one path of a file that links may give several; of a link to nothing, or to itself, its own."""
+    """Resolves the links of a path, so that a file has one path. A broken or circular link gives its own absolute path."""
     return path.resolve() if isinstance(path, RemoteFile) or path.exists() else path.absolute()
 
 
 def _fixed_part(pattern: Path) -> Path:
-    """The longest leading folder of a glob without wildcards."""
+    """Returns the longest leading folder of a glob without wildcards."""
     fixed = Path(pattern.anchor)
     for part in pattern.parts[len(fixed.parts) : -1]:
         if glob.has_magic(part):
@@ -253,10 +255,10 @@ def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
 @contextmanager
 def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The decompressed stream of a file, in UTF-8, and the file itself (whose position tells the progress).
+    """Opens a file. Yields the decompressed stream in UTF-8, and the file itself, whose position tells the progress.
 
-    A damaged compressed file or an unreadable one is a `UserError` that names it. Bytes that are not of the file's encoding
-    are one too, but where that is UTF-8, which whoever reads the stream sees.
+    A damaged compressed file or an unreadable one raises a `UserError` that names the file. Bytes that are invalid in the
+    file's encoding raise one too, except in UTF-8: there the reader of the stream finds the invalid bytes.
     """
     recode = source.encoding != "utf-8" and not _is_utf8(source)
     with open_as_stored(source) as (stream, raw):
@@ -265,7 +267,7 @@ def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 @contextmanager
 def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """As `open_bytes`, in the encoding of the file."""
+    """Opens a file like `open_bytes`, but leaves the text in the encoding of the file."""
     try:
         with source.path.open("rb") as raw:
             if not source.size and ends_in(source.path, (".gz", ".zst")):
@@ -285,10 +287,10 @@ def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def unmarked(head: bytes) -> str | None:
-    """UTF-16 or UTF-32 without a byte order mark, by the beginning of a text: every other byte of most scripts is
-    null there, or more of them.
+    """Detects UTF-16 or UTF-32 without a byte order mark from the beginning of a text. For most scripts, at least every
+    other byte of such text is null.
 
-    Such text may well be valid UTF-8, with null characters, and is valid in every encoding of a byte a character.
+    Text in UTF-16 or UTF-32 may be valid UTF-8 with null characters, and is valid in every single-byte encoding.
     """
     for name, nulls, others in (
         ("utf-16-le", (head[1::2],), head[::2]),
@@ -302,7 +304,8 @@ def unmarked(head: bytes) -> str | None:
 
 
 def _is_utf8(source: Source) -> bool:
-    """Whether all of a file is. One encoding is said for all files, and those in UTF-8 beside others must not change."""
+    """Checks that a whole file is valid UTF-8. One `encoding` applies to all files, but UTF-8 files among them must not
+    change."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_as_stored(source) as (stream, _):
         data = stream.read(READ)
@@ -319,7 +322,7 @@ def _is_utf8(source: Source) -> bool:
 
 
 def skip(stream: BinaryIO, offset: int) -> None:
-    """Goes to byte `offset` of a stream that is at its beginning, by reading where it cannot seek."""
+    """Skips to byte `offset` of a stream that is at its beginning, by reading if the stream cannot seek."""
     if stream.seekable():
         stream.seek(offset)
         return
@@ -331,7 +334,7 @@ def skip(stream: BinaryIO, offset: int) -> None:
 
 
 class _Recoded(io.RawIOBase):
-    """Text of another encoding in UTF-8, without a byte order mark."""
+    """Recodes a stream of text in another encoding to UTF-8, without a byte order mark."""
 
     def __init__(self, stream: BinaryIO, source: Source) -> None:
         self._stream = stream
@@ -367,7 +370,7 @@ class _Recoded(io.RawIOBase):
 
 
 class _ZstdStream(io.RawIOBase):
-    """Reads zstd frames. The library's own reader takes a truncated file for a complete one; this raises EOFError."""
+    """Reads zstd frames. Raises EOFError for a truncated file, which the library's own reader takes for a complete one."""
 
     def __init__(self, raw: BinaryIO) -> None:
         import zstandard
@@ -375,7 +378,7 @@ class _ZstdStream(io.RawIOBase):
         self._raw = raw
         self._error = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
-        self._frame: Any = None  # which is not complete
+        self._frame: Any = None  # the incomplete frame
         self._rest = b""  # compressed, not yet used
         self._ready = b""  # decompressed, not yet handed out
 

@@ -1,8 +1,8 @@
-"""A few processes that run functions for this one.
+"""Helper processes that run functions for this process.
 
-Why not multiprocessing: its children import the caller's main module again, which breaks in scripts without a
-`__main__` guard, and they outlive a parent that is killed. A helper is a fresh interpreter at the end of two pipes; it
-imports what its function needs, and it ends when its pipe closes or the parent is gone, however that ended.
+Children of multiprocessing import the caller's main module again, which breaks in scripts without a `__main__` guard, and
+outlive a parent that is killed. A helper is instead a fresh interpreter at the end of two pipes. A helper imports what its
+function needs, and ends when its pipe closes or its parent is gone, for whatever reason.
 """
 
 import os
@@ -21,11 +21,12 @@ from optimus.parent import end_after
 
 
 class Helpers:
-    """`count` processes, started by the first calls. `make` runs once in each and returns the function they serve.
+    """A pool of `count` processes, started by the first calls. `make` runs once in each process and returns the function to
+    serve.
 
-    `make` and its arguments are pickled, so it must be importable by name. Leaving the context ends all of them, at once
-    where an exception leaves it. Parallelism comes from the number of helpers: each has one thread unless `threads` says
-    otherwise, as the tokenizer's own would compete with it.
+    `make` and its arguments are pickled, so `make` must be importable by name. Leaving the context ends all processes, at
+    once if an exception leaves it. Parallelism comes from the number of helpers: each has one thread unless `threads` says
+    otherwise, because the tokenizer's own threads would compete with the helpers.
     """
 
     def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:
@@ -42,7 +43,8 @@ class Helpers:
         self._threads = ThreadPoolExecutor(count, "helper", self._start)
 
     def submit(self, *args: Any) -> "Future[Any]":
-        """The result of the served function, to come. An exception in the helper is raised by the future."""
+        """Calls the served function in a helper. Returns the future of its result, which also raises an exception of the
+        helper."""
         return self._threads.submit(self._ask, args)
 
     def __enter__(self) -> "Helpers":
@@ -58,7 +60,7 @@ class Helpers:
             process.communicate()  # closes its pipes, at which it ends
 
     def _start(self) -> None:
-        """In each thread: starts the helper that this thread speaks to."""
+        """Starts the helper of the current thread."""
         environment = {**os.environ, **self._environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import serve; serve({os.getpid()})"],
@@ -68,7 +70,7 @@ class Helpers:
             start_new_session=True,  # Ctrl-C is for the parent to handle
         )
         self._processes.append(process)
-        if self._killed:  # meanwhile
+        if self._killed:  # `__exit__` ran meanwhile
             process.kill()
         self._own.process = process
 
@@ -92,8 +94,8 @@ class Helpers:
 
 
 def serve(parent: int) -> None:
-    """The life of a helper: answers calls from its standard input on its standard output until the input ends, or the
-    process `parent` does, which may be in the middle of a call."""
+    """Serves calls in a helper: reads from its standard input and answers on its standard output. Returns when the input
+    ends, and dies with the process `parent`, even in the middle of a call."""
     end_after(parent)
     calls = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")

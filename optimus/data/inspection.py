@@ -1,7 +1,7 @@
-"""A look at each input file before the work, so that one message lists all that cannot be read.
+"""Checks each input file before the work, so that one message lists all files that cannot be read.
 
-The look reads a file as `prepare` will, without tokenising, up to `LIMIT`: all of most files. It takes a few percent of the
-time of the work. What is wrong further on in a large file is found while that is tokenised.
+The check reads a file as `prepare` will, without tokenising, up to `LIMIT`: most files are read completely. The check takes
+a few percent of the time of the work. Faults further on in a large file are found while the file is tokenised.
 """
 
 import codecs
@@ -21,10 +21,11 @@ from optimus.disk import printable
 from optimus.errors import UserError
 
 LIMIT = 64 << 20  # bytes of text
-REMOTE_LIMIT = 1 << 20  # likewise, of a file that is fetched for it
-WHOLE = 4 << 30  # bytes of large files that are read to their ends where something is bad, so that one message has all
-LISTED = 1000  # files that a message lists at most
-_HEAD = 4096  # bytes by which a kind of file is known
+REMOTE_LIMIT = 1 << 20  # bytes of text of a remote file, which must be fetched
+# bytes; once a file is bad, large files of at most this size together are read to their ends, to complete the list
+WHOLE = 4 << 30
+LISTED = 1000  # most files that a message lists
+_HEAD = 4096  # bytes that identify the type of a file
 _KINDS = {
     b"%PDF-": "a PDF document",
     b"PK\x03\x04": "a ZIP archive (as .docx and .xlsx are)",
@@ -40,7 +41,7 @@ _KINDS = {
     b"SQLite format 3": "a database",
 }
 _ENDINGS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet", b"ARROW1": ".arrow"}
-_MARKS = {  # of encodings, the longer first: the name that reads them, and the one that reads them too
+_MARKS = {  # byte order marks, the longer first: the encoding to suggest, and the other one that reads the file
     codecs.BOM_UTF32_LE: ("utf-32", "utf-32-le"),
     codecs.BOM_UTF32_BE: ("utf-32", "utf-32-be"),
     codecs.BOM_UTF16_LE: ("utf-16", "utf-16-le"),
@@ -51,20 +52,20 @@ _CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b\x1a"})
 
 
 def looked_at(source: Source, whole: bool) -> int:
-    """How many bytes of a file a look takes."""
+    """Returns how many bytes of a file are checked."""
     limit = REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
     return source.size if whole else min(source.size, limit)
 
 
 class Look(NamedTuple):
-    """Of a file: `wrong` is what is wrong, None where nothing is, without the path with which it begins."""
+    """The result of a check. `wrong` describes the fault, without the path at its beginning, or is None for a good file."""
 
     wrong: str | None
-    whole: bool  # whether it was read to its end
+    whole: bool  # True if the file was read to its end
 
 
 def look(text_field: TextField, whole: bool, source: Source) -> Look:
-    """Reads a file, of a large one only the beginning unless `whole`. Raises `UserError` where a disk or a server fails."""
+    """Checks a file; a large file only at its beginning unless `whole`. Raises `UserError` if a disk or a server fails."""
     try:
         with naming_bad_file(str(source.path)):
             wrong = _no_file(source) or _kind(source)
@@ -74,8 +75,12 @@ def look(text_field: TextField, whole: bool, source: Source) -> Look:
 
 
 def check_beginning(sources: Sources, most: float) -> int:
-    """How many bytes of text the beginning of all files has: at least `most`, or all. Raises `UserError`, which lists the
-    files that `prepare` would refuse, as far as they are read for this. Who asks can name no `encoding` or `text_field`."""
+    """Reads text from the beginning of the files until it has more than `most` bytes. Returns the bytes read: all of them if
+    the files have less.
+
+    Raises `UserError`, which lists the files among those read that `prepare` would refuse. The message suggests no
+    `encoding` or `text_field`, because the callers cannot set either.
+    """
     bad, text_bytes = list[tuple[Source, str]](), 0
     for source in sources.files:
         try:
@@ -97,14 +102,14 @@ def check_beginning(sources: Sources, most: float) -> int:
 
 
 def _without_arguments(what: str) -> str:
-    """What is wrong with a file, with cures for those who cannot say how it is read."""
+    """Rewrites the fault of a file with cures for callers that can set neither `encoding` nor `text_field`."""
     what = _NEEDED.sub("Convert it to UTF-8", what).replace(", or name another, `text_field`.", ".")
     what = what.replace("Name the one that holds the text, `text_field`.", "Name the one that holds the text 'text'.")
     return re.sub(r"`text_field=[^`]*` reads that", "name it 'text'", what)
 
 
 def _no_file(source: Source) -> str | None:
-    """What is there in place of a file. To open a pipe would wait for its other end."""
+    """Describes a path that is no file. Does not open a pipe, which would wait for its other end."""
     path = source.path
     if not isinstance(path, Path) or path.is_file():
         return None
@@ -114,9 +119,9 @@ def _no_file(source: Source) -> str | None:
 
 
 def _read(source: Source, text_field: TextField, whole: bool) -> bool:
-    """Whether it comes to the end."""
+    """Reads a file up to its limit. Returns True if the file was read to its end."""
     left = float("inf") if whole else REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
-    if files.ends_in(source.path, files.HTML_SUFFIXES):  # all of what can be decoded is a page
+    if files.ends_in(source.path, files.HTML_SUFFIXES):  # any text that can be decoded is a page
         with open_bytes(source) as (stream, _):
             for text in decode(source, stream, 0):
                 left -= len(text)
@@ -134,7 +139,7 @@ def _read(source: Source, text_field: TextField, whole: bool) -> bool:
 
 
 def _kind(source: Source) -> str | None:
-    """What is wrong with a text file, JSON lines or a table by its first bytes."""
+    """Finds the fault of a text file, JSON lines or a table from its first bytes."""
     if files.ends_in(source.path, (".parquet", ".arrow")) or not files.ends_in(source.path, files.SUFFIXES):
         return None
     with open_as_stored(source) as (stream, _):
@@ -142,7 +147,7 @@ def _kind(source: Source) -> str | None:
     for magic, kind in _KINDS.items():
         if head.startswith(magic):
             return f": {kind}, by its first bytes. {_kind_cure(source, magic)}"
-    # Before all else: an encoding of a byte a character would read them without an error.
+    # Checked first: a single-byte encoding would read such a file without an error.
     readers = next((names for mark, names in _MARKS.items() if head.startswith(mark)), None)
     if readers is None and (found := files.unmarked(head)):
         readers = (found, found)
@@ -167,7 +172,8 @@ def _kind_cure(source: Source, magic: bytes) -> str:
 
 
 def _is_binary(head: bytes) -> bool:
-    """Whether one byte of a hundred, and more than three, is a control character that texts do not have."""
+    """Returns True if more than one byte of a hundred, and more than three, are control characters that texts do not
+    have."""
     controls = len(head) - len(head.translate(None, _CONTROLS))
     return controls > max(3, len(head) // 100)
 
@@ -188,7 +194,7 @@ def _lines_kind(head: bytes) -> str | None:
 
 
 def with_encoding(source: Source, what: str) -> str:
-    """What is wrong with a file, with the encoding that would read it where it is not UTF-8."""
+    """Completes the fault of a file that is not UTF-8 with the encoding that would read it."""
     if ": not UTF-8" not in what or files.ends_in(source.path, (".parquet", ".arrow")):
         return what
     what = what.removesuffix(". Convert it to UTF-8.")
@@ -210,8 +216,8 @@ def with_encoding(source: Source, what: str) -> str:
 
 
 def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False, skip: bool = True) -> str:
-    """One message about bad files among `total`: a line for each, and what to do. `partly`: large files have been looked at
-    in part. `skip`: the caller can go on without some."""
+    """Formats one message about bad files among `total`: a line for each, and the cure. `partly`: large files were
+    checked only in part. `skip`: the caller can continue without some files."""
     skip = skip and len(bad) < total
     apart = _apart(bad, total)
     note = f" Of large files, the first {LIMIT >> 20} MB have been looked at so far." if partly else ""
@@ -234,7 +240,8 @@ def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False,
 
 
 def _apart(bad: Sequence[tuple[Source, str]], total: int) -> str:
-    """What to do where no one encoding reads all files: another one is named already, or the bad ones need several."""
+    """Returns the advice for files that no single encoding reads: another encoding is set already, or the bad files need
+    several."""
     needed = {cure for _, what in bad for cure in _NEEDED.findall(what)}
     named = {source.encoding for source, what in bad if _NEEDED.search(what)} - {"utf-8"}
     if not (len(needed) > 1 or (named and total > 1)):

@@ -1,7 +1,7 @@
-"""How far an unfinished `prepare` has come: a small file, replaced atomically, in the folder `<output>.partial`.
+"""Records the progress of an unfinished `prepare` in a small file, replaced atomically, in the folder `<output>.partial`.
 
-What the journal says is on disk is on disk: the token stream is synchronised before the journal that counts it. So
-after a kill at any moment the stream goes on from the journal's length and reading from the journal's position.
+Everything that the journal lists is on disk: the token stream is synchronised before the journal that counts its tokens.
+After a kill at any moment, the stream continues at the journal's length and reading at the journal's position.
 """
 
 import errno
@@ -24,27 +24,28 @@ from optimus.errors import UserError
 
 FILE = "journal.json"
 LOCK = ".lock"
-LEFT_OUT = ("too_short", "too_long", "duplicates")  # why documents are: names of `Counts`
+LEFT_OUT = ("too_short", "too_long", "duplicates")  # reasons to leave out a document, as names of `Counts`
 
 
 @dataclass
 class Counts:
-    """What has been read from one input."""
+    """Counts of what has been read from one input."""
 
     documents: int = 0
     empty_documents: int = 0
     text_bytes: int = 0
     tokens: int = 0
-    too_short: int = 0  # documents left out, as the next two
+    too_short: int = 0  # documents left out, like the next two
     too_long: int = 0
     duplicates: int = 0
 
 
 @dataclass
 class Mark:
-    """A place that reading can resume from: everything before `position` gave the first `tokens` of the stream.
+    """A position that reading can resume from: everything before `position` gave the first `tokens` of the stream.
 
-    `files` says which files were read, wholly or partly, up to here, and `document` what is known of one that goes on there.
+    `files` identifies the files read, wholly or partly, up to the position. `document` describes a document that continues
+    there.
     """
 
     position: Position
@@ -58,20 +59,20 @@ class Mark:
 
     @property
     def documents(self) -> int:
-        """That are kept."""
+        """Number of kept documents."""
         return sum(counts.documents for counts in self.counts)
 
     def holds(self, sources: Sources) -> bool:
-        """Whether the files read up to here are still the same."""
+        """Returns True if the files read up to the position are still the same."""
         read = self.position.files_read
         return read <= len(sources.files) and sources.identity_digests[read] == self.files
 
 
 @dataclass
 class Journal:
-    """`mark` is the last place, `file_mark` the last that lies between two files.
+    """The state of an unfinished run. `mark` is the last position, `file_mark` the last one between two files.
 
-    A run that stopped at a bad line resumes from `file_mark` when the file, mended meanwhile, is no longer the same.
+    A run that stopped at a bad line resumes from `file_mark` if the file was changed to mend that line.
     """
 
     settings: dict[str, Any]
@@ -79,13 +80,13 @@ class Journal:
     file_mark: Mark
     instances: int | None = None  # known once everything is tokenised
     shards: dict[str, str] = field(default_factory=dict)  # finished ones: name and checksum
-    packed: dict[str, int] = field(default_factory=dict)  # what packing has counted, once it is done
-    looked_at: str = ""  # the identity of the files that were looked at and found good
+    packed: dict[str, int] = field(default_factory=dict)  # counts of packing, once packing is done
+    looked_at: str = ""  # identity of the files that were checked and found good
     bad: list[BadFile] = field(default_factory=list)  # files that are left out
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is lost with it."""
+        """True if deleting the journal loses no work."""
         return self.instances is None and not self.mark.tokens
 
     def write(self, folder: Path) -> None:
@@ -94,7 +95,7 @@ class Journal:
 
 
 def read(folder: Path) -> Journal | None:
-    """The journal in `folder`, None where there is none. Raises `UserError` when it is damaged."""
+    """Reads the journal in `folder`; None if there is none. Raises `UserError` for a damaged journal."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -114,12 +115,12 @@ def read(folder: Path) -> Journal | None:
 
 
 def _sum(content: dict[str, Any]) -> int:
-    """Of what a journal says: whoever goes on from it believes all of that."""
+    """Computes the checksum of a journal's content: a resumed run trusts everything in the journal."""
     return zlib.crc32(json.dumps(content).encode())
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """What differs between two sets of settings, in words; empty when nothing does."""
+    """Describes the differences between two sets of settings; empty if there are none."""
     before = {**EARLIER, **before}
     return ", ".join(
         "other input files" if name == "inputs" else f"{name} {before.get(name)} there and {now[name]} here"
@@ -130,13 +131,14 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds `folder` (made when absent) for this process alone. Raises `UserError` when another one holds it."""
+    """Holds the lock of `folder` (created if absent) for this process alone. Raises `UserError` if another process holds
+    the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The run that held the lock may have finished, and taken the lock file away, since it was opened here.
+            # The run that held the lock may have finished and deleted the lock file since this process opened it.
             if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
                 raise BlockingIOError(errno.EWOULDBLOCK, "finished meanwhile")
         except BlockingIOError as error:

@@ -1,10 +1,10 @@
 """Batches of training sequences, read ahead on a thread.
 
-What a step reads is a pure function of the step, so that a run resumes exactly from any step and every rank finds its
-part alone: a step of a phase takes the global_batch places that follow those of the steps before. A batch may lie across
-the end of a pass over a source; within a pass no sequence is repeated.
+The content of a step is a pure function of the step, so a run resumes exactly from any step and every rank finds its part
+alone. A step takes the next `global_batch` places of its phase. A batch may span the end of a pass over a source; within a
+pass no sequence is repeated.
 
-Shapes: B sequences of this rank, S tokens of a sequence, N places.
+Legend: B sequences of this rank, S tokens of a sequence, N places.
 """
 
 from collections import deque
@@ -25,12 +25,12 @@ AHEAD = 4  # batches
 
 
 class TokenBatch(NamedTuple):
-    """Sequences of tokens and, where the phase has any, what is said of each token; see `model.batch.Batch`."""
+    """Sequences of tokens and, if the phase has any, the flags of each token; see `model.batch.Batch`."""
 
     tokens_BS: NDArray[np.int64]
     target_mask_BS: NDArray[np.bool_] | None = None
     document_BS: NDArray[np.int32] | None = None
-    source_B: NDArray[np.int64] | None = None  # among the names of the phase, of which there are several
+    source_B: NDArray[np.int64] | None = None  # index into the names of the phase, if it has several
 
 
 def _as_it_is(batch: TokenBatch) -> Any:
@@ -38,13 +38,13 @@ def _as_it_is(batch: TokenBatch) -> Any:
 
 
 class TokenLoader(Iterator[T], Generic[T]):
-    """Iterator of the part of `rank` in each global batch from `start_step` on; the last phase has no end.
+    """Iterates over the part of `rank` in each global batch from `start_step` on. The last phase has no end.
 
-    Rank r of `ranks` gets the r-th contiguous part of each global batch, which must be divisible by `ranks`. A failure of
-    the reading thread (such as a corrupted shard) is raised by `next`. Use it as a context manager, or call `close`.
+    Rank r of `ranks` gets the r-th contiguous part of each global batch, which must be divisible by `ranks`. `next` raises a
+    failure of the reading thread (such as a corrupted shard). Use the loader as a context manager, or call `close`.
 
-    What is given is what `prepare` makes of a batch, on the thread. It is kept until the next one is asked for: a device may
-    read it so long.
+    `prepare` runs on the thread and makes the returned object from a batch. The loader keeps that object until the next call
+    of `next`, so a device may read the object until then.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TokenLoader(Iterator[T], Generic[T]):
         return batch
 
     def places(self, step: int) -> tuple[DataPhase, NDArray[np.int64]]:
-        """The phase of a step, and this rank's places [B] in it."""
+        """Returns the phase of a step, and this rank's places [B] in the phase."""
         phase = next(phase for phase in reversed(self._phases) if phase.first <= step)
         size = phase.global_batch // self._ranks
         first = (step - phase.first) * phase.global_batch + self._rank * size
@@ -128,7 +128,8 @@ class TokenLoader(Iterator[T], Generic[T]):
 
 
 def _parts(shards: Shards, row_N: NDArray[np.int64], part_N: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Parts of rows, each of `length` tokens [N, length]. Every row is read once, runs of consecutive ones together."""
+    """Reads parts of rows, each of `length` tokens [N, length]. Every row is read once, and consecutive rows are read
+    together."""
     unique_R, inverse_N = np.unique(row_N, return_inverse=True)
     tokens_RC = np.empty((len(unique_R), shards.context), dtype=np.int64)
     starts = np.flatnonzero(np.diff(unique_R, prepend=-2) != 1).tolist()

@@ -1,4 +1,4 @@
-"""The text of an HTML page: what a reader sees, without scripts and styles, a line for each block."""
+"""Extracts the visible text of an HTML page, without scripts and styles, with a line for each block."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -16,17 +16,17 @@ _SPACES = re.compile(f"[{_SPACE}]+")
 
 
 def page_text(chunks: Iterable[str]) -> Iterator[str]:
-    """The text of the page that `chunks` make up, in chunks."""
+    """Yields the text of the page that `chunks` make up, in chunks."""
     parser = _Parser()
     for number, chunk in enumerate(chunks):
-        parser.feed(chunk if number else chunk.removeprefix("\ufeff"))  # a mark of the encoding
+        parser.feed(chunk if number else chunk.removeprefix("\ufeff"))  # a byte order mark
         yield parser.take()
     parser.close()
     yield parser.take()
 
 
 class _Parser(HTMLParser):
-    """Collects text. White space is one space or the break of a block, except in `pre`."""
+    """Collects text. White space becomes one space or the break of a block, except in `pre`."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -68,7 +68,7 @@ class _Parser(HTMLParser):
                 self._widen(" ")
 
     def parse_marked_section(self, i: int, report: bool = True) -> int:
-        """`<![...`, which some writers of HTML use for what only they know."""
+        """Parses `<![...`, and treats the proprietary sections of some HTML writers as comments."""
         try:
             return super().parse_marked_section(i, report)
         except AssertionError:

@@ -1,8 +1,9 @@
-"""Which source each place of a mixture is read from, as a pure function of the place.
+"""Assigns each place of a mixture to a source, as a pure function of the place.
 
-The sources are in one group or two, whose places are found block by block: the counts at the border of a block are a
-function of the border alone, and within it the sources are read by earliest deadlines (Pfair scheduling on one processor,
-Baruah et al. 1996). No source is off by as much as one place, whatever the weights are: `_Group` has the proof.
+A place is the position of a sequence in its phase. The sources form one group or two, whose places are assigned block by
+block. The counts at the border of a block are a function of the border alone. Within a block, the sources are scheduled by
+earliest deadlines (Pfair scheduling on one processor, Baruah et al. 1996). The count of every source is exact to less than
+one place, whatever the weights are: `_Group` has the proof.
 
 Legend: N places.
 """
@@ -18,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 _TOTAL = 1 << 30  # of the weights, which bounds the places of a block
-_LEAST = 128  # places of a group in a block, so that the borders take little of its time
-_BLOCKS = 4  # of a group that are kept
+_LEAST = 128  # places of a group in a block, enough to make the cost of borders small
+_BLOCKS = 4  # cached blocks of a group
 
 IndexArray = NDArray[np.int64]
 
 
 class Mixture:
-    """Sources that share places by whole `weights`, of which at least one is above 0.
+    """A mixture of sources in proportion to whole `weights`, of which at least one is above 0.
 
     Source i has `weights[i] / sum(weights)` of the first n places, within less than one place, for every n.
     """
@@ -37,7 +38,7 @@ class Mixture:
         sums = list(accumulate(self.weights[source] for source in order))
 
         def longest(heavy: int) -> float:
-            """Places of a block, if so many sources are in the first group."""
+            """Places of a block if the first `heavy` sources form the first group."""
             ends = sums[heavy - 1] / self.weights[order[heavy - 1]], (total - sums[heavy - 1]) / self.weights[order[-1]]
             return max(ends)
 
@@ -47,7 +48,7 @@ class Mixture:
         self._groups = [_Group(self.weights, sources, phase) for sources, phase in parts if sources]
 
     def counts(self, places: int) -> list[int]:
-        """How many of the first `places` each source has."""
+        """Counts how many of the first `places` each source has."""
         found = [0] * len(self.weights)
         for group in self._groups:
             for source, number in zip(group.sources, group.counts(places)):
@@ -55,7 +56,7 @@ class Mixture:
         return found
 
     def locate(self, places_N: IndexArray) -> tuple[IndexArray, IndexArray]:
-        """The source of each place [N], and how many places before it that source has [N]."""
+        """Returns the source of each place [N], and the number of earlier places of that source [N]."""
         found_N2 = np.array([self._at(place) for place in places_N.tolist()], np.int64).reshape(-1, 2)
         return found_N2[:, 0], found_N2[:, 1]
 
@@ -68,41 +69,46 @@ class Mixture:
 
 
 class _Group:
-    """Some of the `sources`, of which each has floor(n r) or ceil(n r) of the first n places, where r is its share.
+    """A group of `sources`, each of which has floor(n r) or ceil(n r) of the first n places, where r is its share.
 
-    The group, with share R, has h(n) = floor(n R + phase / 2W) of them, so in any m places floor(m R) or ceil(m R), and what
-    it leaves is such a group, too. The k-th sequence of a source (from 0) is due between places floor(k / r) and
-    ceil((k + 1) / r). A block is long enough that each source is due in it. Its sequences fit by Hall's theorem if no
-    places s to t of it have fewer places of the group than sequences that are due within them, and then earliest deadlines
-    find how (one machine, jobs of unit length). Between s and t within the block, sources with the share Q <= R have
-    sum(floor(t r) - ceil(s r)) <= floor((t - s) Q) of these: enough places. Those that have floor(n r) + 1 of a border n are
-    `A`. With f = n r mod 1, what is due from n to t fits if the sources U of A whose next deadline is after t are at most
-    h(t) - sum(floor(t r)), for which |A in U| <= ceil(f(U) - p) is enough, with p = 1 - phase / 2W. What is due from s to n
-    fits if the sources V whose sequence under way was not yet due at s have |A in V| >= ceil(f(V) - p). The sets U are
-    nested, and so are the sets V. There is such an A by the matroid intersection theorem, since
-    ceil(f(V) - p) <= ceil(f(U) - p) + |V without U|. To choose, for each that must be in A, the one with the nearest
-    deadline among those that have waited longest puts the fewest into every U. Counts so never differ from n r by one.
+    The group, with share R, has h(n) = floor(n R + phase / 2W) of the first n places, so in any m places floor(m R) or
+    ceil(m R). The rest of the places form such a group, too. The k-th sequence of a source (from 0) is due between places
+    floor(k / r) and ceil((k + 1) / r). A block is long enough that each source is due in it. By Hall's theorem, the
+    sequences of a block fit if no places s to t of the block have fewer places of the group than sequences due within them.
+    Earliest deadlines first then finds the schedule (one machine, jobs of unit length).
+
+    Between s and t within the block, sources with the share Q <= R have sum(floor(t r) - ceil(s r)) <= floor((t - s) Q)
+    sequences due: enough places. Let `A` be the sources that have floor(n r) + 1 places before a border n, let f = n r mod 1
+    and p = 1 - phase / 2W. Let U be the sources whose next deadline is after t. The sequences due from n to t fit if |A in
+    U| <= h(t) - sum(floor(t r)), for which |A in U| <= ceil(f(U) - p) is enough. The sequences due from s to n fit if the
+    sources V whose current sequence was not yet due at s have |A in V| >= ceil(f(V) - p). The sets U are nested, and so are
+    the sets V. A set A with both bounds exists by the matroid intersection theorem, since ceil(f(V) - p) <= ceil(f(U) - p) +
+    |V without U|.
+
+    For each element that A must have, take the source with the nearest deadline among those that have waited longest: this
+    choice puts the fewest elements into every U. Counts therefore never differ from n r by one.
     """
 
     def __init__(self, weights: Sequence[int], sources: Sequence[int], phase: int) -> None:
         self.sources, self._total, self._phase = sources, sum(weights), phase
         self._weights = [weights[source] for source in sources]
         self._weight = sum(self._weights)
-        # Of a block, in places: each source is due in it.
+        # Places of a block: long enough that each source is due in it.
         self._length = max(-(-self._total // min(self._weights)), _LEAST * self._total // self._weight)
         self._block = lru_cache(_BLOCKS)(self._found)
 
     def places(self, number: int) -> int:
-        """How many of the first `number` places are the group's."""
+        """Counts how many of the first `number` places are the group's."""
         return (2 * number * self._weight + self._phase) // (2 * self._total)
 
     def at(self, place: int, step: int) -> tuple[int, int]:
-        """The source of a place of the group, which has `step` places before, and how many of these the source has."""
+        """Returns the source of a place of the group, which has `step` earlier places, and the number of these that the
+        source has."""
         before, found = self._block(place // self._length)
         return found[step - before]
 
     def counts(self, places: int) -> list[int]:
-        """How many of the first `places` each of the sources has."""
+        """Counts how many of the first `places` each of the sources has."""
         number = places // self._length
         counts = dict(zip(self.sources, self._border(number * self._length)))
         before, found = self._block(number)
@@ -111,7 +117,7 @@ class _Group:
         return list(counts.values())
 
     def _border(self, number: int) -> list[int]:
-        """`counts` where a block begins."""
+        """Computes `counts` at the border of a block."""
         whole, rest = zip(*(divmod(number * weight, self._total) for weight in self._weights))
         counts, sums, open_sources = list(whole), self._phase, list[tuple[float, int]]()
         for i in sorted(range(len(rest)), key=lambda i: -rest[i] / self._weights[i]):  # longest due first
@@ -123,7 +129,8 @@ class _Group:
         return counts
 
     def _found(self, number: int) -> tuple[int, list[tuple[int, int]]]:
-        """Of a block: places of the group before it; source and index of each of its own."""
+        """Schedules a block. Returns the number of the group's places before the block, and the (source, index) of each
+        place of the group in the block."""
         start, total = number * self._length, self._total
         end, jobs = start + self._length, list[tuple[int, int, int, int]]()
         for source, weight, first, last in zip(self.sources, self._weights, self._border(start), self._border(end)):
@@ -144,14 +151,14 @@ class _Group:
 
 
 def whole_weights(weights: Sequence[float | Fraction]) -> list[int]:
-    """Whole numbers in the ratio of `weights`; floats are taken as the decimals that they are written as."""
+    """Scales `weights` to whole numbers of the same ratio. A float counts as its decimal notation."""
     exact = [Fraction(str(weight)) if isinstance(weight, float) else Fraction(weight) for weight in weights]
     common = lcm(*(weight.denominator for weight in exact))
     return [int(weight * common) for weight in exact]
 
 
 def _reduced(weights: Sequence[int]) -> list[int]:
-    """In lowest terms; rounded where these are too large to be multiplied."""
+    """Reduces weights to lowest terms, and rounds weights whose sum is too large."""
     if min(weights) < 0 or not sum(weights):
         raise ValueError(f"weights must not be negative, and one must be above 0: {list(weights)}")
     divisor = gcd(*weights)

@@ -1,8 +1,8 @@
-"""Best-fit packing: whole documents into rows, in place of cutting the stream every `context` tokens.
+"""Best-fit packing puts whole documents into rows, instead of cutting the stream every `context` tokens.
 
 Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 2: a document longer than the context is cut into
-pieces of it; the rest of it and all shorter documents go, the longest first, each into the row with the least room that it
-fits into. Room that is left is filled with end-of-text tokens, which are not predicted (`padding_BS`).
+pieces of the context's length. The last piece and all shorter documents are then placed, the longest first, each into the
+fullest row that it fits into. The rest of a row is filled with end-of-text tokens, which are not predicted (`padding_BS`).
 
 Legend: D pieces of documents, B rows, S tokens of a row.
 """
@@ -21,7 +21,7 @@ _SMALLEST = 1 << 20  # bytes written at once
 
 
 class Packed(NamedTuple):
-    """What packing has made. Documents are `cut_documents` only where they are longer than a row."""
+    """The result of packing. `cut_documents` counts the documents longer than a row; no others are cut."""
 
     instances: int
     padding_tokens: int
@@ -29,9 +29,10 @@ class Packed(NamedTuple):
 
 
 def pack(stream: Path, target: Path, *, context: int, eos_id: int, dtype: str, tokens: int) -> Packed:
-    """Pack the first `tokens` of `stream`, documents each ended by `eos_id`, into rows of `context` in `target`.
+    """Packs the first `tokens` of `stream`, documents each ended by `eos_id`, into rows of `context` in `target`.
 
-    `target` appears complete or not at all. The rows depend on the stream alone. Needs some 40 bytes of memory per document.
+    `target` appears complete or not at all. The rows depend on the stream alone. Packing needs some 40 bytes of memory per
+    document.
     """
     start_D, length_D, cut = _pieces(_ends(stream, eos_id, dtype, tokens), context)
     rows = best_fit(length_D, context)
@@ -49,10 +50,11 @@ def pack(stream: Path, target: Path, *, context: int, eos_id: int, dtype: str, t
 
 
 def best_fit(length_D: NDArray[np.int64], room: int) -> list[list[int]]:
-    """Best-fit decreasing: the numbers of the pieces in each row of `room` tokens; pieces of one length keep their order."""
+    """Packs pieces by best-fit decreasing. Returns the pieces in each row of `room` tokens; pieces of equal length keep
+    their order."""
     order = np.argsort(-length_D, kind="stable")
     rows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # rows by the room that they have
+    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # rows by their remaining room
     ends = np.flatnonzero(np.diff(length_D[order], append=-1)) + 1
     for start, end in zip([0, *ends.tolist()], ends.tolist()):
         length, pending = int(length_D[order[start]]), order[start:end].tolist()
@@ -69,7 +71,8 @@ def best_fit(length_D: NDArray[np.int64], room: int) -> list[list[int]]:
 def _fill(
     rows: list[list[int]], with_room: list[list[int]], row: int, left: int, length: int, pending: list[int]
 ) -> None:
-    """As many `pending` pieces of `length` as the row takes: with less room it is the best fit for the next one, too."""
+    """Fills a row with `pending` pieces of `length` while they fit: with less room, the row is the best fit for the next
+    piece, too."""
     while pending and left >= length:
         rows[row].append(pending.pop())
         left -= length
@@ -77,7 +80,7 @@ def _fill(
 
 
 def _ends(stream: Path, eos_id: int, dtype: str, tokens: int) -> NDArray[np.int64]:
-    """The place behind each document; the last one ends where the stream does."""
+    """Finds the position after each document. The last document ends at the end of the stream."""
     found: list[NDArray[np.int64]] = []
     with stream.open("rb") as file:
         for start in range(0, tokens, _READ):
@@ -88,7 +91,8 @@ def _ends(stream: Path, eos_id: int, dtype: str, tokens: int) -> NDArray[np.int6
 
 
 def _pieces(end_N: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Where the pieces of the documents begin [D], their lengths [D], and how many documents are longer than `context`."""
+    """Cuts documents at every `context` tokens. Returns the starts of the pieces [D], their lengths [D], and the number
+    of documents longer than `context`."""
     start_N = np.append(0, end_N[:-1])
     pieces_N = -(-(end_N - start_N) // context)
     number_D = np.arange(pieces_N.sum()) - np.repeat(
@@ -100,7 +104,7 @@ def _pieces(end_N: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], 
 
 
 def padding_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.bool_]:
-    """Which tokens are padding: end-of-text after end-of-text, as no document is empty."""
+    """Marks padding tokens: end-of-text after end-of-text, since no document is empty."""
     padding = tokens_BS == eos_id
     padding[:, 1:] &= padding[:, :-1].copy()
     padding[:, 0] = False
@@ -108,7 +112,7 @@ def padding_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.bool_]:
 
 
 def documents_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.int32]:
-    """The number of each token's document in its row, from the end-of-text tokens; padding is a document of its own."""
+    """Numbers each token's document in its row, from the end-of-text tokens. Padding is a document of its own."""
     padding = padding_BS(tokens_BS, eos_id)
     begins = np.zeros_like(padding)
     begins[:, 1:] = (tokens_BS[:, :-1] == eos_id) & ~(padding[:, 1:] & padding[:, :-1])

@@ -1,10 +1,10 @@
 """A seeded permutation of [0, n) that is computed, not stored.
 
-Two thousand million instances (4 T tokens) would need 16 GB as a stored permutation. A Feistel network is a bijection
-of b-bit numbers whatever its round function is; with 2^b the power of two at or above n, an image outside [0, n) is
-mapped again until it falls inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
-As 2^b < 2n (for n above 32), fewer than two passes are needed on average. The two parts of the number may differ in
-width by one bit, so every b works.
+Two thousand million instances (4 T tokens) would need 16 GB as a stored permutation. A Feistel network is a bijection of
+b-bit numbers whatever its round function is. With 2^b the power of two at or above n, an image outside [0, n) is mapped
+again until it falls inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Since 2^b < 2n
+(for n above 32), fewer than two passes are needed on average. The two parts of the number may differ in width by one bit, so
+every b works.
 """
 
 import hashlib
@@ -56,10 +56,10 @@ class Permutation:
         return x
 
     def _encrypt(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """One pass of the network over numbers of `_high_bits + _low_bits` bits.
+        """Runs one pass of the network over numbers of `_high_bits + _low_bits` bits.
 
-        Each round adds a keyed hash of one part to the other; the parts swap roles (and widths) every round, and as
-        the number of rounds is even they end where they began.
+        Each round adds a keyed hash of one part to the other. The parts swap roles (and widths) every round, and end where
+        they began because the number of rounds is even.
         """
         one = np.uint64(1)
         masks = ((one << self._high_bits) - one, (one << self._low_bits) - one)

@@ -1,15 +1,15 @@
-"""`prepare`: raw text to a folder of shuffled token shards.
+"""`prepare` turns raw text into a folder of shuffled token shards.
 
-1. Tokenise: helper processes turn batches of text into tokens, which are written in order into one stream,
+1. Tokenise: helper processes turn batches of text into tokens. The main process writes the tokens in order into one stream,
    `<output>.partial/tokens.bin`, with an end-of-text token after each document.
-   With best-fit packing, whole documents are then packed into instances, one after the other in `packed.bin`.
+   Best-fit packing then packs whole documents into instances, one after the other in `packed.bin`.
 2. Shuffle: instance j of the output is instance `permutation(j)` of the stream.
-3. Shard: helper processes gather the instances in that order into shard files.
+3. Shard: helper processes collect the instances in that order into shard files.
 
-The paper (section 4) cuts instances from each file's own tokens and drops each file's tail. Here one stream runs
-through all files, so that only the very last tail is dropped: with thousands of small files the tails would be most of
-the text. All bytes of the output depend on the inputs and settings alone, not on the number of workers or on
-interruptions. The output folder appears complete or not at all, by a rename at the end.
+The paper (section 4) cuts instances from each file's own tokens and drops each file's tail. Here one stream runs through all
+files, and only the very last tail is dropped: with thousands of small files the tails would be most of the text. All bytes
+of the output depend on the inputs and settings alone, not on the number of workers or on interruptions. The output folder
+appears complete or not at all, by a rename at the end.
 """
 
 import errno
@@ -55,21 +55,21 @@ PACKED = "packed.bin"
 Pack = Literal["concatenate", "best-fit"]
 SHARD_SIZE = 512 * 10**6
 COMMIT_SECONDS = 5.0
-# Bytes of text that a tokenizer is trained on: taken evenly from all files, as more text hardly changes the merges.
+# Bytes of text to train a tokenizer on, taken evenly from all files. More text hardly changes the merges.
 TRAINING_SAMPLE = 64 << 20
-TEXTS_AT_ONCE = 64  # that are sent to the process which trains a tokenizer
-LOOKED_AT_HERE = 16 << 20  # bytes that are looked at sooner than helper processes start
+TEXTS_AT_ONCE = 64  # sent at once to the process that trains a tokenizer
+LOOKED_AT_HERE = 16 << 20  # bytes; the main process checks this much before helper processes would have started
 SIZE_SAMPLE = 1 << 17  # characters
-SMALLEST_VOCABULARY = 257  # every byte, and the end of text
+SMALLEST_VOCABULARY = 257  # all bytes, and the end-of-text token
 
 
 @dataclass
 class _Run:
-    """One call of `prepare`: what was asked for, and where it goes."""
+    """One call of `prepare`: its arguments and its paths."""
 
     sources: files.Sources
     output: Path
-    partial: Path  # the folder that becomes `output` once it is complete
+    partial: Path  # renamed to `output` once it is complete
     workers: int
     train_tokenizer: int | None
     progress: Progress
@@ -82,12 +82,12 @@ class _Run:
     encoding: str
     selection: Selection
     skip_bad: bool
-    fields: TextField  # what `text_field` says; conversations are written by its template
-    bad: list[BadFile] = field(default_factory=list)  # left out of the sources
+    fields: TextField  # parsed from `text_field`; a `ChatField` writes conversations by its template
+    bad: list[BadFile] = field(default_factory=list)  # left out of `sources`
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens are not predicted."""
+        """True if some tokens are not predicted."""
         return self.text_field.startswith(CHAT)
 
     @property
@@ -96,7 +96,8 @@ class _Run:
         return self.partial / (STREAM if self.pack == "concatenate" else PACKED)
 
     def leave_out(self, bad: Sequence[tuple[files.Source, str]], partly: bool = False) -> None:
-        """Go on without these files. Raises `UserError`, which lists them, unless that is asked for and leaves some."""
+        """Removes these files from the sources. Raises `UserError`, which lists the files, unless `skip_bad` is set and
+        other files remain."""
         total = len(self.sources.files) + len(self.bad)
         if bad and (not self.skip_bad or len(bad) == len(self.sources.files)):
             raise UserError(listing(bad, total, partly))
@@ -129,25 +130,28 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of its `index.json`.
 
-    `inputs` are files, folders and globs, also as URLs that fsspec reads. Exactly one of `tokenizer` (a tokenizer.json
-    or a folder that holds one) and `train_tokenizer` (the vocabulary size of one to train on the inputs) is given.
-    `context` is the length of a training instance in tokens, `shard_size` is in bytes, `workers` defaults to the cores
-    of this process. Text that spells a special token stays text, unless `parse_special` asks for the token.
-    `text_field` is a field of JSON lines or a column of tables; a field inside of others, `meta.body`; a
-    template of several, `{question}\\n{answer}`; or `chat:messages`, a field of JSON lines that holds conversations, of
-    which only the answers are predicted.
-    `pack` concatenates all documents and cuts them every `context` tokens, or packs them best-fit, so that no document
-    shorter than the context is cut; what is left of an instance is padding, which is not trained on.
-    Documents with less than `min_characters` or `min_tokens` (with the end of text), or more than the largest numbers, are
-    left out and counted. Of documents that are the same (`dedup` exact) or nearly so (minhash) the first is kept.
-    Text is UTF-8; files that are not UTF-8 throughout are read in `encoding`, if another one is given.
-    All files are looked at first, and one error lists those that cannot be read; `skip_bad` goes on without them, as if they
-    were not there, and the index lists them as `bad_files`.
-    `progress(stage, done, total)` is called now and then; `total` may be None.
+    `inputs` are files, folders and globs, also as URLs that fsspec reads. Exactly one of `tokenizer` (a tokenizer.json or a
+    folder that holds one) and `train_tokenizer` (the vocabulary size of one to train on the inputs) is given. `context` is
+    the length of a training instance in tokens. `shard_size` is in bytes. `workers` defaults to the cores of this process.
+    Text that spells a special token stays text, unless `parse_special` asks for the token.
 
-    An interrupted call goes on where it stopped when it is called again; when `output` is complete already with the
-    same settings, its index is returned. Raises `UserError` for bad input, too little disk space, or an `output` that
-    something else lies in.
+    `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several fields,
+    `{question}\\n{answer}`. `chat:messages` is a field of JSON lines that holds conversations, of which only the answers are
+    predicted. With `pack` "concatenate", `prepare` joins all documents and cuts the result every `context` tokens. The
+    choice "best-fit" packs documents so that no document shorter than the context is cut, and fills the rest of an instance
+    with padding, which is not trained on.
+
+    Documents with less than `min_characters` or `min_tokens` (with the end of text), or more than `max_characters` or
+    `max_tokens`, are left out and counted. Of equal documents (`dedup` exact) or near-duplicates (minhash) the first is
+    kept.
+
+    Text is UTF-8. Files that are not valid UTF-8 are read in `encoding`, if another encoding is given. All files are checked
+    first, and one error lists the unreadable ones. `skip_bad` leaves the unreadable files out, and the index lists them as
+    `bad_files`. `progress(stage, done, total)` is called now and then; `total` may be None.
+
+    An interrupted call resumes where it stopped when it is called again. When `output` is already complete with the same
+    settings, its index is returned. Raises `UserError` for bad input, too little disk space, or an `output` that holds
+    something else.
 
     Example:
         index = optimus.prepare(["texts/"], "data", train_tokenizer=4096, context=256)
@@ -158,7 +162,7 @@ def prepare(
     _check(tokenizer, train_tokenizer, pack, context=context, workers=workers, shard_size=shard_size)
     selection = Selection(min_characters, max_characters, min_tokens, max_tokens, dedup)
     selection.check()
-    field = field_of(text_field)  # that it makes sense
+    field = field_of(text_field)  # checks the syntax
     info = tokenizers.inspect(user_path(tokenizer)) if tokenizer is not None else None
     if info is not None and not parse_special:
         tokenizers.check_text_stays_text(info)
@@ -201,7 +205,7 @@ def prepare(
 
 
 def _chat_field(text_field: str, info: TokenizerInfo | None, parse_special: bool) -> ChatField:
-    """Conversations as the tokenizer's own template has them, or ours."""
+    """Returns the field of conversations, with the tokenizer's own chat template or the default one."""
     if info is None:
         eos = tokenizers.TRAINED_EOS
         template, special = ChatTemplate(tokens=(("eos_token", eos),)), [eos]
@@ -211,7 +215,7 @@ def _chat_field(text_field: str, info: TokenizerInfo | None, parse_special: bool
 
 
 def _check(tokenizer: str | Path | None, train_tokenizer: int | None, pack: str, **sizes: int) -> None:
-    """Raises `UserError` for what makes no sense, whatever the inputs are."""
+    """Raises `UserError` for arguments that are invalid for any inputs."""
     if (tokenizer is None) == (train_tokenizer is None):
         raise UserError(
             "give either a tokenizer or the vocabulary size of one to train (`tokenizer`, `train_tokenizer`)"
@@ -226,7 +230,7 @@ def _check(tokenizer: str | Path | None, train_tokenizer: int | None, pack: str,
 
 
 def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
-    """The index of an `output` that exists. Raises `UserError` unless these settings made it."""
+    """Returns the index of an `output` that exists. Raises `UserError` unless these settings made the output."""
     if not (run.output / shards.INDEX).exists():
         raise UserError(f"{run.output} exists and is not prepared data. Choose another `output`.")
     index = shards.read_index(run.output)
@@ -237,7 +241,8 @@ def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differences(run: _Run, index: dict[str, Any], settings: dict[str, Any]) -> str:
-    """What differs between what an index was made of and this run, without the files that were left out there."""
+    """Describes how this run differs from the settings of an index. Files that the index left out as bad are not
+    compared."""
     left_out = [(bad["input"], bad["name"]) for bad in index.get("bad_files", ()) if run.skip_bad]
     inputs = run.sources.without(left_out).content_digest()
     return journal.differences(index["settings"], settings | {"inputs": inputs})
@@ -247,7 +252,7 @@ def _differences(run: _Run, index: dict[str, Any], settings: dict[str, Any]) -> 
 def _disk_errors(run: _Run) -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:  # of a progress report, not of a disk
+    except BrokenPipeError:  # from a progress report, not from a disk
         raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -286,15 +291,15 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
 
 
 def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal:
-    """Where to go on without a file that the look found good. Raises `UserError`, which lists all bad files, unless bad
-    files are skipped."""
+    """Removes a file that turned out bad during reading, and returns the journal to resume from. Raises `UserError`,
+    which lists all bad files, unless bad files are skipped."""
     number = next(k for k, source in enumerate(run.sources.files) if str(source.path) == error.path)
     bad = [(run.sources.files[number], with_encoding(run.sources.files[number], error.what))]
     if not run.skip_bad:
         bad += _look(run, run.sources.files[number + 1 :], whole=True)[0]
     run.leave_out(bad)
     settings = state.settings | {"inputs": run.sources.content_digest()}
-    if run.train_tokenizer is not None:  # also on this file
+    if run.train_tokenizer is not None:  # the tokenizer was trained on this file too
         return _new_journal(run, settings)
     state.settings, state.mark, state.bad = settings, state.file_mark, run.bad
     state.looked_at = run.sources.identity_digests[-1]
@@ -303,8 +308,9 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
 
 
 def _look_at_all(run: _Run) -> None:
-    """Leaves out what a look finds. Raises `UserError`, which lists it, unless bad files are skipped."""
-    # A tokenizer is trained on good files alone, so what is bad must be known before.
+    """Checks all files and leaves out the bad ones. Raises `UserError`, which lists the bad files, unless bad files are
+    skipped."""
+    # A tokenizer is trained on good files alone, so the bad ones must be known before.
     bad, partly = _look(run, run.sources.files, whole=run.train_tokenizer is not None)
     if bad and not run.skip_bad and sum(source.size for source in partly) <= WHOLE:
         bad += _look(run, partly, whole=True)[0]
@@ -317,7 +323,8 @@ def _look_at_all(run: _Run) -> None:
 def _look(
     run: _Run, sources: Sequence[files.Source], whole: bool
 ) -> tuple[list[tuple[files.Source, str]], list[files.Source]]:
-    """The bad ones of these files with what is wrong with each, and those of which only the beginning was read."""
+    """Checks these files. Returns the bad ones, each with its fault, and the good ones of which only the beginning was
+    read."""
     bytes_of = {source.path: looked_at(source, whole) for source in sources}
     total, done = sum(bytes_of.values()), 0
     bad, partly = list[tuple[files.Source, str]](), list[files.Source]()
@@ -334,7 +341,7 @@ def _look(
 
 
 def _refuse(run: _Run, different: str) -> None:
-    """Raises `UserError` when something is `different` from the unfinished run in the way."""
+    """Raises `UserError` if the unfinished run in the folder is `different`."""
     if different:
         raise UserError(
             f"{run.partial} holds an unfinished run with other settings ({different}). "
@@ -343,9 +350,9 @@ def _refuse(run: _Run, different: str) -> None:
 
 
 def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
-    """The journal to go on with: that of an interrupted run, taken back to what still holds, or a new one.
+    """Opens the journal of an interrupted run, rolled back to what is still valid, or starts a new one.
 
-    The bad files that it knows of, or that a look finds, are left out.
+    Bad files, known from the journal or found by a check, are left out.
     """
     state = journal.read(run.partial)
     if state is None:
@@ -365,8 +372,8 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
     settings = settings | {"inputs": run.sources.content_digest()}
     if state is None or (state.is_empty and journal.differences(state.settings, settings)):
         return _new_journal(run, settings)
-    # While reading, files that were not reached yet may change: a mended file must not cost the work before it. Not so
-    # with a tokenizer trained on all of them.
+    # Files that are not yet read may change: mending a file must not cost the work before it. A tokenizer trained on all
+    # files depends on every one, so there any change counts.
     reading = state.instances is None and run.train_tokenizer is None
     before = {**state.settings, "inputs": settings["inputs"]} if reading else state.settings
     _refuse(run, journal.differences(before, settings))
@@ -379,7 +386,7 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
 
 
 def _new_journal(run: _Run, settings: dict[str, Any]) -> Journal:
-    """That of a run which begins, in place of all that is there."""
+    """Empties the folder and writes the journal of a new run."""
     for path in run.partial.iterdir():
         if path.name != journal.LOCK:
             path.unlink()
@@ -390,7 +397,8 @@ def _new_journal(run: _Run, settings: dict[str, Any]) -> Journal:
 
 
 def _install_tokenizer(run: _Run, info: TokenizerInfo | None) -> TokenizerInfo:
-    """Puts the tokenizer, copied or trained, into the folder (unless it is there) and gives it as it is there."""
+    """Puts the tokenizer, copied or trained, into the folder unless the folder has one. Returns the description of the
+    tokenizer in the folder."""
     path = run.partial / tokenizers.FILE
     if not path.exists():
         if info:
@@ -405,7 +413,7 @@ def _install_tokenizer(run: _Run, info: TokenizerInfo | None) -> TokenizerInfo:
 
 
 def _train_tokenizer(run: _Run, path: Path) -> None:
-    """Trains a tokenizer in a helper: the library's work cannot be interrupted but by ending its process."""
+    """Trains a tokenizer in a helper process: only ending the process interrupts the library's training."""
     with Helpers(1, tokenizer_trainer, run.train_tokenizer, path, threads=run.workers) as helpers:
         sample = filter(None, _training_sample(run))
         while texts := list(islice(sample, TEXTS_AT_ONCE)):
@@ -414,7 +422,7 @@ def _train_tokenizer(run: _Run, path: Path) -> None:
 
 
 def _training_sample(run: _Run) -> Iterator[str]:
-    """Documents to train a tokenizer on: the beginning of every file, the same share of each."""
+    """Yields documents to train a tokenizer on: the same share of every file, from its beginning."""
     whole = sum(source.text_bytes_estimate for source in run.sources.files)
     share = min(1.0, TRAINING_SAMPLE / max(1.0, whole))
     total, done = int(whole * share), 0
@@ -428,11 +436,11 @@ def _training_sample(run: _Run) -> Iterator[str]:
             run.progress("train tokenizer", min(done, total), total)
             if left <= 0 and share < 1:
                 break
-    run.progress("train tokenizer", total, total)  # the bytes were an estimate, and a character may have several
+    run.progress("train tokenizer", total, total)  # the total was an estimate, and a character may have several bytes
 
 
 def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
-    """Step 1: from the journal's mark to the end of all inputs."""
+    """Runs step 1, from the journal's mark to the end of all inputs."""
     item = np.dtype(info.dtype).itemsize
     encode = tokenizers.encoder(tokenizers.load(info.path, parse_special=run.parse_special))
     total = sum(source.size for source in run.sources.files)
@@ -459,10 +467,10 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
 
 
 def _in_order(helpers: Helpers, batches: Iterator[Item]) -> Iterator[tuple[Item, Any]]:
-    """Batches with their tokens, or other items with what the helpers say of them. Few are under way at a time, so that
-    memory is bounded.
+    """Yields each batch with its tokens, or each other item with its result, in order. Few items are in flight at a time, so
+    memory stays bounded.
 
-    Where reading fails, what was read before still comes out, so that none of it is done again after the cure.
+    When reading fails, the items read before are yielded first, so that their work is not repeated after the cure.
     """
     waiting: deque[tuple[Item, Future[Any]]] = deque()
     failure: UserError | None = None
@@ -486,7 +494,7 @@ def _in_order(helpers: Helpers, batches: Iterator[Item]) -> Iterator[tuple[Item,
 
 
 class _StreamWriter:
-    """Appends tokens to the stream and moves the journal after them."""
+    """Appends tokens to the stream, and then advances the journal."""
 
     def __init__(self, run: _Run, state: Journal, stream: BinaryIO, item: int) -> None:
         self._run = run
@@ -517,10 +525,10 @@ class _StreamWriter:
             self.commit()
 
     def _end_document(self, counts: Counts) -> None:
-        """Counts the document that ends; the next one is written over it where it is left out.
+        """Counts the document that ends. The next document overwrites one that is left out.
 
-        The stream is not cut there: the journal may count the beginning of the document, whose tokens are of no matter, as
-        whoever resumes from there leaves it out again.
+        The stream is not cut at a document that is left out. The journal may count the first tokens of that document, but a
+        run that resumes from there leaves the document out again.
         """
         document, self._document = self._document, Document()
         if not document.text_bytes:
@@ -549,7 +557,7 @@ class _StreamWriter:
 
 
 def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
-    """Returns how many instances the tokens make."""
+    """Packs the tokens into instances, and returns the number of instances."""
     tokens = state.mark.tokens
     if tokens < run.context:
         for path in run.partial.iterdir():  # nothing here is of use to a later run
@@ -573,7 +581,7 @@ def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
 
 
 def _estimate(run: _Run, encode: Encode, item: int) -> float:
-    """Bytes that the token stream and the shards will need, judged by the tokens of the first documents."""
+    """Estimates the bytes of the token stream and the shards together, from the tokens of the first documents."""
     sample = ""
     for text, _ in read_texts(run.sources, run.fields):
         sample += text[: SIZE_SAMPLE - len(sample)]
@@ -584,7 +592,7 @@ def _estimate(run: _Run, encode: Encode, item: int) -> float:
 
 
 def _check_disk(run: _Run, needed: float) -> None:
-    """Raises `UserError` unless the disk has room for `needed` bytes, less what this run has written already."""
+    """Raises `UserError` unless the disk has room for `needed` bytes, less the bytes that this run has already written."""
     missing = needed - sum(path.stat().st_size for path in run.partial.iterdir())
     free = shutil.disk_usage(run.partial).free
     if missing > free:
@@ -595,7 +603,7 @@ def _check_disk(run: _Run, needed: float) -> None:
 
 
 def _shard(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> None:
-    """Steps 2 and 3: writes the shards that the journal does not list yet."""
+    """Runs steps 2 and 3: writes the shards that the journal does not list yet."""
     plan = _shard_plan(run, instances, info)
     missing = [
         (name, start, stop)
@@ -624,7 +632,8 @@ def _shard(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> No
 
 
 def _join_sums(run: _Run, instances: int, info: TokenizerInfo) -> None:
-    """Writes the sums of all instances as one array: a file per shard would be open beside each shard."""
+    """Writes the checksums of all instances as one array. With a file of checksums per shard, readers would hold twice as
+    many files open."""
     temporary = run.partial / f"{shards.SUMS}.tmp"
     with temporary.open("wb") as file:
         header = {"descr": "<u4", "fortran_order": False, "shape": (instances,)}
@@ -637,14 +646,14 @@ def _join_sums(run: _Run, instances: int, info: TokenizerInfo) -> None:
 
 
 def _shard_plan(run: _Run, instances: int, info: TokenizerInfo) -> list[tuple[str, int, int]]:
-    """The shards: name, first row, row after the last."""
+    """Lists the shards as (name, first row, row after the last)."""
     rows = max(1, run.shard_size // (run.context * np.dtype(info.dtype).itemsize))
     starts = range(0, instances, rows)
     return [(f"shard-{k:05d}.npy", start, min(start + rows, instances)) for k, start in enumerate(starts)]
 
 
 def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> dict[str, Any]:
-    """The content of `index.json`. Nothing in it depends on where or when the run was made."""
+    """Returns the content of `index.json`. Nothing in the index depends on where or when the run was made."""
     counts = state.mark.counts
     used = instances * run.context
     return {
@@ -687,9 +696,9 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
 
 
 def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
-    """Takes away what only an unfinished run needs, and gives the folder its name. May be repeated after a kill.
+    """Deletes the files that only an unfinished run needs, and renames the folder to `output`. Can be repeated after a kill.
 
-    The index is there already, so a run that finds it comes straight here.
+    The index is already written, so the next run comes straight to this step.
     """
     keep = {shards.INDEX, shards.SUMS, tokenizers.FILE, *(shard["file"] for shard in index["shards"])}
     for path in run.partial.iterdir():

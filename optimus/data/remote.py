@@ -1,4 +1,4 @@
-"""Inputs of `prepare`, and prepared data, at URLs: s3://, gs://, hf://, https:// and whatever else fsspec reads."""
+"""Reads inputs of `prepare`, and prepared data, at URLs: s3://, gs://, hf://, https:// and all others that fsspec reads."""
 
 import fcntl
 import hashlib
@@ -18,13 +18,13 @@ _READ = 8 << 20  # bytes fetched at once
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a file system of fsspec, with what is asked of a `Path`; equal by its `url`."""
+    """A file of an fsspec file system, with the methods of `Path` that are needed. Files are equal if their `url` is."""
 
     url: str
     system: Any = field(compare=False, repr=False)
     size: int = field(compare=False)
     version: int = field(compare=False)
-    """Another one when the file has changed, as far as its file system tells."""
+    """Changes when the file has changed, as far as the file system tells."""
 
     def __str__(self) -> str:
         return self.url
@@ -45,12 +45,13 @@ class RemoteFile:
         return self
 
     def is_relative_to(self, folder: Path) -> bool:
-        """Whether it lies in a folder of this machine."""
+        """Returns False: no remote file is in a folder of this machine."""
         return False
 
     @contextmanager
     def open(self, mode: str) -> Iterator[BinaryIO]:
-        """The file as a stream that is fetched in large blocks. Raises `UserError` where a server gives no parts."""
+        """Opens the file as a stream that is fetched in large blocks. Raises `UserError` if the server does not support
+        range requests."""
         try:
             with self.system.open(self.url, mode, block_size=_READ) as stream:
                 yield stream
@@ -67,9 +68,9 @@ def is_remote(given: str | Path) -> bool:
 
 
 def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, str]]:
-    """The files that a URL stands for (a file, a folder, or a glob), each with its name below that.
+    """Yields the files of a URL (a file, a folder, or a glob), each with its name relative to the URL.
 
-    Raises `UserError` where it cannot be reached, or its package is missing.
+    Raises `UserError` if the URL cannot be reached, or its package is missing.
     """
     with _reading(url):
         import fsspec
@@ -93,10 +94,10 @@ def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, st
 
 
 class RemoteFolder:
-    """A folder of prepared data at a URL. Its files are copied to this machine, into a folder `local` of `cache`, when they
-    are asked for; once for all processes. Another content has another folder.
+    """A folder of prepared data at a URL. Its files are copied on demand into a folder `local` of `cache`, once for all
+    processes. Changed data gets another folder.
 
-    Raises `UserError` where it cannot be reached, holds no prepared data, or its package is missing.
+    Raises `UserError` if the URL cannot be reached or holds no prepared data, or if its package is missing.
     """
 
     def __init__(self, url: str, cache: str | Path, first: str) -> None:
@@ -111,7 +112,7 @@ class RemoteFolder:
         self._put(self.local / first, lambda path: path.write_bytes(content))
 
     def fetch(self, name: str) -> Path:
-        """Its copy of a file."""
+        """Returns the local copy of a file, and fetches it first if there is none."""
 
         def get(path: Path) -> None:
             with _reading(f"{self.url}/{name}"):
@@ -120,11 +121,11 @@ class RemoteFolder:
         return self._put(self.local / plain_name(name), get)
 
     def forget(self, name: str) -> None:
-        """Delete the copy of a file."""
+        """Deletes the local copy of a file."""
         (self.local / plain_name(name)).unlink()
 
     def _put(self, path: Path, write: Callable[[Path], object]) -> Path:
-        """`path`, which appears complete; one process writes, others wait for it."""
+        """Writes `path`, which appears complete. One process writes, the others wait."""
         if path.exists():
             return path
         with naming_disk_errors(path, "Make room, or set train.data_cache to another folder"):
@@ -140,11 +141,11 @@ class RemoteFolder:
 
 @contextmanager
 def _reading(url: str) -> Iterator[None]:
-    """Name in one message what goes wrong below."""
+    """Turns any failure inside into one `UserError` that names the URL."""
     try:
         yield
     except ImportError as error:
         raise UserError(f"{url}: {error}. For http and https: {how_to_install('remote')}") from error
-    except Exception as error:  # each file system has its own
+    except Exception as error:  # each file system raises its own
         what = str(error) or type(error).__name__
         raise UserError(f"cannot read {url}: {what}. Check its name, the network, and what you may read.") from error

@@ -1,4 +1,4 @@
-"""Text that every machine with Python has, for a first model: the sources of Python's standard library."""
+"""Copies text that every machine with Python has, for a first model: the sources of Python's standard library."""
 
 import shutil
 import sysconfig
@@ -9,14 +9,14 @@ from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-_HELD_OUT = 20  # one of so many files is
+_HELD_OUT = 20  # one of this many files is held out
 
 
 def sample_text(output: str | Path) -> dict[str, Any]:
-    """Copies the sources into `output`: `train` and, every twentieth file, `held-out`, to measure a model on.
+    """Copies the sources into `output`: `train` and, every twentieth file, `held-out`, for validation.
 
-    Returns `output`, how many `files` there are to train on and how many are `held_out`, and the `bytes` of both. Raises
-    `UserError` where `output` holds anything, or cannot be written.
+    Returns `output`, the number of `files` to train on, the number `held_out`, and the `bytes` of both. Raises `UserError`
+    if `output` is not empty or cannot be written.
 
     Example:
         optimus.sample_text("hello/text")["files"]

@@ -1,10 +1,13 @@
-"""Which documents `prepare` keeps: those of a length, and of documents that are the same, or nearly, only the first.
+"""Selects the documents that `prepare` keeps: those within the limits of length, and of duplicates or near-duplicates only
+the first.
 
-Same: equal in normalised text (Unicode NFKC, case folded, any white space one space). Nearly the same: the sets of their
-runs of five words have a Jaccard similarity of at least 0.8, estimated from 128 MinHashes (Broder 1997; Lee et al. 2022,
-"Deduplicating Training Data Makes Language Models Better", section 4). What is compared is a signature: the helper
-processes compute that of every piece of a document, and the writer of the stream joins them. For exact duplicates it is of
-the whole normalised text, however that is cut and stored; for near ones the runs of words that a cut parts are missing.
+Exact duplicates are equal in normalised text (Unicode NFKC, case folded, any white space as one space). Near-duplicates have
+sets of five-word shingles with a Jaccard similarity of at least 0.8, estimated from 128 MinHashes (Broder 1997; Lee et al.
+2022, "Deduplicating Training Data Makes Language Models Better", section 4).
+
+Documents are compared by signatures. Helper processes compute the signature of every piece of a document, and the writer of
+the stream joins the signatures of a document. An exact signature covers the whole normalised text, however the document is
+cut and stored. A MinHash signature misses the shingles that span a cut.
 """
 
 import hashlib
@@ -28,12 +31,12 @@ _SIMILAR = 0.8
 _HASHES = 128
 _RUN = 5  # words
 _BLOCK = 4096  # characters of normalised text that are hashed at once
-_BYTES = {"none": 0, "exact": 16, "minhash": 4 * _HASHES}  # of a signature
+_BYTES = {"none": 0, "exact": 16, "minhash": 4 * _HASHES}  # bytes of a signature
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Documents outside of the limits, and later ones like an earlier one, are left out."""
+    """Leaves out documents outside of the limits, and documents that duplicate an earlier one."""
 
     min_characters: int = 0
     max_characters: int | None = None
@@ -42,7 +45,8 @@ class Selection:
     dedup: Dedup = "none"
 
     def check(self) -> None:
-        """Raise `UserError` where it keeps nothing, or needs a package that is not there."""
+        """Raises `UserError` if the limits exclude every document, or if a package that deduplication needs is not
+        installed."""
         for unit in ("characters", "tokens"):
             least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             for name, value, fewest in ((f"min_{unit}", least, 0), (f"max_{unit}", most, 1)):
@@ -61,7 +65,7 @@ class Selection:
             )
 
     def misfit(self, document: "Document") -> Literal["too_short", "too_long", None]:
-        """Why its length leaves a document out."""
+        """Returns the limit that a document violates by its length, or None."""
         if document.characters < self.min_characters or document.tokens < self.min_tokens:
             return "too_short"
         too_long = self.max_characters is not None and document.characters > self.max_characters
@@ -69,9 +73,9 @@ class Selection:
 
 
 class DocumentPiece(NamedTuple):
-    """What the selection needs of a piece of a document; `tokens` count the end of text too.
+    """The facts about a piece of a document that the selection needs. `tokens` includes the end-of-text token.
 
-    Where exact duplicates are looked for, `signature` is that of the document which `alone` says the piece to be, else the
+    For exact deduplication, `signature` is the document's signature if the piece is `alone` (a whole document), else the
     normalised text.
     """
 
@@ -85,20 +89,20 @@ class DocumentPiece(NamedTuple):
 
 @dataclass
 class Document:
-    """What is known of a document whose pieces come one after the other; `signature` is written in hexadecimal."""
+    """The facts about a document whose pieces arrive one after the other. `signature` is in hexadecimal."""
 
     tokens: int = 0
     characters: int = 0
     text_bytes: int = 0
     signature: str = ""
-    unsigned: str = ""  # the end of the normalised text, which is not in the signature yet
+    unsigned: str = ""  # the end of the normalised text, not yet in the signature
 
     def add(self, piece: DocumentPiece, dedup: Dedup) -> None:
-        """Join the next piece to it."""
+        """Adds the next piece."""
         signature, before = piece.signature, bytes.fromhex(self.signature)
         if dedup == "exact" and not piece.alone:
             text = piece.signature.decode()
-            # White space is one space, also where pieces meet, and none where the document begins and ends.
+            # White space is one space, also where pieces meet, and none at the beginning and the end of the document.
             text = self.unsigned + (text.lstrip() if self.unsigned[-1:] in ("", " ") else text)
             signature, self.unsigned = _fold(before, text)
             if piece.ends:
@@ -112,8 +116,8 @@ class Document:
 
 
 def signer(dedup: Dedup) -> Callable[[str, bool], bytes]:
-    """What gives the signature of a piece of a document, which may be `alone`: nothing, what `DocumentPiece` says, or
-    MinHashes as uint32."""
+    """Returns a function that signs a piece of a document, given its text and whether the piece is `alone` (a whole
+    document). The signature is empty, the one that `DocumentPiece` describes, or MinHashes as uint32."""
     if dedup == "none":
         return lambda text, alone: b""
     if dedup == "exact":
@@ -139,7 +143,8 @@ def _exact(text: str, alone: bool) -> bytes:
 
 
 def _fold(digest: bytes, text: str) -> tuple[bytes, str]:
-    """A digest with the blocks of a text hashed into it, and the rest: a block at most, as more may follow."""
+    """Hashes the blocks of a text into a digest. Returns the digest and the rest of the text, at most a block, since more
+    text may follow."""
     start, stop = 0, len(text.rstrip())
     while stop - start > _BLOCK:
         digest = _digest(digest + text[start : start + _BLOCK].encode())
@@ -156,9 +161,10 @@ def _digest(data: bytes) -> bytes:
 
 
 class Signatures:
-    """The signatures of the documents that are kept, in memory and in the file `FILE` of `folder`.
+    """The signatures of the kept documents, in memory and in the file `FILE` of `folder`.
 
-    An interrupted run goes on with the first `kept` of them. Takes 110 bytes of memory per document; with MinHashes 4 KB.
+    An interrupted run continues with the first `kept` signatures. A signature takes 110 bytes of memory; with MinHashes 4
+    KB.
     """
 
     def __init__(self, folder: Path, dedup: Dedup, kept: int) -> None:
@@ -174,14 +180,15 @@ class Signatures:
         self._file.truncate()
 
     def is_new(self, signature: bytes) -> bool:
-        """Whether no document like it has been kept; it is then. Always, if documents are not compared."""
+        """Returns True and keeps the signature if no kept document matches it. Always returns True if documents are not
+        compared."""
         new = not self._size or self._find.is_new(signature)
         if new:
             self._file.write(signature)
         return new
 
     def sync(self) -> None:
-        """Put them on the disk."""
+        """Syncs the file of signatures to the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -200,7 +207,7 @@ class _Same:
 
 
 class _Near:
-    """Locality-sensitive hashing finds documents that may be near; their MinHashes decide."""
+    """Finds candidates by locality-sensitive hashing, and compares their MinHashes."""
 
     def __init__(self) -> None:
         from datasketch import MinHashLSH

@@ -1,7 +1,7 @@
-"""A prepared folder: `index.json`, `tokenizer.json` and the shards, each an array [instances, context] of token ids.
+"""A prepared folder holds `index.json`, `tokenizer.json` and the shards, each an array [instances, context] of token ids.
 
-The shards are ordinary `.npy` files, mapped into memory; `index.json` names them in order with their checksums, and
-says how they were made. It is written last, so a folder that has it is complete.
+The shards are ordinary `.npy` files, mapped into memory. `index.json` lists the shards in order with their checksums, and
+records how the data was made. The index is written last, so a folder with an index is complete.
 """
 
 import threading
@@ -26,16 +26,16 @@ from optimus.errors import UserError, naming_read_errors
 INDEX = "index.json"
 SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
 NOT_PREDICTED = 1 << 31  # a bit of a stored token, in data of conversations
-INSIDE = 1 << 30  # another one there, of an end-of-text token that ends a turn and not its conversation
-CACHE = "~/.cache/optimus/data"  # copies of what lies at URLs
+INSIDE = 1 << 30  # a bit of a stored end-of-text token that ends a turn but not its conversation
+CACHE = "~/.cache/optimus/data"  # copies of files at URLs
 FORMAT = "optimus-tokens"
 VERSION = 1
-# What `prepare` did before there was a setting for it.
+# The settings that `prepare` used before they could be set.
 EARLIER = {"parse_special": True, "pack": "concatenate", "encoding": "utf-8", **asdict(Selection())}
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The content of `index.json`. Raises `UserError` when it is absent, damaged or of another format."""
+    """Reads the content of `index.json`. Raises `UserError` if the file is absent, damaged or of another format."""
     path = folder / INDEX
     if not path.is_file():
         raise UserError(
@@ -58,7 +58,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def _check_index(index: dict[str, Any]) -> None:
-    """Raises KeyError, TypeError or ValueError where an entry that reading depends on is missing or wrong."""
+    """Raises KeyError, TypeError or ValueError if an entry that reading depends on is missing or wrong."""
     if index["dtype"] not in ("<u2", "<u4"):
         raise ValueError(f"unknown dtype {index['dtype']!r}")
     if index.get("sums", SUMS) != SUMS:
@@ -88,12 +88,12 @@ def _check_index(index: dict[str, Any]) -> None:
 class Shards:
     """An opened folder of prepared data. Row i is training instance i in the shuffled order.
 
-    Opening checks the index, the tokenizer and the presence, shape and size of every shard; the checksum of an instance is
-    checked whenever it is handed out. In data without sums of instances, from before there were any, a shard is read whole
-    before its first tokens are handed out. Each failure is a `UserError`. Threads may share one object.
+    Opening checks the index, the tokenizer and the presence, shape and size of every shard. The checksum of an instance is
+    checked whenever the instance is read. Older data has no checksums of instances: there, a whole shard is checked before
+    its first tokens are read. Each failure is a `UserError`. Threads may share one object.
 
-    Of a folder at a URL the files are copied into `cache`, a shard before its first tokens are handed out, and the next one
-    beside that.
+    For a folder at a URL, files are copied into `cache`: a shard before its first tokens are read, and then the next shard
+    in the background.
     """
 
     def __init__(self, folder: str | Path, cache: str | Path = CACHE) -> None:
@@ -106,7 +106,7 @@ class Shards:
         self.eos_id: int = self.index["tokenizer"]["eos_id"]
         self.parse_special: bool = {**EARLIER, **self.index.get("settings", {})}["parse_special"]
         self.padded: bool = {**EARLIER, **self.index.get("settings", {})}["pack"] == "best-fit"
-        self.masked: bool = self.index.get("masked", False)  # whether some tokens are not predicted
+        self.masked: bool = self.index.get("masked", False)  # True if some tokens are not predicted
         self._lock = threading.Lock()
         self._check_tokenizer()
         entries = self.index["shards"]
@@ -123,21 +123,23 @@ class Shards:
 
     @property
     def stream_tokens(self) -> int:
-        """Tokens of all documents and their ends, with those that fill no row, without padding."""
+        """Number of tokens of all documents with their end-of-text tokens. Dropped tokens count, padding does not."""
         index = self.index
         return int(index["tokens"] + index["dropped_tokens"] - index.get("padding_tokens", 0))
 
     def row(self, i: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Instance i: `context` token ids."""
+        """Returns instance i: `context` token ids."""
         return self.rows(i, i + 1)[0]
 
     def rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Instances `start` to `stop`, as an array [stop - start, context]; a view where they lie in one shard."""
+        """Returns instances `start` to `stop` as an array [stop - start, context]; a view if all of them are in one
+        shard."""
         stored = self.stored_rows(start, stop)
         return np.bitwise_and(stored, INSIDE - 1, dtype=stored.dtype) if self.masked else stored
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
-        """As `rows`; the bit `NOT_PREDICTED` is set in tokens that are not predicted, `INSIDE` as it says."""
+        """Reads instances like `rows`, with their flags: the bit `NOT_PREDICTED` of tokens that are not predicted, and
+        the bit `INSIDE`."""
         if not 0 <= start < stop <= self.instances:
             raise IndexError(f"rows {start} to {stop} of {self.instances}")
         parts = []
@@ -152,7 +154,8 @@ class Shards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def check_model(self, context: int, vocab_size: int) -> None:
-        """Raises `UserError` unless a model of that context (tokens, a part of a row) and vocabulary can train on it."""
+        """Raises `UserError` unless a model can train on the data, given its sequence length `context` (tokens, a divisor
+        of a row) and its vocabulary."""
         if self.context % context:
             raise UserError(
                 f"{self.folder} was prepared with context {self.context}, and the run asks for {context}. "
@@ -165,14 +168,15 @@ class Shards:
             )
 
     def verify(self) -> None:
-        """Reads every shard and compares its checksum with the index. Raises `UserError` at the first that differs."""
+        """Reads every shard and compares its checksum with the index. Raises `UserError` at the first shard that differs."""
         for shard in range(len(self.index["shards"])):
             array = self._array(shard)
             self._verify(shard)
             self._check(shard, array, self._starts[shard])
 
     def _check(self, shard: int, rows: NDArray[np.unsignedinteger[Any]], start: int) -> None:
-        """Raises `UserError` unless `rows` of a shard, instances `start` and following, are what was written, and tokens."""
+        """Raises `UserError` unless `rows` of a shard, instances `start` and following, match their checksums and are
+        within the vocabulary."""
         if self._sums is None:
             with self._lock:
                 if shard not in self._verified:
@@ -210,7 +214,7 @@ class Shards:
             )
 
     def _array(self, shard: int) -> NDArray[np.unsignedinteger[Any]]:
-        """A shard; of a remote folder it is fetched, and then the next one."""
+        """Returns a shard. For a remote folder, fetches the shard and starts to fetch the next one."""
         if self._fetcher is None:
             return self._arrays[shard]
         with self._lock:
@@ -228,7 +232,7 @@ class Shards:
         return array
 
     def _path(self, name: str) -> Path:
-        """Where a file of the folder is on this machine."""
+        """Returns the local path of a file of the folder, and fetches a remote file first."""
         return self.folder / name if self._remote is None else self._remote.fetch(name)
 
     def _load(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[np.unsignedinteger[Any]]:

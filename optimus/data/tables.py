@@ -1,7 +1,7 @@
-"""The documents of a CSV or TSV file: the cells of one or several columns, named in the first row.
+"""Reads the documents of a CSV or TSV file: the cells of one or several columns, named in the first row.
 
 Cells may be quoted and then hold anything (RFC 4180). A row that does not fit the first one, or a quote that is never
-closed, is an error: text would be lost or run together without a word.
+closed, is an error: otherwise text would be lost or run together silently.
 """
 
 import csv
@@ -18,8 +18,8 @@ _DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 
 def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> Iterator[dict[str, str]]:
-    """The cells of the columns that `field` needs, by name, row by row. Raises `UserError` naming the place."""
-    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))  # the module's one limit, 128 KB unless it is told
+    """Yields the cells of the columns that `field` needs, by name, row by row. Raises `UserError` naming the place."""
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))  # a global limit of the module, 128 KB by default
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(_lines(text), delimiter=delimiter, strict=True)
     try:
@@ -54,7 +54,7 @@ def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> I
 
 
 def _lines(text: io.TextIOWrapper) -> Iterator[str]:
-    """Lines of bounded length."""
+    """Yields lines of bounded length."""
     while line := text.readline(LONGEST_CELL):
         if len(line) == LONGEST_CELL:
             raise csv.Error(f"a line of {LONGEST_CELL >> 20} MB or more")

@@ -1,4 +1,4 @@
-"""The tokenizer of a prepared folder: loading it, finding its end-of-text token, training one."""
+"""The tokenizer of a prepared folder: loads it, finds its end-of-text token, trains a new one."""
 
 import hashlib
 from collections.abc import Iterable
@@ -10,15 +10,15 @@ from optimus.disk import parse_json
 from optimus.errors import UserError
 
 FILE = "tokenizer.json"
-_LARGEST = (1 << 30) - 1  # of 32 bits two say something of a token: that it is not predicted, that it ends no document
+_LARGEST = (1 << 30) - 1  # two of 32 bits are flags of a token: not predicted, and ends no document
 TRAINED_EOS = "<|endoftext|>"
-# Looked for in this order where no configuration beside the tokenizer names the end-of-text token.
+# Searched in this order if no configuration beside the tokenizer names the end-of-text token.
 KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>", "[EOS]")
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What the rest of the pipeline must know of a tokenizer. `vocab_size` is the largest token id plus one."""
+    """The facts about a tokenizer that the rest of the pipeline needs. `vocab_size` is the largest token id plus one."""
 
     path: Path
     sha256: str
@@ -26,7 +26,7 @@ class TokenizerInfo:
     eos_id: int
     eos_token: str
     masked: bool = False
-    """Whether stored tokens have a bit that says that they are not predicted."""
+    """True if stored tokens have a bit that marks them as not predicted."""
 
     @property
     def dtype(self) -> str:
@@ -35,7 +35,7 @@ class TokenizerInfo:
 
 
 def load(path: Path, *, parse_special: bool = False) -> Any:
-    """The `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError`.
+    """Loads the `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError`.
 
     Text that spells a special token, such as `<|endoftext|>`, is encoded as text; with `parse_special`, as that token.
     """
@@ -53,12 +53,13 @@ def load(path: Path, *, parse_special: bool = False) -> Any:
 
 
 def encoder(tokenizer: Any) -> Any:
-    """The function text -> token ids of a tokenizer, without the special tokens that some add around a text."""
+    """Returns the function text -> token ids of a tokenizer, without the special tokens that some tokenizers add around a
+    text."""
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def inspect(given: Path) -> TokenizerInfo:
-    """Reads the tokenizer in a file, or in a folder that holds `tokenizer.json`. Raises `UserError`."""
+    """Describes the tokenizer in a file, or in a folder that holds `tokenizer.json`. Raises `UserError`."""
     path = given / FILE if given.is_dir() else given
     if not path.is_file():
         raise UserError(f"tokenizer not found: {path}. Give a tokenizer.json, or a folder that holds one.")
@@ -70,10 +71,10 @@ def inspect(given: Path) -> TokenizerInfo:
 
 
 def check_text_stays_text(info: TokenizerInfo) -> None:
-    """Raises `UserError` where text becomes a special token whatever `load` asks for.
+    """Raises `UserError` if text becomes a special token although `load` was not asked for special tokens.
 
-    Unigram models hold special tokens among the pieces of text, and the library finds a token in text unless the file
-    marks it as special.
+    Unigram models hold special tokens among the pieces of text. The library also finds a token in text unless the file marks
+    the token as special.
     """
     tokenizer = load(info.path)
     special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -89,7 +90,7 @@ def check_text_stays_text(info: TokenizerInfo) -> None:
 
 
 def _unknown_token(path: Path) -> int | None:
-    """The token that stands for what the vocabulary lacks, which any text may become."""
+    """Returns the token for everything that the vocabulary lacks, which any text may become."""
     model = parse_json(path.read_bytes())["model"]
     if model.get("unk_id") is not None:
         return int(model["unk_id"])

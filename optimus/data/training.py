@@ -1,7 +1,8 @@
-"""What a run reads: its opened sources, and for each phase which source has how many of its places.
+"""Describes the training data of a run: its opened sources, and for each phase the share of each source.
 
-Place p of a phase is a pure function of p: the mixture gives its source and the number of places that this source had
-before; a source goes on where the phases before have left it. So every rank of any layout finds its part from any step.
+A place is the position of a sequence in its phase. The content of place p is a pure function of p: the mixture gives its
+source and the number of earlier places of this source. A source continues where the phases before stopped reading. Every
+rank of any layout therefore finds its part of the data from any step.
 """
 
 import hashlib
@@ -25,9 +26,10 @@ _DESCRIBED = 4096  # places whose sources are in a fingerprint
 
 
 class MixedSource(NamedTuple):
-    """A source in a phase. Its sequences before `first` have been read; a row of its shards holds `parts` of them.
+    """A source in a phase. The sequences before `first` have been read by earlier phases. A row of the shards holds `parts`
+    sequences.
 
-    Of a source that is replayed only the first `seen` rows are read.
+    For a source that is replayed, only the first `seen` rows are read.
     """
 
     name: str
@@ -42,10 +44,10 @@ class MixedSource(NamedTuple):
         return self.seen or self.shards.instances
 
     def rows(self, index_N: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where its sequences `index_N` of the phase lie: the row of each, and which part of it.
+        """Locates the source's sequences `index_N` of the phase: the row of each, and the part of the row.
 
-        Pass 0 over the rows is the stored (already shuffled) order, each later one a permutation of it with the key
-        (seed, pass).
+        Pass 0 over the rows is the stored (already shuffled) order. Each later pass permutes the rows with the key (seed,
+        pass).
         """
         passed_N, part_N = np.divmod(self.first + index_N, self.parts)
         pass_N, row_N = np.divmod(passed_N, self.instances)
@@ -56,32 +58,32 @@ class MixedSource(NamedTuple):
 
 
 class DataPhase(NamedTuple):
-    """What a phase reads from step `first` (from 0) on."""
+    """The data that a phase reads from step `first` (from 0) on."""
 
     first: int
     global_batch: int  # sequences
     sources: Sequence[MixedSource]
     mixture: Mixture
-    documents: bool = False  # whether attention stays inside of each
+    documents: bool = False  # True if attention stays within each document
 
     @property
     def names(self) -> list[str]:
-        """Of its sources; one that is also replayed is there once."""
+        """Names of the sources. A source that is also replayed is listed once."""
         return list(dict.fromkeys(source.name for source in self.sources))
 
     @property
     def padded(self) -> bool:
-        """Whether sequences may end in padding."""
+        """True if sequences may end in padding."""
         return any(source.shards.padded for source in self.sources)
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens of documents are not predicted."""
+        """True if some tokens of documents are not predicted."""
         return any(source.shards.masked for source in self.sources)
 
     @classmethod
     def of(cls, shards: Shards, global_batch: int) -> "DataPhase":
-        """One source from the start."""
+        """Makes a phase that reads one source from the start."""
         return cls(0, global_batch, [MixedSource(shards.folder.name, shards)], Mixture([1]))
 
     @property
@@ -90,13 +92,13 @@ class DataPhase(NamedTuple):
         return self.sources[0].shards.context // self.sources[0].parts
 
     def counts(self, step: int) -> list[int]:
-        """Sequences that each source has had in the phase before `step` (from 0)."""
+        """Returns the number of sequences that each source has had in the phase before `step` (from 0)."""
         return self.mixture.counts((step - self.first) * self.global_batch)
 
 
 def open_folders(config: RunConfig) -> dict[str, Shards]:
-    """The prepared folders of all phases, by `SourceConfig.folder`. Raises `UserError` for what cannot be trained on
-    together."""
+    """Opens the prepared folders of all phases, by `SourceConfig.folder`. Raises `UserError` for folders that cannot be
+    trained on together."""
     folders: dict[str, Shards] = {}
     for source in (source for data in _sections(config) for source in data.mixed):
         if source.folder not in folders:
@@ -115,7 +117,7 @@ def open_folders(config: RunConfig) -> dict[str, Shards]:
 
 
 def check_same_tokenizer(one: Shards, other: Shards) -> None:
-    """Raise `UserError` unless both were prepared with one tokenizer."""
+    """Raises `UserError` unless both folders were prepared with the same tokenizer."""
     if other.index["tokenizer"]["sha256"] != one.index["tokenizer"]["sha256"]:
         raise UserError(
             f"{other.folder} was prepared with another tokenizer than {one.folder}: their tokens do not mean the same. "
@@ -128,10 +130,10 @@ def _sections(config: RunConfig) -> list[DataConfig]:
 
 
 class TrainingData:
-    """The data of a run whose length is known in steps.
+    """The data of a run whose length in steps is known.
 
-    `folders` are its opened sources, `phases` those of the configuration. Raises `UserError` where they are not this model's
-    or too short for their shares.
+    `folders` are the opened sources, `phases` those of the configuration. Raises `UserError` for sources that do not fit the
+    model or are too short for their shares.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class TrainingData:
         self.phases: list[DataPhase] = []
         self._described = [*(phases or phases_of(config))]
         self._passed: list[dict[str, int]] = [{}]  # tokens of each source before a phase, by name
-        read: dict[str, int] = {}  # by folder
+        read: dict[str, int] = {}  # tokens read so far, by folder
         for phase in self._described:
             phase_data = self._phase(phase, read)
             self.phases.append(phase_data)
@@ -172,14 +174,14 @@ class TrainingData:
         return DataPhase(phase.first, train.global_batch, mixed, mixture, phase.config.data.documents == "mask")
 
     def _replayed(self, phase: Phase, folder: str, name: str, tokens: int) -> MixedSource:
-        """What has been read of a source, in an order of this phase."""
+        """Returns the source of rows that were already read, in an order of its own for this phase."""
         shards = self.folders[folder]
         parts = shards.context // phase.config.train.sequence_length
         seen = min(shards.instances, max(1, tokens // shards.context))
         return MixedSource(name, shards, parts, phase.number * seen * parts, seen)
 
     def _check_passes(self, phase: Phase, source: SourceConfig, mixed: MixedSource, number: int) -> None:
-        """A source with a weight is read once at most, as nobody has asked for more."""
+        """Raises `UserError` if a source with a weight would be read more than once: only `epochs` asks for repetition."""
         available = mixed.shards.instances * mixed.parts
         if phase.config.data.sources and source.share is not None and mixed.first + number > available:
             length = phase.step_tokens // phase.config.train.global_batch
@@ -195,12 +197,12 @@ class TrainingData:
         return sum(shards.instances for shards in self.folders.values())
 
     def verify(self) -> None:
-        """Read all shards and compare their checksums. Raises `UserError` at the first that differs."""
+        """Reads all shards and compares their checksums. Raises `UserError` at the first shard that differs."""
         for shards in self.folders.values():
             shards.verify()
 
     def tokens_by_source(self, steps: int) -> dict[str, int]:
-        """Tokens that the first `steps` have read from each source."""
+        """Returns the tokens that the first `steps` have read from each source."""
         phase = phase_at(self._described, steps)
         data, found = self.phases[phase.number], dict(self._passed[phase.number])
         for source, number in zip(data.sources, data.counts(steps)):
@@ -209,11 +211,12 @@ class TrainingData:
 
     @property
     def chat(self) -> dict[str, Any]:
-        """How its conversations are written, `ChatTemplate.written`; empty where it has none."""
+        """The chat template of the run's conversations, as `ChatTemplate.written` returns it; empty without
+        conversations."""
         return next((dict(shards.index["chat"]) for shards in self.folders.values() if "chat" in shards.index), {})
 
     def fingerprint(self, steps: int, seed: int) -> dict[str, Any]:
-        """What has decided what the first `steps` have read: the phases that have begun by then."""
+        """Fingerprints everything that determines the data of the first `steps`: the phases that have begun by then."""
         number = phase_at(self._described, steps).number
         begun = [self._digests(phase) for phase in self.phases[: number + 1]]
         one = len(begun) == 1 and len(begun[0]["sources"]) == 1
@@ -243,13 +246,14 @@ def _where(phase: Phase) -> str:
 
 
 def _with_replay(weights: Sequence[int], share: Fraction, read: Sequence[int]) -> list[int]:
-    """`weights` for all but `share`, which sources have in proportion to the tokens `read` of each."""
+    """Scales `weights` to leave `share`, which the replayed sources divide in proportion to the tokens `read` of each."""
     own = [weight * (1 - share) / sum(weights) for weight in weights]
     return whole_weights([*own, *(share * tokens / sum(read) for tokens in read)])
 
 
 def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Shards]) -> list[int]:
-    """Whole weights: those given, whatever the length of the phase; or how many of its places each source has."""
+    """Returns whole weights: the given ones if all sources have a weight, else the number of the phase's places that each
+    source has."""
     shares = [source.share for source in sources]
     if all(share is not None for share in shares):
         return whole_weights([share or 0.0 for share in shares])

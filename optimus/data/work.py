@@ -1,4 +1,4 @@
-"""What the helper processes do: tokenise batches of text, and gather shards of shuffled instances."""
+"""The functions of the helper processes: tokenise batches of text, and write shards of shuffled instances."""
 
 import hashlib
 import os
@@ -19,13 +19,13 @@ from optimus.data.selection import Dedup, DocumentPiece, signer
 from optimus.data.shards import INSIDE, NOT_PREDICTED
 from optimus.data.tokenizer import TokenizerInfo
 
-GATHER = 32 << 20  # bytes gathered at once
+GATHER = 32 << 20  # bytes read at once
 SUMS = ".crc32"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tokenised batch: the bytes of its tokens, and the pieces of documents that they are of."""
+    """A tokenised batch: the bytes of its tokens, and the pieces of documents that the tokens belong to."""
 
     tokens: bytes
     pieces: list[DocumentPiece]
@@ -34,7 +34,7 @@ class Encoded:
 def encoder(
     info: TokenizerInfo, text_field: TextField, parse_special: bool, dedup: Dedup
 ) -> Callable[[DocumentBatch], Encoded]:
-    """What tokenises batches, each document followed by the end-of-text token."""
+    """Returns a function that tokenises batches, and appends the end-of-text token to each document."""
     tokenizer, sign = tokenizers.load(info.path, parse_special=parse_special), signer(dedup)
     tokens_of = _of_conversations(info) if isinstance(text_field, ChatField) else _of_texts(info, tokenizer)
 
@@ -45,7 +45,7 @@ def encoder(
             ends = [True] * len(pieces)
         tokens: list[int] = []
         found: list[DocumentPiece] = []
-        whole = [bool(batch.lines), *ends]  # whether a document ends before each piece, as far as the batch tells
+        whole = [bool(batch.lines), *ends]  # True if a document ends before the piece, as far as the batch tells
         for (text, *_), ids, begins, end in zip(pieces, tokens_of(pieces, ends), whole, ends):
             tokens += ids
             alone = begins and end
@@ -68,7 +68,8 @@ def _of_texts(info: TokenizerInfo, tokenizer: Any) -> _TokensOf:
 
 
 def _of_conversations(info: TokenizerInfo) -> _TokensOf:
-    """The end of text is no answer of the assistant's, unless the template makes it one."""
+    """Returns a function that encodes conversations. An appended end-of-text token is predicted only after an open answer
+    of the assistant."""
     as_tokens, as_text = (tokenizers.load(info.path, parse_special=special) for special in (True, False))
 
     def tokens_of(pieces: Sequence[Conversation], ends: Sequence[bool]) -> Iterator[list[int]]:
@@ -83,7 +84,8 @@ def _of_conversations(info: TokenizerInfo) -> _TokensOf:
 
 
 def tokenizer_trainer(vocab_size: int, path: Path) -> Callable[..., None]:
-    """What trains a tokenizer on the texts of all calls when it is called without any."""
+    """Returns a function that collects the texts of its calls, and trains a tokenizer on all of them when called without
+    any."""
     held: list[str] = []
 
     def take(*texts: str) -> None:
@@ -100,8 +102,8 @@ def write_shard(
     """Writes output rows `start` to `stop` as the array file `name` in `folder`, which appears complete or not at all.
 
     Output row j is row `permutation(j)` of the token stream, whose `instances` rows are of `context` tokens of `dtype`.
-    Returns the checksum of the file; the CRC-32 of each row is in the file `name` + `SUMS` before.
-    The stream is read with pread, not mapped: mapped pages count as memory used.
+    Returns the checksum of the file. The CRC-32 of each row is written before, to the file `name` + `SUMS`. The stream is
+    read with pread, not mapped: mapped pages count as memory used.
     """
     temporary = folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still be at work here
     row_bytes = context * np.dtype(dtype).itemsize

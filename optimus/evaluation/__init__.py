@@ -1,7 +1,7 @@
-"""What a model is worth: tasks through lm-eval, bits per byte of any text, generated text.
+"""Evaluates models: tasks through lm-eval, bits per byte of any text, generated text.
 
-`evaluate` and `generate_text` take a checkpoint; `bits_per_byte` and `generate` take a model in hand, in the middle of
-training too. Names load on first use, so that importing the package costs nothing.
+`evaluate` and `generate_text` take a checkpoint. `bits_per_byte` and `generate` take a model in memory, also in the middle
+of training. Names load on first use, so importing the package is cheap.
 """
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,5 @@
-"""Generating text: one sequence at a time with a cache of keys and values, greedy unless a temperature is given; or the
-continuations of several prompts together, of a model that may be divided over ranks.
+"""Generates text: one sequence at a time with a KV cache, greedy unless a temperature is given; or greedy continuations of
+several prompts together, by a model that may be divided over ranks.
 
 Legend: B rows, S positions, H hidden, V vocabulary.
 """
@@ -31,10 +31,11 @@ def generate(
     eos_id: int | None = None,
     context: int | None = None,
 ) -> str:
-    """The text that continues `prompt`, without the prompt itself; it ends before end-of-text or after `max_tokens`.
+    """Generates the text that continues `prompt`, without the prompt itself. The text ends before end-of-text or after
+    `max_tokens`.
 
-    `tokenizer` is a `tokenizers.Tokenizer`. An empty prompt starts a new document after end-of-text. Where `context` is
-    given, a prompt too long for it and `max_tokens` loses its beginning. Raises `UserError` for impossible options.
+    `tokenizer` is a `tokenizers.Tokenizer`. An empty prompt starts a new document after end-of-text. With a `context`, a
+    prompt that does not fit together with `max_tokens` loses its beginning. Raises `UserError` for impossible options.
     """
     prompt_ids = encoder(tokenizer)(prompt)
     if not prompt_ids:
@@ -64,10 +65,12 @@ def answer(
     eos_id: int | None = None,
     **how: Any,
 ) -> str:
-    """What the assistant answers to what a user has `said`, in the form of `template`; it ends with its turn.
+    """Generates the assistant's answer to what a user has `said`, in the form of `template`. The answer ends with the
+    assistant's turn.
 
-    `as_tokens` and `as_text` are the `tokenizers.Tokenizer` that takes what spells a special token as that, and as text;
-    `how` is as in `generate`. Raises `UserError` as it does, and for what the template cannot take.
+    `as_tokens` and `as_text` are `tokenizers.Tokenizer` objects: the first parses special tokens, the second takes their
+    spelling as text. `how` has the options of `generate`. Raises `UserError` like `generate`, and if the template cannot
+    take the message.
     """
     asked = Answering.to(template, said, as_tokens)
     prompt_ids, _ = asked.prompt.encoded(as_tokens, as_text)
@@ -89,11 +92,12 @@ def generate_tokens(
     stops: Collection[int] = (),
     context: int | None = None,
 ) -> Iterator[int]:
-    """The tokens that continue `prompt_ids` (at least one), as they are found; one of `stops` ends them and is left out.
+    """Yields the tokens that continue `prompt_ids` (at least one token), one by one. A token of `stops` ends the sequence
+    and is left out.
 
-    Temperature 0 takes the most probable token. Otherwise one is drawn from the softmax of logits / temperature, cut to
-    the fewest tokens that hold `top_p` of the probability (nucleus sampling, Holtzman et al. 2020, section 3.1); the
-    same `seed` draws the same tokens. Raises `UserError` for impossible options.
+    Temperature 0 takes the most probable token. Otherwise a token is drawn from the softmax of logits / temperature, cut to
+    the fewest tokens that hold `top_p` of the probability (nucleus sampling, Holtzman et al. 2020, section 3.1). The same
+    `seed` draws the same tokens. Raises `UserError` for impossible options.
     """
     if max_tokens < 1:
         raise UserError(f"`max_tokens` is {max_tokens}: ask for at least one token")
@@ -125,12 +129,12 @@ def generate_tokens(
 def continuations(
     model: Scored, prompts: Sequence[Sequence[int]], *, max_tokens: int, eos_id: int, group: Group | None = None
 ) -> list[list[int]]:
-    """The most probable tokens that follow each prompt (of at least one token), at most `max_tokens`; end-of-text ends them
-    and is left out.
+    """Generates the most probable tokens after each prompt (of at least one token), at most `max_tokens`. End-of-text ends a
+    continuation and is left out.
 
-    Ranks that each have a part of the model call together and give their `group`: they go on with the tokens that its first
-    rank finds. Each token is found from all those before it, as such a model has no cache; all rows are as long from the
-    beginning as the longest can get, so that every pass has one shape.
+    If each rank has a part of the model, all ranks call together with their `group` and continue with the tokens that its
+    first rank finds. A divided model has no cache, so each token is computed from all tokens before. All rows have the
+    longest possible length from the beginning, so that every pass has the same shape.
     """
     device = next(model.parameters()).device
     rows, new = [list(prompt) for prompt in prompts], [list[int]() for _ in prompts]
@@ -150,7 +154,7 @@ def continuations(
             at = [row * tokens_BS.shape[1] + len(tokens) - 1 for row, tokens in enumerate(rows)]
             found_B2 = model.at_tokens(tokens_BS.to(device), torch.tensor(at, device=device), most_probable)
             found: list[int] = found_B2[:, 0].long().tolist()
-            if group is not None:  # another rank may round otherwise where two tokens are as probable
+            if group is not None:  # other ranks may round differently if two tokens are equally probable
                 found = group.broadcast_object(found)
             for row, token in enumerate(found):
                 ended[row] |= token == eos_id
@@ -164,9 +168,10 @@ def continuations(
 
 
 def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
-    """The text that `new_ids` add after the prompt.
+    """Decodes the text that `new_ids` add after the prompt.
 
-    Decoded together with the last prompt token, because some decoders drop the space before the first word of a text.
+    The new ids are decoded together with the last prompt token, because some decoders drop the space before the first word
+    of a text.
     """
     last = [*prompt_ids[-1:]]
     before = tokenizer.decode(last, skip_special_tokens=False)

@@ -1,8 +1,8 @@
-"""The model as lm-eval sees it.
+"""The model interface of lm-eval.
 
-Texts are encoded as lm-eval's own Hugging Face model does it (`TemplateLM._encode_pair`: trailing spaces of the context
-move to the continuation), so that results can be compared; no special tokens are added, as in training. Scores come
-from `optimus.evaluation.score`, generated text from `optimus.evaluation.generation`.
+Texts are encoded as in lm-eval's own Hugging Face model (`TemplateLM._encode_pair`: trailing spaces of the context move to
+the continuation), so that results can be compared. No special tokens are added, as in training. Scores come from
+`optimus.evaluation.score`, generated text from `optimus.evaluation.generation`.
 """
 
 import math
@@ -25,10 +25,10 @@ _SCORED_AT_ONCE = 512  # requests between two reports of progress
 
 
 class HarnessModel(TemplateLM):
-    """`model` with `tokenizer` (a `tokenizers.Tokenizer`), for inputs of at most `context` tokens.
+    """A `model` with its `tokenizer` (a `tokenizers.Tokenizer`), for inputs of at most `context` tokens.
 
-    `progress`, when given, is called with (requests done, requests in all). `score` takes windows and the tokens of a batch
-    in place of `optimus.evaluation.score`.
+    `progress`, if given, is called with (requests done, total requests). `score` takes windows and the tokens of a batch,
+    and replaces `optimus.evaluation.score`.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class HarnessModel(TemplateLM):
         return list(self._encode(string))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """(log-likelihood of the continuation, whether it is the greedy one) of each (context, continuation)."""
+        """Returns (log-likelihood of the continuation, True if greedy decoding gives it) of each (context, continuation)."""
         scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return scores
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each whole text after end-of-text, in lm-eval's windows."""
+        """Returns the log-likelihood of each whole text after end-of-text, in lm-eval's windows."""
         windows = []
         for request in requests:
             (text,) = request.args
@@ -72,7 +72,7 @@ class HarnessModel(TemplateLM):
         return [log_likelihood for log_likelihood, _ in self._score(windows)]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Text up to the first stop string, end-of-text or `max_gen_toks`; greedy unless the request samples."""
+        """Generates text up to the first stop string, end-of-text or `max_gen_toks`; greedy unless the request samples."""
         texts = []
         for request in requests:
             prompt, given = request.args
@@ -113,13 +113,13 @@ class HarnessModel(TemplateLM):
                     f"{continuation!r} after {context[-40:]!r} has no tokens of its own: the tokenizer does not "
                     "keep the two apart, so this task cannot be run with it"
                 )
-            # A context of white space alone moves to the continuation; what is left has no tokens, as an empty one.
+            # A context of white space alone moves to the continuation; the rest has no tokens, like an empty context.
             windows.append(split_long(context_ids or [self.prefix_token_id], continuation_ids, self._context))
         return self._score(windows)
 
     def _score(self, windows_per_request: list[list[Window]]) -> list[tuple[float, bool]]:
-        """The sum over the windows of each request, and whether all of them are greedy."""
-        # Sorted by length over all requests, so that the parts which are reported one by one hold little padding.
+        """Returns the sum over the windows of each request, and True if all windows are greedy."""
+        # Sorted by length over all requests, so that the parts of the loop hold little padding.
         order = sorted(range(len(windows_per_request)), key=lambda i: -_inputs(windows_per_request[i]))
         results: dict[int, tuple[float, bool]] = {}
         for start in range(0, len(order), _SCORED_AT_ONCE):

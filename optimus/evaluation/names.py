@@ -1,4 +1,4 @@
-"""The tasks that are known."""
+"""Names of the known tasks."""
 
 TASKS = (
     "arc_easy", "arc_challenge", "hellaswag", "piqa", "boolq", "sciq", "winogrande", "openbookqa", "mmlu",

@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint, and text generated from one: what the commands `evaluate` and `generate` do."""
+"""Evaluates a checkpoint, and generates text from one: the work of the commands `evaluate` and `generate`."""
 
 import math
 from collections.abc import Sequence
@@ -43,16 +43,16 @@ def evaluate(
     parse_special: bool = False,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Scores a checkpoint (or the newest of a run) on tasks, with `task_data` the folder of their data, and on `text`.
+    """Scores a checkpoint (or the newest of a run) on `tasks`, whose data is in the folder `task_data`, and on `text`.
 
-    Returns, and writes to the JSON file `output`, which appears complete or not at all:
-    `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`, and beside it
-    what was measured and how. Of a task, `bits_per_byte` is that of the right answer, and `margin` by how much it is below
-    the best wrong one's. Several checkpoints of one tokenizer are an ensemble: the mean of their logits is scored.
-    `limit` is the number of documents per task (per subject for mmlu), `fewshot` that of examples in each prompt
-    (none by default), `max_bytes` that of bytes of text. Text that spells a special token is text, and with `parse_special`
-    that token. The computation is in fp32.
-    Raises `UserError` before the model is loaded for whatever can be known by then.
+    Returns, and writes to the JSON file `output`, which appears complete or not at all: `{"tasks": {name: {"acc",
+    "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`, extended by the settings and the
+    versions. For a task, `bits_per_byte` is that of the right answer, and `margin` is its distance below the bits per byte
+    of the best wrong answer. Several checkpoints of one tokenizer form an ensemble: the mean of their logits is scored.
+    `limit` is the number of documents per task (per subject for mmlu), `fewshot` that of examples in each prompt (none by
+    default), `max_bytes` that of bytes of text. Text that spells a special token is text, and with `parse_special` that
+    token. The computation is in fp32. Raises `UserError` before the model is loaded for every error that is detectable by
+    then.
 
     Example:
         optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
@@ -129,12 +129,12 @@ def generate_text(
     chat: bool = False,
     device: str = "auto",
 ) -> str:
-    """What a checkpoint (or the newest of a run) writes after `prompt`; greedy unless a temperature is given.
+    """Generates text after `prompt` with a checkpoint (or the newest of a run); greedy unless a temperature is given.
 
-    With `chat` the prompt is what a user says, in the form of its chat template, and what comes back is the answer.
+    With `chat` the prompt is a user's message, in the form of the checkpoint's chat template, and the result is the answer.
 
-    A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. A special token
-    that the prompt spells is text, and with `parse_special` that token. Raises `UserError` for what cannot be done.
+    A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. A special token that
+    the prompt spells is text, and with `parse_special` that token. Raises `UserError` for impossible requests.
 
     Example:
         optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)
@@ -153,7 +153,8 @@ def generate_text(
 
 
 def _chat_template(path: Path, loaded: _Loaded) -> ChatTemplate:
-    """That of the conversations that a checkpoint was trained on; else that of the folder that its training began with."""
+    """Returns the chat template that a checkpoint was trained with, else the template of the published folder that its
+    training started from."""
     if loaded.description.chat:
         return ChatTemplate.read(loaded.description.chat)
     eos = loaded.tokenizer.id_to_token(loaded.eos_id) or ""
@@ -189,7 +190,7 @@ def _check_request(
 
 
 def _check_output(output: str | Path | None) -> Path | None:
-    """Evaluation may take hours: a place that cannot be written is found before it."""
+    """Checks that `output` can be written, before an evaluation that may take hours."""
     if output is None:
         return None
     path = user_path(output)
@@ -206,7 +207,7 @@ def _check_output(output: str | Path | None) -> Path | None:
 
 
 def _load_together(paths: Sequence[Path], device: str, parse_special: bool) -> _Loaded:
-    """One checkpoint, or the ensemble of several."""
+    """Loads one checkpoint, or an ensemble of several."""
     first, *others = [_load(path, device, parse_special) for path in paths]
     for path, other in zip(paths[1:], others):
         same = first.tokenizer.to_str() == other.tokenizer.to_str()

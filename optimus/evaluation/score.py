@@ -1,7 +1,7 @@
-"""Log-likelihoods of token sequences, in batches by length: what tasks and bits per byte are both made of.
+"""Computes log-likelihoods of token sequences, in batches by length, for tasks and for bits per byte.
 
-A `Window` asks for the probability of some tokens given those before them. Windows with the same input (the choices A,
-B, C, D after one question) are one row of a batch; only the predicted positions go through the output layer.
+A `Window` asks for the probability of some tokens given the tokens before them. Windows with the same input (the choices A,
+B, C, D after one question) share one row of a batch. Only the predicted positions go through the output layer.
 
 Legend: B rows, S positions, H hidden, N predicted tokens of a batch, V vocabulary.
 """
@@ -21,7 +21,7 @@ _LOGITS_AT_ONCE = 1 << 24  # elements, in fp32 64 MB: a vocabulary of 50304 time
 
 
 class Scored(Protocol):
-    """What can be scored: a `Transformer`, or the part of one that is on this rank of a pipeline."""
+    """A model that can be scored: a `Transformer`, or a rank's part of one in a pipeline."""
 
     training: bool
 
@@ -29,10 +29,10 @@ class Scored(Protocol):
     def config(self) -> ModelConfig: ...
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
-        """[N, H], whole, to logits [N, V], whole."""
+        """Output layer from whole hidden states [N, H] to whole logits [N, V]."""
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """fp32 [N, 2]: what `find`, which may call `head`, makes of the hidden states [N, H], whole, of these tokens."""
+        """Applies `find`, which may call `head`, to the whole hidden states [N, H] of these tokens. Returns fp32 [N, 2]."""
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def eval(self) -> Any: ...
@@ -40,14 +40,15 @@ class Scored(Protocol):
 
 
 class Window(NamedTuple):
-    """`continuation` is scored given `context`, which holds at least one token."""
+    """Tokens to score: `continuation` is scored given `context`, which holds at least one token."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
 
 class Score(NamedTuple):
-    """`log_likelihood` in nats; `greedy` says whether every token scored was the most probable one."""
+    """The score of a window. `log_likelihood` is in nats. `greedy` is True if every scored token was the most probable
+    one."""
 
     log_likelihood: float
     greedy: bool
@@ -55,7 +56,7 @@ class Score(NamedTuple):
 
 @contextmanager
 def evaluating(model: Scored) -> Iterator[None]:
-    """No gradients and evaluation mode inside; the mode is as before afterwards."""
+    """Disables gradients and sets evaluation mode inside, and restores the mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -66,10 +67,10 @@ def evaluating(model: Scored) -> Iterator[None]:
 
 
 def split_long(context: Sequence[int], continuation: Sequence[int], limit: int) -> list[Window]:
-    """Windows of at most `limit` inputs that together predict every token of `continuation` once.
+    """Splits into windows of at most `limit` inputs that together predict every token of `continuation` once.
 
     A long context loses its beginning, as in lm-eval. A continuation longer than `limit` is cut into disjoint parts of
-    `limit` tokens, each predicted from the token before it and its own beginning.
+    `limit` tokens. Each part is predicted from the token before it and its own beginning.
     """
     windows = []
     for start in range(0, len(continuation), limit):
@@ -80,7 +81,7 @@ def split_long(context: Sequence[int], continuation: Sequence[int], limit: int) 
 
 
 def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKENS_PER_BATCH) -> list[Score]:
-    """The score of each window, in order. A batch holds at most `tokens_per_batch` inputs (at least one row).
+    """Returns the score of each window, in order. A batch holds at most `tokens_per_batch` inputs (at least one row).
 
     Probabilities are computed in fp32 from logits of the model's type, and summed in fp64.
     """
@@ -104,7 +105,7 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
 
 
 def _score_batch(model: Scored, inputs: list[tuple[int, ...]], asked: list[tuple[int, Window]]) -> Iterator[Score]:
-    """Scores of windows, each with the row of `inputs` that it reads."""
+    """Yields the scores of windows, each given with the row of `inputs` that it reads."""
     device = next(model.parameters()).device
     # Padding comes last, where a causal model's predictions do not see it.
     tokens_BS = torch.zeros(len(inputs), len(inputs[0]), dtype=torch.long)
@@ -125,7 +126,7 @@ def _score_batch(model: Scored, inputs: list[tuple[int, ...]], asked: list[tuple
 
 
 def _predictions(model: Scored, target_N: Tensor, hidden_NH: Tensor) -> Tensor:
-    """fp32 [N, 2]: the log-probability of each target, and 1 where it is the most probable token."""
+    """Returns fp32 [N, 2]: the log-probability of each target, and 1 if the target is the most probable token."""
     found = []
     block = max(1, _LOGITS_AT_ONCE // model.config.vocab)
     for hidden, target in zip(hidden_NH.split(block), target_N.split(block)):

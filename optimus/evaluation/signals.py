@@ -1,8 +1,8 @@
-"""How early and how surely tasks tell runs apart: from what runs measured of them while they trained.
+"""Measures how early and how reliably tasks distinguish runs, from the tasks' metrics during training.
 
-Per task and metric, after FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025): whether it
-improves with the step (Spearman's rank correlation), by how much it scatters from one measurement to the next, and whether
-it ranks runs early as it does at the end (Kendall's tau-b).
+The measures per task and metric follow FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025). They are
+the improvement with the step (Spearman's rank correlation), the scatter from one measurement to the next, and the agreement
+of the early ranking of runs with the final one (Kendall's tau-b).
 
 Legend: N measurements of a run, R runs.
 """
@@ -30,11 +30,11 @@ class TaskCurve(NamedTuple):
     value_N: NDArray[np.float64]
 
 
-TaskCurves = dict[tuple[str, str], list[TaskCurve]]  # by task and metric, one of each run
+TaskCurves = dict[tuple[str, str], list[TaskCurve]]  # by task and metric, one curve per run
 
 
 def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
-    """The tasks' metrics that all `runs` have. Raises `UserError` where a run has measured none, or too few times."""
+    """Reads the tasks' metrics that all `runs` have. Raises `UserError` for a run with no measurements, or too few."""
     found: list[dict[tuple[str, str], TaskCurve]] = []
     for given in runs:
         folder = user_path(given)
@@ -59,9 +59,12 @@ def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
 
 
 def signals(curves: TaskCurves) -> list[dict[str, Any]]:
-    """A row per task and metric: `spearman` with the step (1: every measurement is better than those before it), `noise`
-    (standard deviation of a measurement, in units of the metric), both means over the runs, and `kendall` (agreement of the
-    order of the runs with the last one, mean over the steps before; None for one run)."""
+    """Returns a row per task and metric.
+
+    `spearman` is the rank correlation with the step (1: every measurement is better than those before it). `noise` is the
+    standard deviation of a measurement, in units of the metric. Both are means over the runs. `kendall` is the agreement of
+    the order of the runs with the last order, as a mean over the steps before; None for one run.
+    """
     rows = []
     for (task, metric), each in curves.items():
         sign = -1.0 if metric in _LOWER_IS_BETTER else 1.0
@@ -74,14 +77,15 @@ def signals(curves: TaskCurves) -> list[dict[str, Any]]:
 
 
 def spearman(x_N: NDArray[Any], y_N: NDArray[Any]) -> float:
-    """The correlation of the ranks, where equal values share the mean of theirs; 0 where all are equal."""
+    """Returns the correlation of the ranks, where equal values share the mean of their ranks; 0 if all values are equal."""
     ranks = [_ranks(values) - (len(values) - 1) / 2 for values in (x_N, y_N)]
     size = float(np.sqrt((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum()))
     return float((ranks[0] * ranks[1]).sum()) / size if size else 0.0
 
 
 def kendall(x_R: NDArray[Any], y_R: NDArray[Any]) -> float:
-    """Tau-b: pairs in the same order less those in the other one, of all that are not ties; 0 where all are."""
+    """Returns tau-b: pairs in the same order minus pairs in opposite order, relative to the pairs without ties; 0 if all
+    pairs are ties."""
     first, second = np.triu_indices(len(x_R), 1)
     x_sign, y_sign = np.sign(x_R[first] - x_R[second]), np.sign(y_R[first] - y_R[second])
     size = float(np.sqrt((x_sign != 0).sum() * (y_sign != 0).sum()))
@@ -89,9 +93,10 @@ def kendall(x_R: NDArray[Any], y_R: NDArray[Any]) -> float:
 
 
 def noise(curve: TaskCurve) -> float:
-    """The standard deviation of a measurement, from its distance to the line between its neighbours.
+    """Estimates the standard deviation of a measurement from its distance to the line between its neighbours.
 
-    Independent errors of deviation s give distances of deviation s * sqrt(3 / 2); a trend that is straight gives none.
+    Independent errors of deviation s give distances of deviation s * sqrt(3 / 2) at equal steps. A straight trend gives
+    none.
     """
     before, at, after = curve.step_N[:-2], curve.step_N[1:-1], curve.step_N[2:]
     part = (at - before) / (after - before)
@@ -101,7 +106,7 @@ def noise(curve: TaskCurve) -> float:
 
 
 def draw(curves: TaskCurves, runs: Sequence[str | Path], path: Path) -> None:
-    """Write a PNG: a row per task, a column per metric, a line per run. Raises `UserError` where it cannot be written."""
+    """Draws a PNG: a row per task, a column per metric, a line per run. Raises `UserError` if the file cannot be written."""
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(task for task, _ in curves))

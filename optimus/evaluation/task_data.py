@@ -1,9 +1,9 @@
-"""Task documents from a local folder, in the form that lm-eval's task definitions expect.
+"""Reads task documents from a local folder, in the form that lm-eval's task definitions expect.
 
     datasets/TASK.SPLIT.jsonl[.gz]               raw examples with the fields of the published data set
-    requests/hellaswag/VARIANT/requests.jsonl.gz   ready-made requests, for HellaSwag where its data set is not there
+    requests/hellaswag/VARIANT/requests.jsonl.gz   ready-made requests, for HellaSwag if its data set is missing
 
-Documents are taken as they are, with two exceptions: BoolQ has `answer` where lm-eval's SuperGLUE form has `label`, and
+Documents are used unchanged, with two exceptions: BoolQ has `answer` where lm-eval's SuperGLUE form has `label`, and
 HellaSwag's requests already hold the text that lm-eval makes of a raw example (`query`, `choices`).
 """
 
@@ -21,19 +21,19 @@ _HELLASWAG_VARIANTS = ("rc_0shot", "rc_5shot")  # rc scores the text of the answ
 
 
 def find_dataset(folder: Path, task: str, split: str) -> Path | None:
-    """The file of a task's split, None when there is none."""
+    """Finds the file of a task's split; None if there is none."""
     candidates = (folder / "datasets" / f"{task}.{split}{suffix}" for suffix in _SUFFIXES)
     return next((path for path in candidates if path.is_file()), None)
 
 
 def find_hellaswag_requests(folder: Path) -> Path | None:
-    """HellaSwag's ready-made requests, None when there are none."""
+    """Finds HellaSwag's ready-made requests; None if there are none."""
     names = (folder / "requests" / "hellaswag" / v / f"requests{s}" for v in _HELLASWAG_VARIANTS for s in _SUFFIXES)
     return next((path for path in names if path.is_file()), None)
 
 
 def missing(folder: Path, task: str, splits: tuple[str, ...]) -> UserError:
-    """The error that names the files looked for."""
+    """Returns the error that names the files looked for."""
     names = [f"datasets/{task}.{split}.jsonl.gz" for split in splits]
     if task == "hellaswag":
         names += [f"requests/hellaswag/{variant}/requests.jsonl.gz" for variant in _HELLASWAG_VARIANTS]
@@ -41,15 +41,15 @@ def missing(folder: Path, task: str, splits: tuple[str, ...]) -> UserError:
 
 
 def read_dataset(path: Path, task: str) -> list[Document]:
-    """The documents of a dataset file. Raises `UserError` with the place of what is wrong."""
+    """Reads the documents of a dataset file. Raises `UserError` with the place of the fault."""
     change: Callable[[Document], Document] = _boolq if task == "boolq" else lambda document: document
     return _read(path, change)
 
 
 def read_hellaswag_requests(path: Path) -> list[Document]:
-    """Documents of `query`, `choices`, `label` from a request file, which has a line for every choice.
+    """Reads documents of `query`, `choices`, `label` from a request file, which has a line for every choice.
 
-    Unconditional requests (a `doc_id` of 1,000,000 or more) are forms of documents that are there already.
+    Unconditional requests (a `doc_id` of 1,000,000 or more) repeat documents in another form, and are skipped.
     """
     documents: dict[int, Document] = {}
     for request in _read(path, lambda request: {"id": request["doc_id"], **request["doc"]}):

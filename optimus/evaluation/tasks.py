@@ -1,18 +1,18 @@
-"""The paper's tasks (Optimus, table 2), run by lm-eval on local data: nothing is downloaded.
+"""Runs the paper's tasks (Optimus, table 2) by lm-eval on local data: nothing is downloaded.
 
 Prompts, choices and metrics are those of lm-eval's own task definitions; only the source of the documents is replaced.
-Results compare with published ones as far as the documents do: a task is run on the split that lm-eval uses (test, else
-validation) where the folder holds it, otherwise on the other one. `acc_norm`, the accuracy by log-likelihood per
-character of the choice, is computed for every task, also where lm-eval's definition lists `acc` alone.
+Results are comparable with published ones as far as the documents are the same. A task is run on the split that lm-eval uses
+(test, else validation) if the folder holds that split, otherwise on the other one. `acc_norm`, the accuracy by
+log-likelihood per character of the choice, is computed for every task, also if lm-eval's definition lists `acc` alone.
 
-Small models and early checkpoints guess, so accuracies say little of them. Beside them stand numbers that move from the
-first steps on: `bits_per_byte` of the right answer, given the question, and `margin`, by how much fewer bits per byte the
-right answer has than the best wrong one; means over the documents.
+Small models and early checkpoints guess, so accuracies say little about them. Two other numbers improve from the first steps
+on: `bits_per_byte` of the right answer, given the question, and `margin`, the bits per byte of the best wrong answer minus
+those of the right one. Both are means over the documents.
 
-mmlu_continuation is mmlu with the text of the answers in place of their letters, which small models cannot yet choose by.
+mmlu_continuation is mmlu with the text of the answers in place of their letters: small models cannot yet choose by letters.
 
-Few-shot examples come from the split that lm-eval names (train; dev for mmlu) where the folder holds it, else from the
-documents of the run's own split, never the one that is asked.
+Few-shot examples come from the split that lm-eval names (train; dev for mmlu) if the folder holds that split, else from the
+documents of the run's own split, but never from the document in question.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from optimus.evaluation import task_data
 from optimus.evaluation.names import TASKS
 from optimus.evaluation.task_data import Document
 
-# Where lm-eval defines a task, below its folder `tasks`, if not in one of the task's name; only these are indexed, all of
-# them would take seconds.
+# Folder of a task's definition, below lm-eval's folder `tasks`, if different from the task's name. Only these folders are
+# indexed; indexing all of them would take seconds.
 _DEFINITIONS = {
     "arc_easy": "arc",
     "arc_challenge": "arc",
@@ -47,7 +47,7 @@ _FEWSHOT_SEED = 1234  # lm-eval's
 
 
 class LocalTask(NamedTuple):
-    """A task's documents. `shots` are the examples of a split of their own, None where there is none."""
+    """A task and its documents. `shots` are the examples of a separate split, or None without such a split."""
 
     name: str
     split: str
@@ -57,13 +57,13 @@ class LocalTask(NamedTuple):
 
 
 def check_lm_eval() -> None:
-    """Raise `UserError` when the harness is not installed."""
+    """Raises `UserError` if the harness is not installed."""
     if any(importlib.util.find_spec(module) is None for module in ("lm_eval", "datasets")):
         raise UserError(f"evaluation on tasks needs lm-eval, which is not installed: {how_to_install('evaluate')}")
 
 
 def load_tasks(names: Sequence[str], folder: Path, fewshot: int = 0) -> list[LocalTask]:
-    """The tasks with their documents.
+    """Loads the tasks with their documents.
 
     Raises `UserError` for an unknown name, for data that is missing or damaged, and for too few examples for `fewshot`.
     """
@@ -81,11 +81,11 @@ def load_tasks(names: Sequence[str], folder: Path, fewshot: int = 0) -> list[Loc
 def run_tasks(
     tasks: Sequence[LocalTask], model: Any, *, fewshot: int = 0, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """`{name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}`, n documents each.
+    """Runs the tasks and returns `{name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}`, n documents each.
 
-    For mmlu and mmlu_continuation over all subjects, weighted by their size.
+    The results of mmlu and mmlu_continuation are means over all subjects, weighted by their size.
 
-    `model` is an `lm_eval` model. `limit` is the number of documents of each task, of each subject for mmlu.
+    `model` is an `lm_eval` model. `limit` is the number of documents of each task, or of each subject for mmlu.
     """
     from lm_eval.evaluator import evaluate
 
@@ -105,7 +105,7 @@ def run_tasks(
 
 
 def _answer(task: Any, sample: dict[str, Any]) -> tuple[float, float]:
-    """Bits per byte of the right answer to a document, and its margin to the best wrong one."""
+    """Returns the bits per byte of the right answer to a document, and its margin to the best wrong answer."""
     right = (task.doc_to_text if task.multiple_input else task.doc_to_target)(sample["doc"])  # as lm-eval finds it
     right = task.doc_to_choice(sample["doc"]).index(right) if isinstance(right, str) else right
     bits = [
@@ -128,7 +128,7 @@ def _load(name: str, folder: Path, fewshot: int) -> LocalTask:
         if requests is None:
             raise task_data.missing(folder, data, splits)
         split, documents = "validation", task_data.read_hellaswag_requests(requests)
-        overrides["process_docs"] = None  # has been done to these
+        overrides["process_docs"] = None  # already applied to these documents
     shots_split = "dev" if name in _OF_SUBJECTS else "train"
     # Ready-made HellaSwag documents have another form than raw training examples.
     shots_path = task_data.find_dataset(folder, data, shots_split) if fewshot and not overrides else None
@@ -146,7 +146,7 @@ def _check_shots(task: LocalTask, fewshot: int, folder: Path) -> None:
 
 
 def _parts(task: LocalTask) -> Iterator[tuple[str, list[Document], list[Document] | None]]:
-    """(lm-eval's name, documents, shots) of what lm-eval runs as one task each: mmlu is one task per subject."""
+    """Yields (lm-eval's name, documents, shots) of each task of lm-eval: mmlu is one task per subject."""
     if task.name not in _OF_SUBJECTS:
         yield task.name, task.documents, task.shots
         return
@@ -160,7 +160,7 @@ def _parts(task: LocalTask) -> Iterator[tuple[str, list[Document], list[Document
 
 
 def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
-    """lm-eval's task objects by name, over local documents."""
+    """Builds lm-eval's task objects by name, over local documents."""
     import lm_eval.tasks
 
     home = Path(lm_eval.tasks.__file__).parent / _DEFINITIONS.get(task.name, task.name)
@@ -177,13 +177,13 @@ def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
                 "training_split": None,
                 "validation_split": None,
                 "test_split": "documents",
-                # lm-eval leaves the document that is asked out of the examples when both are of one split.
+                # lm-eval leaves the document in question out of the examples if both are from one split.
                 "fewshot_split": "documents" if shots is None else "shots",
                 "num_fewshot": fewshot,
                 "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in _METRICS],
             }
         )
-    # A group of our own is lm-eval's way to load its definitions with some of their fields replaced.
+    # A custom group is lm-eval's way to load its definitions with some fields replaced.
     built: dict[str, Any] = manager.load({"group": f"local_{task.name}", "task": members})["tasks"]
     for part in built.values():
         part.set_fewshot_seed(_FEWSHOT_SEED)
@@ -191,7 +191,8 @@ def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
 
 
 def _source(documents: list[Document], shots: list[Document] | None) -> Callable[..., dict[str, Any]]:
-    """What lm-eval calls in place of downloading; it passes the definition's metadata, which is not needed."""
+    """Returns the function that lm-eval calls instead of downloading. The function ignores the definition's metadata,
+    which lm-eval passes."""
 
     def load(**_: Any) -> dict[str, Any]:
         from datasets import Dataset
@@ -204,7 +205,7 @@ def _source(documents: list[Document], shots: list[Document] | None) -> Callable
 
 @contextlib.contextmanager
 def _quiet_harness() -> Iterator[None]:
-    """lm-eval without its log and without the bars that show how prompts are built; errors still come out."""
+    """Silences lm-eval's log and its bars for building prompts; errors still come out."""
     import datasets
     from lm_eval.api import task as task_module
 

@@ -1,9 +1,9 @@
-"""Bits per byte of text: a measure that says something about a small model too, and compares across tokenizers.
+"""Measures bits per byte of text, which is informative for small models too, and comparable across tokenizers.
 
-The standard used here: documents are taken one by one. The first token of a document is predicted from end-of-text, as
-in training, where documents are joined by it. A document longer than the context is cut into disjoint windows; the
-first token of a window is predicted from the one before it, so each token is predicted exactly once. The end-of-text
-token itself is not predicted. Bytes are those of the UTF-8 text, whatever the tokenizer keeps of it.
+Documents are measured one by one. The first token of a document is predicted from end-of-text, as in training, where
+end-of-text tokens join the documents. A document longer than the context is cut into disjoint windows. The first token of a
+window is predicted from the last token of the window before, so each token is predicted exactly once. The end-of-text token
+itself is not predicted. Bytes are those of the UTF-8 text, even if the tokenizer does not keep all of the text.
 """
 
 import math
@@ -27,7 +27,7 @@ _TOKENS_AT_ONCE = 1 << 16  # windows held and sorted by length together; bounds 
 
 
 class Part(NamedTuple):
-    """Some windows of a text, and how many bytes and tokens of the text they and those before them stand for."""
+    """Some windows of a text, and the bytes and tokens of the text up to the end of these windows."""
 
     windows: list[Window]
     bytes: int
@@ -46,12 +46,11 @@ def bits_per_byte(
     text_field: str = "text",
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """`{"loss": float, "bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
+    """Returns `{"loss": float, "bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
 
-    `tokenizer` is a `tokenizers.Tokenizer`; `context` is the longest input in tokens. With `max_bytes`, the text that
-    comes first in reading order, up to so many bytes. The model may be in training: its mode is restored, and gradients
-    are not touched. `progress` is called with the bytes done so far. Raises `UserError` for what cannot be read, and
-    when there is no text.
+    `tokenizer` is a `tokenizers.Tokenizer`. `context` is the longest input in tokens. `max_bytes` limits the text to its
+    first bytes in reading order. The model may be in training: its mode is restored, and gradients are not touched.
+    `progress` is called with the bytes done so far. Raises `UserError` for unreadable files, and if there is no text.
     """
     parts = read_parts(tokenizer, text_path, eos_id=eos_id, context=context, max_bytes=max_bytes, text_field=text_field)
     return measure(model, parts, tokens_per_batch=tokens_per_batch, progress=progress)
@@ -65,10 +64,10 @@ def measure(
     tokens_per_batch: int = TOKENS_PER_BATCH,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """As `bits_per_byte`, of text that comes in `parts`.
+    """Measures text that comes in `parts`; see `bits_per_byte`.
 
-    Ranks that each have a part of the model call together and give their `group`: its first rank alone reads, tells the
-    others, and what it fails to read is raised on all of them.
+    If each rank has a part of the model, all ranks call together with their `group`. The first rank of the group alone
+    reads, and broadcasts to the others; an error of reading is raised on all ranks.
     """
     nats, part = 0.0, Part([], 0, 0)
     reader = parts if group is None else iter(lambda: group.on_first(lambda: next(parts, None)), None)
@@ -81,9 +80,9 @@ def measure(
 
 
 def check_text(text_path: str | Path, max_bytes: int | None = None) -> None:
-    """Raises `UserError` where a text, up to `max_bytes`, has files that `prepare` would refuse, or nothing at all.
+    """Raises `UserError` if a text, up to `max_bytes`, has files that `prepare` would refuse, or is empty.
 
-    To be asked before long work, at the end of which it would be read.
+    Call this function before long work that reads the text only at its end.
     """
     if not check_beginning(resolve([text_path]), math.inf if max_bytes is None else max_bytes):
         raise UserError(_no_text(text_path))
@@ -103,7 +102,8 @@ def read_parts(
     max_tokens: int | None = None,
     text_field: str = "text",
 ) -> Iterator[Part]:
-    """The windows of a text in parts of little memory; see `bits_per_byte`. `max_tokens` may cut the last document."""
+    """Yields the windows of a text in parts of little memory; see `bits_per_byte`. `max_tokens` may cut the last
+    document."""
     encode = encoder(tokenizer)
     cutter = _Cutter(eos_id, context)
     seen_bytes, tokens, given = 0, 0, 0
@@ -128,10 +128,10 @@ def read_parts(
 
 
 def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
-    """The first rows of prepared data, up to `max_tokens` but at least one, each as one window, as in training.
+    """Yields the first rows of prepared data, up to `max_tokens` but at least one row, each as one window, as in training.
 
-    All tokens are predicted but the first of a row, its padding and, in conversations, the prompts. Their bytes are those
-    of the mean token of the data.
+    All tokens are predicted except the first of a row, its padding and, in conversations, the prompts. The number of bytes
+    is estimated from the mean bytes per token of the data.
     """
     bytes_per_token = shards.index["text_bytes"] / shards.stream_tokens
     rows, predicted = min(shards.instances, max(1, max_tokens // shards.context)), 0
@@ -147,7 +147,7 @@ def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
         predicted_BS[:, 0] = False
         windows = []
         for row, chosen_S in zip(tokens_BS.tolist(), predicted_BS):
-            borders = np.flatnonzero(np.diff(chosen_S, append=False)) + 1  # of each stretch that is predicted
+            borders = np.flatnonzero(np.diff(chosen_S, append=False)) + 1  # of each predicted span
             windows += [Window(row[:first], row[first:end]) for first, end in borders.reshape(-1, 2).tolist()]
         predicted += sum(len(window.continuation) for window in windows)
         yield Part(windows, round(predicted * bytes_per_token), predicted)
@@ -161,7 +161,7 @@ class _Cutter:
         self._before, self._pending = eos_id, list[int]()
 
     def cut(self, tokens: list[int], ends: bool) -> Iterator[Window]:
-        """The windows that are complete with these tokens; `ends` says that the document ends with them."""
+        """Yields the windows that these tokens complete. `ends` is True if the document ends with them."""
         pending = self._pending + tokens
         whole = len(pending) if ends else len(pending) // self._context * self._context
         for start in range(0, whole, self._context):
@@ -174,7 +174,7 @@ class _Cutter:
 
 
 def _first_bytes(pieces: Iterator[tuple[str, bool]], limit: int | None) -> Iterator[tuple[str, bool]]:
-    """The pieces up to `limit` bytes of UTF-8; the last one is cut between characters."""
+    """Yields the pieces up to `limit` bytes of UTF-8. The last piece is cut between characters."""
     left = math.inf if limit is None else limit
     for text, ends in pieces:
         data = text.encode()

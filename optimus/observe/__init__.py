@@ -1,1 +1,1 @@
-"""What a run tells: metrics, progress, machine."""
+"""Observes a run: metrics, progress, machine."""

@@ -11,13 +11,13 @@ from rich.text import Text
 
 from optimus.config.sizes import count_text, seconds_text
 
-_WITH_BAR = 70  # columns of a terminal that has room for the bar itself beside numbers
+_WITH_BAR = 70  # least columns of a terminal that shows the bar itself beside the numbers
 _WIDE = 100
-_ECHO = 2  # columns that are left free: the terminal writes ^C there, which must not begin a line
+_ECHO = 2  # columns left free for the ^C that the terminal echoes, which must not begin a line
 
 
 class Bar(Progress):
-    """Of one stage. Numbers and times are never cut; the note is, with a sign, where there is no room for it."""
+    """The bar of one stage. Numbers and times are never cut. The note is cut, with an ellipsis, if there is no room."""
 
     def __init__(self, stage: str, total: int | None) -> None:
         console = self._screen = Console(stderr=True, force_terminal=True)
@@ -30,7 +30,7 @@ class Bar(Progress):
             _Note(),
             _Times(elapsed=wide),
             console=console,
-            redirect_stdout=sys.stdout.isatty(),  # what goes to a file or a pipe still does
+            redirect_stdout=sys.stdout.isatty(),  # output to a file or a pipe is not redirected
         )
         self.stage = stage
         self._task = self.add_task(stage, total=total, note="")
@@ -44,7 +44,7 @@ class Bar(Progress):
 
 
 class _Count(ProgressColumn):
-    """Such as 30/400, or 1.2 M/10.8 M of large numbers; of an unknown total only what is done."""
+    """The count of units, such as 30/400, or 1.2 M/10.8 M for large numbers; without a total, only the units done."""
 
     def render(self, task: Task) -> Text:
         numbers = [int(task.completed)] + ([] if task.total is None else [int(task.total)])
@@ -53,7 +53,7 @@ class _Count(ProgressColumn):
 
 
 class _Times(ProgressColumn):
-    """How long it will still take; at the end, and of an unknown total, how long it took; or both."""
+    """The estimated time left; at the end, and without a total, the elapsed time; on wide terminals both."""
 
     max_refresh = 0.5
 

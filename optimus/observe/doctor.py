@@ -1,4 +1,4 @@
-"""What of this machine a run depends on, each looked at or tried out, with what to mend."""
+"""Examines what a run needs of this machine. Each check looks or tries, and names the cure of a fault."""
 
 import os
 import resource
@@ -15,9 +15,9 @@ from optimus.cores import usable_cores
 from optimus.disk import file_system_time, user_path
 from optimus.observe.machine import describe_machine, free_memory, versions
 
-_TRIAL = 64 << 20  # bytes that are written and read
-_SLOW = 50e6  # bytes/s below which checkpoints are a pain
-_SKEW = 2.0  # seconds between two clocks, beyond which events of nodes come in a wrong order
+_TRIAL = 64 << 20  # bytes that are written
+_SLOW = 50e6  # bytes/s below which checkpoints are too slow
+_SKEW = 2.0  # seconds between two clocks; beyond that, events of nodes can come in the wrong order
 _FILES, _SHARED = 4096, 64 << 20  # open files; bytes of shared memory
 _LEAST_FREE = 10 << 30
 
@@ -25,7 +25,7 @@ Status = Literal["ok", "warning", "problem"]
 
 
 class Finding(NamedTuple):
-    """`mend` says what to do where the status is not ok."""
+    """The result of one check. `mend` names the cure if the status is not ok."""
 
     what: str
     status: Status
@@ -34,14 +34,14 @@ class Finding(NamedTuple):
 
 
 def _judged(what: str, wrong: bool, found: str, mend: str, status: Status = "warning") -> Finding:
-    """All is well unless something is `wrong`: then its status, and what to do."""
+    """Makes a finding: ok, or the given status with its cure if something is `wrong`."""
     return Finding(what, status, found, mend) if wrong else Finding(what, "ok", found)
 
 
 def examine(folder: str | Path = ".") -> list[Finding]:
-    """Look at everything; `folder` is where runs would be written, or one above it that is there.
+    """Runs all checks. `folder` is where runs will be written; if it does not exist, its nearest existing parent is checked.
 
-    A finding says `what` was looked at, its `status` (ok, warning, problem), what was `found` and how to `mend` it.
+    A finding names `what` was checked, its `status` (ok, warning, problem), what was `found` and how to `mend` a fault.
 
     Example:
         [finding for finding in api.doctor("runs") if finding.status != "ok"]
@@ -114,7 +114,7 @@ def _interconnect(network: Path = Path("/sys/class/net")) -> Iterator[Finding]:
     for device in sorted(network.iterdir()) if network.is_dir() else ():
         try:
             speed = int((device / "speed").read_text())
-        except (OSError, ValueError):  # loopback, what is down
+        except (OSError, ValueError):  # loopback, or an interface that is down
             continue
         if speed > 0:
             speeds.append(f"{device.name} {speed / 1000:g} Gbit/s")

@@ -1,4 +1,4 @@
-"""What the machine is: peak arithmetic where it is known, free memory, versions."""
+"""Describes the machine: peak arithmetic if known, free memory, versions."""
 
 import gc
 import importlib.metadata
@@ -13,7 +13,7 @@ from optimus.errors import UserError
 from optimus.measurements import Measurements
 from optimus.version import __version__
 
-# Dense bf16 TFLOP/s from the makers' data sheets; a device's name is searched for these words in order.
+# Dense bf16 TFLOP/s from the makers' data sheets. The first of these words that a device's name contains counts.
 _PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -22,19 +22,19 @@ _PEAK_TFLOPS = {
     "A100": 312.0,
     "V100": 125.0,
     "MI300X": 1307.0,
-    "MI250X": 191.5,  # one of the two chips, which is what a rank gets
+    "MI250X": 191.5,  # one of the two chips: a rank gets one
     "Data Center GPU Max 1550": 419.0,  # one tile (Ponte Vecchio)
 }
 
-# Instructions of processors that multiply bf16, as torch and the kernel (/proc/cpuinfo) call them.
+# Instructions of processors that multiply bf16, as named by torch and the kernel (/proc/cpuinfo).
 _BFLOAT16 = {
     "amx_bf16": "AMX-BF16",
     "avx512_bf16": "AVX512-BF16",
     "sve_bf16": "SVE BF16",
     "svebf16": "SVE BF16",
 }
-# By variables of the environment the values with which torch leaves them unused: ATen in attention and what is done element
-# by element, oneDNN in products. The later of oneDNN's names counts only without the other.
+# Values of environment variables that keep torch from using these instructions: ATen in attention and elementwise
+# operations, oneDNN in matrix products. oneDNN's older name of its variable counts only without the newer one.
 _WITHOUT_BFLOAT16 = {
     "ATEN_CPU_CAPABILITY": {"default", "avx2"},
     "ONEDNN_MAX_CPU_ISA": {
@@ -45,16 +45,17 @@ _OLDER_NAMES = {"ONEDNN_MAX_CPU_ISA": "DNNL_MAX_CPU_ISA"}
 
 
 class Bfloat16(NamedTuple):
-    """Whether a device multiplies bf16 itself, and what that is known by."""
+    """Support of a device for bf16: True if it multiplies bf16 natively, and the reason."""
 
     native: bool
     why: str
 
 
 def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
-    """The torch device of this name; `auto` is the accelerator of this local rank where there is one, else the CPU.
+    """Finds the torch device of this name. `auto` is the accelerator of this local rank, or the CPU if there is no
+    accelerator.
 
-    Raises `UserError`, naming the `setting` that asked for it, when the device is not there.
+    Raises `UserError`, naming the `setting` that asked for the device, if the device does not exist.
     """
     import torch
 
@@ -76,9 +77,9 @@ def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
 
 
 def use_device(name: str, setting: str, local_rank: int = 0) -> Any:
-    """`find_device`, which this thread uses from now on: what is launched without a word about devices is launched there.
+    """Finds a device like `find_device`, and makes it this thread's current device, where kernels launch by default.
 
-    To be called before anything else asks a device: whoever asks one of them has memory taken on it.
+    Call this function before any other use of a device: the first use allocates memory on whichever device is current.
     """
     import torch
 
@@ -89,13 +90,13 @@ def use_device(name: str, setting: str, local_rank: int = 0) -> Any:
 
 
 def peak_flops(device: Any) -> float | None:
-    """Peak bf16 operations per second of a torch device; None where it is not known (CPUs among others)."""
+    """Returns the peak bf16 operations per second of a torch device; None if unknown (for CPUs among others)."""
     name = device_name(device)
     return next((tflops * 1e12 for word, tflops in _PEAK_TFLOPS.items() if word in name), None)
 
 
 def device_name(device: Any) -> str:
-    """The product name of a torch device."""
+    """Returns the product name of a torch device."""
     import torch
 
     if device.type == "cpu":
@@ -104,7 +105,8 @@ def device_name(device: Any) -> str:
 
 
 def bfloat16_of(device: Any) -> Bfloat16:
-    """Whether a torch device computes in bf16: by what it is, so that it is the same whatever else runs."""
+    """Checks if a torch device computes natively in bf16, from its type alone: the result does not depend on other
+    processes."""
     import torch
 
     if device.type == "cpu":
@@ -112,13 +114,14 @@ def bfloat16_of(device: Any) -> Bfloat16:
     module = torch.get_device_module(device)
     try:
         native = bool(module.is_bf16_supported(including_emulation=False))
-    except (AttributeError, TypeError):  # other makers' have no emulation, or no such function
+    except (AttributeError, TypeError):  # other makers' modules have no emulation, or no such function
         native = bool(getattr(module, "is_bf16_supported", lambda: False)())
     return Bfloat16(native, f"{device.type} computes in it" if native else "no bfloat16 there")
 
 
 def _bfloat16_of_cpu() -> Bfloat16:
-    """Without such instructions products in bf16 take several times as long as in fp32, as they are emulated."""
+    """Checks the CPU's instructions for bf16. Without them, torch emulates products in bf16, several times slower than in
+    fp32."""
     import torch
 
     features = _cpu_features()
@@ -133,7 +136,7 @@ def _bfloat16_of_cpu() -> Bfloat16:
 
 
 def _cpu_features() -> set[str]:
-    """Of the processor, as torch tells of them, or before it did the kernel."""
+    """Returns the processor's features from torch, or from the kernel with an older torch."""
     import torch
 
     if hasattr(torch.cpu, "get_capabilities"):
@@ -146,7 +149,8 @@ def _cpu_features() -> set[str]:
 
 
 def free_memory(device: Any) -> int:
-    """Bytes that can still be allocated on a torch device, when what earlier runs of this process have left is freed."""
+    """Returns the bytes that can still be allocated on a torch device, after freeing what earlier runs of this process
+    left."""
     import torch
 
     if device.type == "cpu":
@@ -160,14 +164,15 @@ def free_memory(device: Any) -> int:
 
 
 def whole_memory(device: Any) -> int:
-    """Bytes that an accelerator has; nothing of it is taken to find out."""
+    """Returns the total bytes of an accelerator, without allocating on it."""
     import torch
 
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def measurements_of(device: Any, folder: str | None) -> Measurements:
-    """What `folder` keeps of this chip: measurements of another one, PyTorch or number of threads are no guide."""
+    """Opens the measurements that `folder` keeps for this chip, PyTorch version and number of threads: others would not
+    apply."""
     if folder is None:
         return Measurements(None)
     import torch
@@ -178,7 +183,7 @@ def measurements_of(device: Any, folder: str | None) -> Measurements:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory, accelerators; for reports."""
+    """Describes processor, cores, memory and accelerators, for reports."""
     import psutil
     import torch
 
@@ -193,7 +198,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions of Python and of this package, and of torch and `packages` as they are installed."""
+    """Returns the versions of Python and of this package, and the installed versions of torch and `packages`."""
     found = {"python": platform.python_version(), "optimus": __version__}
     for package in ("torch", *packages):
         try:

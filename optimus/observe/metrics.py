@@ -1,4 +1,4 @@
-"""Metrics of every step: `metrics.jsonl`, and sinks such as TensorBoard's."""
+"""Writes the metrics of every step to `metrics.jsonl`, and to sinks such as TensorBoard's."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from optimus.observe.wandb import WeightsAndBiases
 
 
 class MetricsWriter:
-    """Appends one record per step to `folder/metrics.jsonl` and hands its numbers to the other sinks."""
+    """Appends one record per step to `folder/metrics.jsonl`, and passes its numbers to the other sinks."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
-        """`after_step` is the last step that counts: records of later steps, left by a run that died before its next
-        checkpoint, are dropped, for those steps are about to be run again."""
+        """Opens the files and drops records of steps after `after_step`, the last step that counts. A run that died
+        before its next checkpoint left such records, and repeats their steps."""
         self._file = _open_after(folder / "metrics.jsonl", after_step)
         self._experts, self._samples = folder / "experts.jsonl", folder / "samples.jsonl"
         for path in (self._experts, self._samples):
@@ -38,8 +38,8 @@ class MetricsWriter:
         expert_load: Mapping[int, Sequence[float]] | None = None,
         samples: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        """Write one record; it must have `step`. `expert_load`, of each expert by layer, goes to `experts.jsonl`; `samples`,
-        of each prompt its `prompt` and the `text` that continues it, to `samples.jsonl`."""
+        """Writes one record, which must have `step`. `expert_load`, the load of each expert by layer, goes to
+        `experts.jsonl`. `samples`, each a `prompt` and the `text` that continues it, go to `samples.jsonl`."""
         with naming_disk_errors(Path(self._file.name), FULL):
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
@@ -51,16 +51,16 @@ class MetricsWriter:
             sink.write(record)
 
     def close(self) -> None:
-        """Finish the files."""
-        with suppress(OSError):  # what cannot be written now was reported when it was flushed
+        """Closes the files and the sinks."""
+        with suppress(OSError):  # a failed write was reported when it was flushed
             self._file.close()
         for sink in self._sinks:
             sink.close()
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The complete records of a run folder's `metrics.jsonl`, in order; a last line cut off by a kill is left out, and so is
-    what is no record of a step."""
+    """Reads the complete records of a run folder's `metrics.jsonl`, in order. A last line cut off by a kill is left out,
+    like lines without a step."""
     return [record for record in read_json_lines(folder / "metrics.jsonl") if isinstance(record.get("step"), int)]
 
 

@@ -1,4 +1,4 @@
-"""MLflow: one run there for a run here, however often it is resumed."""
+"""Logs a run to MLflow as one run there, however often the run is resumed."""
 
 import importlib.util
 import math
@@ -16,7 +16,7 @@ _LONGEST = 500  # characters of a parameter's value
 
 
 def check_mlflow(config: RunConfig) -> None:
-    """Raise `UserError` when MLflow is asked for but not installed."""
+    """Raises `UserError` if MLflow is configured but not installed."""
     if config.observe.mlflow is not None and importlib.util.find_spec("mlflow") is None:
         raise UserError(
             f"observe.mlflow is set but MLflow is not installed: {how_to_install('mlflow')}, or set observe.mlflow to null"
@@ -24,9 +24,9 @@ def check_mlflow(config: RunConfig) -> None:
 
 
 class MLflow:
-    """The run in the experiment `observe.mlflow`, on the server that MLFLOW_TRACKING_URI names, else in `folder/mlruns`.
+    """Logs to the experiment `observe.mlflow`, on the server that MLFLOW_TRACKING_URI names, else in `folder/mlruns`.
 
-    The folder keeps its id in `mlflow-run.json`, so that a resume goes on in it.
+    The run folder keeps the MLflow id in `mlflow-run.json`, so that a resume continues the same MLflow run.
     """
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
@@ -36,7 +36,7 @@ class MLflow:
         self._mlflow, file = mlflow, folder / "mlflow-run.json"
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             mlflow.set_tracking_uri((folder / "mlruns").resolve().as_uri())
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which newer versions ask for
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # required by newer versions
         known = parse_json(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
         try:
             mlflow.set_experiment(config.observe.mlflow)
@@ -51,7 +51,8 @@ class MLflow:
         self._lost = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """A server that does not answer any more ends nothing: it is said once, and gets no more of this run."""
+        """Logs the metrics of a step. A server that stops answering does not end the run: the failure is printed once,
+        and later records are not sent."""
         if self._lost:
             return
         numbers = {

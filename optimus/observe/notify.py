@@ -1,4 +1,4 @@
-"""Telling somebody that a run has ended: a webhook, or a command."""
+"""Notifies somebody that a run has ended, by a webhook or a command."""
 
 import json
 import shlex
@@ -12,9 +12,9 @@ _SECONDS = 10.0
 
 
 def notify(to: str, message: Mapping[str, Any]) -> str | None:
-    """POST `message` as JSON to `to`, if that is a URL; else run it as a command, the same JSON on its standard input.
+    """Posts `message` as JSON to `to` if that is a URL, else runs `to` as a command with the JSON on its standard input.
 
-    Returns what has gone wrong, if anything: a run must not end by it.
+    Returns a description of a failure, or None: a failed notification must not end the run.
     """
     text = json.dumps(message, default=str)
     try:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of long work: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -11,26 +11,26 @@ _LINE_SECONDS = 10.0  # between plain lines
 
 
 def time_left(seconds: float, now: float) -> str:
-    """In words, and until when: about 12 min left, until 14:05."""
+    """Formats the remaining time and the time of its end: about 12 min left, until 14:05."""
     form = "%H:%M" if seconds < 43200 else "%Y-%m-%d %H:%M"
     return f"about {seconds_text(max(1.0, seconds))} left, until {time.strftime(form, time.localtime(now + seconds))}"
 
 
 class ProgressBar:
-    """Progress of one or more stages, shown with rich on a terminal and as a line every few seconds elsewhere.
+    """Shows the progress of one or more stages, with rich on a terminal and as a line every few seconds elsewhere.
 
-    `every` asks for a plain line each time that many more units are done, instead of every few seconds.
+    `every` asks for a plain line each time that this many more units are done, instead of every few seconds.
     """
 
     def __init__(self, *, every: int | None = None) -> None:
         self._every = every
         self._bar: Any = None
         self._last_line = time.monotonic()
-        self._began: dict[str, tuple[float, int]] = {}  # of a stage: when it was first heard of, and how much was done
+        self._began: dict[str, tuple[float, int]] = {}  # of a stage: time and units done at its first update
         self._on_terminal = can_redraw(sys.stderr.isatty())
 
     def update(self, stage: str, done: int, total: int | None, note: str = "") -> None:
-        """`done` of `total` units of `stage` are done; `note` stands beside the bar."""
+        """Shows that `done` of `total` units of `stage` are done. `note` stands beside the bar."""
         if self._on_terminal:
             with letting_go():
                 self._bar_of(stage, total).show(done, total, note)
@@ -43,9 +43,10 @@ class ProgressBar:
             self.print(f"{stage}: {share} {note}".rstrip() + self._left(stage, done, total))
 
     def _bar_of(self, stage: str, total: int | None) -> Any:
-        """The bar, one at a time: what a signal's handler writes is then on its line, or below, and stays."""
+        """Returns the bar of a stage and closes that of another stage. With one bar at a time, the output of a signal
+        handler appears on the bar's line or below, and stays."""
         if self._bar is None or self._bar.stage != stage:
-            from optimus.observe.bar import Bar  # rich takes its time
+            from optimus.observe.bar import Bar  # rich takes long to import
 
             self.close()
             self._bar = Bar(stage, total)
@@ -53,7 +54,7 @@ class ProgressBar:
         return self._bar
 
     def _left(self, stage: str, done: int, total: int | None) -> str:
-        """How long it will still take, where that is more than some seconds."""
+        """Formats the remaining time; empty if only seconds remain."""
         began, before = self._began[stage]
         if total is None or done == before:
             return ""
@@ -61,18 +62,18 @@ class ProgressBar:
         return f"  {time_left(seconds, time.time())}" if seconds > _LINE_SECONDS else ""
 
     def print(self, line: str) -> None:
-        """A line above the bar."""
+        """Prints a line above the bar."""
         with letting_go():
             if self._bar is not None:
                 from rich.text import Text
 
-                # In a plain string, [words] would be markup. The terminal wraps it: it is copied in one piece.
+                # In a plain string, [words] would be markup. The terminal wraps the line, so a copy of it is one piece.
                 self._bar.console.print(Text(line), soft_wrap=True)
             else:
                 print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it should be."""
+        """Closes the bar and restores the terminal."""
         if self._bar is not None:
             with letting_go():
                 self._bar.stop()

@@ -1,4 +1,4 @@
-"""The form of every benchmark's result: a table for people, JSON for programs."""
+"""The common form of benchmark results: a table for people, JSON for programs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ def report(
     ratios: Mapping[str, float | None],
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`{"bench", "machine", "versions", "rows", "ratios"}`, and what is in `more`."""
+    """Returns `{"bench", "machine", "versions", "rows", "ratios"}`, extended by `more`."""
     return {
         "bench": name,
         "machine": describe_machine(),
@@ -33,7 +33,7 @@ def publish(
     *,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Print the table and the ratios, of which those that are None do not exist; returns the report."""
+    """Prints the table and the ratios, with "-" for None, and returns the report."""
     print_table(rows, f"optimus bench {name}")
     for ratio, value in ratios.items():
         print(f"{ratio}: {'-' if value is None else f'{value:.3g}'}")

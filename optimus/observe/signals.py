@@ -1,4 +1,4 @@
-"""What a command does when it is told to end: say so at once, leave things in order, exit as a shell expects."""
+"""Ends a command on a signal: prints a message at once, cleans up, and exits with the code that a shell expects."""
 
 import signal
 import threading
@@ -12,21 +12,22 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, 
 
 
 class _SignalledError(KeyboardInterrupt):
-    """What Ctrl-C raises, for the other signals too; `args[0]` is the number."""
+    """Raised for all ending signals, as Ctrl-C raises KeyboardInterrupt. `args[0]` is the signal's number."""
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Those that end a run or a command: all but a hangup that `nohup` has this process ignore."""
+    """Lists the signals that end a run or a command: all but a hangup that `nohup` has made this process ignore."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in ENDING if not (ignored and number == signal.SIGHUP)]
 
 
 @contextmanager
 def ended_by_signals(say: str) -> Iterator[None]:
-    """A signal inside prints `say`, is raised as a `KeyboardInterrupt`, and ends the process with 128 + its number.
+    """Handles signals inside: prints `say`, raises a `KeyboardInterrupt`, and ends the process with 128 + the signal's
+    number.
 
-    A second one does what it would do outside. Signals that are ignored (`nohup`) stay so. In other threads than the main
-    one, which has them all, nothing changes.
+    A second signal has its previous effect. Signals that are ignored (`nohup`) stay ignored. In threads other than the main
+    thread, which receives all signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

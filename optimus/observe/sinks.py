@@ -1,4 +1,4 @@
-"""Where metrics go beside `metrics.jsonl`: a sink takes each record, and is told when the run ends."""
+"""The interface of metric sinks beside `metrics.jsonl`: a sink takes each record, and is closed when the run ends."""
 
 from typing import Any, Protocol
 
@@ -6,10 +6,10 @@ FULL = "Make room, then run again with `resume=True`"
 
 
 class Sink(Protocol):
-    """TensorBoard, Weights & Biases, MLflow."""
+    """A destination of metrics: TensorBoard, Weights & Biases, MLflow."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take the metrics of a step, `step` among them; values may be None."""
+        """Takes the metrics of a step, including `step`. Values may be None."""
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finishes pending work."""

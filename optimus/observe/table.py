@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Prints tables for people."""
 
 import sys
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ class _Column(NamedTuple):
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = None) -> None:
-    """Print rows of equal keys as a table; with a `width` in at most so many characters, and with fewer lines.
+    """Prints rows of equal keys as a table. With a `width`, the table has at most this many characters, and fewer rules.
 
-    Nothing is cut where there is too little room, as on a narrow terminal. There the table has fewer lines, and what is
-    the same in all rows is said once, above it. If it must be, text is wrapped between words; where that is not enough,
+    Nothing is cut if there is too little room, as on a narrow terminal. The table then has fewer rules, and columns with the
+    same value in all rows are printed once, above it. If necessary, text is wrapped between words. If that is not enough,
     each row becomes lines of key and value.
     """
     from rich.console import Console
@@ -33,7 +33,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = 
     ]
 
     def write(line: str, style: str = "") -> None:
-        """A line that a terminal wraps, not we: whoever copies it gets it in one piece."""
+        """Prints a line and leaves the wrapping to the terminal, so that a copy of the line is one piece."""
         console.print(Text(line, style=style), soft_wrap=True)
 
     write(title, "italic")
@@ -55,13 +55,14 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = 
 
 
 def _natural(columns: list[_Column], room: int, *, compact: bool) -> Any:
-    """The table with every cell on one line, or None where that takes more room."""
+    """Returns the table with every cell on one line, or None if that takes more room."""
     table = _table(columns, _widths(columns), compact=compact)
     return table if _measured(table) <= room else None
 
 
 def _wrapped(columns: list[_Column], room: int) -> Any:
-    """The compact table with its text wrapped between words, the longest first, or None where that takes more room."""
+    """Returns the compact table with its text wrapped between words, the widest columns first, or None if that takes more
+    room."""
     widths = _widths(columns)
     excess = _measured(_table(columns, widths, compact=True)) - room
     spare = [width - _least(column) for width, column in zip(widths, columns)]
@@ -101,7 +102,7 @@ def _widths(columns: list[_Column]) -> list[int]:
 
 
 def _least(column: _Column) -> int:
-    """The width that takes numbers and short texts as a whole, and of others the words."""
+    """Returns the width that keeps numbers and short texts whole, and the words of longer texts."""
     from rich.cells import cell_len
 
     parts = column.head.split()

@@ -1,4 +1,4 @@
-"""TensorBoard: the metrics in groups, and the run's hyperparameters."""
+"""Writes the metrics in groups, and the run's hyperparameters, to TensorBoard."""
 
 import logging
 from pathlib import Path
@@ -9,7 +9,7 @@ from optimus.config.flat import flat
 from optimus.errors import naming_disk_errors
 from optimus.observe.sinks import FULL
 
-_GROUPS = {  # of metrics that do not name theirs, as `memory/parameters` does
+_GROUPS = {  # of metrics without a group in their names, such as `memory/parameters`
     "train": ("loss", "lr", "grad_norm", "skipped_steps", "tokens"),
     "speed": ("tokens_per_second", "model_flops_utilization", "step_seconds", "data_seconds", "checkpoint_seconds"),
     "router": ("balance_loss", "z_loss"),
@@ -19,7 +19,7 @@ _NO_SCALAR = {"step", "time"}
 
 
 class TensorBoard:
-    """Event files in `folder/tensorboard`; of a resumed run, later steps than `after_step` are dropped there."""
+    """Writes event files in `folder/tensorboard`. A resumed run drops its events after `after_step`."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -48,7 +48,7 @@ class TensorBoard:
 
 
 def grouped(name: str) -> str:
-    """The name of a metric with its group, `validation` for what is in none."""
+    """Returns the name of a metric with its group; `validation` for a metric in no group."""
     if "/" in name:
         return name
     return f"{next((group for group, names in _GROUPS.items() if name in names), 'validation')}/{name}"

@@ -1,4 +1,4 @@
-"""What a terminal can do; and that it may go away while a run goes on: from then on, writing to it fails."""
+"""Detects what a terminal can do, and survives a terminal that goes away during a run and makes writes fail."""
 
 import os
 import stat
@@ -7,20 +7,20 @@ from contextlib import contextmanager, suppress
 
 
 def can_redraw(is_terminal: bool) -> bool:
-    """Whether a terminal understands escape sequences, with which a line is written anew."""
+    """Returns True for a terminal that understands escape sequences, which can rewrite a line."""
     return is_terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def say_at_once(line: str) -> None:
-    """A line on stderr, from a signal handler too, whatever is being written there."""
+    """Writes a line to stderr at once. Safe in a signal handler, even during another write."""
     let_go_if_gone()
     with suppress(OSError):
-        instead = "\r\x1b[K" if can_redraw(os.isatty(2)) else ""  # of the ^C that a terminal shows, and of a bar
+        instead = "\r\x1b[K" if can_redraw(os.isatty(2)) else ""  # replaces the ^C that a terminal shows, and a bar
         os.write(2, f"{instead}{line}\n".encode())
 
 
 def let_go_if_gone() -> None:
-    """Where stdout or stderr was a terminal that is gone, let what is written there go nowhere."""
+    """Redirects stdout and stderr to the null device if their terminal is gone."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
@@ -31,7 +31,7 @@ def let_go_if_gone() -> None:
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Writing to a terminal, which fails where it is gone."""
+    """Suppresses errors of writing, and redirects the output of a terminal that is gone."""
     try:
         yield
     except OSError:

@@ -1,4 +1,4 @@
-"""The traces of all ranks in one file, for Perfetto: a row for each rank, all on one clock."""
+"""Merges the traces of all ranks into one file for Perfetto: a row for each rank, all on one clock."""
 
 import gzip
 import json
@@ -11,23 +11,23 @@ from optimus.disk import parse_json
 from optimus.errors import naming_disk_errors
 
 MERGED = "trace.json.gz"
-_OF_A_RANK = 1000  # processes of a rank's trace: the program, its devices
+_OF_A_RANK = 1000  # most processes of a rank's trace: the program, its devices
 _ROUNDING = 0.002  # microseconds: the profiler writes whole nanoseconds
-_IDS = 1 << 40  # of a rank's flows: Perfetto takes no other ids of them than integers
-_BOUND = frozenset("sftbne")  # phases of events that their ids bind together: flows and what is asynchronous
+_IDS = 1 << 40  # ids of a rank's flows; Perfetto accepts only integers as these
+_BOUND = frozenset("sftbne")  # phases of events that are linked by ids: flows and asynchronous events
 
 
 def rank_trace(folder: Path, rank: int) -> Path:
-    """The file of a rank's own trace, as `torch.profiler` writes it."""
+    """Returns the file of a rank's own trace, as written by `torch.profiler`."""
     return folder / f"trace-rank-{rank}.json"
 
 
 def merge_traces(folder: Path, ranks: int) -> list[int]:
-    """Write `trace.json.gz` from the traces of so many ranks, one in memory at a time.
+    """Writes `trace.json.gz` from the traces of `ranks` ranks, with one trace in memory at a time.
 
-    Returns the ranks without a trace here, as where nodes do not share the folder.
+    Returns the ranks whose trace is not in the folder, for example because nodes do not share the folder.
 
-    Times are those of the nodes' clocks. Raises `UserError` when the file cannot be written.
+    Times are those of the nodes' clocks. Raises `UserError` if the file cannot be written.
     """
     there = [rank for rank in range(ranks) if rank_trace(folder, rank).is_file()]
     path = folder / MERGED
@@ -50,7 +50,7 @@ def merge_traces(folder: Path, ranks: int) -> list[int]:
 
 
 def _of_rank(events: list[dict[str, Any]], rank: int, later: float) -> Iterator[dict[str, Any]]:
-    """`events` as those of a rank, `later` by so many microseconds."""
+    """Yields `events` as those of a rank, shifted by `later` microseconds."""
     processes: dict[Any, int] = {}
     names: dict[Any, Any] = {}
     for event in events:
@@ -82,16 +82,17 @@ def _of_rank(events: list[dict[str, Any]], rank: int, later: float) -> Iterator[
 
 
 def _crossing(events: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Which slices begin within another one of their thread and end after it, as what is received beside other work does.
+    """Finds slices that begin within another slice of their thread and end after it, such as receives that overlap other
+    work.
 
-    Perfetto drops such slices, and shows them as asynchronous events.
+    Perfetto drops such slices, so they are written as asynchronous events.
     """
     threads, found = defaultdict[Any, list[tuple[float, float, int]]](list), set[int]()
     for number, event in enumerate(events):
         if event.get("ph") == "X":
             threads[event["pid"], event["tid"]].append((event["ts"], -event["dur"], number))
     for slices in threads.values():
-        ends: list[float] = []  # of those around
+        ends: list[float] = []  # of the enclosing slices
         for start, negative, number in sorted(slices):
             while ends and ends[-1] <= start + _ROUNDING:
                 ends.pop()

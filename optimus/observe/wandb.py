@@ -1,4 +1,4 @@
-"""Weights & Biases: one run there for a run here, however often it is resumed."""
+"""Logs a run to Weights & Biases as one run there, however often the run is resumed."""
 
 import importlib.util
 import inspect
@@ -14,8 +14,8 @@ _WITHOUT = "WANDB_MODE=offline keeps the records in the run folder, and observe.
 
 
 def check_wandb(config: RunConfig) -> None:
-    """Raise `UserError` when Weights & Biases is asked for but not installed, or has no key. It is not asked whether it is
-    right: the network is left alone."""
+    """Raises `UserError` if Weights & Biases is configured but not installed, or has no key. The key is not verified,
+    because the check must not use the network."""
     given = config.observe
     if given.wandb is None:
         named = [key for key in ("entity", "name", "group", "tags") if getattr(given, f"wandb_{key}")]
@@ -34,7 +34,7 @@ def check_wandb(config: RunConfig) -> None:
     silent = {"prompt": False} if "prompt" in inspect.signature(wandb.login).parameters else {}
     try:
         found = wandb.login(verify=False, **silent)
-    except wandb.Error:  # older versions, where nobody can be asked
+    except wandb.Error:  # older versions raise if they cannot prompt
         found = False
     if not found:
         raise UserError(
@@ -43,9 +43,9 @@ def check_wandb(config: RunConfig) -> None:
 
 
 class WeightsAndBiases:
-    """The run in the project that the configuration names.
+    """Logs to the project that the configuration names.
 
-    The folder keeps the run's `id` there in `wandb-run.json`, so that a resume goes on in it.
+    The run folder keeps the W&B `id` in `wandb-run.json`, so that a resume continues the same W&B run.
     """
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
@@ -64,11 +64,11 @@ class WeightsAndBiases:
                 config=config.model_dump(),
                 id=parse_json(file.read_text(encoding="utf-8"))["id"] if file.exists() else None,
                 resume="allow",
-                allow_val_change=True,  # of the configuration, by a resume
+                allow_val_change=True,  # a resume may change the configuration
             )
         except wandb.Error as error:
             raise UserError(f"observe.wandb: {error}\n{_WITHOUT}") from error
-        # Steps are a value, not W&B's own count: it takes none that it has seen, and a rollback comes to them again.
+        # Steps are a value, not W&B's own count: W&B rejects a step seen before, and a rollback repeats steps.
         self._run.define_metric("*", step_metric="step")
         write_json(file, {"id": self._run.id, "project": given.wandb, "url": self._run.url})
 

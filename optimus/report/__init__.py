@@ -1,5 +1,5 @@
-"""A run as a page: curves, time and memory, load of experts, timelines, comparison of runs; from the files of runs alone.
+"""Shows runs as a page: curves, time and memory, expert loads, timelines and comparisons, from the files of runs alone.
 
-Start with `folder.py` (what a run folder says), then `page.py` (what the page holds). `static/` has the page itself; its
-charts are drawn by uPlot (MIT, version 1.6.32, with its licence beside it).
+Start with `folder.py` (reads a run folder), then `page.py` (builds the data of the page). `static/` has the page itself. Its
+charts are drawn by uPlot (MIT, version 1.6.32, with its licence in the same folder).
 """

@@ -1,4 +1,4 @@
-"""In what runs differ: keys of their configurations, tokenizers, machines and versions."""
+"""Finds the differences between runs: keys of their configurations, tokenizers, machines and versions."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ _MISSING = "-"
 
 
 def differences(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """A row per key whose value is not the same in all runs: `key` and `values`, as text, one of each run."""
+    """Returns a row per key whose value differs between the runs: `key` and `values`, as text, one for each run."""
     if len(folders) < 2:
         return []
     found = differing([{**folder.config, **dict(_surroundings(folder))} for folder in folders], _MISSING)
@@ -18,8 +18,8 @@ def differences(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 
 def has_other_tokenizer(folders: Sequence[RunFolder]) -> bool:
-    """Whether the tokens of some of the runs are not those of the others: by the sums of their tokenizers, else by the sizes
-    of their vocabularies."""
+    """Returns True if the runs do not all use the same tokenizer. Compares the checksums of the tokenizers, or the
+    vocabulary sizes if a run recorded no checksum."""
     sums = {value_text(folder.described("tokenizer")) for folder in folders}
     if value_text(None) not in sums:
         return len(sums) > 1

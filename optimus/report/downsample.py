@@ -1,4 +1,4 @@
-"""Fewer points of a curve that look the same: no peak and no value that is not finite is lost."""
+"""Reduces the points of a curve without visible change: no peak and no value that is not finite is lost."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ import numpy as np
 
 
 def downsample(values: Sequence[float | None], most: int) -> list[int]:
-    """At most about `most` ascending indices of `values`; all of them where they are no more.
+    """Selects at most about `most` ascending indices of `values`, or all indices if there are no more.
 
-    Of each bucket of neighbours: its first and last value, the smallest and the largest, and the first that is missing or
+    Each bucket of neighbours keeps its first and last value, the smallest and the largest, and the first that is missing or
     not finite.
     """
     if len(values) <= most:

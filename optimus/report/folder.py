@@ -1,4 +1,4 @@
-"""What the files of a run folder say, also while the run writes them; lines that cannot be read are skipped and counted."""
+"""Reads the files of a run folder, also while the run writes to the folder. Unreadable lines are skipped and counted."""
 
 import math
 import os
@@ -18,41 +18,45 @@ from optimus.config.yaml_text import parse_yaml
 from optimus.disk import parse_json, printable, user_path
 from optimus.errors import UserError
 
-_BEAT, _SILENCE = 15.0, 60.0  # seconds: a lease as young is a living run's; older than the second it is a dead one's
-_TOGETHER = 1000  # lines that are read at once
-_EXPERT_STEPS = 400  # whose load of experts is read
-_SAMPLE_STEPS = 50  # whose generated text is read
-_DIGITS = 16  # of whole numbers that a page can have exactly
-_KEPT = "\n\r\t"  # of what a terminal would obey: text may have several lines
-_RANKS = 1 << 20  # of a timeline that can be drawn
-_ENDINGS = ("failure", "error", "stopped", "recovered", "finished")  # events that say how a run is
+_BEAT, _SILENCE = (
+    15.0,
+    60.0,
+)  # seconds: a younger lease is a living run's, a lease older than the second limit a dead one's
+_TOGETHER = 1000  # lines that are parsed at once
+_EXPERT_STEPS = 400  # most steps whose expert loads are read
+_SAMPLE_STEPS = 50  # most validations whose generated text is read
+_DIGITS = 16  # of whole numbers that a page represents exactly
+_KEPT = "\n\r\t"  # control characters that remain in text, which may have several lines
+_RANKS = 1 << 20  # most ranks of a timeline that can be drawn
+_ENDINGS = ("failure", "error", "stopped", "recovered", "finished")  # events that tell how a run ended
 
 
 @dataclass
 class RunFolder:
-    """A run as its files have it: `records` of steps in order of step, each step once, as it was run last."""
+    """A run as recorded in its files. `records` has the metrics in order of step: each step once, from its latest
+    execution."""
 
     path: Path
     records: list[dict[str, Any]]
-    superseded: int  # records of steps that were run again
-    experts: list[dict[str, Any]]  # of some steps, evenly apart
-    samples: list[dict[str, Any]]  # of some validations, evenly apart: what the model continued the prompts with
+    superseded: int  # records of steps that were executed again
+    experts: list[dict[str, Any]]  # expert loads of some steps, evenly spaced
+    samples: list[dict[str, Any]]  # of some validations, evenly spaced: the prompts and their continuations
     events: list[dict[str, Any]]
     environment: list[dict[str, Any]]
     config: dict[str, Any]
     timeline: dict[str, Any] | None
-    evaluations: dict[str, dict[str, Any]]  # what `optimus evaluate` has written into `evaluations/`, by file
-    skipped_lines: dict[str, int] = field(default_factory=dict)  # of each file: those that cannot be read
-    ended: bool = False  # whatever its lease says: see `read_folder`
+    evaluations: dict[str, dict[str, Any]]  # results that `optimus evaluate` wrote into `evaluations/`, by file
+    skipped_lines: dict[str, int] = field(default_factory=dict)  # unreadable lines of each file
+    ended: bool = False  # True overrides the lease: see `read_folder`
     _columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """That of the folder."""
+        """Name of the folder."""
         return printable(self.path.resolve().name)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """What the configuration has at a key such as `train.steps`."""
+        """Returns the configuration's value for a key such as `train.steps`."""
         node: Any = self.config
         for part in key.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
@@ -60,7 +64,7 @@ class RunFolder:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """The names of all metrics, in order of appearance."""
+        """Names of all metrics, in order of appearance."""
         found: dict[str, None] = {}
         for record in self.records:
             if not record.keys() <= found.keys():
@@ -68,7 +72,7 @@ class RunFolder:
         return list(found)
 
     def column(self, key: str) -> list[float | None]:
-        """A metric in every record, None where it is missing or no number."""
+        """Returns a metric's value in every record; None if the value is missing or is no number."""
         if key not in self._columns:
             values = [record.get(key) for record in self.records]
             if not set(map(type, values)) <= {float, int, type(None)}:
@@ -78,26 +82,27 @@ class RunFolder:
 
     @property
     def step(self) -> int:
-        """The last step with a record; 0 before there is one."""
+        """The last step with a record; 0 if there is none."""
         return int(self.records[-1]["step"]) if self.records else 0
 
     @property
     def steps(self) -> int | None:
-        """How many the run is to have; None where its configuration does not say."""
+        """The planned number of steps; None if the configuration has no valid number."""
         steps = self.setting("train.steps")
         return steps if type(steps) is int and abs(steps) < 10**_DIGITS else None
 
     def last(self, key: str) -> float | None:
-        """The newest number of a metric; None where there is none."""
+        """Returns the newest number of a metric; None if there is none."""
         return next((value for each in reversed(self.records) if is_number(value := each.get(key))), None)
 
     def described(self, key: str) -> Any:
-        """What the newest description of the environment says; None where it says nothing, as in older runs."""
+        """Returns an entry of the newest description of the environment; None if there is no such entry, as in older
+        runs."""
         return self.environment[-1].get(key) if self.environment else None
 
     @cached_property
     def state(self) -> tuple[str, str]:
-        """(running, finished, stopped or failed; why)."""
+        """State of the run (running, finished, stopped or failed), and the reason."""
         if not self.ended and _is_held(self.path / "lease.json"):
             return "running", ""
         if self.steps is not None and self.step >= self.steps:
@@ -111,7 +116,8 @@ class RunFolder:
         return "failed", "it has ended without a word: killed, or its machine was lost"
 
     def step_at(self, moment: float | None) -> int | None:
-        """The last step that was done at a time of day, for events without a step; None in runs that have no times."""
+        """Returns the last step that was complete at a time of day, for events without a step. Returns None in runs
+        without times."""
         times = [time for time in self.column("time") if time is not None]
         if not isinstance(moment, float | int) or not times or len(times) < len(self.records):
             return None
@@ -120,9 +126,9 @@ class RunFolder:
 
 
 def read_folder(given: str | Path, *, ended: bool = False) -> RunFolder:
-    """Read a run folder. Raises `UserError` where none is; what is damaged in one is skipped and counted.
+    """Reads a run folder. Raises `UserError` for any other folder. Damaged content is skipped and counted.
 
-    `ended`: the run has, says its own process, which holds the folder until it has written all.
+    `ended`: the process of the run reports that the run has ended, although its lease still holds the folder.
     """
     path = user_path(given)
     if not path.is_dir():
@@ -170,16 +176,17 @@ def read_folder(given: str | Path, *, ended: bool = False) -> RunFolder:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run."""
+    """Returns True if a folder holds a run."""
     return (path / "metrics.jsonl").is_file() or (
         (path / "config.yaml").is_file() and (path / "environment.jsonl").is_file()
     )
 
 
 def _lines(path: Path, most: int | None = None) -> tuple[list[dict[str, Any]], int]:
-    """(the mappings that a file has, a line each; how many lines are none). Of no file: none.
+    """Reads the mappings of a file, one per line. Returns the mappings and the number of other lines; nothing for a missing
+    file.
 
-    Of more lines than `most`, so many evenly apart, the last one among them.
+    Of more than `most` lines, `most` are read, evenly spaced and including the last one.
     """
     try:
         texts = [line for line in path.read_bytes().split(b"\n") if line.strip()]
@@ -194,7 +201,8 @@ def _lines(path: Path, most: int | None = None) -> tuple[list[dict[str, Any]], i
 
 
 def _values(texts: Sequence[bytes]) -> list[dict[str, Any]]:
-    """The mappings among these lines: read together, which is faster, where all of them can be read."""
+    """Parses the mappings among these lines. Parses all lines together first, which is faster, and one by one if a line
+    is invalid."""
     try:
         values = _parsed(b"[" + b",".join(texts) + b"]")
     except ValueError:
@@ -212,7 +220,8 @@ def _parsed_or_none(line: bytes) -> Any:
 
 
 def _parsed(text: bytes) -> Any:
-    """What JSON says, as a page can show it: numbers that floats can have, text that is Unicode. Raises ValueError."""
+    """Parses JSON into values that a page can show: numbers within the range of floats, and valid Unicode. Raises
+    ValueError."""
     value = parse_json(text, parse_int=lambda digits: int(digits) if len(digits) < _DIGITS else float(digits))
     return _with_printable_text(value) if b"\\ud" in text.lower() else value
 
@@ -250,7 +259,7 @@ def _json(path: Path, skipped: dict[str, int]) -> dict[str, Any] | None:
 
 
 def _is_load(load: Any) -> bool:
-    """Whether it is numbers of experts by layer."""
+    """Returns True if the value has numbers of experts by layer."""
     return isinstance(load, dict) and all(
         layer.isdecimal()
         and len(layer) < _DIGITS
@@ -262,7 +271,7 @@ def _is_load(load: Any) -> bool:
 
 
 def _are_samples(samples: Any) -> bool:
-    """Whether each is a prompt and the text that continues it."""
+    """Returns True if each entry has a prompt and the text that continues the prompt."""
     return isinstance(samples, list) and all(
         isinstance(each, dict) and isinstance(each.get("prompt"), str) and isinstance(each.get("text"), str)
         for each in samples
@@ -270,8 +279,8 @@ def _are_samples(samples: Any) -> bool:
 
 
 def _is_timeline(found: Mapping[str, Any]) -> bool:
-    """Whether all events of a pipeline, and of its simulation if there is one, are (rank, kind, stage, microbatch, start,
-    end)."""
+    """Returns True if all events of a pipeline, and of its simulation if there is one, are (rank, kind, stage,
+    microbatch, start, end)."""
     ranks, timelines = found.get("ranks"), (found.get("events"), found.get("simulated", []))
     return (
         isinstance(ranks, int)
@@ -292,7 +301,7 @@ def _is_timeline(found: Mapping[str, Any]) -> bool:
 
 
 def _is_held(lease: Path) -> bool:
-    """Whether a living run holds the folder, as far as its lease says."""
+    """Returns True if a living run holds the folder, judging by its lease."""
     try:
         age, holder = time.time() - os.stat(lease).st_mtime, parse_json(lease.read_bytes())
         here, pid = holder["host"] == socket.gethostname(), holder["pid"]
@@ -306,20 +315,20 @@ def _is_held(lease: Path) -> bool:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """What a file should hold here; nothing where it holds something else."""
+    """Returns the value if it is a mapping, else an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a metric's value is one; NaN and infinity are, and what no float can have is not."""
+    """Returns True for a number, including NaN and infinity, but not for integers beyond the range of floats."""
     return type(value) is float or (type(value) is int and abs(value) < 1e300)
 
 
 def number(value: Any) -> float | None:
-    """A metric's value; None where it is no number."""
+    """Returns a metric's value, or None if the value is no number."""
     return value if is_number(value) else None
 
 
 def plain(value: float | None) -> float | str | None:
-    """A number as JSON can have it: what is not finite as text."""
+    """Converts a number for JSON: NaN and infinity become text."""
     return value if value is None or math.isfinite(value) else str(value)

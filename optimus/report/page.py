@@ -1,4 +1,4 @@
-"""The page of one or more runs: what it holds, as data, and the HTML around it."""
+"""Builds the page of one or more runs: its data, and the HTML around the data."""
 
 import json
 import math
@@ -20,9 +20,9 @@ from optimus.report.downsample import downsample
 from optimus.report.folder import RunFolder, is_number, mapping, number, plain, read_folder
 from optimus.report.verdict import compared, large_numbers, median_rate, verdict
 
-_POINTS = 2500  # of a curve
-_STACKED = 600  # steps of a picture of parts
-_CELLS = 400_000  # of a run's heat map of experts
+_POINTS = 2500  # most points of a curve
+_STACKED = 600  # most steps of a stacked chart
+_CELLS = 400_000  # most cells of a run's heat map of experts
 _STATIC = Path(__file__).with_name("static")
 
 # (group, title, unit, metrics), in the order of the page; a metric in no row has a chart of its own in the last group.
@@ -40,22 +40,22 @@ _CHARTS = [
     ("Validation and scores", "Validation", "bits per byte", ["bits_per_byte"]),
 ]  # fmt: skip
 _LAST_GROUP = "Validation and scores"
-_STACKS = {  # pictures of parts: by the beginning of the names of the metrics
+_STACKS = {  # stacked charts, by the prefix of the metrics' names
     "memory": ("Memory by kind", "on rank 0"),
     "time": ("Where a step's time goes", "on rank 0"),
 }
 _SIZES = {"layers": "{} layers", "hidden": "hidden {}", "experts": "{} experts"}  # of a model, in a line
 _NO_CHART = {"step", "tokens", "time", "data_seconds", "checkpoint_seconds"}
 _EXACT = {"lr", "skipped_steps", "phase"}  # metrics without noise, which are never smoothed
-_ALONE, _COMPARED = "report.html", "comparison.html"  # files that are written where none is named
+_ALONE, _COMPARED = "report.html", "comparison.html"  # default names of the files
 
 
 def write_report(runs: str | Path | Sequence[str | Path], output: str | Path | None = None) -> dict[str, Any]:
-    """Write one HTML file that shows `runs` (run folders), alone or compared; it needs nothing else and no network.
+    """Writes one HTML file that shows `runs` (run folders), alone or compared. The file needs nothing else and no network.
 
-    Without `output` it is report.html in the run's folder, and of several runs comparison.html in the current folder.
-    Returns `output`, its `bytes`, and what is to be said of the runs (`warnings`). Raises `UserError` for what is no run
-    folder, and for a file that cannot be written.
+    Without `output` the file is report.html in the run's folder, or comparison.html in the current folder for several runs.
+    Returns `output`, its `bytes`, and the `warnings` about the runs. Raises `UserError` for a folder without a run, and for
+    a file that cannot be written.
 
     Example:
         api.report(["demo/run"])["output"]
@@ -68,7 +68,7 @@ def write_report(runs: str | Path | Sequence[str | Path], output: str | Path | N
 
 
 def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Write what `report_data` gives; see `write_report`."""
+    """Writes the page of `report_data`; see `write_report`."""
     text = render(data)
     with naming_disk_errors(path, "Make room, or choose another place for --output"):
         path.write_text(text, encoding="utf-8")
@@ -76,9 +76,9 @@ def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str, Any]:
-    """What the page of these runs shows, as JSON can have it: curves by their points, NaN and infinity as text.
+    """Returns the data of the page of these runs, in the form of JSON: curves by their points, NaN and infinity as text.
 
-    `ended`: they have, whoever holds their folders.
+    `ended`: the runs have ended, although their leases still hold the folders.
     """
     if not runs:
         raise UserError("a report needs a run folder: name one, or several to compare")
@@ -112,10 +112,10 @@ def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str,
 
 
 def render(data: Mapping[str, Any], script: str = "report.js", refresh: float = 0.0) -> str:
-    """The page of what `report_data` gives, by a `script` of `static/`; with `refresh` it asks for new data every so many
-    seconds."""
+    """Renders the page of `report_data` with a `script` of `static/`. With `refresh`, the page requests new data at this
+    interval in seconds."""
     text = json.dumps({**data, "refresh": refresh}, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    embedded = text.replace("<", "\\u003c")  # of JSON the same, and no tag of a page
+    embedded = text.replace("<", "\\u003c")  # equal as JSON, and never a tag of the page
     return str(_templates().get_template("page.html").render(title=data["title"], data=embedded, script=script))
 
 
@@ -127,7 +127,7 @@ def _templates() -> Any:
 
 
 def _distinct_names(folders: Sequence[RunFolder]) -> list[str]:
-    """The names of the folders, with those around them where they would be the same."""
+    """Returns the names of the folders, or the whole paths if two names are equal."""
     names = [folder.name for folder in folders]
     if len(set(names)) == len(names):
         return names
@@ -160,7 +160,7 @@ def _run(name: str, folder: RunFolder, hidden: set[str]) -> dict[str, Any]:
 
 
 def facts(folder: RunFolder) -> dict[str, Any]:
-    """What is said of a run in a line or a few: numbers and texts, None where the files say nothing."""
+    """Summarises a run in numbers and texts. A value is None if the files do not have it."""
     model = mapping(folder.setting("model"))
     sizes = [form.format(size) for key, form in _SIZES.items() if (size := number(model.get(key)))]
     return {
@@ -183,7 +183,7 @@ def _text(value: Any) -> str | None:
 
 
 def _curves(folder: RunFolder) -> list[str]:
-    """The metrics that are curves."""
+    """Lists the metrics that are curves."""
     names = [key for key in folder.metrics if key not in _NO_CHART and key.split("/")[0] not in _STACKS]
     return [key for key in names if folder.column(key).count(None) < len(folder.records)]
 
@@ -208,9 +208,9 @@ def _charts(folders: Sequence[RunFolder], hidden: set[str]) -> list[dict[str, An
 
 
 def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
-    """The points of a metric: `step` and `value`; None where a record between two others that have it does not.
+    """Returns the points of a metric: `step` and `value`, with None for a record that lacks the metric.
 
-    Metrics that few records have, such as those of a validation, have points there alone.
+    Metrics that few records have, such as those of a validation, have points only at these records.
     """
     values, there = folder.column(key), range(len(folder.records))
     if 2 * values.count(None) > len(values):
@@ -222,7 +222,7 @@ def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
 
 
 def _clock(folder: RunFolder) -> dict[str, list[Any]]:
-    """At some steps: the tokens read so far, and the seconds that the steps and checkpoints have taken."""
+    """Samples some steps: the tokens read so far, and the seconds that steps and checkpoints have taken."""
     records, columns = folder.records, [folder.column(key) for key in ("step_seconds", "checkpoint_seconds")]
     sums = list(accumulate((step or 0.0) + (checkpoint or 0.0) for step, checkpoint in zip(*columns)))
     kept = sorted({round(i * (len(records) - 1) / _STACKED) for i in range(_STACKED + 1)} if records else ())
@@ -234,8 +234,8 @@ def _clock(folder: RunFolder) -> dict[str, list[Any]]:
 
 
 def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
-    """The metrics `kind/...` at the steps that have them, largest first; of each bucket of steps the one with the largest
-    sum."""
+    """Returns the metrics `kind/...` at the steps that have them, the largest first. Each bucket of steps is represented
+    by the step with the largest sum."""
     names = [key for key in folder.metrics if key.startswith(f"{kind}/")]
     if not names:
         return None
@@ -253,7 +253,7 @@ def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
 
 
 def expert_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Tokens of each expert in per cent of its layer's mean: `load[step][layer][expert]`."""
+    """Returns the tokens of each expert in per cent of its layer's mean: `load[step][layer][expert]`."""
     if not records:
         return None
     layers = sorted({int(layer) for each in records for layer in each["load"]})
@@ -269,7 +269,7 @@ def expert_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each file of `optimus evaluate` a row for each task, and one for its text."""
+    """Returns the results of `optimus evaluate`: for each file a row per task, and a row for the text."""
     rows = []
     for name, found in files.items():
         tasks, checkpoint, text = (mapping(found.get(key)) for key in ("tasks", "checkpoint", "text"))
@@ -284,7 +284,7 @@ def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _events(folder: RunFolder) -> list[dict[str, Any]]:
-    """What the event log has and each resume, in order of time."""
+    """Lists the events of the event log and the resumes, in order of time."""
     events = [{**each, "step": _step_of(each, folder)} for each in map(_event, folder.events)]
     for each in folder.environment[1:]:
         if type(step := each.get("step")) is int:
@@ -298,7 +298,7 @@ def _events(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _seconds(moment: Any) -> float | None:
-    """The seconds since 1970 of a time of day in the form of ISO 8601."""
+    """Converts a time of day in ISO 8601 to seconds since 1970."""
     try:
         return datetime.fromisoformat(moment).timestamp()
     except (TypeError, ValueError, OverflowError):
@@ -315,7 +315,7 @@ def _event(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _finite(tree: Any) -> Any:
-    """What a file holds, as JSON can have it."""
+    """Converts the content of a file for JSON: NaN and infinity become text."""
     if isinstance(tree, dict):
         return {key: _finite(value) for key, value in tree.items()}
     if isinstance(tree, list):

@@ -1,4 +1,4 @@
-"""Reports over HTTP while the runs go on: read anew at every request."""
+"""Serves reports over HTTP while the runs continue. The run folders are read again at every request."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _LOCAL = "127.0.0.1"
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """`PORT` on this machine alone, or `ADDRESS:PORT`. Raises `UserError` for what is neither."""
+    """Parses `PORT` on this machine alone, or `ADDRESS:PORT`. Raises `UserError` for any other text."""
     address, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise UserError(f"--serve {text}: give a port, such as 8080, or an address and a port, such as 0.0.0.0:8080")
@@ -22,9 +22,9 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def report_server(runs: Sequence[str | Path], address: str, port: int) -> ThreadingHTTPServer:
-    """A server of the report of `runs`, listening, whose `serve_forever` is for the caller; port 0 is any free one.
+    """Returns a listening server of the report of `runs`. The caller calls its `serve_forever`; port 0 is any free port.
 
-    Raises `UserError` for what is no run folder, and for an address or a port that cannot be had.
+    Raises `UserError` for a folder without a run, and for an address or a port that is not available.
     """
     report_data(runs)
 
@@ -56,7 +56,7 @@ def report_server(runs: Sequence[str | Path], address: str, port: int) -> Thread
             self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: a line for every request would hide what matters."""
+            """Logs nothing: a line for every request would hide what matters."""
 
     try:
         return ThreadingHTTPServer((address, port), Handler)

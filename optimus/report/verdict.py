@@ -1,4 +1,4 @@
-"""How a run went, in a sentence and in four numbers; of several runs, which is the best in what."""
+"""Summarises a run in a sentence and four numbers, or names the best of several runs in each measure."""
 
 import math
 from collections import Counter
@@ -9,14 +9,14 @@ from optimus.config.sizes import seconds_text
 from optimus.report.folder import RunFolder, is_number, plain
 
 _NUMBERS = 4  # that are shown large
-_REASON = 100  # characters, at most, of why a run has ended
-_LAST = 100  # steps, at most, of what is said of the last ones
+_REASON = 100  # most characters of the reason why a run has ended
+_LAST = 100  # most steps of statistics about the last steps
 
 
 def verdict(folder: RunFolder) -> str:
-    """How far it came in which time, the best of its validations (else the last loss), and what most time went into.
+    """Describes a run's steps and time, its best validation (else the last loss), and its largest share of time.
 
-    Such as "finished after 300 of 300 steps in 9 min; best 1.93 bits per byte; slowest: computation, 99.8 %".
+    An example is "finished after 300 of 300 steps in 9 min; best 1.93 bits per byte; slowest: computation, 99.8 %".
     """
     state, why = folder.state
     steps = f"{folder.step:,} of {folder.steps:,}" if folder.steps is not None else f"{folder.step:,}"
@@ -38,7 +38,7 @@ def verdict(folder: RunFolder) -> str:
 
 
 def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
-    """The first four of those that are known: `label`, `value` as JSON can have it, and `note`, which says of what."""
+    """Returns the first four known numbers: `label`, `value` in the form of JSON, and a `note` that qualifies the number."""
     best, over, seconds = best_bits(folder), _last_steps(folder), training_seconds(folder)
     rate, tokens, parameters = median_rate(folder), folder.last("tokens"), folder.described("parameters")
     known: list[tuple[str, float | None, str]] = [
@@ -54,9 +54,10 @@ def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def compared(runs: Mapping[str, RunFolder], with_loss: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Of several runs by name, a sentence and the large numbers: the best of each, its run in `note`.
+    """Compares several runs, given by name. Returns a sentence and the large numbers: the best value of each, with its run
+    in `note`.
 
-    `with_loss`: their losses can be compared.
+    `with_loss`: the losses of the runs can be compared.
     """
     measures: list[tuple[str, Callable[[RunFolder], float | None], bool]] = [
         ("lowest bits per byte", lambda run: (best := best_bits(run)) and best[0], True),
@@ -86,7 +87,8 @@ def compared(runs: Mapping[str, RunFolder], with_loss: bool) -> tuple[str, list[
 
 
 def best_bits(folder: RunFolder) -> tuple[float, int] | None:
-    """The lowest bits per byte of its validations and the step: of the set without a name, else the first that has any."""
+    """Returns the lowest bits per byte of a run's validations and its step, for the set without a name, else for the
+    first set that has any."""
     for key in ("bits_per_byte", *(name for name in folder.metrics if name.startswith("bits_per_byte/"))):
         pairs = zip(folder.column(key), folder.records)
         found = [(value, each["step"]) for value, each in pairs if value is not None and math.isfinite(value)]
@@ -96,25 +98,26 @@ def best_bits(folder: RunFolder) -> tuple[float, int] | None:
 
 
 def last_loss(folder: RunFolder) -> float | None:
-    """The mean loss of the last steps: of a tenth of them, and of 100 at most; not finite where one of them is not."""
+    """Returns the mean loss of the last tenth of the steps, at most 100 steps. The mean is not finite if one of the
+    losses is not."""
     values = [value for value in folder.column("loss")[-_last_steps(folder) :] if value is not None]
     return sum(values) / len(values) if values else None
 
 
 def median_rate(folder: RunFolder) -> float | None:
-    """Tokens per second, of the last 100 steps."""
+    """Returns the median of the tokens per second of the last 100 steps."""
     rates = sorted(value for value in folder.column("tokens_per_second")[-_LAST:] if value is not None)
     return rates[len(rates) // 2] if rates else None
 
 
 def training_seconds(folder: RunFolder) -> float:
-    """What its steps and checkpoints have taken; 0 where it is not known."""
+    """Returns the seconds that the run's steps and checkpoints have taken; 0 if unknown."""
     columns = (folder.column("step_seconds"), folder.column("checkpoint_seconds"))
     return sum(value for column in columns for value in column if value is not None and math.isfinite(value))
 
 
 def _shortened(why: str) -> str:
-    """A verdict is read at a glance: the page has the whole reason below."""
+    """Shortens the reason for a verdict, which is read at a glance. The page has the whole reason below."""
     return why if len(why) <= _REASON else f"{why[: _REASON - 1].rstrip()}…"
 
 
@@ -123,7 +126,7 @@ def _last_steps(folder: RunFolder) -> int:
 
 
 def _slowest(folder: RunFolder) -> tuple[str, float] | None:
-    """What most of the measured time of a step went into, and its share."""
+    """Returns the largest part of the measured time of a step, and its share."""
     sums = {
         name.removeprefix("time/"): sum(
             value for value in folder.column(name) if value is not None and math.isfinite(value)

@@ -1,5 +1,5 @@
 "use strict";
-/* What the pages are put together from. */
+/* The building blocks of the pages. */
 const PART_COLOURS = ["#4c78a8", "#f0a35e", "#72b7b2", "#e3c34f", "#9d7fc1", "#e0787a", "#82b366", "#b0b7c3", "#7a5c46", "#d98cb3"];
 const page = document.getElementById("page");
 let data = JSON.parse(document.getElementById("data").textContent);
@@ -10,12 +10,12 @@ function make(tag, properties = {}, ...children) {
   node.append(...children.filter(child => child !== null && child !== undefined));
   return node;
 }
-/* A colour of the style sheet, for a canvas; in light and dark it is another. */
+/* Returns a colour of the style sheet for a canvas; light and dark mode have different colours. */
 function shade(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 const dark = matchMedia("(prefers-color-scheme: dark)");
 function attributes(node, given) { for (const name in given) node.setAttribute(name, given[name]); return node; }
-/* `stacked`: in a narrow window each row is a list of its cells, those with something in them. Roles are said, as a table whose
-   rows are no rows of the layout is none to a screen reader. */
+/* Makes a table. `stacked`: in a narrow window each row is a list of its non-empty cells. Roles are explicit, because a screen
+   reader ignores a table whose rows are not laid out as rows. */
 function table(head, rows, stacked) {
   const role = name => stacked ? { role: name } : {};
   const box = attributes(make("div", { className: "scroll", tabIndex: 0 }), { role: "region", "aria-label": head.join(", ") });
@@ -46,7 +46,7 @@ function text(value) {
   if (size >= 1e3) return Math.round(value).toLocaleString("en");
   return size > 0 && size < 1e-3 ? value.toExponential(2) : String(+value.toPrecision(4));
 }
-/* For an axis: few digits. */
+/* Formats a number for an axis, with few digits. */
 function short(value) {
   const size = Math.abs(value), [unit, letter] = [[1e12, "T"], [1e9, "G"], [1e6, "M"]].find(([unit]) => size >= unit) ?? [1, ""];
   if (letter) return +(value / unit).toPrecision(3) + letter;

@@ -1,8 +1,8 @@
-/* Draws what `optimus.plan.page` gives. */
+/* Draws the data of `optimus.plan.page`. */
 const words = name => name.replaceAll("_", " ");
 const gigabytes = size => (size / 1e9).toFixed(size < 1e9 ? 2 : 1) + " GB";
 
-/* A bar for each plan, of parts that have the same colour in all of them. */
+/* Draws a bar for each plan. A part has the same colour in all bars. */
 function bars(box, parts, show, most, limit) {
   const names = [...new Set(data.plans.flatMap((plan, i) => Object.keys(parts(plan))))]
     .filter(name => data.plans.some(plan => parts(plan)[name] > 0))
@@ -29,7 +29,7 @@ function scaling(box) {
   const font = "12px system-ui, sans-serif";
   const first = data.scaling[0], ideal = data.scaling.map(point => first.tokens_per_second * point.ranks / first.ranks);
   let chart = null;
-  const legend = show => (chart, value, series, at) => show(at === null ? chart.data[series].at(-1) : value);  // without a cursor: of the most ranks
+  const legend = show => (chart, value, series, at) => show(at === null ? chart.data[series].at(-1) : value);  // without a cursor: the value for the most ranks
   const percent = value => value === null ? "-" : value.toFixed(1) + " %";
   const draw = () => {
     const stroke = shade("--soft"), grid = { stroke: shade("--grid"), width: 1 };

@@ -1,17 +1,17 @@
-/* Draws what `report_data` gives. Curves come as points; NaN and infinity come as text, a missing value as null. */
+/* Draws the data of `report_data`. Curves come as points; NaN and infinity come as text, a missing value as null. */
 const RUN_COLOURS = Array.from({ length: 8 }, (_, number) => "--run-" + number);  // of the style sheet
 const runColour = number => RUN_COLOURS[number % RUN_COLOURS.length];
 const KIND_COLOURS = { forward: "#8fb8de", backward: "#f2b880", backward_input: "#f2d479", backward_weights: "#9fce9f",
   embed: "#c9c9c9", logits: "#c8a2c8", loss: "#a880b8", embed_backward: "#a9a9a9" };
 const BYTES = Array.from({ length: 50 }, (_, power) => 2 ** power);  // between the ticks of an axis of memory
 const HEIGHT = 240;  // pixels of a chart
-const FEW = 40;  // points: of no more than these each is shown, and none is smoothed
+const FEW = 40;  // points: a curve with at most this many shows each point and is not smoothed
 const AXES = { step: "steps", tokens: "tokens", seconds: "training time", share: "share of the run" };
 let axis = "step", smoothing = 0.9, drawn = [];
-const views = new Map();  // of charts by their labels: what is zoomed and hidden, for when they are drawn anew
+const views = new Map();  // zoom and hidden curves of charts by their labels, to restore when a chart is drawn again
 
-/* The axis: steps, per cent of those that the run is to have, or tokens and seconds by its clock, between whose points they grow
-   evenly. */
+/* Returns a step's position on the axis: steps, per cent of the planned steps, or tokens and seconds by the run's clock,
+   interpolated linearly between the points of the clock. */
 function along(run, step) {
   if (axis === "step") return step;
   if (axis === "share") return 100 * step / Math.max(1, run.facts.step, run.facts.steps ?? 0);
@@ -22,7 +22,7 @@ function along(run, step) {
   if (at[high] === at[low]) return to[low];
   return to[low] + (to[high] - to[low]) * (step - at[low]) / (at[high] - at[low]);
 }
-/* The axes that all runs have; the clock of older runs may lack one. Runs that are not of one length are compared on tokens. */
+/* Lists the axes that all runs have; the clock of older runs may lack one. Runs of different lengths are compared on tokens. */
 function axesOfAll() {
   const has = name => data.runs.every(run => run.clock.step.length && run.clock[name].every(value => typeof value === "number"));
   return Object.keys(AXES).filter(name => name === "step" || name === "share" || has(name));
@@ -59,10 +59,10 @@ function controls() {
 
 const alongName = () => axis === "seconds" || axis === "share" ? AXES[axis] : axis;
 const alongText = (x, number) => x === null ? "-" : axis === "seconds" ? duration(x) : axis === "share" ? +x.toFixed(1) + " %" : number(x);
-/* A legend says what is under the cursor and, while there is none, the last values. */
+/* A legend shows the values under the cursor or, without a cursor, the last values. */
 const alongSeries = () => ({ label: alongName(), value: (_, x, __, at) => at === null ? "last" : alongText(x, text) });
-/* Of a curve at the cursor, whose point of the axis another run may have and it has not: its value before that, or its last one.
-   The place that uPlot gives a legend is of the nearest value, which may come later. */
+/* Returns a curve's value at the cursor: the latest value at or before this point of the axis, or the last value. The index that
+   uPlot gives a legend is that of the nearest value, which may come later. */
 function valueAt(chart, series) {
   const values = chart.data[series];
   const at = chart.cursor.idx;
@@ -78,10 +78,10 @@ function axes(size) {
     { ...soft, size, values: (_, ticks) => ticks.map(tick => tick === null ? "" : short(tick)) },
   ];
 }
-/* Of a curve that is 0 all along, or of none, the y axis goes to 1. */
+/* Returns the range of the y axis, which goes to 1 for a curve that is 0 everywhere, or without curves. */
 function height(_, low, high) { return !low && !high ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true); }
-/* Events, and steps whose value is not finite, over a chart. Of one run the events are lines over the whole height; of several,
-   whose curves are `series`, each is a short line on the curve of its own run. */
+/* Draws events, and steps whose value is not finite, over a chart. The events of one run are lines over the whole height. With
+   several runs, whose curves are `series`, each event is a short line on the curve of its own run. */
 function marks(runs, bad) {
   return { hooks: { draw: chart => {
     const { ctx, bbox } = chart;
@@ -112,20 +112,20 @@ function marks(runs, bad) {
     ctx.restore();
   } } };
 }
-/* Where the curve of a series has its point nearest to x, in pixels of the canvas; null where it has none. */
+/* Returns the height of the series' point nearest to x, in pixels of the canvas; null if the series has no point. */
 function heightAt(chart, series, x) {
   const xs = chart.data[0], values = chart.data[series];
   let best = -1;
   for (let i = 0; i < xs.length; i++) if (typeof values[i] === "number" && (best < 0 || Math.abs(xs[i] - x) < Math.abs(xs[best] - x))) best = i;
   return best < 0 ? null : chart.valToPos(values[best], "y", true);
 }
-/* The entries of a legend show and hide their curves, with what was measured where a curve is smoothed: by keys, too. */
+/* Makes the entries of a legend show and hide their curves by keys, too; a smoothed curve together with its raw values. */
 function byKeys(chart, holder) {
   const rows = [...holder.querySelectorAll(".u-series")];
   rows.forEach((row, number) => { if (chart.series[number].measured) row.style.display = "none"; });
   const numbers = rows.map((_, number) => number).filter(number => number && !chart.series[number].measured);
   const entry = number => rows[number].querySelector("th");
-  if (numbers.length < 2) { numbers.forEach(number => { entry(number).style.pointerEvents = "none"; }); return; }  // it stays
+  if (numbers.length < 2) { numbers.forEach(number => { entry(number).style.pointerEvents = "none"; }); return; }  // a single curve stays visible
   numbers.forEach(number => {
     const say = () => entry(number).setAttribute("aria-pressed", chart.series[number].show);
     attributes(entry(number), { role: "button", tabindex: 0 });
@@ -182,7 +182,7 @@ function plot(box, label, build) {
     else return;
     event.preventDefault();
   });
-  drawn.push(entry);  // to be drawn when the page has its widths
+  drawn.push(entry);  // drawn once the page has its widths
 }
 
 function curves(box, chart) {
@@ -291,7 +291,7 @@ function heat(box, run) {
   draw();
 }
 
-/* A colour, mixed with white: the text on it is dark in dark windows, too. */
+/* Mixes a colour with white. Text on the result is dark, also in dark mode. */
 function pale(colour, white) {
   const parts = [1, 3, 5].map(at => parseInt(colour.slice(at, at + 2), 16));
   return `rgb(${parts.map(part => Math.round(part + (255 - part) * white))})`;
@@ -330,7 +330,7 @@ function overview() {
   again.forEach(run => box.append(make("p", { className: "soft" }, `${run.name}: ${text(run.superseded)} records are of steps that were run again later; the later ones are drawn.`)));
 }
 
-/* What a reader wants to know first: how it went, four numbers, and the loss; else what text is measured by. */
+/* Shows what a reader wants to know first: the verdict, the large numbers, and the loss (else bits per byte). */
 function headline(chart) {
   const several = data.runs.length > 1, state = several ? "" : " state " + data.runs[0].state;
   page.append(make("p", { className: "verdict" + state }, data.verdict));
@@ -379,7 +379,7 @@ function draw() {
     curves(panel(grid, chart.title, chart.unit), chart);
   });
   if (zero.length) {
-    const inside = make("div", { className: "grid" });  // some browsers give it no width while it is folded
+    const inside = make("div", { className: "grid" });  // some browsers give the grid no width while its section is folded
     zero.forEach(chart => curves(panel(inside, chart.title, chart.unit), chart));
     page.append(make("details", { className: "zero", ontoggle: () => drawn.forEach(each => each.size()) },
       make("summary", {}, "0 throughout: " + zero.map(chart => chart.title).join(", ")), inside));
@@ -428,7 +428,7 @@ function draw() {
   redraw();
 }
 function redraw() { drawn.forEach(each => each.draw()); }
-/* New data, on a page that stays as its reader has it: what is focused, open, chosen, zoomed and hidden. */
+/* Shows new data, and preserves the reader's view: what is focused, open, chosen, zoomed and hidden. */
 function refresh(fresh) {
   const all = selector => [...document.querySelectorAll(selector)], controls = "select, button, input, summary, [tabindex]";
   const focus = all(controls).indexOf(document.activeElement), at = window.scrollY;
