@@ -44,7 +44,7 @@ def launch(
 
     overrides = [*(overrides or []), *(settings or []), *(["observe.verbose=true"] if verbose else [])]
 
-    read_run(config, overrides)  # before torch is imported: a mistake costs no waiting
+    read_run(config, overrides)  # before torch is imported, so that mistakes are reported at once
     from optimus.launch import nodes as run
 
     other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
@@ -122,7 +122,7 @@ def lab(
 
     def say(
         event: dict[str, Any],
-    ) -> None:  # when it happens, whoever reads; standard output is for the result, if JSON
+    ) -> None:  # printed at once; standard output is for the result, if JSON
         line = f"{event['kind']:10} {event['node'] or '-':8} {event['detail']}"
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 

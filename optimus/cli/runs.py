@@ -1,4 +1,4 @@
-"""The commands that look at runs, and at this machine."""
+"""The commands for looking at runs and at this machine."""
 
 import sys
 from pathlib import Path
