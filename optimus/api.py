@@ -129,8 +129,8 @@ def train(
 
     Raises `UserError` for anything that the user can fix, before any process is started where possible. The error is a
     `LeaseError` when another run holds the folder. When another rank is lost under a launcher, the error is a
-    `CollectiveError`, after which this process cannot train again: it ignores SIGTERM, by which the launcher would cut the
-    message short, and exits with code 75 without waiting for anything.
+    `CollectiveError`. This process cannot train again afterwards: it ignores SIGTERM, by which the launcher would cut
+    the message short, and exits with code 75 without waiting for anything.
 
     Ranks are separate programs: a script needs no `__main__` guard.
 

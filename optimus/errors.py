@@ -1,9 +1,9 @@
 """The exception for errors that a user can fix.
 
-All packages raise `UserError` when the input (config, files, checkpoint, machine) is at fault. Its text is a single message
-that names the object, the place and the remedy; the command line prints the message without a traceback and exits with 2. A
-message names arguments of a function as in a call, `context` or `resume=True` in backticks, and the command line turns these
-into options.
+All packages raise `UserError` when the input (config, files, checkpoint, machine) is at fault. The text of the error is a
+single message that names the object, the place and the remedy. The command line prints the message without a traceback and
+exits with 2. A message names arguments of a function as in a call, `context` or `resume=True` in backticks, and the command
+line turns the arguments into options.
 """
 
 import difflib

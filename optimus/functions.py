@@ -1,4 +1,4 @@
-"""Serialisation of functions and objects for other processes of this machine, even from modules that they cannot import.
+"""Serialises functions and objects for other processes of this machine, even from modules that cannot be imported there.
 
 `cloudpickle` sends definitions of `__main__`, and those without a module, by value. This module does the same for modules
 that another process would not find by name, or for which it would find another project's: pytest's importlib mode creates

@@ -1,4 +1,4 @@
-"""Termination of a process together with its parent, however the parent ends."""
+"""Ends a process together with its parent, however the parent ends."""
 
 import ctypes
 import os

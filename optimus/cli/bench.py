@@ -151,7 +151,7 @@ def bench_machine(
     output: Annotated[Path, typer.Option(help="Write the machine to this new .yaml file.")],
     name: Annotated[str | None, typer.Option(help="Name of the machine. Default: the file's.")] = None,
 ) -> Report:
-    """Measure this machine, all ranks busy at once, and write the file from which `optimus plan` knows it."""
+    """Measure this machine with all ranks busy, and write the machine file for `optimus plan`."""
     from optimus.plan.measure.machine import run
 
     return run(ranks, user_path(output), name=name)

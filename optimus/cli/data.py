@@ -13,7 +13,7 @@ def sample_text(
     output: Annotated[Path, Option(help="Folder to make.")],
     as_json: Json = False,
 ) -> None:
-    """Make some text for a first model: the sources of Python's standard library."""
+    """Write sample text for a first model: the sources of Python's standard library."""
     from optimus.api import sample_text as run
     from optimus.config.sizes import size_text
 

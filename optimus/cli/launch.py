@@ -87,7 +87,7 @@ def rendezvous(
     ] = "127.0.0.1",
     as_json: Json = False,
 ) -> None:
-    """Serve the rendezvous store of a launch, on a machine that is none of its nodes."""
+    """Serve the rendezvous store of a launch, on a machine that is not one of its nodes."""
     from optimus.launch.store import serve_until_ended
 
     serve_until_ended(port, address, as_json)

@@ -81,7 +81,7 @@ def plan(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Choose how to divide a model over a machine, and predict its speed and memory."""
+    """Choose the layout of a model on a machine, and predict its speed and memory."""
     overrides = [*(overrides or []), *(settings or [])]
     numbers = [] if scale is None else _numbers(scale)
     rows = len(numbers) or (1 if as_is else best)

@@ -19,7 +19,7 @@ Count = Annotated[int, Field(gt=0), BeforeValidator(_count)]  # of tokens or ste
 
 
 class SourceConfig(Section):
-    """A source of training tokens. Its share is given by one of weight, tokens and epochs; the default is weight 1."""
+    """A source of training tokens, whose share is given by one of weight, tokens and epochs; the default is weight 1."""
 
     path: PathText = Field(description="Folder written by `optimus prepare`, also at a URL that fsspec reads.")
     name: str | None = Field(None, description="Name in metrics and messages. Default: that of the folder.")

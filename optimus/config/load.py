@@ -1,4 +1,4 @@
-"""Conversion of YAML, a preset and `key.path=value` overrides to a `RunConfig`, and back to YAML.
+"""Converts YAML, a preset and `key.path=value` overrides to a `RunConfig`, and a `RunConfig` back to YAML.
 
 The order of precedence, lowest first: the tree's defaults, the preset's recipe, the file, the overrides. All problems are
 reported at once, each with the path of its key and the nearest valid key.

@@ -1,4 +1,4 @@
-"""Migration of configuration files to today's names of renamed keys; comments and layout stay."""
+"""Migrates configuration files to today's names of renamed keys; comments and layout stay."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +28,9 @@ def migrate(config: str | Path) -> list[RenamedKey]:
     Returns the renamed keys in the order of the file. Comments, order and layout stay; included files must be migrated
     separately.
 
-    Raises `UserError`, before anything is written, for a file that cannot be read or is not valid YAML, for a key that has
-    moved to another section, which the message names, and for a key that is present under both of its names.
+    Raises `UserError`, before anything is written, for a file that cannot be read or is not valid YAML. Raises `UserError`
+    for a key that has moved to another section, which the message names, and for a key that is present under both of its
+    names.
 
     Example:
         api.migrate("first.yaml")

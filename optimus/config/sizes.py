@@ -1,4 +1,4 @@
-"""Parsing and formatting of bytes, tokens and seconds."""
+"""Parses and formats numbers of bytes, tokens and seconds."""
 
 import re
 

@@ -421,9 +421,9 @@ class EvaluateConfig(Section):
     """Prompts and tasks during training."""
 
     prompts: list[str] = Field([])
-    """Prompts that the model continues when a `validation` set is measured, and after the last step, by at most 64 of the
-    most probable tokens. samples.jsonl in the run folder and the report show the continuations. An empty prompt begins a
-    document."""
+    """Prompts that the model continues when a `validation` set is measured, and after the last step. A continuation has at
+    most 64 of the most probable tokens. samples.jsonl in the run folder and the report show the continuations. An empty
+    prompt begins a document."""
     tasks: list[str] = Field([], description="Tasks that are run during training, as `optimus evaluate --tasks`.")
     task_data: PathText | None = Field(None, description="Folder of their data.")
     tasks_every: int | None = Field(None, gt=0, description="Steps between them; they also run at the last step.")
@@ -503,8 +503,8 @@ class ObserveConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
     report: bool = Field(True, description="Write report.html, as `optimus report` does, when the run ends.")
     notify: str | None = None
-    """Receiver of messages about the run's end or failure, and under `optimus launch` its restarts: a webhook (an http or
-    https URL, which gets JSON), or a command, which gets the same JSON on its standard input."""
+    """Receiver of messages about the run's end or failure, and under `optimus launch` its restarts: a webhook or a command.
+    A webhook (an http or https URL) gets JSON; a command gets the same JSON on its standard input."""
     mlflow: str | None = Field(None, description="MLflow experiment, on the server in MLFLOW_TRACKING_URI; null: off.")
     wandb: str | None = Field(None, description="Weights & Biases project; null: off.")
     wandb_entity: str | None = Field(None, description="User or team there. Default: that of the API key.")

@@ -1,1 +1,1 @@
-"""Resolution: turns a configuration and the facts of a machine into a run with every option decided."""
+"""Turns a configuration and the facts of a machine into a run with every option decided."""

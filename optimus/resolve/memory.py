@@ -1,7 +1,7 @@
 """The memory account of a rank, computed from its plan. Checks, choices, plans and dry runs read the account.
 
-The account leaves out transfers in flight: buffers of collectives, messages, and tiles of offloaded updates on their way to
-and from the device, two at a time (`state.tile`; at least one matrix for a matrix rule).
+The account leaves out transfers in flight: buffers of collectives, messages, and tiles of offloaded updates. Two tiles at a
+time are on their way to and from the device (`state.tile`; at least one matrix for a matrix rule).
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Resolution of a run: every decision once, in the order of their dependencies."""
+"""Resolves a run: makes every decision once, in the order of their dependencies."""
 
 from dataclasses import replace
 

@@ -62,8 +62,8 @@ def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = 
     """Returns the rule of each parameter of the whole `model`, by name; parameters matched by `freeze` get the rule
     `Frozen`.
 
-    Raises `UserError` for a group or an entry of `freeze` that matches no parameter, for a model without trainable
-    parameters, and for a group that gives a matrix rule to a parameter that is not a matrix.
+    Raises `UserError` for a group or an entry of `freeze` that matches no parameter, and for a model without trainable
+    parameters. Raises `UserError` for a group that gives a matrix rule to a parameter that is not a matrix.
     """
     roles = {name: declared.role for name, declared in declarations(model)}
     for number, group in enumerate(config.groups):

@@ -1,4 +1,4 @@
-"""Building of a run: its process groups, model and state on a device, without values yet."""
+"""Builds a run: its process groups, model and state on a device, without values yet."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -125,7 +125,8 @@ def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
 
 
 def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> None:
-    """Checks that the newest readable checkpoint belongs to this run. Its data is verified only when it is loaded."""
+    """Checks that the newest readable checkpoint belongs to this run. The checkpoint's data is verified when it is
+    loaded."""
     saved, points = folder / "config.yaml", resume_points(folder)
     broken = []
     for point in points:

@@ -1,4 +1,4 @@
-"""Work after the end or the restart of a run: a line in the event log, the report, a notification."""
+"""Concludes a run after its end or restart: a line in the event log, the report, a notification."""
 
 import signal
 import sys

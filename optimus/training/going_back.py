@@ -1,4 +1,4 @@
-"""Ends of a run that lead to a restart: without a faulty node, or from earlier weights if no node is at fault."""
+"""Ends a run for a restart: without the faulty node, or from earlier weights if no node is at fault."""
 
 from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.checkpoint.rollback import rollback

@@ -1,4 +1,4 @@
-"""Reading of a run's configuration before torch is imported, so that mistakes are reported at once.
+"""Reads a run's configuration before torch is imported, so that mistakes are reported at once.
 
 Neither this module nor any of its imports may import torch.
 """

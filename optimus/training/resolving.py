@@ -1,4 +1,4 @@
-"""Resolution of a run on this machine, from facts of the hardware and from files read at the start."""
+"""Resolves a run on this machine, from facts of the hardware and from files read at the start."""
 
 from collections.abc import Callable
 from dataclasses import replace

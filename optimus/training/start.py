@@ -1,4 +1,4 @@
-"""The start of a run: at its first step, at the end of a trunk, or where the run stopped. Its state is filled."""
+"""Starts a run, with its state filled: at the first step, at the end of a trunk, or where the run stopped."""
 
 from collections.abc import Sequence
 from pathlib import Path

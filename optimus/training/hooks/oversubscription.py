@@ -35,10 +35,9 @@ def threads_wanted() -> float:
 
 
 class Oversubscription(Hook):
-    """Warns when steps on a CPU are far slower than the run's fastest, or when its threads get less than half of their
-    cores.
+    """Warns when steps on a CPU are far slower than the run's fastest, or when threads get less than half of their cores.
 
-    The warning also requires more runnable threads than cores. It appears once until the run has recovered. On rank 0.
+    The warning also requires more runnable threads than cores, and is not repeated until the run has recovered. On rank 0.
     """
 
     order = Order.MEASURE

@@ -87,8 +87,8 @@ def describe(timings: Mapping[MatmulShape, FormTimings], known: int = 0) -> list
     """Returns a line about all products, of which `known` were measured before, and a line for each product with another
     form.
 
-    Another form means one other than the product's own. Its line compares the usual time of the chosen form with the best
-    time of the product's own form.
+    Another form means one other than the product's own. The line of a product compares the usual time of the chosen form
+    with the best time of the product's own form.
     """
     chosen = {product: clear_choice(product.form, each) for product, each in timings.items()}
     other = [product for product, form in chosen.items() if form != product.form]
