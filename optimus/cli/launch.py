@@ -120,9 +120,7 @@ def lab(
         str(config), [*(overrides or []), *(settings or [])], nodes, spares, ranks_per_node, keep_alive=alive, wait=wait
     )
 
-    def say(
-        event: dict[str, Any],
-    ) -> None:  # printed at once; standard output is for the result, if JSON
+    def say(event: dict[str, Any]) -> None:  # printed at once; standard output is for the result, if JSON
         line = f"{event['kind']:10} {event['node'] or '-':8} {event['detail']}"
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 

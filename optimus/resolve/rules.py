@@ -28,9 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 class _Row(NamedTuple):
     kind: type[UpdateRule]
     own: Callable[[OptimizerConfig], Mapping[str, Any]]  # hyperparameters besides those common to all rules
-    usual: tuple[Role, ...] = get_args(
-        Role
-    )  # roles that the rule updates by default; other roles get the rule `_BESIDE`, unless a group says otherwise
+    usual: tuple[Role, ...] = get_args(Role)  # roles updated by default; `_BESIDE` updates the others
     never: tuple[Role, ...] = ()  # roles that the rule cannot update
 
 
