@@ -1,11 +1,11 @@
 """Optimus: pretrain dense and Mixture-of-Experts language models, from raw text to an evaluated checkpoint.
 
-The commands of the shell are functions here: `sample_text`, `prepare`, `train`, `evaluate`, `generate`, `export`,
-`import_folder`, `merge`, `models`; and `load_model` gives a checkpoint's model. `optimus.api` has these and the others,
-`report`, `runs`, `config`, `plan`, `doctor` and those of checkpoints: some of these names are packages here.
-`register_experts` and `FastSparseMoEBlock` put the expert kernels into models of `transformers`. `Hook` is the base of your
-own code around the steps of a run (docs/hooks.md). What the user can mend is a `UserError`. `help(optimus.train)` and so on
-say more. All load on first use, so that importing the package costs nothing.
+The shell commands are functions here: `sample_text`, `prepare`, `train`, `evaluate`, `generate`, `export`, `import_folder`,
+`merge`, `models`. `load_model` returns a checkpoint's model. `optimus.api` has these functions and the others: `report`,
+`runs`, `config`, `plan`, `doctor` and those for checkpoints, some of whose names are packages here. `register_experts` and
+`FastSparseMoEBlock` put the expert kernels into models of `transformers`. `Hook` is the base class for your own code around
+the steps of a run (docs/hooks.md). Errors that the user can fix are `UserError`s. `help(optimus.train)` and so on say more.
+All names load on first use, so that importing the package costs nothing.
 
 Example:
     import optimus

@@ -95,8 +95,9 @@ __getattr__, __dir__ = lazy_exports(
 
 
 def config(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Iterable[str] = ()) -> "RunConfig":
-    """The configuration of a YAML file or a mapping, with its includes, preset and defaults, and with `overrides`, texts
-    `key.path=value`. Raises `UserError` naming each wrong key by its path.
+    """Returns the configuration of a YAML file or a mapping, with its includes, preset and defaults.
+
+    `overrides` are texts `key.path=value`. Raises `UserError` naming each wrong key by its path.
 
     Example:
         api.config("first.yaml", ["train.steps=500"]).lr_schedule.lr
@@ -117,21 +118,21 @@ def train(
     check: bool = False,
     hooks: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """Train as `config` (a YAML file, a mapping or a `RunConfig`) says; returns a summary of the run.
+    """Trains a model as configured by `config` (a YAML file, a mapping or a `RunConfig`); returns a summary of the run.
 
-    `ranks` processes on this machine share every global batch (default: as many as `parallel` asks for); under a launcher
-    that sets WORLD_SIZE, such as torchrun, this process is one of its ranks, and the launcher says how many there are.
-    `resume` continues from the newest checkpoint in `train.output`, if there is something with "auto"; with
-    `fresh_optimizer` from its weights alone, as after a rollback to them. `check` validates everything, every checksum of
-    the data included, and runs nothing. `hooks` are your own, subclasses of `optimus.Hook` or objects of such, beside
-    those that `train.hooks` names; what they hold is sent to the ranks.
+    `ranks` processes on this machine share every global batch (default: as many as `parallel` asks for). Under a launcher
+    that sets WORLD_SIZE, such as torchrun, this process is one of the ranks, and the launcher sets their number. `resume`
+    continues from the newest checkpoint in `train.output`, and "auto" does so only if the folder holds a run. With
+    `fresh_optimizer`, the run resumes from the weights of the checkpoint alone, as after a rollback. `check` validates
+    everything, including every checksum of the data, and runs nothing. `hooks` are your own, subclasses of `optimus.Hook` or
+    instances of such classes, in addition to those named in `train.hooks`; their contents are sent to the ranks.
 
-    Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible; it is a
-    `LeaseError` when another run holds the folder. When another rank is lost under such a launcher, it is a
-    `CollectiveError`, after which this process cannot train again: it ignores SIGTERM, by which the launcher would cut the
-    message short, and exits with code 75 without waiting for anything.
+    Raises `UserError` for anything that the user can fix, before any process is started where possible. The error is a
+    `LeaseError` when another run holds the folder. When another rank is lost under a launcher, the error is a
+    `CollectiveError`. This process cannot train again afterwards: it ignores SIGTERM, by which the launcher would cut
+    the message short, and exits with code 75 without waiting for anything.
 
-    Ranks are programs of their own: a script needs no `__main__` guard.
+    Ranks are separate programs: a script needs no `__main__` guard.
 
     Example:
         optimus.train("first.yaml", ["train.steps=500"], ranks=2)

@@ -1,4 +1,4 @@
-"""What every autograd function of the package has in common: its backward pass is no function to be differentiated."""
+"""The decorator of all autograd functions of the package, whose backward passes cannot be differentiated."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,10 +13,10 @@ R = TypeVar("R")
 
 
 def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
-    """Refuses the backward pass where a second derivative is prepared (`create_graph`).
+    """Makes a backward pass raise `UserError` when a second derivative is prepared (`create_graph`).
 
-    torch's decorator of this name raises later, and not always: where the incoming gradient is a constant, as that of a
-    loss is, what a gradient owes to the saved tensors is left out of the second derivative without a word.
+    torch's decorator of this name raises later, and not always: if the incoming gradient is a constant, like that of a loss,
+    the dependence of a gradient on the saved tensors is silently left out of the second derivative.
     """
 
     @wraps(backward)

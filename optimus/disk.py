@@ -1,4 +1,4 @@
-"""Paths as users write them, and files that are complete: atomic replacement, on the disk before going on; and plots."""
+"""Paths as users write them, files that are replaced atomically and synced to disk, JSON, and names of plots."""
 
 import json
 import os
@@ -11,18 +11,18 @@ from typing import Any
 
 from optimus.errors import UserError
 
-_LONGEST, _LONGEST_PATH = 255, 4095  # bytes that Linux takes
-_LONGEST_NAME = 200  # bytes, of the 255 that file systems take: what is not complete has a longer one
+_LONGEST, _LONGEST_PATH = 255, 4095  # bytes allowed by Linux
+_LONGEST_NAME = 200  # bytes, of the 255 that file systems allow: incomplete files have longer names
 _UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
 
 
 def user_path(given: str | Path) -> Path:
-    """The path that a user means: `~`, `~name`, `$NAME` and `${NAME}` stand for what a shell puts in their place.
+    """Returns the path that a user means: expands `~`, `~name`, `$NAME` and `${NAME}` like a shell.
 
-    Every path that comes from a user goes through here, since a shell leaves `--output=~/run` and what stands in a file
-    as it is. A name that exists with a `$` in it is taken as it stands. Raises `UserError` for a variable that is not set,
-    a user who is not there, and what no file can be called.
+    Every path that comes from a user passes through this function, because a shell does not expand `--output=~/run` or paths
+    in a file. An existing name that contains `$` is taken literally. Raises `UserError` for a variable that is not set, a
+    user who does not exist, and names that no file can have.
     """
     text = os.path.expandvars(os.path.expanduser(given))
     variable = _VARIABLE.search(text)
@@ -47,20 +47,26 @@ def _can_be_a_path(text: str) -> bool:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A line of text, such as a file's name, as files and terminals take it: what is no Unicode, commands a terminal, or
-    turns the direction of what follows, is written as an escape. All but `keep`."""
+    """Returns a line of text, such as a file's name, that is safe for files and terminals.
+
+    Characters are escaped if they are invalid Unicode, control a terminal, or change the direction of the following text,
+    except those in `keep`.
+    """
     return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
 
 
 def _escape(character: str) -> str:
-    """A byte of a name that is not UTF-8, which Python has as a surrogate, is written as that byte."""
+    """Escapes a character; a byte of a name that is not UTF-8, which Python represents as a surrogate, is written as that
+    byte."""
     code = ord(character)
     return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else character.encode("unicode_escape").decode()
 
 
 def plain_name(name: object) -> str:
-    """`name`, by which a file that somebody else may have written names one beside it. Raises ValueError for all but the
-    name of a file in that folder: a path leads out of it, and is read, written and deleted there.
+    """Returns `name` if it is a plain file name, for names read from files that may be of foreign origin.
+
+    Raises ValueError for anything but the name of a file in the same folder: a path would lead out of the folder, and would
+    be read, written and deleted there.
     """
     good = isinstance(name, str) and name.isprintable() and len(name.encode()) <= _LONGEST_NAME
     if not isinstance(name, str) or not good or {"/", "\\"} & set(name) or name in ("", ".", ".."):
@@ -69,8 +75,10 @@ def plain_name(name: object) -> str:
 
 
 def parse_json(text: str | bytes, **more: Any) -> Any:
-    """What JSON says that somebody else may have written. Raises ValueError for all that is none, also where it is nested
-    deeper than can be read. `more` is for `json.loads`."""
+    """Parses JSON of possibly foreign origin; `more` is passed to `json.loads`.
+
+    Raises ValueError for anything that is not JSON, and for JSON nested too deep to be read.
+    """
     try:
         return json.loads(text, **more)
     except RecursionError as error:
@@ -78,12 +86,12 @@ def parse_json(text: str | bytes, **more: Any) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace the file at once, and return when it is on the disk."""
+    """Replaces the file atomically with `content` as JSON, and returns when the file is on disk."""
     replace_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces what the file holds at once, and returns when it is on the disk. Its mode stays."""
+    """Replaces the content of the file atomically, and returns when the file is on disk. The file mode stays."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
@@ -96,7 +104,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The records that a file holds, each a line; lines that are not complete are left out."""
+    """Returns the records of a file with one JSON object per line; incomplete lines are left out."""
     found = []
     for line in path.read_bytes().split(b"\n"):
         with suppress(ValueError):
@@ -105,7 +113,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def sync(path: Path) -> None:
-    """Put a file's bytes, or a folder's names, on the disk, so that a rename outlasts a power cut."""
+    """Syncs a file's bytes, or a folder's names, to disk, so that a rename survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -114,7 +122,7 @@ def sync(path: Path) -> None:
 
 
 def file_system_time(folder: Path) -> float:
-    """The time of day by the clock of the file system of `folder`, which all who share it have in common."""
+    """Returns the time by the clock of `folder`'s file system, which all who share the file system have in common."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
         file.write(b"x")
         file.flush()
@@ -122,7 +130,7 @@ def file_system_time(folder: Path) -> float:
 
 
 def check_plot(given: Path) -> Path:
-    """Where the plot goes. Raises `UserError` where none can be made: to be asked before minutes of work."""
+    """Returns the path for a plot. Raises `UserError` if no plot can be written there; call it before minutes of work."""
     path = user_path(given)
     if path.suffix != ".png":
         raise UserError(f"--plot {path}: give the name of a .png file")

@@ -1,8 +1,9 @@
-"""The one exception for what a user can mend.
+"""The exception for errors that a user can fix.
 
-Every room raises `UserError` when the input (config, files, checkpoint, machine) is at fault. Its text is one message
-that names the thing, the place and the cure; the command line prints it without a traceback and exits with 2. It names an
-argument of a function as a call has it, `context` or `resume=True` in backticks; the command line makes an option of that.
+All packages raise `UserError` when the input (config, files, checkpoint, machine) is at fault. The text of the error is a
+single message that names the object, the place and the remedy. The command line prints the message without a traceback and
+exits with 2. A message names arguments of a function as in a call, `context` or `resume=True` in backticks, and the command
+line turns the arguments into options.
 """
 
 import difflib
@@ -13,20 +14,21 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Bad input. `str(error)` is all that the user is shown, and `code` what the command exits with."""
+    """Bad input. The user sees only `str(error)`; `code` is the exit code of the command."""
 
     code = 2
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A clause that proposes the valid name closest to `name`, or lists all of them when none is close."""
+    """Returns a clause that suggests the valid name closest to `name`, or lists all valid names if none is close."""
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(names)}"
 
 
 def how_to_install(extra: str) -> str:
-    """The command that adds an optional extra to this installation: a checkout's own environment, another, or a package."""
+    """Returns the command that adds an optional extra to this installation: a checkout's own environment, another one, or a
+    package."""
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "pyproject.toml").is_file():
         return f"pip install 'optimus-pretrain[{extra}]'"
@@ -37,7 +39,7 @@ def how_to_install(extra: str) -> str:
 
 @contextmanager
 def naming_disk_errors(path: Path, cure: str) -> Iterator[None]:
-    """Turn a write below that the system refuses into one message that says where, why, and what to do."""
+    """Turns an `OSError` while writing into a `UserError` that names the path, the reason and the remedy."""
     try:
         yield
     except OSError as error:
@@ -46,7 +48,7 @@ def naming_disk_errors(path: Path, cure: str) -> Iterator[None]:
 
 @contextmanager
 def naming_read_errors(path: Path) -> Iterator[None]:
-    """Turn a read below that the system refuses into one message that says where and why."""
+    """Turns an `OSError` while reading into a `UserError` that names the path and the reason."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,8 @@
-"""Sends functions and objects to other processes of this machine, also where their module has no name to import it by.
+"""Serialises functions and objects for other processes of this machine, even from modules that cannot be imported there.
 
-`cloudpickle` sends by value what lies in `__main__`, and what is no module's. So is here what is in a module that another
-process would not find by its name, or where it would find another project's: pytest's importlib mode gives such names.
+`cloudpickle` sends definitions of `__main__`, and those without a module, by value. This module does the same for modules
+that another process would not find by name, or for which it would find another project's: pytest's importlib mode creates
+such names.
 """
 
 import io
@@ -16,7 +17,7 @@ from optimus.errors import UserError
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Finds out, of each function and class, whether its module is found by its name."""
+    """Registers the module of each function and class for pickling by value unless the module can be found by its name."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
@@ -32,11 +33,11 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def dumps(value: Any, what: str = "it") -> bytes:
-    """`value` as bytes. Raises `UserError`, which names `what` is sent, for what cannot be."""
+    """Returns `value` as bytes. Raises `UserError`, which names `what` is sent, for a value that cannot be pickled."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(value)
-    except Exception as error:  # its own, and whatever an object raises when it is asked for its state
+    except Exception as error:  # its own errors, and those of an object's `__getstate__`
         raise UserError(
             f"{what} cannot be sent to another process ({type(error).__name__}: {error}): let it hold no open file, lock or "
             "thread, or make it there"
@@ -45,16 +46,16 @@ def dumps(value: Any, what: str = "it") -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """What `dumps` was given."""
+    """Returns the value that `dumps` was given."""
     return cloudpickle.loads(data)
 
 
 def _found_by_name(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    if file is None:  # built in, or not from a file
+    if file is None:  # built in, or not loaded from a file
         return True
     try:
         spec = find_spec(module.__name__)
-    except (ImportError, ValueError):  # of a package above it; a module without a spec
+    except (ImportError, ValueError):  # errors of a parent package; a module without a spec
         return False
     return spec is not None and spec.origin == file

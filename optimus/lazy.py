@@ -7,9 +7,9 @@ from typing import Any
 
 
 def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for `package`, which show what users call: `help`, completion.
+    """Returns `__getattr__` and `__dir__` for `package`; `help` and completion then show the public names.
 
-    `homes` says where each public name comes from: `module` or `module:its name there`.
+    `homes` gives the origin of each public name: `module`, or `module:its name there`.
     """
 
     def load(name: str) -> Any:

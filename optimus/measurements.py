@@ -1,9 +1,9 @@
-"""What was measured on this machine, and choices by it that are the same at every start.
+"""Measurements on this machine, and choices from them that are the same at every start.
 
-A machine is never still: what takes two milliseconds now takes five beside another program. So things that are compared are
-done in turn, and what disturbs one disturbs the others too; another than the default is chosen only where it is clearly
-faster, by more than the measurements scatter; and what was measured once counts from then on. Free memory is rounded down
-to a coarse step, and stays what it was before while that is still nearly so.
+A machine is never quiet: an operation of two milliseconds takes five beside another program. Compared alternatives are
+therefore timed in turn, so that a disturbance affects all of them. An alternative replaces the default only if it is clearly
+faster, by more than the spread of the measurements. A measurement counts for all later runs. Free memory is rounded down to
+a coarse step, and keeps its previous value while that is still nearly right.
 """
 
 import bisect
@@ -18,22 +18,22 @@ from typing import Any, NamedTuple, TypeVar
 
 from optimus.disk import parse_json, write_json
 
-GAIN = 0.9  # what is chosen in place of the default takes less than this share of its time: chance must not choose
+GAIN = 0.9  # an alternative must take less than this share of the default's time, so that chance does not choose
 _ROUNDS, _MOST_ROUNDS = 5, 15
-_ALIKE = 1.05  # the third best time of a thing, to its best, where the machine is quiet
-_BITS = 5  # of free memory that count: steps of a sixteenth to a thirty-second
+_ALIKE = 1.05  # ratio of the third best time to the best on a quiet machine
+_BITS = 5  # significant bits of free memory: steps of a sixteenth to a thirty-second
 Name = TypeVar("Name", bound=str)
 
 
 class Timing(NamedTuple):
-    """Seconds of something that was done several times."""
+    """Seconds of an operation that was timed several times."""
 
     best: float
     usual: float  # the median
 
     @property
     def spread(self) -> float:
-        """By how much the usual one is longer than the best, to the best."""
+        """The excess of the median over the best time, relative to the best."""
         return self.usual / self.best - 1
 
 
@@ -43,8 +43,11 @@ Timings = Mapping[str, Timing]
 def in_turn(
     works: Mapping[Name, Callable[[], float]], rounds: int = _ROUNDS, most: int = _MOST_ROUNDS
 ) -> dict[Name, Timing]:
-    """The timing of each of `works`, which returns its seconds: one after the other, in so many rounds and one before that
-    does not count. More, where the best times are not alike, as they may all be disturbed ones."""
+    """Times each of `works`, which return their seconds, in turn, for `rounds` rounds after one that does not count.
+
+    Adds rounds, up to `most`, while the best times of one of the works disagree, because all of them may have been
+    disturbed.
+    """
     for work in works.values():
         work()
     seconds: dict[Name, list[float]] = {name: [] for name in works}
@@ -59,16 +62,17 @@ def _disturbed(samples: Iterable[Sequence[float]]) -> bool:
 
 
 def clear_choice(default: Name, timings: Mapping[Name, Timing]) -> Name:
-    """The fastest; but the `default` unless the other is usually clearly faster than the default at its best."""
+    """Returns the fastest, or the `default` unless the median of the fastest is clearly below the best time of the
+    default."""
     best = min(timings, key=lambda name: timings[name].usual)
     return best if timings[best].usual < GAIN * timings[default].best else default
 
 
 def coarse(free: int, before: int = 0) -> int:
-    """The bytes to count on where so many are free now: rounded down to a step.
+    """Returns the bytes to count on if `free` bytes are free: rounded down to a step.
 
-    What was counted on `before` stays while it is there, and no more than two steps beside it, so that no reading is at a
-    border.
+    The value counted on `before` stays while that many bytes are free, and at most two steps more, so that small changes do
+    not cross a boundary.
     """
     if 0 < before <= free < before + 2 * _step(before):
         return before
@@ -80,10 +84,10 @@ def _step(size: int) -> int:
 
 
 class Measurements:
-    """Those of one chip, in a file; without a file nothing is kept.
+    """The measurements of one chip, in a file; without a file, nothing is kept.
 
-    Any number of processes may use it at once: the file is replaced at once, and what is there counts. One that cannot be
-    used, or written, is said in `notes` and does no harm: all is then measured again.
+    Any number of processes may use the file at once: it is replaced atomically, and existing entries take precedence. A file
+    that cannot be read or written is harmless: a line in `notes` says so, and everything is measured again.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -91,11 +95,11 @@ class Measurements:
         self.notes: list[str] = []
 
     def timings(self) -> dict[str, dict[str, Timing]]:
-        """By name, those of all alternatives."""
+        """Returns the timings of all alternatives, by name."""
         return self._read()[0]
 
     def add(self, found: Mapping[str, Timings]) -> dict[str, dict[str, Timing]]:
-        """Keep these; returns what holds of their names, which is what another process was first to keep."""
+        """Saves timings; returns the valid ones of these names, which another process may have saved first."""
         with self._locked():
             known, free = self._read()
             new = {name: dict(each) for name, each in found.items() if known.get(name, {}).keys() != each.keys()}
@@ -104,7 +108,7 @@ class Measurements:
         return {name: (known | new)[name] for name in found}
 
     def free_memory(self, device: str, free: int) -> int:
-        """`coarse`, after what was counted on before on this device."""
+        """Returns `coarse`, given the value counted on before on this device."""
         with self._locked():
             timings, known = self._read()
             counted = coarse(free, known.get(device, 0))
@@ -141,7 +145,7 @@ class Measurements:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Inside, no other process reads and writes; as far as the file system has locks."""
+        """Excludes other processes from reading and writing, if the file system supports locks."""
         folder = None
         with suppress(OSError):
             if self.path is not None:
@@ -156,7 +160,7 @@ class Measurements:
 
 
 def _checked(raw: Any) -> tuple[dict[str, dict[str, Timing]], dict[str, int]]:
-    """What a file holds. Raises one of the errors that `_read` knows where it holds anything else."""
+    """Returns the contents of a file. Raises one of the errors caught by `_read` for invalid contents."""
     timings = {
         name: {label: Timing(float(best), float(usual)) for label, (best, usual) in each.items()}
         for name, each in raw["seconds"].items()

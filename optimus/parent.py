@@ -1,4 +1,4 @@
-"""A process ends with the one that has started it, however that has ended."""
+"""Ends a process together with its parent, however the parent ends."""
 
 import ctypes
 import os
@@ -7,14 +7,15 @@ import sys
 import threading
 import time
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def end_with(parent: int) -> None:
-    """Let this process be killed when its parent ends. Another run may have the folder then: nothing more must be saved.
+    """Makes this process be killed when its parent ends: another run may then hold the folder, so nothing more must be
+    saved.
 
-    Linux does so at once, for a thread of the parent, too. `end_after` is for other systems, and for a parent that has ended
-    already.
+    Linux kills at once, also when the parent's thread ends. `end_after` covers other systems, and a parent that has already
+    ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
@@ -22,7 +23,7 @@ def end_with(parent: int) -> None:
 
 
 def end_after(parent: int) -> None:
-    """The same, within a second of the parent's end."""
+    """Kills this process within a second of its parent's end."""
     threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""What every section of the configuration is."""
+"""The base class of the configuration's sections."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def reported_as_value(read: Callable[[str], Result], value: Any) -> Any:
-    """What `read` makes of a text; other values are left to the tree. Raises `ValueError` for its `UserError`."""
+    """Applies `read` to a text; other values are left to validation. Raises `ValueError` for a `UserError` of `read`."""
     try:
         return read(value) if isinstance(value, str) else value
     except UserError as error:
@@ -28,18 +28,19 @@ PathText = Annotated[str, AfterValidator(_expanded)]  # ~ and $NAME are expanded
 
 
 class Section(BaseModel):
-    """A node of the tree: unknown keys and wrong types are errors, and so are NaN and infinity."""
+    """A node of the configuration tree; unknown keys, wrong types, NaN and infinity are errors."""
 
     __slots__ = ("_locked",)  # neither copied nor compared
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @property
     def locked(self) -> bool:
-        """Whether its values stay as they are."""
+        """True if the values can no longer change."""
         return getattr(self, "_locked", False)
 
     def lock(self) -> None:
-        """Let its values and those of what it holds stay as they are. What it shares with others becomes its own."""
+        """Locks the values of this section and of the sections it holds. Values shared with other sections are copied
+        first."""
         for name in type(self).model_fields:
             own = self.__dict__[name] = deepcopy(getattr(self, name))
             for each in own if isinstance(own, list) else [own]:
@@ -55,5 +56,5 @@ class Section(BaseModel):
         super().__setattr__(name, value)
 
     def given(self, *keys: str) -> list[str]:
-        """Those of these keys that have other values than their defaults."""
+        """Returns those of `keys` whose values differ from the defaults."""
         return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]

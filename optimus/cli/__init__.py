@@ -1,4 +1,5 @@
-"""The commands, a file a group: each a thin call of a function of `optimus.api` or below. `program.py` has all of them."""
+"""The commands, one file per group: each is a thin wrapper of a function of `optimus.api` or below. `program.py` collects
+them."""
 
 from optimus.cli.program import app, main
 

@@ -1,4 +1,4 @@
-"""`python -m optimus.cli` is `optimus`."""
+"""Runs `optimus` for `python -m optimus.cli`."""
 
 from optimus.cli.program import main
 

@@ -1,6 +1,7 @@
-"""The commands `optimus bench ...`: those that measure this machine are here, the comparisons with rivals in the checkout.
+"""The commands `optimus bench ...`: this module measures the machine; a source checkout adds comparisons with other
+frameworks.
 
-Each is a thin call of a function elsewhere; heavy imports wait until a command runs.
+Each command is a thin wrapper of a function elsewhere; heavy imports wait until a command runs.
 """
 
 import inspect
@@ -22,11 +23,11 @@ from optimus.disk import user_path
 from optimus.errors import UserError
 
 _CHECKOUT = Path(__file__).parents[2]
-_FILE = _CHECKOUT / "benchmarks" / "commands.py"  # where the package is used from its source
+_FILE = _CHECKOUT / "benchmarks" / "commands.py"  # present if the package is used from its source
 
 
 class _Later(TyperCommand):
-    """A command whose function and options are made when they are needed."""
+    """A command whose function and options are created on first use."""
 
     def __init__(self, name: str, summary: str, function: Callable[[str], Callable[..., Any]]) -> None:
         self._function = function
@@ -45,14 +46,15 @@ class _Later(TyperCommand):
 
     @params.setter
     def params(self, none: Any) -> None:
-        """Those of the command are used."""
+        """Ignores the given parameters: those of the wrapped command are used."""
 
     def make_context(self, *arguments: Any, **more: Any) -> Any:
         return self._command.make_context(*arguments, **more)
 
 
 class _Bench(CommandGroup):
-    """Has the benchmarks of a checkout, and says where they are that an installed package does not have."""
+    """The group of benchmark commands, including those of a checkout; an installed package tells where to find the
+    others."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -81,7 +83,8 @@ Report = dict[str, Any] | None  # None on all ranks but the first
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
-    """Raises `UserError` before minutes of work whose report could not be written."""
+    """Returns the path of the report. Raises `UserError` if the folder is missing, before minutes of work whose report could
+    not be written."""
     path = None if path is None else user_path(path)
     if path is not None and not path.absolute().parent.is_dir():
         raise UserError(f"--output {path}: there is no folder {path.absolute().parent}; make it first")
@@ -93,7 +96,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, ta
 
 
 def bench(name: str) -> Callable[[Callable[..., Report]], None]:
-    """Make a function that prints tables and returns a report the command `optimus bench NAME`."""
+    """Registers a function that prints tables and returns a report as the command `optimus bench NAME`."""
 
     def add(function: Callable[..., Report]) -> None:
         bench_app.command(name=name)(_command(function))
@@ -102,7 +105,7 @@ def bench(name: str) -> Callable[[Callable[..., Report]], None]:
 
 
 def _commands() -> ModuleType | None:
-    """The benchmarks of the checkout, found by their path, if there is one."""
+    """Imports the benchmarks of the checkout by their path; returns None without a checkout."""
     if not _FILE.is_file():
         return None
     if str(_CHECKOUT) not in sys.path:
@@ -111,7 +114,7 @@ def _commands() -> ModuleType | None:
 
 
 def _command(function: Callable[..., Report]) -> Callable[..., None]:
-    """With `--json`, and `--output` for the report where the function has none of its own."""
+    """Wraps a function as a command with `--json`, and with `--output` if the function has no such parameter."""
     signature = inspect.signature(function)
     added: dict[str, tuple[Any, Any]] = {"as_json": (Json, False)}
     if "output" not in signature.parameters:
@@ -148,11 +151,11 @@ def bench_machine(
     output: Annotated[Path, typer.Option(help="Write the machine to this new .yaml file.")],
     name: Annotated[str | None, typer.Option(help="Name of the machine. Default: the file's.")] = None,
 ) -> Report:
-    """Measure this machine, all ranks busy at once, and write the file from which `optimus plan` knows it."""
+    """Measure this machine with all ranks busy, and write the machine file for `optimus plan`."""
     from optimus.plan.measure.machine import run
 
     return run(ranks, user_path(output), name=name)
 
 
 app.add_typer(bench_app, name="bench")
-_commands()  # they add commands of their own
+_commands()  # registers the checkout's commands

@@ -1,4 +1,4 @@
-"""What the commands share. Each is a thin call of a function below; heavy imports wait until a command runs."""
+"""Parts shared by the commands. Each command is a thin wrapper of a function elsewhere; heavy imports wait until it runs."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from optimus.version import __version__
 
 
 class CommandGroup(TyperGroup):
-    """Commands whose first sentences its help has in full; typer cuts them to a line."""
+    """A group whose help shows the first sentence of each command in full, where typer would cut it to a line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -68,7 +68,7 @@ def _options(
 
 
 def show_ready(config: Path, ready: dict[str, Any], as_json: bool, *, verbose: bool) -> None:
-    """What `--check` says of a run that could begin."""
+    """Shows the result of `--check` for a run that is ready to start."""
     where = f"\n{ready['placement']}" if ready["ranks"] > 1 and verbose else ""
     nodes = f" of {ready['nodes']} node(s), with {ready['spares']} spare(s)" if "nodes" in ready else ""
     text = f"{config} is ready to run: {ready['steps']} steps on {ready['ranks']} rank(s){nodes}"
@@ -78,18 +78,18 @@ def show_ready(config: Path, ready: dict[str, Any], as_json: bool, *, verbose: b
 
 
 def but(given: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The arguments of a command that the function below takes under the same names: all but these."""
+    """Returns the arguments of a command except `names`, for a function with the same parameter names."""
     return {name: value for name, value in given.items() if name not in names}
 
 
 def show(result: Any, as_json: bool, text: str) -> None:
-    """Print a result as JSON, or `text`, if there is any."""
+    """Prints a result as JSON, or `text` unless it is empty."""
     if as_json or text:
         print(json.dumps(result, indent=2, default=str) if as_json else text)
 
 
 def folded(line: str, indent: int) -> str:
-    """A line of a list; on a terminal wrapped between words, with what is wrapped under its own column."""
+    """Returns a line of a list; on a terminal wrapped between words, with continuation lines indented by `indent`."""
     if not sys.stdout.isatty():
         return line
     columns = shutil.get_terminal_size().columns
@@ -98,7 +98,8 @@ def folded(line: str, indent: int) -> str:
 
 
 def with_options(message: str) -> str:
-    """A message of a function, which names its arguments as `resume=True` or `workers`, with the options for them."""
+    """Replaces arguments of a function in its message, `resume=True` or `workers` in backticks, by the options of the
+    command."""
     group = typer.main.get_command(app)
     commands = [each for each in group.commands.values() if not hasattr(each, "commands")]  # type: ignore[attr-defined]
     options = {param.name: param.opts[0] for command in commands for param in command.params}

@@ -47,7 +47,7 @@ def config_diff(
     configs: Annotated[list[Path], Argument(metavar="CONFIG", help="YAML files or run folders, two or more.")],
     as_json: Json = False,
 ) -> None:
-    """Show the keys whose values are not the same in all of these configurations, defaults included."""
+    """Show the keys whose values differ between configurations, defaults included."""
     from optimus import api
     from optimus.config.flat import differing, value_text
     from optimus.observe.table import print_table
@@ -71,7 +71,7 @@ def config_migrate(
     configs: Annotated[list[Path], Argument(metavar="CONFIG", help="YAML files, each with what it holds itself.")],
     as_json: Json = False,
 ) -> None:
-    """Rename the keys in configurations of an earlier version that have another name now. Comments stay."""
+    """Rename keys of an earlier version in configuration files to today's names. Comments stay."""
     from optimus import api
 
     told, lines = list[dict[str, Any]](), list[str]()

@@ -1,4 +1,4 @@
-"""The command for data."""
+"""The commands for data."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +13,7 @@ def sample_text(
     output: Annotated[Path, Option(help="Folder to make.")],
     as_json: Json = False,
 ) -> None:
-    """Make some text for a first model: the sources of Python's standard library."""
+    """Write sample text for a first model: the sources of Python's standard library."""
     from optimus.api import sample_text as run
     from optimus.config.sizes import size_text
 
@@ -82,7 +82,7 @@ def prepare(
 
 
 def _template(index: dict[str, Any]) -> str:
-    """Which chat template has written conversations."""
+    """Returns a line about the chat template of the prepared conversations, if there are any."""
     from optimus.data.chat import OURS
 
     if "chat" not in index:
@@ -92,7 +92,7 @@ def _template(index: dict[str, Any]) -> str:
 
 
 def _left_alone(index: dict[str, Any]) -> str:
-    """Lines about documents that were left out, and about files that were skipped, bad ones and those of other endings."""
+    """Returns lines about documents left out and files skipped, both unreadable files and files with other endings."""
     from optimus.config.sizes import counted
     from optimus.disk import printable
 

@@ -44,7 +44,7 @@ def launch(
 
     overrides = [*(overrides or []), *(settings or []), *(["observe.verbose=true"] if verbose else [])]
 
-    read_run(config, overrides)  # before torch is imported: a mistake costs no waiting
+    read_run(config, overrides)  # before torch is imported, so that mistakes are reported at once
     from optimus.launch import nodes as run
 
     other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
@@ -87,7 +87,7 @@ def rendezvous(
     ] = "127.0.0.1",
     as_json: Json = False,
 ) -> None:
-    """Serve the rendezvous store of a launch, on a machine that is none of its nodes."""
+    """Serve the rendezvous store of a launch, on a machine that is not one of its nodes."""
     from optimus.launch.store import serve_until_ended
 
     serve_until_ended(port, address, as_json)
@@ -120,9 +120,7 @@ def lab(
         str(config), [*(overrides or []), *(settings or [])], nodes, spares, ranks_per_node, keep_alive=alive, wait=wait
     )
 
-    def say(
-        event: dict[str, Any],
-    ) -> None:  # when it happens, whoever reads; standard output is for the result, if JSON
+    def say(event: dict[str, Any]) -> None:  # printed at once; standard output is for the result, if JSON
         line = f"{event['kind']:10} {event['node'] or '-':8} {event['detail']}"
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 

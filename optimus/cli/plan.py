@@ -1,4 +1,4 @@
-"""The commands that predict: a plan, and a pipeline's schedule."""
+"""The commands for predictions: a plan, and a pipeline's schedule."""
 
 import json
 import shutil
@@ -81,7 +81,7 @@ def plan(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Choose how to divide a model over a machine, and predict its speed and memory."""
+    """Choose the layout of a model on a machine, and predict its speed and memory."""
     overrides = [*(overrides or []), *(settings or [])]
     numbers = [] if scale is None else _numbers(scale)
     rows = len(numbers) or (1 if as_is else best)
@@ -100,7 +100,7 @@ def plan(
             raise UserError(f"--dry-run counts what one rank holds: leave out {' and '.join(given)}")
     from optimus import api
 
-    if Path(model).suffix in (".yaml", ".yml"):  # before torch is imported: a mistake costs no waiting
+    if Path(model).suffix in (".yaml", ".yml"):  # before torch is imported, so that mistakes are reported at once
         api.config(model, overrides)
     if plot is not None:
         if not numbers:
@@ -108,7 +108,7 @@ def plan(
         plot = check_plot(plot)
     import torch
 
-    torch.set_num_threads(1)  # shapes leave them nothing to do but wait for each other
+    torch.set_num_threads(1)  # only shapes are computed: more threads would wait for each other
     question: dict[str, Any] = {
         "machine": machine,
         "ranks": ranks,
@@ -139,7 +139,7 @@ def plan(
 
 
 def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool) -> None:
-    """An answer of the planner as a table."""
+    """Formats an answer of the planner as a table."""
     from optimus.observe.table import print_table
 
     print_table(found.rows(wide=wide), found.title(), None if wide else _WIDTH)

@@ -10,17 +10,27 @@ from optimus.errors import UserError
 # isort: off
 from optimus.cli import data, train, evaluate, checkpoint, launch, config, plan, runs, bench
 
-_GROUPS = (data, train, evaluate, checkpoint, launch, config, plan, runs, bench)  # each adds its own as it is imported
+_GROUPS = (
+    data,
+    train,
+    evaluate,
+    checkpoint,
+    launch,
+    config,
+    plan,
+    runs,
+    bench,
+)  # each registers its commands when imported
 
 
 def main() -> None:
-    """Entry point: a `UserError` is one line and exit code 2, never a traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a folder's name need not be Unicode; stderr does so by itself
+    """Runs the program; a `UserError` becomes one line and its exit code (2 by default), never a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # folder names need not be Unicode; stderr escapes by default
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except UserError as error:
-        # A name in it must not command the terminal.
+        # A name in the message must not send commands to the terminal.
         said = printable(with_options(str(error)), keep="\n\t")
-        sys.stderr.write(f"error: {said}\n")  # at once: other ranks write there too
+        sys.stderr.write(f"error: {said}\n")  # a single write: other ranks write there too
         sys.exit(error.code)

@@ -1,4 +1,4 @@
-"""The commands that look at runs, and at this machine."""
+"""The commands for looking at runs and at this machine."""
 
 import sys
 from pathlib import Path
@@ -58,7 +58,7 @@ def runs(
     reverse: Annotated[bool, Option("--reverse", help="Sort from the largest to the smallest.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List runs: how far each is, its loss and speed, whether it runs, and why not."""
+    """List runs: the progress, loss and speed of each, whether it is running, and why not."""
     from optimus.api import runs as run
     from optimus.observe.table import print_table
     from optimus.report import listing
@@ -75,7 +75,7 @@ def doctor(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="Where runs would be written.")] = Path("."),
     as_json: Json = False,
 ) -> None:
-    """Look at this machine and say what to mend: devices, memory, network, disk, clock; exit code 1 for a problem."""
+    """Check this machine and suggest fixes: devices, memory, network, disk, clock; exit code 1 for a problem."""
     from optimus.api import doctor as examine
 
     found = examine(folder)

@@ -1,6 +1,6 @@
 """The configuration of a run: one typed tree, read strictly, saved with the run and runnable again unchanged.
 
-The tree loads on first use: a report of what runs have written needs none.
+The tree loads on first use: reports of finished runs do not need it.
 """
 
 from typing import TYPE_CHECKING

@@ -1,18 +1,19 @@
-"""Combinations of sections that cannot work, refused with `ValueError`s that name the fields."""
+"""Checks of sections against each other; impossible combinations raise `ValueError`s that name the fields."""
 
 from optimus.config.phases import phases_of
 from optimus.config.tree import RunConfig
 
 
 def check_combinations(config: RunConfig) -> None:
-    """Raise for sections that do not go together, in the run or in one of its phases, which is named."""
+    """Raises `ValueError` for sections that contradict each other, in the run or in one of its phases, which is named."""
     _check_sections(config)
     if config.phases:
         check_phases(config)
 
 
 def check_phases(config: RunConfig) -> None:
-    """Raise for sections that do not go together in what is trained: of a run with phases, in any of these."""
+    """Raises `ValueError` for sections that contradict each other in the trained configurations: any phase, or the run
+    without phases."""
     for phase in phases_of(config):
         try:
             _check_sections(phase.config)
@@ -50,7 +51,7 @@ def _check_multiple(name: str, size: int, axis: str, parts: int, cure: str | Non
 
 
 def _check_teacher(config: RunConfig) -> None:
-    """Raise where no rank has whole logits to compare."""
+    """Raises `ValueError` when a teacher is configured but no rank has whole logits to compare."""
     outputs, inputs = config.parallel.grid
     key = "tensor" if outputs * inputs > 1 else "vocabulary" if config.parallel.vocabulary else None
     if config.train.teacher is not None and key is not None:
@@ -60,9 +61,9 @@ def _check_teacher(config: RunConfig) -> None:
 
 
 def _check_schedule(config: RunConfig) -> None:
-    """Raise where a cooldown begins before the warm-up has ended, or a run would begin in two ways."""
+    """Raises `ValueError` when a cooldown begins before the end of the warm-up, or when a run has two starting points."""
     lr_schedule, train = config.lr_schedule, config.train
-    known = train.epochs is None  # how many steps there are
+    known = train.epochs is None  # the number of steps
     if lr_schedule.cooldown_steps and known and lr_schedule.cooldown_steps + config.warmup_steps > train.total_steps:
         raise ValueError(
             f"lr_schedule.cooldown_steps {lr_schedule.cooldown_steps} and the warm-up's {config.warmup_steps} are more than "
@@ -73,7 +74,7 @@ def _check_schedule(config: RunConfig) -> None:
 
 
 def _check_pruning(config: RunConfig) -> None:
-    """Raise where the run has not the steps that pruning names, or keeps no weights of the step that it goes back to."""
+    """Raises `ValueError` when the run lacks the steps named by pruning, or does not save the weights to rewind to."""
     pruning = config.pruning
     if pruning is None:
         return
@@ -83,7 +84,7 @@ def _check_pruning(config: RunConfig) -> None:
             "from that checkpoint (checkpoint.load_path)"
         )
     if config.train.epochs is None:
-        # Of the run: a phase with learning rates of its own is as long as these.
+        # Steps of the whole run: with a schedule of its own, a phase's total_steps are only the phase's.
         steps = sum(phase.steps or 0 for phase in config.phases) or config.train.total_steps
         if pruning.at[-1] >= steps:
             raise ValueError(f"pruning.at {pruning.at[-1]}: the run ends after step {steps}: lower it")
@@ -96,7 +97,7 @@ def _check_pruning(config: RunConfig) -> None:
 
 
 def _check_recomputation(config: RunConfig) -> None:
-    """Raise where what is to be recomputed is not there, or said twice."""
+    """Raises `ValueError` when modules to recompute do not exist, or are named twice."""
     sparse = config.model.sparse_layers()
     absent = {"moe": not sparse, "mlp": not config.model.has_dense_layers}
     for kind in config.recompute:
@@ -118,7 +119,7 @@ def _check_recomputation(config: RunConfig) -> None:
 
 
 def _check_experts(config: RunConfig) -> None:
-    """Raise where the experts cannot be divided as asked."""
+    """Raises `ValueError` when the experts cannot be divided as configured."""
     model, parallel = config.model, config.parallel
     if model.experts is None:
         for name in ("expert", "expert_tensor"):
@@ -152,7 +153,7 @@ _ABOUT_PIPELINES = (
 
 
 def _check_pipeline(config: RunConfig) -> None:
-    """Raise where the blocks cannot be divided into stages as asked."""
+    """Raises `ValueError` when the blocks cannot be divided into stages as configured."""
     parallel, layers = config.parallel, config.model.layers
     if parallel.pipeline == 1:
         for name in parallel.given(*_ABOUT_PIPELINES):
@@ -193,7 +194,7 @@ def _check_pipeline(config: RunConfig) -> None:
 
 
 def _check_shapes(config: RunConfig) -> None:
-    """Raise where heads, widths or sequences cannot be divided as asked."""
+    """Raises `ValueError` when heads, widths or sequences cannot be divided as configured."""
     model, parallel = config.model, config.parallel
     outputs, inputs = parallel.grid
     for name, size, parts, axis in (

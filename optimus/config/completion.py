@@ -1,10 +1,10 @@
-"""What a shell completes: keys of the configuration, presets. It asks anew at each press of Tab: imports wait until then."""
+"""Shell completion of configuration keys and presets. The shell calls at each press of Tab, so imports wait until then."""
 
 from contextlib import suppress
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """Keys of the configuration that begin so, each with its equals sign."""
+    """Returns the configuration keys that begin with `incomplete`, each with its equals sign."""
     from optimus.config import RunConfig
     from optimus.config.load import keys_of_section
 
@@ -19,7 +19,7 @@ def complete_key(incomplete: str) -> list[str]:
 
 
 def complete_preset(incomplete: str) -> list[str]:
-    """Presets that begin so."""
+    """Returns the presets that begin with `incomplete`."""
     from optimus.config.load import preset_names
 
     return [name for name in preset_names() if name.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""Where the training tokens come from."""
+"""The section `data`: the sources of the training tokens."""
 
 import os
 from pathlib import Path
@@ -11,20 +11,20 @@ from optimus.section import PathText, Section, reported_as_value
 
 
 def _count(value: Any) -> Any:
-    whole = isinstance(value, float) and value.is_integer()  # 2e9
+    whole = isinstance(value, float) and value.is_integer()  # such as 2e9
     return int(value) if whole else reported_as_value(parse_count, value)
 
 
-Count = Annotated[int, Field(gt=0), BeforeValidator(_count)]  # of tokens or steps; people also write 2e9 or 300B
+Count = Annotated[int, Field(gt=0), BeforeValidator(_count)]  # of tokens or steps, also written as 2e9 or 300B
 
 
 class SourceConfig(Section):
-    """A source of training tokens. Its share is one of weight, tokens and epochs; by default weight 1."""
+    """A source of training tokens, whose share is given by one of weight, tokens and epochs; the default is weight 1."""
 
     path: PathText = Field(description="Folder written by `optimus prepare`, also at a URL that fsspec reads.")
     name: str | None = Field(None, description="Name in metrics and messages. Default: that of the folder.")
     weight: float | None = Field(None, ge=0)
-    """Share of what tokens and epochs leave, relative to the other weights; at most one pass over the source."""
+    """Share of the data left by tokens and epochs, relative to the other weights; at most one pass over the source."""
     tokens: Count | None = Field(None, description="Tokens read from it, also as 2e9 or 300B.")
     epochs: float | None = Field(None, gt=0, description="Passes over it.")
 
@@ -36,31 +36,30 @@ class SourceConfig(Section):
 
     @property
     def label(self) -> str:
-        """Its name, given or that of the folder."""
+        """The given name or that of the folder."""
         return self.name or Path(self.path).name
 
     @property
     def folder(self) -> str:
-        """The same however its path is spelled: from another folder, by links, with a slash at the end."""
+        """The same path for all spellings: from another folder, through links, with a trailing slash."""
         return self.path.rstrip("/") if "://" in self.path else os.path.realpath(self.path)
 
     @property
     def share(self) -> float | None:
-        """Its weight; None where tokens or epochs say how much is read."""
+        """The weight; None if tokens or epochs give the amount."""
         return None if self.tokens or self.epochs else 1.0 if self.weight is None else self.weight
 
 
 class DataConfig(Section):
-    """Where the training tokens are: a folder, or several sources, which may also be given as a list in place of the
-    section."""
+    """The training data: a folder, or several sources, which may also be given as a list in place of the section."""
 
     path: PathText | None = Field(
         None, description="Folder written by `optimus prepare`, also at a URL; the short form of one source."
     )
     sources: list[SourceConfig] = Field([], description="Sources that are mixed.")
     documents: Literal["ignore", "mask"] = "ignore"
-    """Documents that lie in one sequence. mask: attention and positions stay inside of each, whose first token is not
-    predicted. In a phase the default is that of `data`."""
+    """Treatment of several documents in one sequence. mask: attention and positions stay within each document, and its first
+    token is not predicted. In a phase the default is that of `data`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -89,5 +88,5 @@ class DataConfig(Section):
 
     @property
     def mixed(self) -> list[SourceConfig]:
-        """The sources, of which the short form is one."""
+        """The sources; the short form counts as a single source."""
         return self.sources or [SourceConfig(path=str(self.path))]

@@ -1,4 +1,4 @@
-"""Configurations as pairs of `key.path` and value, and where two of them differ."""
+"""Configurations as pairs of `key.path` and value, and their differences."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """(key.path, value) of every leaf."""
+    """Yields (key.path, value) of every leaf."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{above}{key}.")
@@ -15,7 +15,7 @@ def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differing(trees: Sequence[Mapping[str, Any]], missing: Any = "-") -> dict[str, list[Any]]:
-    """By key: its value in each tree, of the keys whose values are not the same in all."""
+    """Returns the value in each tree of every key whose values differ."""
     leaves = [dict(flat(tree)) for tree in trees]
     keys = dict.fromkeys(key for each in leaves for key in each)
     rows = {key: [each.get(key, missing) for each in leaves] for key in keys}
@@ -23,5 +23,5 @@ def differing(trees: Sequence[Mapping[str, Any]], missing: Any = "-") -> dict[st
 
 
 def value_text(value: Any) -> str:
-    """A value as a configuration has it: null, true, [1, 2]; text without quotes."""
+    """Formats a value as in a configuration: null, true, [1, 2]; text without quotes."""
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,6 +1,6 @@
-"""From YAML, a preset and `key.path=value` overrides to a `RunConfig`; and back to YAML.
+"""Converts YAML, a preset and `key.path=value` overrides to a `RunConfig`, and a `RunConfig` back to YAML.
 
-The order of precedence, lowest first: the tree's defaults, the preset's recipe, the file, the overrides. Every problem is
+The order of precedence, lowest first: the tree's defaults, the preset's recipe, the file, the overrides. All problems are
 reported at once, each with the path of its key and the nearest valid key.
 """
 
@@ -32,11 +32,11 @@ def load_config(
     overrides: Iterable[str] = (),
     read_model_folder: ModelFolderReader | None = None,
 ) -> RunConfig:
-    """Read and validate a run's configuration.
+    """Reads and validates a run's configuration.
 
-    `source` is a YAML file, a mapping, or a tree that is returned as it is when there are no overrides. `overrides` are
-    texts `key.path=value` with YAML values. `read_model_folder` turns a Hugging Face folder named by `model` into
-    sections of the tree (the room `hub` provides it).
+    `source` is a YAML file, a mapping, or a tree; a tree without overrides keeps its values. `overrides` are texts
+    `key.path=value` with YAML values. `read_model_folder` turns a Hugging Face folder named by `model` into sections of the
+    tree (provided by `optimus.hub`).
 
     Raises `UserError` naming each wrong key by its path.
     """
@@ -47,7 +47,7 @@ def load_config(
     else:
         path = user_path(source)
         raw, where = _read_including(path, read_model_folder), str(path)
-        if path.name == "config.yaml" and (path.parent / "environment.jsonl").exists():  # a run has written it
+        if path.name == "config.yaml" and (path.parent / "environment.jsonl").exists():  # written by a run
             raw = with_new_names(raw)
     if isinstance(overrides, str):
         raise UserError(f"overrides are a list of texts: give [{overrides!r}]")
@@ -68,8 +68,10 @@ def validated(
     root: type[BaseModel] = RunConfig,
     names: Mapping[str, str] = {},
 ) -> SomeSection:
-    """A section of what was read at `where`. Raises `UserError` naming each wrong key, as one of `root`; by what it is
-    called there, where `names` says so."""
+    """Validates a section that was read at `where`.
+
+    Raises `UserError` naming each wrong key, as a key of `root` or by its name in `names`.
+    """
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
@@ -77,7 +79,7 @@ def validated(
 
 
 def check_value(key: str, value: Any, where: str) -> None:
-    """Raise `UserError` for a value, read at `where`, that the tree's `key`, a field of a section, can never have."""
+    """Raises `UserError` for a `value`, read at `where`, that is invalid for `key`, a `section.field` of the tree."""
     section, name = key.split(".")
     kind: Any = RunConfig.model_fields[section].annotation
     field = kind.model_fields[name]
@@ -89,7 +91,7 @@ def check_value(key: str, value: Any, where: str) -> None:
 
 
 def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None) -> dict[str, Any]:
-    """The sections of the tree that a preset's name or a Hugging Face folder stands for, `model` among them."""
+    """Returns the sections of the tree, including `model`, for the name of a preset or for a Hugging Face folder."""
     if name in _table("presets"):
         return {key: value for key, value in _copy(_table("presets")[name]).items() if key != "parameters"}
     path = user_path(name)
@@ -107,19 +109,19 @@ def preset_names() -> list[str]:
 
 
 def preset_parameters(name: str) -> dict[str, int]:
-    """How many parameters a preset has: `total`, and `active` for one token."""
+    """Returns the number of parameters of a preset: `total`, and `active` for one token."""
     return dict(_table("presets")[name]["parameters"])
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved tree as YAML that `load_config` reads back to an equal tree."""
+    """Returns the resolved tree as YAML that `load_config` reads back to an equal tree."""
     tree = config.model_dump(exclude={"moe"} if config.model.experts is None else None)
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, width=120)
 
 
 @cache
 def other_names() -> dict[str, str]:
-    """What our keys are called by other trainers, without case and punctuation, and ours."""
+    """Returns the names of our keys in other trainers, without case and punctuation, each with our key."""
     return {name: ours for ours, names in _table("other_names").items() for name in names}
 
 
@@ -129,15 +131,18 @@ def _table(name: str) -> dict[str, Any]:
 
 
 def read_section(path: Path, kind: type[SomeSection]) -> SomeSection:
-    """A section of its own in a YAML file. Raises `UserError` naming the file and each wrong key."""
+    """Reads a section of its own from a YAML file. Raises `UserError` naming the file and each wrong key."""
     return validated(kind, _read_yaml(path, kind), str(path), kind)
 
 
 def _read_including(
     path: Path, read_model_folder: ModelFolderReader | None, outer: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """A run's file over those that its key `include` names, one or a list, each by its place beside this file; of two, the
-    later one counts. A preset that one of them names is opened up where the file has keys of the model."""
+    """Reads a run's file on top of the files that its key `include` names.
+
+    `include` is a name or a list of names, relative to this file; later files take precedence. A preset named by one of the
+    files is expanded if this file has keys of the model.
+    """
     raw = _read_yaml(path, RunConfig)
     named = raw.pop("include", None) or []
     chain = [*outer, path.resolve()]
@@ -174,7 +179,7 @@ def _read_yaml(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderReader | None) -> dict[str, Any]:
-    """`raw` with one `key.path=value`; a preset's name is opened up when a key inside the model is set."""
+    """Returns `raw` with one `key.path=value` set; expands the name of a preset if a key inside the model is set."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UserError(f"override '{text}' is not of the form key.path=value")
@@ -192,7 +197,7 @@ def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderRead
 
 
 def _opened(raw: dict[str, Any], read_model_folder: ModelFolderReader | None) -> dict[str, Any]:
-    """`raw` with what the preset or folder stands for that its `model` names, below its own sections."""
+    """Returns `raw` with the preset or folder named by its `model` expanded below its own sections."""
     if not isinstance(raw.get("model"), str):
         return raw
     return _merge(resolve_model(raw["model"], read_model_folder), {k: v for k, v in raw.items() if k != "model"})
@@ -211,13 +216,13 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError, root: type[BaseModel], names: Mapping[str, str]) -> list[str]:
-    """One clause per problem: the key's path, what is wrong, the nearest valid key where that helps."""
-    clauses: dict[str, str] = {}  # by what it is about: of a key that may be of several types, each has its problem
+    """Returns one clause per problem: the key's path, the problem, and the nearest valid key if that helps."""
+    clauses: dict[str, str] = {}  # by key: a key that may be of several types has a problem for each
     for problem in error.errors():
         where = [str(part) for part in problem["loc"] if not _TYPE.search(str(part))]
         path = names.get(".".join(where), ".".join(where))
         if problem["type"] == "default_factory_not_called":
-            continue  # it follows from keys that have problems themselves
+            continue  # follows from keys with problems of their own
         if problem["type"] == "extra_forbidden":
             clauses[path] = f"unknown key '{path}': {_suggest(where[:-1], where[-1], root)}"
         elif problem["type"] == "missing":
@@ -231,7 +236,7 @@ def _explain(error: ValidationError, root: type[BaseModel], names: Mapping[str, 
     return list(clauses.values())
 
 
-# What pydantic adds to the path of a key that may be of several types.
+# Parts that pydantic adds to the path of a key of several possible types.
 _TYPE = re.compile(r"^([A-Z]\w*|constrained-\w+|int|float|str|bool|list\[.*|literal\[.*|function-\w+.*|nullable.*)$")
 _MUST_BE = {
     "int_type": "a whole number",
@@ -246,14 +251,14 @@ _MUST_BE = {
 
 
 def _must_be(problem: Any) -> str:
-    """What a value must be, in words of YAML where pydantic's are those of Python."""
+    """Describes the valid values in words of YAML, where pydantic uses those of Python."""
     said: str = problem["msg"]
     words = said.removeprefix("Input should be ").replace("List should have", "a list of")
     return _MUST_BE.get(problem["type"], re.sub(" after validation, not .*", "", words))
 
 
 def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
-    """What it is called now; or the same key where another section has it, or else the nearest of this one."""
+    """Suggests the key's new name, or the same key in another section, or the nearest key of this section."""
     path = ".".join([*section, key])
     if (now := MOVED.get(path, new_name(path))) != path:
         return f"here it is {now}"
@@ -269,7 +274,7 @@ def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
 
 
 def keys_of_section(path: Sequence[str], root: type[BaseModel]) -> Iterable[str]:
-    """The keys of the section at `path`; where keys are free, or numbers of a list, there is a section behind each."""
+    """Returns the keys of the section at `path`. Numbers in a list and free keys of a mapping also lead to sections."""
     node: typing.Any = root
     for name in path:
         arguments = typing.get_args(node)
@@ -278,7 +283,7 @@ def keys_of_section(path: Sequence[str], root: type[BaseModel]) -> Iterable[str]
 
 
 def _fields_of(annotation: Any) -> Iterable[str]:
-    """Of a section, or of those of several types that a key may be of which are sections."""
+    """Returns the fields of a section, or of all sections among the possible types of a key."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         return [name for each in typing.get_args(annotation) for name in _fields_of(each)]
     known = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
@@ -286,6 +291,8 @@ def _fields_of(annotation: Any) -> Iterable[str]:
 
 
 def model_config_from(mapping: Mapping[str, Any], where: str, names: Mapping[str, str] = {}) -> ModelConfig:
-    """A validated `ModelConfig` from a mapping read at `where`, where fields have these `names`; errors are in this
-    module's form."""
+    """Validates a `ModelConfig` from a mapping read at `where`, whose fields have the given `names` there.
+
+    Errors have the form of this module.
+    """
     return validated(ModelConfig, mapping, where, names=names)

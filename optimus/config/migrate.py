@@ -1,4 +1,4 @@
-"""Files of configurations with today's names for the keys that had others before; comments and layout stay."""
+"""Migrates configuration files to today's names of renamed keys; comments and layout stay."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from optimus.errors import UserError, naming_disk_errors
 
 
 class RenamedKey(NamedTuple):
-    """A key or value of a file that has another name today: its line, both names, and the characters that it takes up."""
+    """A key or value in a file that has another name today: its line, both names, and its range of characters."""
 
     line: int
     old: str
@@ -23,22 +23,25 @@ class RenamedKey(NamedTuple):
 
 
 def migrate(config: str | Path) -> list[RenamedKey]:
-    """Renames the keys of a configuration's YAML file that had another name in an earlier version, in place, and returns
-    them in the order of the file. Comments, order and layout stay; a file that it includes is migrated by itself.
+    """Renames, in place, the keys of a configuration's YAML file that had another name in an earlier version.
 
-    Raises `UserError`, before anything is written, for a file that cannot be read or is no YAML, for a key that has moved to
-    another section, which it names, and for one that stands there under both of its names.
+    Returns the renamed keys in the order of the file. Comments, order and layout stay; included files must be migrated
+    separately.
+
+    Raises `UserError`, before anything is written, for a file that cannot be read or is not valid YAML. Raises `UserError`
+    for a key that has moved to another section, which the message names, and for a key that is present under both of its
+    names.
 
     Example:
         api.migrate("first.yaml")
     """
     path = user_path(config).resolve()
     try:
-        with path.open(encoding="utf-8", newline="") as file:  # the ends of its lines stay
+        with path.open(encoding="utf-8", newline="") as file:  # line endings stay
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    parse_yaml(text, str(path))  # says what is wrong with it
+    parse_yaml(text, str(path))  # raises for invalid YAML
     root = yaml.compose(text, Loader=Loader)
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} is no configuration: it has no sections")

@@ -1,4 +1,4 @@
-"""The models that have a name here."""
+"""Lists of the presets and model families."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from optimus.model.families import families
 
 
 def models() -> list[dict[str, Any]]:
-    """The presets: name, total and active parameters, architecture.
+    """Returns the presets: name, total and active parameters, architecture.
 
     Example:
         [row["name"] for row in optimus.models()]
@@ -21,7 +21,7 @@ def models() -> list[dict[str, Any]]:
 
 
 def families_known() -> list[dict[str, Any]]:
-    """The families: name, class in `transformers` if there is one, and presets."""
+    """Returns the families: name, class in `transformers` if there is one, and presets."""
     presets = [(resolve_model(name)["model"]["family"], name) for name in preset_names()]
     return [
         {"name": name, "class": family.architecture, "presets": [preset for of, preset in presets if of == name]}

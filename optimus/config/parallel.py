@@ -1,4 +1,4 @@
-"""The section that says how the ranks divide the work."""
+"""The section `parallel`: how the ranks divide the work."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,10 +20,10 @@ _STAGES = ", ".join(
 
 
 class ParallelConfig(Section):
-    """How the ranks divide the work."""
+    """The division of the work among the ranks."""
 
     data: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Data-parallel ranks, each with its part of every global batch; auto: all ranks that the other axes leave."""
+    """Data-parallel ranks, each with its part of every global batch; auto: all ranks left by the other axes."""
     tensor: Annotated[int, Field(gt=0)] | list[int] = 1
     """Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] that shards every weight in both dims
     (AxoNN's G_x and G_y; its G_z is state.shard_ranks with state.shard: parameters)."""
@@ -36,8 +36,8 @@ class ParallelConfig(Section):
     """ring: keys and values travel from rank to rank (ring attention); ulysses: all-to-all, so that every rank has some
     heads of whole sequences."""
     expert: int = Field(1, gt=0)
-    """Expert-parallel ranks, each with some of every layer's experts. They are folded over the data-, context- and
-    tensor-parallel ranks."""
+    """Expert-parallel ranks, each with some of every layer's experts. Expert parallelism is folded over the data-, context-
+    and tensor-parallel ranks."""
     expert_tensor: int = Field(
         1, gt=0, description="Expert tensor parallelism: ranks that share each expert, at most tensor."
     )
@@ -46,10 +46,10 @@ class ParallelConfig(Section):
     """With pipeline: the pipeline schedule (`optimus schedule` draws it)."""
     stages_per_rank: int = Field(1, gt=0, description=f"With pipeline: stages on each rank, {_STAGES}, else 1.")
     microbatches: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
-    """With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch. auto: the
-    fewest with a simulated bubble of at most 10 %. Default: train.micro_batch decides."""
+    """With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch. auto: the fewest
+    with a simulated bubble of at most 10 %. Default: train.micro_batch decides."""
     executor: Literal["scheduled", "message-driven"] = "scheduled"
-    """With pipeline: scheduled: follow the schedule; message-driven: compute what has arrived (AxoNN)."""
+    """With pipeline. scheduled: follow the schedule; message-driven: compute whatever has arrived (AxoNN)."""
     max_in_flight: Annotated[int, Field(gt=0)] | list[int] | None = None
     """With executor: message-driven. Microbatches in flight (AxoNN's pipeline_limit), or the largest number of live
     activations of each stage. Default: the number of stages."""
@@ -61,32 +61,33 @@ class ParallelConfig(Section):
     layers_per_stage: list[int] | None = None
     """With pipeline: stage partition, blocks per stage. Default: balanced."""
     pipeline_stride: Annotated[int, Field(gt=0)] | None = None
-    """With pipeline: ranks from one stage to the next. Default: all ranks of a stage, which keeps replicas close to each
-    other. Less, a multiple of context x tensor and of expert x expert_tensor, puts stages close to each other."""
+    """With pipeline: distance in ranks from one stage to the next. Default: all ranks of a stage, which keeps replicas close
+    to each other. A smaller value, a multiple of context x tensor and of expert x expert_tensor, puts stages close to each
+    other."""
     vocabulary: bool = False
-    """With pipeline: vocabulary parallelism over all stages. It balances memory and computation and keeps two more
-    microbatches in flight."""
+    """With pipeline: vocabulary parallelism over all stages. Memory and computation are balanced, and two more microbatches
+    are in flight."""
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tensor-parallel ranks over which weights' outputs, and inputs, are split."""
+        """The tensor-parallel ranks over which the outputs, and the inputs, of weights are sharded."""
         return (self.tensor, 1) if isinstance(self.tensor, int) else (self.tensor[0], self.tensor[1])
 
     @property
     def least_ranks(self) -> int:
-        """The number of ranks that this asks for, or, with data: auto, the least that it can do with."""
+        """The number of ranks required by this section; with data: auto, the minimum."""
         others = self.context * self.grid[0] * self.grid[1]
         experts = self.expert * self.expert_tensor
         return self.pipeline * others * (experts // math.gcd(experts, others) if self.data == "auto" else self.data)
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether the residual stream is split over tokens."""
+        """True if the residual stream is split over tokens (sequence parallelism)."""
         return self.grid != (1, 1) if self.sequence is None else self.sequence
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline."""
+        """The number of stages of the pipeline."""
         return self.pipeline * self.stages_per_rank
 
     @model_validator(mode="after")

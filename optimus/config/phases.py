@@ -1,4 +1,4 @@
-"""The phases of a run: each a stretch of steps with data, sequence length, batch and learning rates of its own."""
+"""The phases of a run: stretches of steps with their own data, sequence length, batch and learning rates."""
 
 from typing import Any, NamedTuple
 
@@ -6,38 +6,39 @@ from optimus.config.tree import RunConfig
 
 
 class Phase(NamedTuple):
-    """A phase of a run; a run without phases is one."""
+    """A phase of a run; a run without phases counts as a single phase."""
 
     number: int
     name: str
-    first: int  # steps of the run before it
+    first: int  # steps of the run before the phase
     steps: int
     config: RunConfig
-    """That of the run, with what the phase changes. Where it has a learning-rate schedule of its own, as long as it."""
+    """The configuration of the run with the phase's changes. With a learning-rate schedule of its own, its length is the
+    phase's."""
 
     @property
     def last(self) -> int:
-        """Steps of the run at its end."""
+        """The number of steps of the run at the phase's end."""
         return self.first + self.steps
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step."""
+        """The number of tokens of a step."""
         return self.config.train.global_batch * self.config.train.sequence_length
 
     @property
     def replay(self) -> float:
-        """Share of its places that are read again from the phases before."""
+        """The share of the phase's sequences that repeat data of earlier phases."""
         return (self.config.phases[self.number].replay or 0.0) if self.config.phases else 0.0
 
     def step_of_schedule(self, step: int) -> int:
-        """The step of the run `step`, as the phase's learning-rate schedule counts."""
+        """Converts `step` of the run to the step of the phase's learning-rate schedule."""
         own = self.config.phases and self.config.phases[self.number].lr_schedule is not None
         return step - self.first if own else step
 
 
 def phases_of(config: RunConfig) -> list[Phase]:
-    """The phases of a configuration whose length is known in steps."""
+    """Returns the phases of a configuration whose length is known in steps."""
     if not config.phases:
         return [Phase(0, "", 0, config.train.total_steps, config)]
     found, first = list[Phase](), 0
@@ -54,26 +55,26 @@ def phases_of(config: RunConfig) -> list[Phase]:
 
 
 def as_of_run(config: RunConfig, run: RunConfig) -> RunConfig:
-    """`config`, that of a phase of `run`, with what phases change as the run has it."""
+    """Returns `config`, that of a phase of `run`, with the values that phases change set back to those of the run."""
     train = {name: getattr(run.train, name) for name in ("sequence_length", "global_batch", "steps", "stop_at")}
     return config.changed(train=train).model_copy(update={"data": run.data, "lr_schedule": run.lr_schedule})
 
 
 def phase_at(phases: list[Phase], step: int) -> Phase:
-    """The phase of `step`, which counts from 1; beyond the last one, the last one."""
+    """Returns the phase of `step`, which counts from 1; steps beyond the end belong to the last phase."""
     return next((phase for phase in phases if step <= phase.last), phases[-1])
 
 
 def tokens_after(phases: list[Phase], steps: int) -> int:
-    """Tokens read by the first `steps`."""
+    """Returns the number of tokens read by the first `steps` steps."""
     return sum(phase.step_tokens * max(0, min(steps, phase.last) - phase.first) for phase in phases)
 
 
 def sequences_after(phases: list[Phase], steps: int) -> int:
-    """Sequences read by the first `steps`."""
+    """Returns the number of sequences read by the first `steps` steps."""
     return sum(phase.config.train.global_batch * max(0, min(steps, phase.last) - phase.first) for phase in phases)
 
 
 def longest(phases: list[Phase]) -> RunConfig:
-    """The configuration of the phase whose microbatches have most tokens."""
+    """Returns the configuration of the phase with the longest sequences, whose microbatches have most tokens."""
     return max(phases, key=lambda phase: phase.config.train.sequence_length).config

@@ -8,30 +8,33 @@ from optimus.section import Section
 
 
 class PruningConfig(Section):
-    """Parameters that are pruned during the run: only the others keep gradients and optimizer state, and are sent (SAMO)."""
+    """Parameters that are pruned during the run. Only unpruned parameters keep gradients and optimizer state, and are sent
+    (SAMO)."""
 
     sparsity: float = Field(gt=0, lt=1, description="Share of the targets that is pruned in the end.")
     at: list[int] = Field(min_length=1)
-    """Step after which it is done (0: before the first), or several: iterative pruning. With early-bird the first step at
-    which masks are compared."""
+    """Step after which pruning takes place (0: before the first), or several steps for iterative pruning. With early-bird:
+    the first step at which masks are compared."""
     method: Literal["magnitude", "random", "early-bird"] = "magnitude"
-    """What is pruned: the smallest weights; any, by the seed; or the smallest, as soon as those hardly change any more
-    (early-bird tickets)."""
+    """Choice of the pruned weights. magnitude: the smallest; random: any, by the seed; early-bird: the smallest, once their
+    choice hardly changes any more (early-bird tickets)."""
     schedule: Literal["geometric", "cubic"] = "geometric"
-    """With several steps. geometric: the same share of what is left each time; cubic: most of it early."""
+    """With several steps. geometric: the same share of the remaining weights each time; cubic: most of them early."""
     scope: Literal["global", "layer", "block 16x16"] = "global"
-    """Weights are compared over all targets, within each tensor, or as blocks of 16 x 16 over all targets, which are pruned
+    """Comparison of weights over all targets, within each tensor, or as blocks of 16 x 16 over all targets, which are pruned
     as a whole."""
     targets: list[str] | None = None
     """Roles (matrix, expert) or shell patterns of names, as in optimizer.groups. Default: all matrices and experts."""
     rewind: int | None = Field(None, ge=0)
-    """Step whose weights the unpruned ones get back, with fresh optimizer state: 0, what the run began with, or one whose
-    weights are kept (checkpoint.weights_every). Default: they stay as they are."""
+    """Step whose weights the unpruned parameters get back, with fresh optimizer state: 0, the initial weights, or a step
+    whose weights are saved (checkpoint.weights_every). Default: the current weights stay."""
     every: int = Field(25, gt=0, description="With early-bird: steps between the masks that are compared.")
     distance: float = Field(0.1, gt=0, lt=1)
-    """With early-bird: prune when the last five distances between masks, as shares of what they leave, are below this."""
+    """With early-bird: prune once the last five distances between masks, as shares of the remaining weights, are below this
+    value."""
     indices: Literal["int32", "bits"] = "int32"
-    """How masks are held: 4 bytes for each unpruned parameter, or one bit for each parameter, which takes longer on CPUs."""
+    """Storage of masks: int32, 4 bytes for each unpruned parameter; bits, one bit for each parameter, which is slower on
+    CPUs."""
 
     @field_validator("at", mode="before")
     @classmethod
@@ -52,11 +55,11 @@ class PruningConfig(Section):
 
     @property
     def comes_first(self) -> bool:
-        """Whether it is done before the first step: a run that begins so never has state for what is pruned."""
+        """True if pruning takes place before the first step: the run then never allocates state for pruned elements."""
         return self.at[0] == 0 and self.method != "early-bird"
 
     def unpruned(self, event: int) -> float:
-        """The share of the targets that is left after the pruning number `event`, from 0 on."""
+        """Returns the unpruned share of the targets after pruning number `event`, counted from 0."""
         done = (event + 1) / len(self.at)
         if self.schedule == "geometric":
             return float((1 - self.sparsity) ** done)

@@ -1,9 +1,9 @@
-"""Keys of configurations that had other names in earlier versions."""
+"""Configuration keys that had other names in earlier versions."""
 
 from collections.abc import Mapping
 from typing import Any
 
-RENAMED = {  # a section or a key of one, to today's
+RENAMED = {  # old name of a section or key, to today's
     "schedule": "lr_schedule",
     "validate": "validation",
     "train.context": "train.sequence_length",
@@ -21,29 +21,28 @@ RENAMED = {  # a section or a key of one, to today's
     "model.score": "model.router_score",
     "model.window_except": "model.full_attention_every",
 }
-NEW_VALUES: dict[tuple[str, str], str | bool] = {  # of keys that were renamed
+NEW_VALUES: dict[tuple[str, str], str | bool] = {  # new values of renamed keys
     ("state.residency", "device"): "none",
     ("moe.routing", "learned"): False,
     ("moe.routing", "uniform"): True,
 }
-# What was measured by `evaluate`, as the set without a name of `validation`.
+# `evaluate` used to measure the text that is now the set without a name in `validation`.
 _OF_VALIDATION = ("text", "every", "max_bytes")
 MOVED = {f"evaluate.{key}": f"validation: [{{{key}: ...}}]" for key in _OF_VALIDATION}
 
 
 def new_name(key: str) -> str:
-    """Today's name of a section, or of a key of one, `section.key`; both may have changed."""
+    """Returns today's name of a section or of a key `section.key`; both parts may have changed."""
     section, _, name = key.partition(".")
     section = RENAMED.get(section, section)
     return RENAMED.get(f"{section}.{name}", f"{section}.{name}") if name else section
 
 
 def with_new_names(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration that a run has written with today's names for the keys that had others; phases, which have
-    sections of their own, included."""
+    """Returns a configuration written by an earlier run with today's names of renamed keys, also within phases."""
     config: dict[str, Any] = {}
     for section, value in written.items():
-        if isinstance(value, Mapping):  # not all of its keys are text, where something else has written it
+        if isinstance(value, Mapping):  # keys may be other than text in a file that another program wrote
             value = {
                 new_name(f"{section}.{key}").partition(".")[2]: _value(section, key, each)
                 for key, each in value.items()
@@ -64,6 +63,6 @@ def _with_sets(config: dict[str, Any]) -> dict[str, Any]:
         return config
     own = {key: value for key, value in evaluate.items() if key in _OF_VALIDATION}
     rest = {key: value for key, value in evaluate.items() if key not in own}
-    # Without a number of steps it was never measured.
+    # Without a number of steps, the text was never measured.
     sets = [own] if own.get("text") is not None and own.get("every") is not None else []
     return {**config, "evaluate": rest, "validation": [*sets, *(config.get("validation") or [])]}

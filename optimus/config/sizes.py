@@ -1,4 +1,4 @@
-"""Numbers of bytes, of tokens and of seconds, as people write them."""
+"""Parses and formats numbers of bytes, tokens and seconds."""
 
 import re
 
@@ -6,7 +6,7 @@ from optimus.errors import UserError
 
 
 def parse_size(text: str) -> int:
-    """Bytes in a size such as "512MB", "1.5 GB", "64MiB" or "4096". Raises `UserError`."""
+    """Parses bytes in a size such as "512MB", "1.5 GB", "64MiB" or "4096". Raises `UserError`."""
     units = {"": 1, "B": 1}
     for power, letter in enumerate("KMGT", start=1):
         units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
@@ -14,7 +14,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """The number in a text such as "300B", "1.5 M" or "4096". Raises `UserError`."""
+    """Parses the number in a text such as "300B", "1.5 M" or "4096". Raises `UserError`."""
     units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
     return round(_parsed(text, units, "a number", "Write a number, or one with a unit, such as 2e9, 2B or 1.5T."))
 
@@ -27,25 +27,25 @@ def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> float:
 
 
 def size_text(size: float, digits: int = 3) -> str:
-    """Bytes as people read them, such as "1.5 GB" or "10 B", in so many digits."""
-    rounded = float(f"{size:.{digits}g}")  # which may have the next unit
+    """Formats bytes with `digits` digits and a unit, such as "1.5 GB" or "10 B"."""
+    rounded = float(f"{size:.{digits}g}")  # rounding may reach the next unit
     unit = max((power for power in range(5) if rounded >= 1000**power), default=0)
     return f"{size / 1000**unit:.{digits}g} {['B', 'kB', 'MB', 'GB', 'TB'][unit]}"
 
 
 def counted(number: int, noun: str) -> str:
-    """So many of them, such as "1 file" or "1,000 batches"."""
+    """Formats a number of things, such as "1 file" or "1,000 batches"."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def rounded(number: float) -> str:
-    """In three digits, such as "48,000" or "0.125"."""
+    """Formats a number with three digits, such as "48,000" or "0.125"."""
     return f"{float(f'{number:.3g}'):,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def count_text(number: float) -> str:
-    """A number in three digits and a unit, such as "1.5 B"."""
-    rounded = float(f"{number:.3g}")  # which may have the next unit
+    """Formats a number with three digits and a unit, such as "1.5 B"."""
+    rounded = float(f"{number:.3g}")  # rounding may reach the next unit
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if rounded >= size:
             return f"{number / size:.3g} {unit}"
@@ -53,7 +53,7 @@ def count_text(number: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Such as 45 s, 9 min, 1.5 h or 2.1 days."""
+    """Formats seconds, such as "45 s", "9 min", "1.5 h" or "2.1 days"."""
     for most, unit, name in ((90, 1, "s"), (5400, 60, "min")):
         if seconds < most:
             return f"{seconds / unit:.2g} {name}" if seconds < 10 else f"{seconds / unit:.0f} {name}"

@@ -1,8 +1,8 @@
-"""The typed tree of a run. Defaults are the recipe of the Optimus paper (section 2.1).
+"""The typed configuration tree of a run. Defaults are the recipe of the Optimus paper (section 2.1).
 
-Every field has its description beside its default or, where that is longer, below it; `docs/config.md` is made of them.
-Combinations that cannot work are refused here, by validators that name the fields, so that nothing starts before the whole
-tree is known to make sense.
+Every field has its description beside its default or, if it is longer, below; `docs/config.md` is generated from the
+descriptions. Validators refuse combinations that cannot work and name the fields, so that nothing starts before the whole
+tree is valid.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _COOLDOWN_SHARE = 5  # of the run (Hägele et al. 2024, section 3)
 
 
 class ShardRanks(Section):
-    """Over how many neighbouring ranks each kind of state is sharded; default: all."""
+    """Numbers of neighbouring ranks over which each kind of state is sharded; default: all."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,52 +39,53 @@ class ShardRanks(Section):
 
 
 class StateConfig(Section):
-    """How the model state is sharded, stored and communicated."""
+    """The sharding, storage and communication of the model state."""
 
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
-    """What is sharded over the ranks: none (DDP); optimizer: master weights and moments (ZeRO-1); gradients: these too
-    (ZeRO-2); parameters: these too (ZeRO-3, FSDP)."""
+    """State sharded over the ranks. none: nothing (DDP); optimizer: master weights and moments (ZeRO-1); gradients:
+    gradients as well (ZeRO-2); parameters: parameters as well (ZeRO-3, FSDP)."""
     shard_over: Literal["replicas", "data"] = "replicas"
-    """Ranks over which state is sharded. replicas: all that hold the same parameters (EPSO). data: only those along the
-    data axis of the experts, which stores everything but the experts `parallel.expert` times."""
+    """Ranks over which state is sharded. replicas: all ranks with the same parameters (EPSO). data: only the ranks along the
+    data axis of the experts, which stores all non-expert state `parallel.expert` times."""
     shard_ranks: Annotated[int, Field(gt=0)] | ShardRanks | None = None
-    """Shard over this many neighbouring ranks and replicate between such groups (HSDP). Parameters that fewer ranks
-    hold, as experts may be, are sharded over all of these. A number for each of parameters, gradients and optimizer
-    nests them, for example over a card, a node and all ranks. Default: all."""
+    """Shard over this many neighbouring ranks and replicate between such groups (HSDP). Parameters held by fewer ranks, as
+    experts may be, are sharded over all of their ranks. A number for each of parameters, gradients and optimizer nests the
+    groups, for example over a card, a node and all ranks. Default: all."""
     reshard_after_forward: bool = True
     """With shard: parameters. true: free gathered parameters after the forward pass and gather them again for the backward
     pass; false: keep them until the optimizer step."""
     prefetch: int = Field(1, ge=0)
-    """With shard: parameters. Number of chunks that are gathered ahead of their use, in the order of the first step."""
+    """With shard: parameters. Number of chunks that are all-gathered ahead of their use, in the order of the first step."""
     chunk: int | None = Field(None, gt=0)
     """Largest size of a chunk (bucket), in elements. Default: the size that wastes least (Elixir's search)."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of gradient accumulation over microbatches and of gradient reduction over ranks."""
     tile: int = Field(1 << 20, gt=0)
-    """Elements that the optimizer updates at a time; temporary fp32 copies exist for one tile only. On accelerators all of a
-    chunk whose state is on the device is updated at once, so that these copies are of a chunk."""
+    """Elements that the optimizer updates at a time; temporary fp32 copies exist for one tile only. On accelerators, a chunk
+    whose state is on the device is updated at once, so that the copies have the size of a chunk."""
     overlap: bool = True
-    """Overlap gradient reduction with the backward pass (AxoNN's ORS). Overlapping the gathers (OAG) is prefetch."""
+    """Overlap gradient reduction with the backward pass (AxoNN's ORS). prefetch overlaps the all-gathers (OAG)."""
     all_reduce_tiles: int | None = Field(None, gt=0)
     """Tiles per all-reduce of a chunk's gradients; several all-reduces are in flight at once (AxoNN). Default: all."""
     offload: Literal["none", "optimizer", "all", "disk"] = "none"
-    """Where state is kept. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and gradients
-    too, parameters being fetched on use (Elixir); disk: master weights and moments on a disk, the rest on the host
-    (ZeRO-Infinity). none: all of it is on the device. The numbers are the same."""
+    """Storage of the state. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and gradients
+    too, with parameters fetched on use (Elixir); disk: master weights and moments on a disk, the rest on the host
+    (ZeRO-Infinity). none: everything on the device. The numerical results are the same."""
     cache: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
-    """Whole chunks of parameters that the device holds at a time, of those that are gathered or fetched on use; which is
-    dropped follows from the order of uses in the step before (Belady). Default: with offload all or disk auto, what the
-    device has room for; else parameters are freed after each use."""
+    """Number of unsharded chunks of parameters that the device holds at a time, for parameters that are gathered or fetched
+    on use. The order of uses in the previous step determines which chunk is dropped (Belady). Default: with offload all or
+    disk auto, as many as fit on the device; otherwise parameters are freed after each use."""
     resident_fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
-    """With offload: fraction of the chunks, the first ones, whose state is on the device all the same. auto: what it has
-    room for."""
+    """With offload: fraction of the chunks, counted from the first, whose state stays on the device. auto: as many as
+    fit."""
     update_on: Literal["auto", "device", "host"] = "auto"
-    """Where state that is not on the device is updated. device: tile by tile through the device (AxoNN); host: by the
-    processor; auto: the faster by a short measurement, which is kept (tuning.cache)."""
+    """Place of the update of offloaded state. device: tile by tile through the device (AxoNN); host: on the CPU; auto: the
+    faster one in a short measurement, which is cached (tuning.cache)."""
     accumulate_on: Literal["auto", "device", "host"] = "auto"
-    """With offload all or disk: where the gradients of several microbatches are added up. device: they stay there during
-    the step; host: those of each microbatch are reduced and sent, so that the device has those of three chunks; auto: on
-    the device, where it has room for them. Among several ranks the two agree up to rounding: sums are in another order."""
+    """With offload all or disk: place where the gradients of several microbatches are accumulated. device: gradients stay on
+    the device during the step; host: the gradients of each microbatch are reduced and sent, so that the device holds those
+    of three chunks; auto: on the device, if they fit. With several ranks, the two agree up to rounding, because sums are in
+    another order."""
     disk: PathText | None = None
     """With offload disk: folder of the file that holds the state. Default: train.output."""
 
@@ -111,7 +112,7 @@ class StateConfig(Section):
             raise ValueError(
                 "reshard_after_forward is not for parameters in a cache, which keeps what it can: remove it"
             )
-        # That something happens on the device may be said, as resolved runs do, of state that is there anyway.
+        # Resolved runs may say "device" for state that is on the device anyway.
         wrong = self.given("resident_fraction", "update_on") if self.offload == "none" else []
         wrong += self.given("accumulate_on") if self.offload in ("none", "optimizer") else []
         wrong = [key for key in wrong if getattr(self, key) != "device"]
@@ -121,8 +122,7 @@ class StateConfig(Section):
 
 
 def shard_widths(shard: str, ranks: int | ShardRanks | None) -> tuple[int | None, ...]:
-    """Over how many ranks parameters, gradients and the optimizer's state are sharded; None: all that have the same
-    parameters."""
+    """Returns the numbers of ranks over which parameters, gradients and optimizer state are sharded; None: all replicas."""
     widths = [width for _, width in ranks] if isinstance(ranks, ShardRanks) else [ranks] * 3
     whole = {"none": 3, "optimizer": 2, "gradients": 1, "parameters": 0}[shard]
     return *[1] * whole, *widths[whole:]
@@ -138,11 +138,11 @@ RuleName = Literal["adamw", "muon", "lion", "schedule-free"]
 
 
 class OptimizerGroup(Section):
-    """Parameters that are updated otherwise than the rest."""
+    """Parameters with other update settings than the rest."""
 
     match: str | list[str]
     """Parameters of the group: a role (matrix, vector, embedding, head, router, expert or factor), a shell pattern of names
-    as in checkpoints (blocks.0.*), or a list of these."""
+    in checkpoints (blocks.0.*), or a list of roles and patterns."""
     name: RuleName | None = Field(None, description="Their update rule.")
     lr_scale: float | None = Field(None, gt=0, description="Factor of the learning rate. Default: 1.")
     weight_decay: float | None = Field(None, ge=0, description="Their weight decay.")
@@ -168,7 +168,7 @@ class OptimizerConfig(Section):
     """adamw; lion; schedule-free (AdamW with averaged weights, for a constant learning rate); muon for matrices and
     experts, adamw for the rest."""
     betas: list[float] = Field([0.9, 0.99], min_length=2, max_length=2)
-    """Decay of the two moments. lion: of the update and of the momentum. schedule-free: share of the average in the
+    """Decay of the two moments. lion: of the update and of the momentum. schedule-free: weight of the average in the
     training weights, and decay of the second moment."""
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     momentum: float = Field(0.95, ge=0, lt=1, description="Decay of muon's momentum.")
@@ -180,8 +180,8 @@ class OptimizerConfig(Section):
     clip_during_warmup: bool = Field(False, description="Clip in the warm-up as well (the paper clips only after it).")
 
     reptile_every: int | None = Field(None, gt=0)
-    """Every so many steps, go back to a share of the way since the last time (Reptile), which with replay keeps more of what
-    was learned before. Costs 4 bytes per parameter. Default: never."""
+    """Interval of steps after which parameters go back to a fraction of the way since the last time (Reptile). Reptile with
+    replay forgets less of earlier data. Costs 4 bytes per parameter. Default: never."""
     reptile_step: float = Field(0.1, gt=0, le=1, description="With reptile_every: the share of the way that is kept.")
 
     @model_validator(mode="after")
@@ -211,8 +211,8 @@ class LrScheduleConfig(Section):
     cooldown_steps: int | None = Field(None, gt=0)
     """Steps of the wsd cooldown. Default: a fifth of the run."""
     branch_from: PathText | None = None
-    """Continue from this full checkpoint of another run with the same data, batch and seed, as a run of its own: one
-    trunk, several cooldowns."""
+    """Continue from this full checkpoint of another run with the same data, batch and seed, as a separate run: one trunk,
+    several cooldowns."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps of the linear warm-up from zero. Default: a twentieth of the run, at most 2,500 as in the paper."""
 
@@ -226,7 +226,7 @@ class LrScheduleConfig(Section):
 
 
 class MoeConfig(Section):
-    """Losses and routing of the experts, where the model has any."""
+    """Losses and routing of the experts, for models with experts."""
 
     balance_coefficient: float = Field(0.01, ge=0, description="Weight of the load-balancing loss.")
     z_coefficient: float = Field(0.001, ge=0, description="Weight of the router z-loss.")
@@ -234,30 +234,30 @@ class MoeConfig(Section):
     """For models with router_bias: amount by which the bias of an underloaded expert rises after each step, and that of an
     overloaded one falls."""
     force_balanced: bool = False
-    """Forced uniform routing, by the position in the sequence: every expert gets the same number of tokens of each
-    sequence, or one more if they do not divide evenly."""
+    """Forced uniform routing by position in the sequence: every expert gets the same number of tokens of each sequence, or
+    one more if the tokens do not divide evenly."""
     dispatch: Literal["auto", "alltoall", "allgather"] = "alltoall"
-    """Token dispatcher. alltoall: each token goes once to every rank that holds one of its experts. allgather: all tokens
-    go to all ranks (as in the paper). auto: alltoall, unless allgather's collectives are
-    predicted, or by collectives.machine clearly measured, to take less time."""
+    """Token dispatcher. alltoall: each token is sent once to every rank that holds one of its experts. allgather: all tokens
+    are sent to all ranks (as in the paper). auto: alltoall, unless allgather's collectives are predicted, or by
+    collectives.machine clearly measured, to take less time."""
     drop_duplicates: bool = True
-    """With tensor: only one of the ranks that hold a token sends it to its experts (TED). false, the baseline, sends all
-    duplicates; it needs alltoall, expert_tensor equal to tensor and no sequence parallelism."""
+    """With tensor: only one of the ranks that hold a token sends the token to its experts (TED). false, the baseline, sends
+    all duplicates; it needs alltoall, expert_tensor equal to tensor and no sequence parallelism."""
     balance_scope: Literal["microbatch", "global"] = "microbatch"
-    """Tokens over which the balance loss counts the load of each expert: a microbatch on one rank, or the global batch.
-    global costs one more forward pass if there are several microbatches."""
+    """Tokens over which the balance loss counts the load of each expert: a microbatch on one rank, or the global batch. With
+    several microbatches, global costs one more forward pass."""
 
 
 class TeacherConfig(Section):
-    """Frozen models that the model also learns from; a checkpoint, or a list of them, may be given in place of the
+    """Frozen teacher models for distillation. A checkpoint, or a list of checkpoints, may be given in place of the
     section."""
 
     checkpoints: list[PathText] = Field(min_length=1)
-    """Checkpoints or runs with the tokenizer and vocabulary of this one. Of several, an ensemble, the logits are
+    """Checkpoints or runs with the tokenizer and vocabulary of this run. The logits of several teachers, an ensemble, are
     averaged."""
     weight: float = Field(1.0, gt=0)
-    """Weight of the divergence KL(teacher || model) per predicted token, times the square of the temperature, that is added
-    to the loss."""
+    """Weight of the distillation loss: the divergence KL(teacher || model) per predicted token, times the squared
+    temperature, is added to the loss."""
     temperature: float = Field(1.0, gt=0, description="By which the logits of both are divided.")
 
     @model_validator(mode="before")
@@ -268,7 +268,7 @@ class TeacherConfig(Section):
 
 
 class TrainConfig(Section):
-    """The run: its length, batches and numbers."""
+    """The run: its length, batches and precision."""
 
     output: PathText = Field(description="Run folder; the run creates it.")
     steps: Count | None = None
@@ -283,23 +283,23 @@ class TrainConfig(Section):
     seed: int = Field(0, ge=0)
     """Seed of the initial weights and of the data order after the first pass."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the computation; master weights and moments are always fp32. auto: bfloat16 on devices that
-    compute in it, CPUs with AVX512-BF16, AMX-BF16 or SVE BF16 among them. A resumed run keeps its precision."""
+    """Type of the computation; master weights and moments are always fp32. auto: bfloat16 on devices that compute in
+    bfloat16, including CPUs with AVX512-BF16, AMX-BF16 or SVE BF16. A resumed run keeps its precision."""
     freeze: list[str] = Field([])
-    """Parameters that are not trained: roles (embedding) or shell patterns of names (blocks.0.*), as in
-    optimizer.groups. They have no gradients and no optimizer state, are written once per run, and keep their initial
-    values, rounded to the type of the computation."""
+    """Parameters that are not trained: roles (embedding) or shell patterns of names (blocks.0.*), as in optimizer.groups.
+    Frozen parameters have no gradients and no optimizer state, are written once per run, and keep their initial values,
+    rounded to the type of the computation."""
     lora_rank: int | None = Field(None, gt=0)
-    """Rank of low-rank factors (LoRA) that are trained beside the frozen projections: W + B A is computed with where W is
-    not zero, so that pruned weights stay pruned. Whatever reads a checkpoint but a run that goes on gets the sum."""
+    """Rank of low-rank factors (LoRA) that are trained beside the frozen projections. The model computes with W + B A where
+    W is not zero, so that pruned weights stay pruned. Readers of a checkpoint get the sum, except for a run that resumes."""
     teacher: TeacherConfig | None = None
-    """Checkpoint, or several as an ensemble, whose probabilities the model learns, too (distillation). Ranks with the last
-    stage hold it whole, in the type of the computation."""
+    """Teacher checkpoint, or several as an ensemble, whose probabilities the model also learns (distillation). Ranks with
+    the last stage hold the whole teacher, in the type of the computation."""
     hooks: list[str] = Field([])
-    """Your own hooks, as package.module.Class: what is to happen around the steps besides. Found in the current folder, on
-    PYTHONPATH or installed."""
+    """Your own hooks, as package.module.Class, called around the steps. A hook's module is imported from the current folder,
+    from PYTHONPATH or from installed packages."""
     data_cache: PathText = Field("~/.cache/optimus/data", validate_default=True)
-    """Folder into which prepared data at URLs is copied, file by file, when it is used."""
+    """Folder for local copies of prepared data at URLs; each file is copied when it is used."""
     stop_at: Count | None = Field(
         None, description="Stop after this step; the learning-rate schedule still spans the whole run."
     )
@@ -320,7 +320,8 @@ class TrainConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run. Its length must not be given in epochs: `train.reading` knows the data."""
+        """The number of steps of the whole run. Raises `ValueError` for a length in epochs: `training.reading` knows the
+        data."""
         if self.steps is not None:
             return self.steps
         if self.tokens is None:
@@ -328,7 +329,7 @@ class TrainConfig(Section):
         return -(-self.tokens // (self.global_batch * self.sequence_length))
 
     def microbatches(self, data_ranks: int) -> int:
-        """Of a step on each of so many data-parallel ranks."""
+        """Returns the microbatches of a step on each of `data_ranks` data-parallel ranks."""
         return max(1, self.global_batch // (data_ranks * self.micro_batch))
 
 
@@ -337,23 +338,24 @@ def _length(found: str) -> str:
 
 
 class PhaseConfig(Section):
-    """A stretch of a run. What it does not give is as in the rest of the configuration."""
+    """A stretch of a run. Keys that are not given have the values of the rest of the configuration."""
 
     name: str | None = Field(None, description="Name in messages and checkpoints. Default: phase-N.")
     steps: Count | None = Field(None, description="Its length in steps; or give tokens.")
     tokens: Count | None = Field(None, description="Its length in tokens: whole steps, also as 2e9 or 300B.")
     data: DataConfig | None = Field(None, description="Its data, as the section or list `data`.")
     replay: float | None = Field(None, gt=0, lt=1)
-    """Share of the phase that is read again from what the phases before have read of each source, in proportion to it."""
+    """Share of the phase that repeats data of the earlier phases, from each source in proportion to the data read from
+    it."""
     sequence_length: int | None = Field(None, gt=1, description="Tokens per sequence.")
     global_batch: int | None = Field(None, gt=0, description="Sequences per step.")
     lr_schedule: LrScheduleConfig | None = None
-    """A schedule of its own over its steps, without a warm-up unless it gives one; its other keys are by default those of
-    the run. Default: the run's schedule goes on."""
+    """A separate schedule over the phase's steps, without a warm-up unless one is given; its other keys default to those of
+    the run. Default: the run's schedule continues."""
 
 
 def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
-    """`phase` with all its values, its length in steps. Raises `ValueError` for those that do not fit."""
+    """Returns `phase` with all its values, its length in steps. Raises `ValueError` for values that do not fit."""
     where, train = f"phases.{number}", run.train
     if (phase.steps is None) == (phase.tokens is None):
         raise ValueError(f"{where}: its length is one of steps and tokens: give one of them")
@@ -378,7 +380,7 @@ def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
 
 
 def _completed(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is read with what its phases leave to the run, and the other way round."""
+    """Completes the raw configuration: phases inherit from the run, and the run takes the data of its first phase."""
     phases = raw.get("phases")
     if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
         return raw
@@ -394,7 +396,7 @@ def _completed(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class CheckpointConfig(Section):
-    """When the state is saved, and how."""
+    """The times and the manner of saving checkpoints."""
 
     every: int = Field(1000, gt=0, description="Steps between full checkpoints; one more is written at the end.")
     keep: int | None = Field(2, gt=0)
@@ -402,26 +404,26 @@ class CheckpointConfig(Section):
     weights_every: int | None = Field(None, gt=0)
     """Steps between checkpoints of the weights alone, which are kept forever."""
     weights_keep: int = Field(1, gt=0)
-    """Keep every k-th of these forever, the others until the next one is written."""
+    """Keep every k-th weights checkpoint forever, and the others until the next one is written."""
     asynchronous: bool = False
-    """Write in the background, from copies in host memory: 4 bytes per parameter that the rank writes, and 4 for each
-    buffer of its update rule (12 with adamw)."""
+    """Write in the background, from copies in host memory. The copies take 4 bytes per parameter that the rank writes, and 4
+    for each buffer of its update rule (12 with adamw)."""
     scattered: bool = True
     """Spread writing over the ranks that hold the same shard, so that nodes write equally much (DP-scattered). false: the
-    first of them writes."""
+    first rank of each replica group writes."""
     load_path: PathText | None = None
     """Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."""
     broadcast: Literal["broadcast", "allreduce", "none"] = "broadcast"
-    """How the rank that reads a parameter sends it to its replicas. none: every rank reads for itself."""
+    """Collective that sends a parameter from the rank that reads it to its replicas. none: every rank reads for itself."""
 
 
 class EvaluateConfig(Section):
     """Prompts and tasks during training."""
 
     prompts: list[str] = Field([])
-    """Prompts that the model continues when a set of `validation` is measured, and after the last step, by at most 64 of the
-    most probable tokens; samples.jsonl of the run folder and the report have what it writes. An empty one begins a
-    document."""
+    """Prompts that the model continues when a `validation` set is measured, and after the last step. A continuation has at
+    most 64 of the most probable tokens. samples.jsonl in the run folder and the report show the continuations. An empty
+    prompt begins a document."""
     tasks: list[str] = Field([], description="Tasks that are run during training, as `optimus evaluate --tasks`.")
     task_data: PathText | None = Field(None, description="Folder of their data.")
     tasks_every: int | None = Field(None, gt=0, description="Steps between them; they also run at the last step.")
@@ -435,15 +437,15 @@ class EvaluateConfig(Section):
 
 
 class ValidationConfig(Section):
-    """A set of validation text, whose bits per byte and loss are metrics."""
+    """A set of validation text; its bits per byte and loss are metrics."""
 
     name: str | None = None
-    """Its name in the metrics, bits_per_byte/NAME and loss/NAME. One set may have none: its metric is bits_per_byte."""
+    """Name in the metrics bits_per_byte/NAME and loss/NAME. One set may have no name: its metric is bits_per_byte."""
     path: PathText | None = Field(None, description="Folder written by `optimus prepare`; or give text.")
     text: PathText | None = Field(None, description="File, folder or glob of text.")
     every: int | None = Field(None, gt=0, description="Steps between validations. Default: after the last step only.")
     tokens: Count = Field(1 << 17)
-    """Use only so many tokens, also as 2e6 or 1M. With max_bytes: as many as these have, unless it is given."""
+    """Number of tokens to use, also as 2e6 or 1M. With max_bytes and without tokens: as many tokens as these bytes have."""
     max_bytes: int | None = Field(None, gt=0, description="Of text: use only so many bytes.")
 
     @model_validator(mode="after")
@@ -453,24 +455,24 @@ class ValidationConfig(Section):
         if self.max_bytes is not None:
             if self.text is None:
                 raise ValueError(f"{self.name or 'a set'}: max_bytes is of text: give tokens for prepared data")
-            if not self.given("tokens"):  # of a byte and the end of its document
+            if not self.given("tokens"):  # at most a token per byte, and one for the end of its document
                 self.tokens = 2 * self.max_bytes
         return self
 
 
 class ResilienceConfig(Section):
-    """What to do about non-finite numbers, loss spikes, and hanging or slow ranks."""
+    """Handling of non-finite numbers, loss spikes, and hanging or slow ranks."""
 
     max_skipped: int = Field(3, ge=0)
-    """Consecutive steps with a gradient norm that is not finite, or whose square does not fit fp32, that are skipped before
-    the run ends."""
+    """Consecutive steps with a gradient norm that is not finite, or whose square overflows fp32, that are skipped before the
+    run ends."""
     on_spike: Literal["nothing", "skip", "rollback"] = "nothing"
-    """When a loss is above the spike threshold: nothing, skip its update, or roll back to kept weights
+    """Action on a loss above the spike threshold: nothing, skip its update, or roll back to saved weights
     (checkpoint.weights_every)."""
     spike: float = Field(8.0, gt=0)
     """Spike threshold, in standard deviations of the last 64 losses above their mean."""
     max_rollbacks: int = Field(2, ge=0)
-    """Number of rollbacks to kept weights, each time further, before the run ends; under `optimus launch` also for
+    """Number of rollbacks to saved weights, each time further back, before the run ends; under `optimus launch` also for
     non-finite gradients on several nodes."""
     hang: float = Field(300.0, gt=0)
     """Under `optimus launch`: seconds without a completed step (including a synchronous checkpoint) after which the culprit
@@ -486,10 +488,11 @@ class CollectivesConfig(Section):
     """Algorithms of collectives."""
 
     machine: PathText | None = None
-    """Machine file with measured collectives, which chooses their algorithms (`optimus bench collectives --write`). It is
-    kept with the run, because the order of additions depends on it. Default: rules by size and placement on nodes."""
+    """Machine file with measured collectives, which selects their algorithms (`optimus bench collectives --write`). The
+    measurements are saved with the run, because the order of additions depends on them. Default: rules by size and placement
+    on nodes."""
     partial_sums: Literal["float32", "bfloat16"] = "float32"
-    """Type in which partial sums of a node go to other nodes. bfloat16 halves the traffic and rounds once more."""
+    """Type of a node's partial sums when sent to other nodes. bfloat16 halves the traffic and adds one rounding."""
 
 
 class ObserveConfig(Section):
@@ -500,8 +503,8 @@ class ObserveConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
     report: bool = Field(True, description="Write report.html, as `optimus report` does, when the run ends.")
     notify: str | None = None
-    """What is told of the run's end or failure, and under `optimus launch` of its restarts: a webhook (an http or https URL,
-    which gets JSON), or a command, which gets the same JSON on its standard input."""
+    """Receiver of messages about the run's end or failure, and under `optimus launch` its restarts: a webhook or a command.
+    A webhook (an http or https URL) gets JSON; a command gets the same JSON on its standard input."""
     mlflow: str | None = Field(None, description="MLflow experiment, on the server in MLFLOW_TRACKING_URI; null: off.")
     wandb: str | None = Field(None, description="Weights & Biases project; null: off.")
     wandb_entity: str | None = Field(None, description="User or team there. Default: that of the API key.")
@@ -509,28 +512,29 @@ class ObserveConfig(Section):
     wandb_group: str | None = Field(None, description="Group of the run there.")
     wandb_tags: list[str] = Field([], description="Tags of the run there.")
     profile_step: int | None = Field(None, gt=0)
-    """Profile this step: trace.json.gz has what all ranks did, for Perfetto, and trace-rank-N.json that of one rank. Units,
-    actions of the pipeline and collectives have names."""
+    """Profile this step: trace.json.gz contains the operations of all ranks, for Perfetto, and trace-rank-N.json those of
+    one rank. Units, pipeline actions and collectives have names."""
     timeline: int | None = Field(None, gt=0)
     """Write the pipeline's timeline of this step to timeline.json, for `optimus schedule --measured`."""
 
 
 class TuningConfig(Section):
-    """What is measured on this machine and then chosen: another than the default where that is clearly faster."""
+    """Measurements on this machine that choose implementations: an alternative to the default is used if it is clearly
+    faster."""
 
     matmul: bool = True
-    """Time every larger matrix product in the first step in its NN, NT and TN forms and use another form than its
-    own where that is clearly faster (AxoNN)."""
+    """Time every larger matrix product in the first step in its NN, NT and TN forms, and use another form than the product's
+    own if it is clearly faster (AxoNN)."""
     cache: PathText | None = Field("~/.cache/optimus", validate_default=True)
     """Folder that keeps the measurements per chip, each with its spread, so that all runs choose the same; null: measure in
-    every run. Delete its file of a chip to have all measured again."""
+    every run. Delete a chip's file to repeat its measurements."""
 
 
 Recomputable = Literal["norm", "attention", "mlp", "moe", "block", "auto"]
 
 
 def _placed(node: Any, path: Sequence[str], value: Any) -> Any:
-    """A copy of `node`, a section or a list, with `value` at `path`."""
+    """Returns a copy of `node`, a section or a list, with `value` at `path`."""
     if not path:
         return value
     if isinstance(node, list):
@@ -540,14 +544,14 @@ def _placed(node: Any, path: Sequence[str], value: Any) -> Any:
 
 
 class RunConfig(Section):
-    """Everything about a run. Whether its sections go together is checked where one is read (`load_config`)."""
+    """The whole configuration of a run. `load_config` checks the sections against each other."""
 
     model: ModelConfig = Field(description="A preset, a Hugging Face folder, or the mapping below.")
     data: DataConfig = Field(description="By default that of the first phase.")
     train: TrainConfig
     phases: list[PhaseConfig] = Field([])
-    """Stretches of the run with other data, lengths, batches or learning rates, one after the other; the run is as long as
-    they are together."""
+    """Stretches of the run with other data, lengths, batches or learning rates, one after the other. The length of the run
+    is the sum of their lengths."""
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     moe: MoeConfig = MoeConfig()
@@ -559,50 +563,50 @@ class RunConfig(Section):
     """Activation recomputation (checkpointing) in the backward pass: any of norm, attention, mlp and moe; or block, whole
     blocks; or auto, the least that fits recompute_budget."""
     recompute_every: int = Field(1, gt=0)
-    """Recompute the modules of every n-th block only; with block, save the input of every n-th block only (AxoNN's
-    ac)."""
+    """Recompute the modules of every n-th block only; with block, save the input of every n-th block only (AxoNN's ac)."""
     recompute_collectives: Literal["keep", "repeat"] = "keep"
     """Collectives in recomputation. keep: their results are cached (CAC); repeat: they run again, which takes less
     memory."""
     recompute_budget: Annotated[int, Field(gt=0), BeforeValidator(partial(reported_as_value, parse_size))] | None = None
-    """With recompute: auto. Largest bytes of saved activations of one microbatch on one rank, also as 512MB or 40GiB.
-    Default: those of all microbatches that are under way fit into nine tenths of what the device has free beside state and
-    buffers, free memory being rounded down to a coarse step."""
+    """With recompute: auto. Maximum bytes of saved activations of one microbatch on one rank, also as 512MB or 40GiB.
+    Default: the activations of all live microbatches fit into nine tenths of the device memory that is free beside state and
+    buffers. Free memory is rounded down to a coarse step."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     validation: list[ValidationConfig] = Field([], description="Sets that are measured during training.")
     collectives: CollectivesConfig = CollectivesConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
-    tuning: TuningConfig = Field(default_factory=TuningConfig)  # asks for the home of the user: not at import
+    tuning: TuningConfig = Field(default_factory=TuningConfig)  # needs the user's home folder: not at import
 
     def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
-        """With other values in sections: `config.changed(train={"steps": 5})`. They are not checked."""
+        """Returns a copy with other values in sections: `config.changed(train={"steps": 5})`. The values are not checked."""
         update = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=update)
 
     def decided(self, values: Mapping[str, Any]) -> "RunConfig":
-        """With these values by the paths of their keys: `config.decided({"train.steps": 5})`. They are not checked."""
+        """Returns a copy with values by the paths of their keys: `config.decided({"train.steps": 5})`. The values are not
+        checked."""
         config = self
         for key, value in values.items():
             config = _placed(config, key.split("."), value)
         return config
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "RunConfig":
-        """As every section has it. Raises `RuntimeError` where the configuration is locked."""
+        """Copies the configuration like any section. Raises `RuntimeError` when the configuration is locked."""
         if self.locked:
             raise RuntimeError(f"the configuration of a resolved run is not changed, nor is {', '.join(update or ())}")
         return super().model_copy(update=update, deep=deep)
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up, by default a share of the run."""
+        """Steps of the warm-up; by default a share of the run."""
         given = self.lr_schedule.warmup_steps
         return min(_LONGEST_WARMUP, self.train.total_steps // _WARMUP_SHARE) if given is None else given
 
     @property
     def cooldown_steps(self) -> int:
-        """Steps of the cooldown, by default a share of the run; none where the schedule has none."""
+        """Steps of the cooldown; by default a share of the run, and 0 for a schedule without a cooldown."""
         if self.lr_schedule.name != "wsd":
             return 0
         return self.lr_schedule.cooldown_steps or max(1, self.train.total_steps // _COOLDOWN_SHARE)

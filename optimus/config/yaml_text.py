@@ -1,4 +1,4 @@
-"""YAML as configurations are written in it: numbers such as 4e-4, and no key twice."""
+"""YAML for configurations: numbers such as 4e-4, and no repeated keys."""
 
 import re
 from typing import Any
@@ -7,11 +7,11 @@ import yaml
 
 from optimus.errors import UserError
 
-_MOST, _DEEPEST, _DIGITS = 1_000_000, 100, 1000  # values in a document, levels, digits of a whole number
+_MOST, _DEEPEST, _DIGITS = 1_000_000, 100, 1000  # values in a document, nesting levels, digits of a whole number
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML with numbers such as 4e-4 read as numbers (YAML 1.1 takes them for text)."""
+    """Reads YAML with numbers such as 4e-4, which YAML 1.1 takes for text."""
 
 
 class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
@@ -25,8 +25,10 @@ for _side in (Loader, Dumper):
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """What `text`, which stands at `where`, says. Raises `UserError` for what is no YAML, a repeated key, and aliases that
-    stand for more than anybody writes."""
+    """Parses `text`, found at `where`.
+
+    Raises `UserError` for invalid YAML, a repeated key, and aliases that expand to an unreasonable number of values.
+    """
     try:
         loader = Loader(text)
         node = loader.get_single_node()
@@ -40,15 +42,15 @@ def parse_yaml(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark and "\n" in text else ""
         raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}") from None
-    except Exception as error:  # whatever PyYAML raises: for what is no date, a mapping as a key, too deep a nesting
+    except Exception as error:  # PyYAML raises other errors for invalid dates, a mapping as a key, and deep nesting
         raise UserError(f"{where} is not valid YAML: {error}") from None
 
 
 def _size(node: yaml.Node, where: str, path: tuple[str, ...], known: dict[int, int]) -> int:
-    """How many values a node is with all in it, where an alias is what it stands for: whoever reads on goes through these.
+    """Returns the number of values in a node, with aliases expanded, since later readers visit all of them.
 
-    Raises `UserError` for a key that stands twice: of two values YAML takes the last, and nobody sees that the first does
-    not count. `known` are the sizes of nodes by identity, 0 of those that are being looked at.
+    Raises `UserError` for a repeated key: YAML would silently take the last value. `known` holds the sizes of nodes by
+    identity, 0 for nodes in progress.
     """
     if (size := known.get(id(node))) is not None:
         if not size:

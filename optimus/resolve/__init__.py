@@ -1,1 +1,1 @@
-"""A configuration and the facts of a machine become a run in which nothing is left open."""
+"""Turns a configuration and the facts of a machine into a run with every option decided."""

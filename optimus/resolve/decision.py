@@ -1,12 +1,15 @@
-"""A choice that is taken for the user, and what it leaves: a line for each key."""
+"""Choices made for the user, and the record of each decided key."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
 class Decision(NamedTuple):
-    """A key that was left open, its value, and why. A run that is resumed keeps those that are `kept`, which are part of
-    it; the others are of the machine, and are taken anew at each start. One that could not be another is not `said`."""
+    """A key that was left open, its value, and the reason.
+
+    A resumed run keeps the decisions that are `kept`, because they are part of the run. The others depend on the machine and
+    are made anew at each start. Decisions without an alternative are not `said`.
+    """
 
     key: str
     value: Any
@@ -16,7 +19,7 @@ class Decision(NamedTuple):
 
     @property
     def written(self) -> dict[str, Any]:
-        """As a run folder has it."""
+        """The decision as saved in a run folder."""
         return {"key": self.key, "value": self.value, "why": self.why, "kept": self.kept}
 
     def __str__(self) -> str:
@@ -24,7 +27,10 @@ class Decision(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """Values by the path of their key, and why; none where nothing was open. What is None was said in another way."""
+    """Decided values by the path of their key, and the reason; no values if nothing was open.
+
+    A value of None clears a key whose meaning another key now holds.
+    """
 
     values: Mapping[str, Any] = {}
     why: str = ""
@@ -33,7 +39,7 @@ class Decided(NamedTuple):
 
     @property
     def decisions(self) -> list[Decision]:
-        """A line for each value."""
+        """A decision for each value that is not None."""
         return [
             Decision(key, value, self.why, self.kept, self.said)
             for key, value in self.values.items()

@@ -1,4 +1,4 @@
-"""The dispatcher of tokens that `moe.dispatch: auto` leaves open."""
+"""The choice of the token dispatcher for `moe.dispatch: auto`."""
 
 from optimus.comm.algorithms import Measured
 from optimus.config import RunConfig
@@ -9,7 +9,8 @@ from optimus.resolve.precision import DTYPES
 
 
 def dispatch(config: RunConfig, mesh: Mesh, measured: Measured | None) -> Decided:
-    """The one whose collectives take less time, by what was `measured` of them, for the microbatches of `config`."""
+    """Decides on the dispatcher whose collectives take less time for the microbatches of `config`, according to
+    `measured`."""
     if config.moe.dispatch != "auto":
         return Decided()
     train = config.train

@@ -1,7 +1,7 @@
-"""What a machine says of itself: measured here, by all ranks together, or read from a machine file.
+"""Facts of a machine: measured here by all ranks together, or read from a machine file.
 
-Only what a configuration leaves open is measured. What is timed is kept per chip (`tuning.cache`), and free memory is
-counted in coarse steps, so that two starts find the same.
+Only facts that an open option of the configuration depends on are measured. Timings are cached per chip (`tuning.cache`).
+Free memory is rounded to coarse steps, so that two starts find the same value.
 """
 
 import time
@@ -27,9 +27,9 @@ from optimus.resolve.ranks import sharers
 from optimus.state.buffers import RESIDENCES
 from optimus.state.transfers import Transfers, transfers
 
-_ELEMENTS = 1 << 22  # of an update and of a copy that are timed
-_SQUARE = 4096  # rows and columns of a product that is timed
-AMOUNTS = {  # that are done in the seconds of a timing: bytes, elements, floating point operations
+_ELEMENTS = 1 << 22  # elements of a timed update and of a timed copy
+_SQUARE = 4096  # rows and columns of a timed matrix product
+AMOUNTS = {  # work of each timing: bytes, elements, floating point operations
     "up": 4 * _ELEMENTS,
     "down": 4 * _ELEMENTS,
     "update on host": _ELEMENTS,
@@ -40,23 +40,26 @@ AMOUNTS = {  # that are done in the seconds of a timing: bytes, elements, floati
 
 @dataclass(frozen=True)
 class Facts:
-    """A machine, as the ranks of a run find it together."""
+    """A machine, described alike by all ranks of a run."""
 
     ranks: int
     ranks_per_node: int
     device: str
-    """Type of the device."""
+    """The type of the device."""
     bfloat16: Bfloat16
-    """Whether it multiplies bf16 itself, and what that is known by."""
+    """Tells if the device supports bf16 natively, and the evidence."""
     device_bytes: int = 0
-    """Of one rank, that choices count on; 0 where none does."""
+    """Device memory of one rank that choices may count on; 0 if no choice depends on it."""
     timings: Timings | None = None
-    """Of the device's link and its updates, by the names of `AMOUNTS`: the slowest of all ranks, which are at work together.
-    None: there is no link, or nothing that is left open depends on it."""
+    """Timings of the device's link and of updates, by the keys of `AMOUNTS`: the slowest of all ranks, measured
+    concurrently.
+
+    None if there is no link, or if no open option depends on the timings.
+    """
     collectives: Measured | None = None
-    """None: they are estimated."""
+    """Measurements of collectives; None: their times are estimated."""
     notes: tuple[str, ...] = ()
-    """What the user should know about how they were found."""
+    """Lines for the user about how the facts were found."""
 
 
 def facts_here(
@@ -69,8 +72,11 @@ def facts_here(
     touches: bool = True,
     collectives: Measured | None = None,
 ) -> Facts:
-    """Those of this machine; with `world` all of its ranks must call, and find the same. Without it nothing is timed; a
-    program that only starts ranks `touches` no accelerator either, of which all memory then counts."""
+    """Returns the facts of this machine.
+
+    With `world`, all of its ranks must call and get the same facts. Without, nothing is timed. A process that only starts
+    ranks sets `touches` to False: it uses no accelerator, and all of the accelerator's memory counts.
+    """
     native = bfloat16_of(device) if world is None else world.on_first(lambda: bfloat16_of(device))
     per_node = mesh.ranks_per_node or mesh.size
     facts = Facts(mesh.size, per_node, device.type, Bfloat16(*native), collectives=collectives)
@@ -85,25 +91,28 @@ def facts_here(
 
 
 def opens_cache(state: StateConfig) -> bool:
-    """Whether it is left open how many whole chunks of parameters the device holds."""
+    """Returns True if the number of gathered parameter chunks on the device is left open."""
     return state.cache == "auto" or (state.cache is None and RESIDENCES[state.offload][0] != "device")
 
 
 def opens_offload(state: StateConfig) -> bool:
-    """Whether something about state that is not on the device is left open."""
+    """Returns True if an option of offloaded state is left open."""
     return opens_cache(state) or (state.offload != "none" and "auto" in dict(state).values())
 
 
 def counts_memory(config: RunConfig) -> bool:
-    """Whether a choice depends on how much memory there is."""
+    """Returns True if a choice depends on the amount of memory."""
     return (config.recompute == ["auto"] and config.recompute_budget is None) or opens_offload(config.state)
 
 
 def _memory_to_count_on(
     device: torch.device, mesh: Mesh, world: Group | None, known: Measurements, touches: bool
 ) -> tuple[int, list[str]]:
-    """(bytes of the device that a rank may fill, what the user should know about it): the least that is free on the device
-    of any rank, and no number of the moment, but in coarse steps, as it was counted before."""
+    """Returns (device bytes that a rank may fill, lines for the user).
+
+    The bytes are the lowest free memory over all ranks' devices, rounded to coarse steps and cached, so that momentary
+    changes do not matter.
+    """
     if world is None:
         free = (free_memory if touches or device.type == "cpu" else whole_memory)(device)
         counted = known.free_memory(str(device), free)
@@ -115,7 +124,7 @@ def _memory_to_count_on(
 
 
 def _timings(mesh: Mesh, world: Group, device: torch.device, dtype: str, known: Measurements) -> Timings:
-    """As they were measured before on such nodes, else measured now."""
+    """Returns the cached timings of such a node, or measures them now."""
     ranks, host = min(mesh.size, mesh.ranks_per_node or mesh.size), device_name(torch.device("cpu"))
     name = f"offload, {ranks} ranks of {torch.get_num_threads()} threads, {host}, {dtype}"
     found: Timings | None = world.on_first(lambda: known.timings().get(name))
@@ -127,7 +136,7 @@ def _timings(mesh: Mesh, world: Group, device: torch.device, dtype: str, known: 
 
 
 def _measured(moves: Transfers, dtype: torch.dtype) -> dict[str, Timing]:
-    """Seconds of what `AMOUNTS` names, on an accelerator and its host."""
+    """Measures the seconds of the work in `AMOUNTS`, on an accelerator and its host."""
     host, there = moves.on_host(_ELEMENTS, torch.float32), moves.on_device(_ELEMENTS, torch.float32)
     square = moves.on_device(_SQUARE * _SQUARE, dtype).view(_SQUARE, _SQUARE)
     rule = AdamW(weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)

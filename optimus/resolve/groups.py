@@ -1,4 +1,4 @@
-"""Which groups of ranks a run makes, and how many communicators a rank then has: arithmetic, without a process group."""
+"""The process groups of a run, and the number of communicators of a rank, computed without a process group."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -13,7 +13,7 @@ from optimus.resolve.rules import tilings
 from optimus.resolve.stages import placement_of
 from optimus.state.plan import divisions
 
-# What a run asks for, whatever its model is: all ranks, those of a stage, those with other tokens, and along single axes.
+# Groups that every run uses: all ranks, the ranks of a stage, the ranks with different tokens, and single axes.
 _ALWAYS = (
     ("pp", "dp", "cp", "tp"),
     ("dp", "cp", "tp"),
@@ -35,9 +35,9 @@ class Communicators(NamedTuple):
 
 
 def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[PlannedGroups]:
-    """Those whose groups have all uses: each once, and none that consists of groups of one.
+    """Returns the divisions that all kinds of runs share, each once, without divisions into groups of one.
 
-    `layouts` are those of the parameters of all stages, so that all ranks find the same, in the same order.
+    `layouts` are those of the parameters of all stages, so that all ranks find the same divisions in the same order.
     """
     asked = [*_ALWAYS, *([("ep",), ("etp",)] if config.model.experts else [])]
     asked += [("ep", "etp")] if config.model.experts and config.moe.dispatch == "allgather" else []
@@ -46,7 +46,7 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
     for tiling in tilings(config.optimizer):
         asked += dict.fromkeys(tiling.split_axes(layout, mesh) for layout in layouts.values())
     asked += dict.fromkeys(layout.partial_axes for layout in layouts.values())
-    named = {_named(mesh, axes): axes for axes in reversed(asked)}  # those of one name have the same groups
+    named = {_named(mesh, axes): axes for axes in reversed(asked)}  # axes of the same name have the same groups
     found = [PlannedGroups(name, mesh.groups(named[name])) for name in dict.fromkeys(_named(mesh, a) for a in asked)]
     if config.model.experts and config.moe.dispatch == "alltoall":
         found += level_divisions(mesh, "ep")
@@ -58,7 +58,7 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
 
 
 def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[PlannedGroups]:
-    """Those among which parameters of these layouts and what belongs to them are sharded, and copies of shards summed."""
+    """Returns the divisions that shard parameters of these layouts and their state, and the replica groups of shards."""
     found = []
     for axes in dict.fromkeys(layout.partial_axes for layout in layouts.values()):
         *steps, copies = divisions(mesh, axes, options)
@@ -69,7 +69,8 @@ def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateCon
 
 
 def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[PlannedGroups]:
-    """All divisions of which a run makes groups. `tags`: the backend can tell messages in one group apart, as Gloo."""
+    """Returns all divisions into process groups of a run. `tags`: the backend can tell messages in one group apart, like
+    Gloo."""
     found, pipeline = shared_divisions(config, mesh, layouts), mesh.groups(("pp",))
     if mesh.pp > 1 and not tags:
         found.append(PlannedGroups("messages of pp", pipeline, 2 * config.parallel.stages, messages=True))
@@ -84,10 +85,10 @@ def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], 
 def communicators(
     config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], ranks: Sequence[int]
 ) -> list[list[Communicators]]:
-    """Those that each of `ranks` has at most, where the backend makes one at a group's first collective: NCCL, RCCL, oneCCL.
+    """Returns the maximum communicators of each of `ranks`, for backends that create them at a group's first collective.
 
-    For messages they make one of sender and receiver: of those groups a rank uses only those of its stages and of their
-    neighbours.
+    NCCL, RCCL and oneCCL are such backends. For messages they create one communicator per sender and receiver: a rank uses
+    only those between its stages and their neighbours.
     """
     found: list[list[Communicators]] = [[] for _ in ranks]
     for what, division, apart, messages in run_divisions(config, mesh, layouts, tags=False):
@@ -101,7 +102,7 @@ def communicators(
 
 
 def _neighbours(config: RunConfig, pipeline_rank: int) -> int:
-    """Of the borders between two stages, those between one on this rank and one on another."""
+    """Counts the boundaries between a stage on this rank and a stage on another rank."""
     place = placement_of(config)
     ranks = [place.rank_of(stage) for stage in range(place.stages)]
     return sum(pipeline_rank in border and len(set(border)) > 1 for border in pairwise(ranks))

@@ -1,6 +1,6 @@
-"""The length of a run in steps, its warm-up and its cooldown: what can be decided before torch is imported.
+"""The length of a run in steps, its warm-up and its cooldown: decisions made before torch is imported.
 
-Nothing here imports torch, nor may what is imported here.
+Neither this module nor any of its imports may import torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,13 +17,17 @@ from optimus.config.yaml_text import parse_yaml
 from optimus.errors import UserError
 from optimus.resolve.decision import Decided
 
-KEPT = "lr_schedule.warmup_steps", "train.precision", "train.micro_batch"  # which a resume takes from the run folder
+KEPT = (
+    "lr_schedule.warmup_steps",
+    "train.precision",
+    "train.micro_batch",
+)  # keys that a resumed run takes from its folder
 
 
 def length(config: RunConfig, sequences: int | None) -> Decided:
-    """The steps of a run whose length is in tokens, or in passes over so many sequences of data.
+    """Decides the steps of a run whose length is given in tokens, or in epochs over `sequences` sequences.
 
-    Raises `UserError` for a length of no step, and one that ends before `train.stop_at`.
+    Raises `UserError` for a length below one step, and for a length that ends before `train.stop_at`.
     """
     train, why = config.train, ""
     steps = train.steps
@@ -59,7 +63,7 @@ def _steps_of_epochs(config: RunConfig, sequences: int | None) -> int:
 
 
 def _check(config: RunConfig, steps: int) -> None:
-    """What is said of steps can only be checked now."""
+    """Checks option combinations that depend on the number of steps, which is known only now."""
     try:
         check_combinations(config)
     except ValueError as error:
@@ -67,7 +71,7 @@ def _check(config: RunConfig, steps: int) -> None:
 
 
 def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
-    """The steps of the warm-up of each schedule; a run that is resumed keeps the one it began with."""
+    """Decides the warm-up steps of each schedule; a resumed run keeps those it began with."""
     values = {
         f"{path}.warmup_steps": each.warmup_steps
         for path, each in _schedules(config)
@@ -79,7 +83,7 @@ def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
 
 
 def cooldown(config: RunConfig) -> Decided:
-    """The steps of the cooldown of each schedule that has one."""
+    """Decides the cooldown steps of each schedule that has a cooldown."""
     values = {
         f"{path}.cooldown_steps": each.cooldown_steps
         for path, each in _schedules(config)
@@ -89,7 +93,7 @@ def cooldown(config: RunConfig) -> Decided:
 
 
 def _schedules(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """The learning-rate schedules of a run: the path of each, and the configuration of what follows it."""
+    """Yields the learning-rate schedules of a run: the path of each, and the configuration that follows it."""
     yield "lr_schedule", config
     for number, phase in enumerate(phases_of(config) if config.phases else ()):
         if config.phases[number].lr_schedule is not None:
@@ -97,15 +101,15 @@ def _schedules(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def previous_decisions(run: Path) -> dict[str, Any]:
-    """What a run has written of what is kept of its decisions; nothing where there is no run yet.
+    """Reads the lasting decisions from a run's folder; returns nothing if there is no run yet.
 
-    Raises `UserError` for a value that can be none of its key.
+    Raises `UserError` for a value that is invalid for its key.
     """
     path = run / "config.yaml"
     try:
         found = dict(flat(with_new_names(parse_yaml(path.read_text(encoding="utf-8"), str(path)))))
     except (OSError, UnicodeDecodeError, UserError, LookupError, TypeError, AttributeError):
-        return {}  # the checkpoint, if there is one, says what is wrong with the folder
+        return {}  # if there is a checkpoint, its check reports the damage of the folder
     kept = {key: found[key] for key in KEPT if found.get(key) is not None}
     for key, value in kept.items():
         check_value(key, value, str(path))

@@ -1,7 +1,7 @@
-"""The account of memory: what a rank holds, by what is planned of it. Checks, choices, plans and dry runs read it.
+"""The memory account of a rank, computed from its plan. Checks, choices, plans and dry runs read the account.
 
-Not in it is what is on its way: buffers of collectives, messages, and tiles of updates that are brought to the device and
-back, two at a time (`state.tile`; of a rule of matrices at least one matrix).
+The account leaves out transfers in flight: buffers of collectives, messages, and tiles of offloaded updates. Two tiles at a
+time are on their way to and from the device (`state.tile`; at least one matrix for a matrix rule).
 """
 
 from collections import Counter
@@ -24,15 +24,18 @@ from optimus.resolve.stages import live_of
 from optimus.state.buffers import KINDS, Buffer, Residency
 from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind
 
-Table = npt.NDArray[np.int64]  # of shards and kinds
+Table = npt.NDArray[np.int64]  # shape [shards, kinds]
 
-_LEAVING = 3  # whole gradients of chunks whose state is elsewhere: one that is filled, two on their way
+_LEAVING = 3  # full gradients of chunks with offloaded state: one being filled, two in flight
 
 
 class MemoryAccount(NamedTuple):
-    """Bytes of a rank. State at rest by kind, on the device, the host and a disk; on the device besides: the teacher, whole
-    parameters and gradients while they are used, the activations of all microbatches that the schedule keeps, and what a
-    backward pass holds for a moment; copies for checkpoints are on the host."""
+    """Bytes of a rank.
+
+    State at rest is listed by kind, on the device, the host and a disk. The device also holds the teacher, gathered
+    parameters and gradients while they are used, saved activations of all live microbatches, and the workspace of a backward
+    pass. Copies for checkpoints are on the host.
+    """
 
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -46,43 +49,45 @@ class MemoryAccount(NamedTuple):
 
     @property
     def gathered(self) -> int:
-        """Whole parameters and gradients."""
+        """Bytes of gathered parameters and gradients."""
         return self.parameters_in_use + self.gradients_in_use
 
     @property
     def total(self) -> int:
-        """Of the device."""
+        """All bytes on the device."""
         return sum(self.device.values()) + self.teacher + self.gathered + self.activations + self.working
 
     def kinds(self, *, shared: bool) -> dict[str, int]:
-        """Of the device: the state's, and what there is besides. `shared`: copies for checkpoints lie in the same memory."""
+        """Returns the bytes on the device by kind. `shared`: copies for checkpoints lie in the same memory."""
         beside = {"gathered": self.gathered, "copies": self.copies if shared else 0, "teacher": self.teacher}
         there = {kind: size for kind, size in beside.items() if size}
         return {**self.device, "activations": self.activations, "working": self.working, **there}
 
     def taken(self, facts: Facts) -> int:
-        """Of the memory that `facts.device_bytes` counts: on a processor what is on the host is there, too."""
+        """Returns the bytes of the account within the memory `facts.device_bytes`; on a CPU, host state counts as well."""
         return self.total + (sum(self.host.values()) if facts.device == "cpu" else 0)
 
 
 class LiveBytes(NamedTuple):
-    """Bytes of activations of a rank: of all microbatches that its stages keep, and for a moment besides."""
+    """Bytes of activations of a rank: those saved for all microbatches of its stages, and the workspace."""
 
     activations: int
     working: int
 
 
 def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = False) -> MemoryAccount:
-    """What `rank`, or the `fullest` of its stage, holds at most, its experts having `load` times the mean number of tokens:
-    of phases, in the widest; of a run that prunes, when it takes most of the device."""
+    """Returns the maximum account of `rank`, or of the `fullest` rank of its stage, over the run's prunings, in the widest
+    phase.
+
+    The experts have `load` times the mean number of tokens.
+    """
     plans = (run.chunk_plans(rank, recipe=recipe) for recipe in recipes_of(run))
     accounts = (account(run, rank, each, load, fullest=fullest) for each in plans)
     return max(accounts, key=lambda found: found.total)
 
 
 def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
-    """`memory` of the fullest rank of each rank of the pipeline. The state is planned once for those that hold parameters
-    alike."""
+    """Returns `memory` of the fullest rank at each position in the pipeline. Ranks with alike parameters share one plan."""
     rules, unpruned = run.recipe.rules, run.recipe.unpruned
     known, found = dict[object, MemoryAccount](), list[MemoryAccount]()
     for rank in run.stage_ranks:
@@ -104,8 +109,11 @@ def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
 def account(
     run: ResolvedRun, rank: int, plans: Sequence[ChunkPlan], load: float = 1.0, *, fullest: bool = False
 ) -> MemoryAccount:
-    """What `rank` holds when its chunks are `plans`; or the `fullest` rank of its stage, with the copies of the mean one, as
-    ranks whose copies lie beside each other share the room for them."""
+    """Returns the account of `rank` if its chunks are `plans`, or of the `fullest` rank of its stage.
+
+    For the fullest rank, the copies for checkpoints are the mean over the stage, because ranks of a node share the memory
+    for their copies.
+    """
     config, copies, state = run.config, 0, fullest_shards if fullest else bytes_by_kind
     if config.checkpoint.asynchronous:
         copied = bytes_copied(plans, run.mesh, rank, config.state, scattered=config.checkpoint.scattered)
@@ -123,7 +131,7 @@ def account(
 
 
 def recipes_of(run: ResolvedRun) -> list[Recipe]:
-    """What the run keeps of its parameters from its beginning on, and after each pruning."""
+    """Returns the run's recipes of state: the first one, and one after each pruning."""
     pruning, first = run.config.pruning, run.recipe
     if pruning is None:
         return [first]
@@ -134,7 +142,7 @@ def recipes_of(run: ResolvedRun) -> list[Recipe]:
 
 
 def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomputation | None = None) -> LiveBytes:
-    """The activations of `rank`, with `recomputation` in place of the run's own."""
+    """Returns the activation bytes of `rank`, with `recomputation` in place of the run's own."""
     partition, place = run.partition(rank), run.mesh.coordinate(rank, "pp")
     last = len(partition.blocks) - 1
     stages = [
@@ -147,7 +155,7 @@ def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomput
 
 
 def parameters_in_use(config: RunConfig, plans: Sequence[ChunkPlan]) -> int:
-    """Bytes of whole parameters that have memory while they are used."""
+    """Returns the bytes of gathered parameters while they are used."""
     state = config.state
     used = [alike for alike in _alike(plans) if alike[0].lifetime != "always"]
     sizes = sorted((plan.size for alike in used for plan in alike), reverse=True)
@@ -155,15 +163,17 @@ def parameters_in_use(config: RunConfig, plans: Sequence[ChunkPlan]) -> int:
         several = len(sizes)
     elif isinstance(state.cache, int):
         several = state.cache
-        sizes = [max(sizes, default=0)] * len(sizes)  # blocks are alike
+        sizes = [max(sizes, default=0)] * len(sizes)  # all blocks get the largest size
     else:
         several = 1 + state.prefetch
     return sum(sizes[:several]) * DTYPES[config.train.precision].itemsize
 
 
 def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches: int) -> int:
-    """Bytes of gradients that have memory from a backward pass until they have left; of several microbatches, from the first
-    one on."""
+    """Returns the bytes of gradients between a backward pass and their reduction or transfer.
+
+    With several microbatches, gradients that live for a step count from the first microbatch on.
+    """
     state, staying, passing = config.state, 0, list[int]()
     for alike in _alike(plans):
         for buffer in alike[0].buffers:
@@ -177,29 +187,31 @@ def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches
     return (staying + sum(sorted(passing, reverse=True)[:several])) * DTYPES[state.gradient_dtype].itemsize
 
 
-# ---- At rest, of all ranks ----
+# ---- State at rest on all ranks ----
 
 
 class AtRest(NamedTuple):
-    """Bytes of the state when nothing is computed: on the fullest device; and in the memory of the fullest node, in the mean
-    of the ranks of a stage, with what these copy for checkpoints."""
+    """Bytes of the state at rest on the fullest device and in the memory of the fullest node.
+
+    The bytes of a node use the mean over the ranks of each stage, and list the copies for checkpoints apart.
+    """
 
     device: float
     node: float
     copies: int
     teacher: int
-    """Of a rank."""
+    """Bytes of the teacher on one rank."""
 
 
 def at_rest(run: ResolvedRun, *, shared: bool) -> AtRest:
-    """The most at any time of the run. `shared`: devices have no memory of their own, as processors."""
+    """Returns the maximum over the run. `shared`: devices have no memory of their own, like CPUs."""
     return AtRest(*map(max, zip(*(_at_rest(run, recipe, shared=shared) for recipe in recipes_of(run)))))
 
 
 def _at_rest(run: ResolvedRun, recipe: Recipe, *, shared: bool) -> AtRest:
     config, mesh = run.config, run.mesh
     stages = {rank: run.chunk_plans(rank, recipe=recipe) for rank in run.stage_ranks}
-    copied = Counter[int]()  # bytes that each rank copies, as each part has one writer
+    copied = Counter[int]()  # bytes that each rank copies; each shard has one writer
     for rank, plans in stages.items() if config.checkpoint.asynchronous else ():
         copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
     on_host: tuple[Residency, ...] = ("device", "host") if shared else ("host",)
@@ -210,18 +222,18 @@ def _at_rest(run: ResolvedRun, recipe: Recipe, *, shared: bool) -> AtRest:
 
 
 def fullest_shards(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
-    """As `bytes_by_kind`, of the rank that has most of such chunks: shards of a rule of matrices are of unlike length."""
+    """Returns bytes by kind, like `bytes_by_kind`, for the fullest rank: the shards of a matrix rule differ in length."""
     found = [of_shards[of_shards.sum(1).argmax()] for of_shards in _by_shards(plans, (residency,))]
     return {kind: sum(int(sizes[number]) for sizes in found) for number, kind in enumerate(KINDS)}
 
 
 def mean_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -> float:
-    """Bytes at rest, in such places, in the mean of the ranks that share such chunks out."""
+    """Returns the bytes at rest in the given residencies, as the mean over the ranks that share the chunks."""
     return sum(float(of_shards.sum(1).mean()) for of_shards in _by_shards(plans, residencies))
 
 
 def _by_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -> list[Table]:
-    """Of the chunks that are shared out alike: bytes of each shard, or of the one that equals all, by kind."""
+    """Returns the bytes by shard and kind, one table for chunks that are sharded alike; equal shards have a single row."""
     found: dict[tuple[object, ...], Table] = {}
     for alike in _alike(plans):
         first = alike[0]
@@ -237,23 +249,24 @@ def _by_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -
 
 
 def _of_shards(alike: Sequence[ChunkPlan], buffer: Buffer) -> "int | Table":
-    """Elements of a buffer of such chunks on each of the ranks that share them out; one number where all have as many."""
+    """Returns the elements of a buffer on each rank that shares these chunks; a single number if all ranks hold equally
+    many."""
     first = alike[0]
     if first.mask is not None and buffer.extent != "compressed":
         return sum(plan.elements(buffer) for plan in alike)
-    _, together = first.shards(buffer.depth)  # shards in its extent
+    _, together = first.shards(buffer.depth)  # shards within its extent
     if first.tiling.equal:
         return sum([plan.borders[-1] for plan in alike]) * together // first.shard_count
     return sum(np.diff(plan.borders[::together]).repeat(together) for plan in alike)
 
 
 def _alike(plans: Sequence[ChunkPlan]) -> Iterator[list[ChunkPlan]]:
-    """Neighbours with the same buffers that are shared out alike."""
+    """Groups neighbouring chunks with the same buffers and the same sharding."""
     return (list(same) for _, same in groupby(plans, key=attrgetter("buffers", "partial_axes", "shard_steps")))
 
 
 def _of_nodes(run: ResolvedRun, held: Sequence[float], copied: Mapping[int, int]) -> Iterator[tuple[float, int]]:
-    """Of each node: bytes of the state of its ranks, of which those of a stage hold the same, and of its copies."""
+    """Yields for each node the bytes of the state of its ranks, equal within a stage, and the bytes of its copies."""
     mesh = run.mesh
     node = mesh.ranks_per_node or mesh.size
     for first in range(0, mesh.size, node):

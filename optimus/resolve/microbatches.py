@@ -1,4 +1,4 @@
-"""The microbatches of a step that `parallel.microbatches` asks for."""
+"""The size of microbatches for `parallel.microbatches`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,14 +12,14 @@ from optimus.resolve.decision import Decided
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.stages import schedule_of
 
-_IDLE = 0.1  # of a rank's computing time: what `microbatches: auto` allows
+_IDLE = 0.1  # idle time over computing time of a rank that `microbatches: auto` allows
 
 
 def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> Decided:
-    """The train.micro_batch that `parallel.microbatches` stands for, in each phase; a run that is resumed keeps its own,
-    where it still can.
+    """Decides `train.micro_batch` for `parallel.microbatches`, valid in each phase; a resumed run keeps its own value if
+    possible.
 
-    Raises `UserError` when the sequences of a step cannot be divided so.
+    Raises `UserError` when the sequences of a step cannot be divided into the requested microbatches.
     """
     number, train = config.parallel.microbatches, config.train
     if number is None:
@@ -42,14 +42,14 @@ def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> D
 
 
 def with_microbatches(config: RunConfig, ranks: int) -> RunConfig:
-    """`config` with what `micro_batch` chooses on so many ranks, for who asks nothing else of the run."""
+    """Returns `config` with the choice of `micro_batch` on `ranks` ranks, without resolving the rest of the run."""
     if config.parallel.microbatches is None:
         return config
     return config.decided(micro_batch(config, mesh_of(config, ranks), {}).values)
 
 
 def batches(config: RunConfig) -> dict[str, int]:
-    """Sequences of a step of each phase, by the key that says so."""
+    """Returns the sequences of a step of each phase, by the key that sets the number."""
     given = {f"phases.{number}": phase.global_batch for number, phase in enumerate(config.phases)}
     return {f"{where}.global_batch": batch or config.train.global_batch for where, batch in given.items()} or {
         "train.global_batch": config.train.global_batch
@@ -57,7 +57,7 @@ def batches(config: RunConfig) -> dict[str, int]:
 
 
 def check_batches(config: RunConfig, mesh: Mesh) -> None:
-    """Raise `UserError` where the ranks cannot share the work of a step, or no schedule is for so many microbatches."""
+    """Raises `UserError` when the ranks cannot share a step, or when no schedule exists for the number of microbatches."""
     together = mesh.dp * config.train.micro_batch
     for key, batch in batches(config).items():
         if config.parallel.pipeline > 1:
@@ -70,7 +70,7 @@ def check_batches(config: RunConfig, mesh: Mesh) -> None:
 
 
 def _asked(number: int, most: int, sequences: int) -> int:
-    """Sequences of each of so many microbatches."""
+    """Returns the sequences of a microbatch if a step has `number` microbatches."""
     fits = {sequences // size: size for size in range(1, min(most, sequences) + 1) if sequences % size == 0}
     if number in fits:
         return fits[number]
@@ -82,7 +82,7 @@ def _asked(number: int, most: int, sequences: int) -> int:
 
 
 def _idle(config: RunConfig, microbatches: int) -> float:
-    """Idle over computing time if all stages are alike."""
+    """Returns the pipeline bubble, idle over computing time, for equally long stages."""
     try:
         if config.parallel.executor == "message-driven":
             caps, per_rank = config.parallel.max_in_flight, config.parallel.stages_per_rank
@@ -90,5 +90,5 @@ def _idle(config: RunConfig, microbatches: int) -> float:
                 config.parallel.pipeline, microbatches, caps=caps, stages_per_rank=per_rank
             ).bubble
         return simulate(schedule_of(config, microbatches)).bubble
-    except UserError:  # too few for the schedule
+    except UserError:  # too few microbatches for the schedule
         return float("inf")

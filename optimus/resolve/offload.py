@@ -1,8 +1,8 @@
-"""What of the state is on the device where most is not: as configured, or the fastest that there is room for (`auto`).
+"""The choice of the resident state when most state is offloaded: as configured, or the fastest that fits (`auto`).
 
-On an accelerator the equations of `state.offload_times` choose by what was measured of its link and of updates. On a
-processor, which has no link, there is nothing to wait for: memory alone decides. What fits is computed as if nothing were
-recomputed, and so is the time of a step: recomputation is chosen afterwards, by what is left.
+On an accelerator, the equations of `offload_times` use the measured speed of the link and of updates. A CPU has no link and
+nothing to wait for: memory alone decides. Memory and time are computed without recomputation, which is chosen afterwards
+from the memory that remains.
 """
 
 import math
@@ -20,25 +20,28 @@ from optimus.resolve.run import ResolvedRun
 from optimus.state.buffers import RESIDENCES, Residency
 from optimus.state.plan import ChunkPlan
 
-_SHARE = 0.9  # of the free memory
-BLOCKS = 3  # of parameters at least, besides those that come ahead of use: in use, arriving, and kept for its next use
-_NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take as long
+_SHARE = 0.9  # usable share of the free memory
+BLOCKS = 3  # minimum of parameter blocks besides prefetched ones: one in use, one arriving, one kept for its next use
+_NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take the same time
 
 
 class _Room(NamedTuple):
-    """Bytes of the device that chunks may take, of a block of parameters, and of the state of the first chunks by their
-    number; how many chunks take turns in the blocks, and those that do at least."""
+    """Device memory for chunks.
+
+    `free` bytes are available. `block` are the bytes of a parameter block, `kept` the bytes of the state of the first
+    chunks, by their number. `cached` chunks take turns in the blocks; `least` blocks are required.
+    """
 
     free: int
     block: int
     kept: Sequence[int]
     cached: int
     least: int
-    whole: bool  # chunks whose state is on the device need no block
+    whole: bool  # chunks with resident state need no block
 
 
 class _Machine(NamedTuple):
-    """What is known of it: rates, the FLOP/s of products, and how far the measurements scatter."""
+    """Properties of the machine: rates, the FLOP/s of matrix products, and the spread of the measurements."""
 
     rates: Rates = _NO_LINK
     compute: float = math.inf
@@ -46,7 +49,7 @@ class _Machine(NamedTuple):
 
 
 def places(run: ResolvedRun) -> Decided:
-    """The folder of what is on a disk; and where what is left open happens if all state is on the device."""
+    """Decides the folder of state on a disk; with all state on the device, decides options left open as `device`."""
     state = run.config.state
     if state.offload == "none":
         open_ = [key for key in ("update_on", "accumulate_on") if getattr(state, key) == "auto"]
@@ -57,8 +60,11 @@ def places(run: ResolvedRun) -> Decided:
 
 
 def accumulation(run: ResolvedRun) -> Decided:
-    """Where gradients of several microbatches are added up: on the host where the device of some rank has no room for them
-    beside the least that it must have. A processor's memory is the device's."""
+    """Decides where the gradients of several microbatches are accumulated.
+
+    The host accumulates if the device of some rank lacks the memory, beside the minimum it must hold. On a CPU, both are the
+    same memory.
+    """
     state = run.config.state
     if state.accumulate_on != "auto":
         return Decided()
@@ -84,8 +90,10 @@ def _has_room(run: ResolvedRun, rank: int) -> bool:
 
 
 def residency(run: ResolvedRun) -> Decided:
-    """The cache of parameters, the state on the device, and where the rest is updated: the fastest that there is room for,
-    on the rank of the pipeline that has least."""
+    """Decides the parameter cache, the resident state and the place of the other updates.
+
+    The choice is the fastest that fits on the pipeline rank with least memory.
+    """
     state = run.config.state
     open_ = {
         "state.resident_fraction": state.resident_fraction == "auto",
@@ -99,7 +107,7 @@ def residency(run: ResolvedRun) -> Decided:
     caches = [chosen.cache for _, chosen, _, cached in found if chosen.cache < cached]
     values = {
         "state.resident_fraction": min(share for share, *_ in found),
-        # A rank whose chunks are all in the cache limits no other that has more of them.
+        # A rank whose chunks all fit into the cache does not limit ranks with more chunks.
         "state.cache": max(1, min(caches, default=max(chosen.cache for _, chosen, *_ in found))),
         "state.update_on": found[0][1].update_on,
     }
@@ -115,7 +123,7 @@ def _machine_of(run: ResolvedRun) -> _Machine:
 
 
 def _of_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[float, OffloadChoice, StepShape, int]:
-    """(share of the state on the device, what is chosen, the step it is chosen for, chunks that take turns in the cache)."""
+    """Returns (share of resident state, the choice, the step it was made for, chunks that take turns in the cache)."""
     state = run.config.state
     elsewhere, here = run.chunk_plans(rank, 0.0), run.chunk_plans(rank, 1.0)
     room = _room(run, rank, elsewhere, here)
@@ -157,7 +165,8 @@ def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
 
 
 def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Sequence[ChunkPlan]) -> _Room:
-    """For chunks with their state `elsewhere` or `here`: beside all that the account has but whole parameters."""
+    """Computes the room for chunks with their state `elsewhere` or `here`, beside the rest of the account except gathered
+    parameters."""
     state = run.config.state
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
     block = max((plan.block for plan in cached), default=0)
@@ -173,7 +182,7 @@ def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Seq
 
 
 def _shape(run: ResolvedRun, plans: Sequence[ChunkPlan], room: _Room, compute: float) -> StepShape:
-    """Of a step on this rank, where it computes so many FLOP/s."""
+    """Describes a step on this rank if it computes `compute` FLOP/s."""
     mesh, train, state = run.mesh, run.widest.train, run.config.state
     tokens = train.micro_batch * train.sequence_length / mesh.cp
     forward = flops_per_token(run.config.model, train.sequence_length) / 3 * tokens / (mesh.pp * mesh.tp) / compute
@@ -193,8 +202,10 @@ def step_shape(
     *,
     whole: bool,
 ) -> StepShape:
-    """A step on a rank with these chunks, whose microbatch takes so many seconds; `sizes` are bytes of a parameter and of a
-    gradient."""
+    """Describes a step on a rank with these chunks; `forward` and `backward` are the seconds of a microbatch.
+
+    `sizes` are the bytes of a parameter and of a gradient.
+    """
     chunks = max(1, len(plans))
     return StepShape(
         chunks,

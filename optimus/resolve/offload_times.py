@@ -1,13 +1,13 @@
-"""Seconds of a step whose state is not all on the device, and what of it should be there: equations, nothing is run.
+"""Time of a step with offloaded state, and the choice of the resident state: closed equations, nothing is executed.
 
-A stage's chunks are taken as equal: L of S elements, shared out over n ranks, of M microbatches, f and b seconds of a
-chunk's forward and backward pass, F = L f, B = L b. C of them are whole on the device at a time; the state of the first D
-stays there. Updates come in the order of the next forward pass, each a seconds, A = (L - D) a in all:
+The chunks of a stage are taken as equal: L chunks of S elements, sharded over n ranks, M microbatches, f and b seconds for
+the forward and backward pass of a chunk, F = L f, B = L b. C of them are gathered on the device at a time. The state of the
+first D chunks stays on the device. Updates follow the order of the next forward pass, each a seconds, A = (L - D) a in all:
 
-    the update to the end           F + B + A
-    in the order of use             B + max(F, A)                      hidden from D / L = 1 - F / A on
-    uploads of a pass               L - C chunks, 2 M L - (2 M - 1) C in a step; beside the computation, as far as that goes
-    gradients to the host           L - D chunks after the last backward pass; after each, where they are added up there
+    update after the backward       F + B + A
+    update in the order of use      B + max(F, A)                      hidden from D / L = 1 - F / A on
+    uploads of a pass               L - C chunks, 2 M L - (2 M - 1) C in a step; hidden while there is computation
+    gradients to the host           L - D chunks after the last backward pass; after each one if the host accumulates
 """
 
 import math
@@ -17,14 +17,17 @@ from typing import Literal, NamedTuple
 from optimus.state.buffers import RESIDENCES
 
 UpdatePlace = Literal["device", "host"]
-_TILES = 4  # of a chunk that goes through the device, about: while one comes, the one before goes
-_BUFFERS = 3  # of a disk: while one is read, one is updated and one written
-_MASTER_AND_MOMENTS = 12  # bytes of an element: AdamW's
+_TILES = 4  # approximate tiles of an offloaded chunk: the next one is fetched while the previous one is written back
+_BUFFERS = 3  # of a disk: one is being read, one updated, one written
+_MASTER_AND_MOMENTS = 12  # bytes per element of AdamW
 
 
 class Rates(NamedTuple):
-    """Of a rank, while all of its node are at work. Bytes/s of its link up to the device and down, of gathering on the
-    devices, of reading and writing a disk; elements/s of an update by the host, and in the device's memory."""
+    """Rates of a rank while all ranks of its node are active.
+
+    Bytes/s: the link up to the device and down, all-gather on the devices, disk reads and writes. Elements/s: updates on the
+    host, and in the device's memory.
+    """
 
     up: float
     down: float
@@ -36,24 +39,25 @@ class Rates(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What a rank computes in a step, as in the module's text."""
+    """The work of a rank in a step; the module's docstring defines the symbols."""
 
     chunks: int
-    elements: int  # of a chunk
-    forward: float  # seconds of a chunk
+    elements: int  # per chunk
+    forward: float  # seconds per chunk
     backward: float
     microbatches: int = 1
     shards: int = 1
     offload: str = "all"
-    itemsize: int = 2  # bytes of a parameter
+    itemsize: int = 2  # bytes per parameter
     gradient: int = 2
     prefetch: int = 1
-    whole: bool = True  # chunks whose state is on the device are whole there, and need no block
-    sends: bool = False  # each microbatch's gradients to the host, where they are added up
+    whole: bool = True  # chunks with resident state are unsharded on the device and need no block
+    sends: bool = False  # gradients of each microbatch go to the host, which accumulates them
 
 
 class OffloadChoice(NamedTuple):
-    """Blocks of parameters, chunks whose state is on the device, and where the others are updated."""
+    """The number of parameter blocks, the number of chunks with resident state, and the place of the other chunks'
+    updates."""
 
     cache: int
     device: int
@@ -61,14 +65,15 @@ class OffloadChoice(NamedTuple):
 
 
 class UpdateBytes(NamedTuple):
-    """Bytes of an element over each way of the link."""
+    """Bytes per element in each direction of the link."""
 
     up: int
     down: int
 
 
 def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
-    """Of an update: of state that goes through the device, or of gradients and parameters that live there."""
+    """Returns the link traffic of an update: of state that passes through the device, or of resident gradients and
+    parameters."""
     home, waiting, _ = RESIDENCES[shape.offload]
     if on == "device":
         return UpdateBytes(
@@ -82,14 +87,17 @@ def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
 
 
 def loads(chunks: int, cache: int, microbatches: int) -> int:
-    """Chunks that are fetched in a step: each pass goes the way of the one before, backwards, and what is updated is fetched
-    anew."""
+    """Returns the number of chunks fetched in a step.
+
+    Each pass visits the chunks in the reverse order of the pass before. Updated chunks are fetched anew.
+    """
     cache = min(cache, chunks)
     return 2 * microbatches * chunks - (2 * microbatches - 1) * cache
 
 
 def update_seconds(shape: StepShape, rates: Rates, on: UpdatePlace) -> float:
-    """Of one chunk, among others: the slowest of what is done at the same time, but for writing, which nobody waits for."""
+    """Returns the seconds to update one of many chunks: the slowest of the concurrent operations, except disk writes, for
+    which nothing waits."""
     part, link = shape.elements / shape.shards, update_bytes(shape, on)
     work = rates.host_update if on == "host" else rates.device_update
     disk = _MASTER_AND_MOMENTS if RESIDENCES[shape.offload][2] == "disk" else 0
@@ -97,9 +105,10 @@ def update_seconds(shape: StepShape, rates: Rates, on: UpdatePlace) -> float:
 
 
 def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computing: float) -> float:
-    """Of a pass over all chunks, each of so many seconds, that fetches what the one before has dropped.
+    """Returns the seconds of a pass over all chunks that fetches those dropped by the previous pass.
 
-    As many chunks as are prefetched are on their way at a time; beside those that the cache still has no others come.
+    `computing` are the seconds of a chunk. At most as many chunks as are prefetched are in flight, also during the
+    computation of cached chunks.
     """
     fetch, gather, missing, ahead = _fetching(shape, rates, choice)
     there = (shape.chunks - missing) * computing
@@ -113,14 +122,15 @@ def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computin
 
 
 def backward_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Of a backward pass but the last: with the gradients that it sends, beside which the computation goes on."""
+    """Returns the seconds of any backward pass but the last, including the gradients it sends, which overlap with
+    computation."""
     computing = pass_seconds(shape, rates, choice, shape.backward)
     sent = (shape.chunks - choice.device) * shape.elements / shape.shards * shape.gradient / rates.down
     return max(computing, sent) if shape.sends else computing
 
 
 def first_pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Of the forward pass beside which the step before is updated, from the last gradient on."""
+    """Returns the seconds of the forward pass that overlaps with the previous step's update, from the last gradient on."""
     f, away, on = shape.forward, shape.chunks - choice.device, choice.update_on
     computing = shape.chunks * f
     if not away:
@@ -143,7 +153,7 @@ def first_pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) ->
 
 
 def step_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Of a step, updates in the order of use."""
+    """Returns the seconds of a step with updates in the order of use."""
     backward = pass_seconds(shape, rates, choice, shape.backward)
     other = pass_seconds(shape, rates, choice, shape.forward) + backward_seconds(shape, rates, choice)
     there = choice.device * shape.elements / shape.shards / rates.device_update
@@ -151,7 +161,8 @@ def step_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float
 
 
 def _fetching(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[float, float, int, int]:
-    """Seconds of a chunk over the link and of gathering it, chunks that a pass lacks, and how many come ahead of use."""
+    """Returns the seconds to fetch a chunk over the link and to gather it, the chunks missing in a pass, and the prefetch
+    depth."""
     if RESIDENCES[shape.offload][0] == "device":
         return 0.0, 0.0, 0, shape.prefetch
     away = shape.chunks - choice.device
@@ -173,11 +184,11 @@ def choose(
     places: Sequence[UpdatePlace] = ("device", "host"),
     spread: float = 0.0,
 ) -> OffloadChoice | None:
-    """The fastest of all these choices that `free` bytes of the device have room for; None if none fits.
+    """Returns the fastest choice for which `free` bytes of the device suffice; None if none fits.
 
-    `block` is what a block of parameters takes, `kept[D]` the state of the first D chunks. Of choices that are as fast, as
-    far as can be told from rates that scatter by `spread`, the one with most state on the device, then with most blocks,
-    then the first of `places`.
+    `block` are the bytes of a parameter block; `kept[D]` are the bytes of the state of the first D chunks. Times within the
+    measurements' `spread` of the fastest count as equal. Ties go to the most resident state, then the most blocks, then the
+    first of `places`.
     """
     counts = [*devices]
     fitting = (OffloadChoice(c, d, on) for c in caches for d in counts if c * block + kept[d] <= free for on in places)

@@ -1,4 +1,4 @@
-"""The parameters of a run: their layouts, and what is kept of each."""
+"""The parameters of a run: their layouts and the recipe of their state."""
 
 from collections.abc import Mapping
 
@@ -17,12 +17,12 @@ from optimus.state.pruning import check_blocks
 
 
 def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
-    """The layouts of the parameters of `model`, which holds them whole."""
+    """Returns the layouts of the parameters of the unsharded `model`."""
     return parameter_layouts(model, **layout_options(config))
 
 
 def layout_options(config: RunConfig) -> dict[str, bool]:
-    """What `parallel.layouts.parameter_layouts` is to know of a run."""
+    """Returns the arguments of `parallel.layouts.parameter_layouts` for a run."""
     return {
         "sequence": config.parallel.splits_sequence,
         "duplicates": not config.moe.drop_duplicates,
@@ -32,14 +32,16 @@ def layout_options(config: RunConfig) -> dict[str, bool]:
 
 
 def whole_model(config: RunConfig) -> Transformer:
-    """The model with all its stages, without memory for its parameters."""
+    """Builds the model with all its stages, without memory for its parameters."""
     with torch.device("meta"):
         return with_factors(Transformer(config.model, config.moe.force_balanced), config.train)
 
 
 def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> Recipe:
-    """What a run keeps of the parameters of `model`, which holds them whole, when it begins. Raises `UserError` for such as
-    cannot be pruned."""
+    """Returns the recipe of the state of the unsharded `model` at the start of the run.
+
+    Raises `UserError` for parameters that cannot be pruned.
+    """
     rules, pruning = rules_of(config.optimizer, model, config.train.freeze), config.pruning
     targets = pruned_by(pruning, model, rules, tied=config.model.tie_embeddings)
     check_prunable("what the run begins with is pruned", inputs.unpruned, rules)
@@ -51,14 +53,16 @@ def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> Recip
 
 
 def check_blocks_of(config: RunConfig, model: Transformer, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Raise `UserError` where the run prunes by blocks and its targets have none whole. What it begins with may be pruned
-    otherwise."""
+    """Raises `UserError` when the run prunes by blocks and a target is not a matrix or is sharded through its blocks.
+
+    Initial weights may be pruned in another way.
+    """
     if config.pruning is not None and config.pruning.scope.startswith("block"):
         check_blocks({name: layouts[name] for name in targets_of(config, model)}, mesh)
 
 
 def targets_of(config: RunConfig, model: Transformer) -> dict[str, int]:
-    """The parameters of `model`, which holds them whole, that the run prunes, and their elements."""
+    """Returns the parameters of the unsharded `model` that the run prunes, with their numbers of elements."""
     rules = rules_of(config.optimizer, model, config.train.freeze)
     names = pruned_by(config.pruning, model, rules, tied=config.model.tie_embeddings)
     return {name: model.get_parameter(name).numel() for name in names}

@@ -1,4 +1,4 @@
-"""The type of the computation, where a run leaves it to the machine (`train.precision: auto`)."""
+"""The choice of the compute precision for `train.precision: auto`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +12,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def precision(config: RunConfig, bfloat16: tuple[bool, str], previous: Mapping[str, Any]) -> Decided:
-    """bfloat16 on devices that compute in it, processors among them; a run that is resumed keeps its own.
+    """Decides on bfloat16 for devices with native support, CPUs included; a resumed run keeps its own precision.
 
-    `bfloat16`: whether the device computes in it, and why."""
+    `bfloat16` tells if the device has native support, and why.
+    """
     if config.train.precision != "auto":
         return Decided()
     before = previous.get("train.precision")

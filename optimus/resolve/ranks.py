@@ -1,4 +1,4 @@
-"""The mesh of a run, and its ranks on nodes."""
+"""The mesh of a run, and the placement of its ranks on nodes."""
 
 import os
 
@@ -11,12 +11,12 @@ from optimus.resolve.decision import Decided
 
 
 def ranks_per_node(ranks: int) -> int:
-    """As the launcher says; of `ranks` ranks, all on this machine where there is none yet."""
+    """Returns the ranks per node that the launcher set; without a launcher, all `ranks` are on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def mesh_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> Mesh:
-    """The mesh of `ranks` ranks as configured. Raises `UserError` when the sizes do not fit."""
+    """Builds the configured mesh of `ranks` ranks. Raises `UserError` when the sizes do not fit."""
     parallel = config.parallel
     return Mesh.of(
         ranks,
@@ -32,7 +32,8 @@ def mesh_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None) ->
 
 
 def axes(config: RunConfig, mesh: Mesh) -> Decided:
-    """The data axis of `parallel.data: auto`, and how far stages lie from each other; `mesh` is that of the run."""
+    """Decides the data axis of `parallel.data: auto`, and the rank distance between stages; `mesh` is the mesh of the
+    run."""
     parallel, values = config.parallel, dict[str, object]()
     if parallel.data == "auto":
         values["parallel.data"] = mesh.dp
@@ -42,7 +43,7 @@ def axes(config: RunConfig, mesh: Mesh) -> Decided:
 
 
 def device(config: RunConfig, kind: str) -> Decided:
-    """The device of `train.device: auto`, which is of this kind."""
+    """Decides `train.device: auto` as a device of type `kind`."""
     if config.train.device != "auto":
         return Decided()
     return Decided(
@@ -51,6 +52,7 @@ def device(config: RunConfig, kind: str) -> Decided:
 
 
 def sharers(mesh: Mesh, device: torch.device) -> int:
-    """Ranks that take their memory from that of `device`: on a CPU, or an accelerator that they share, all of a node."""
+    """Returns the number of ranks that share the memory of `device`: on a CPU or a shared accelerator, all ranks of a
+    node."""
     shared = device.type == "cpu" or (dist.is_initialized() and dist.get_backend() == "gloo")
     return min(mesh.size, mesh.ranks_per_node or mesh.size) if shared else 1

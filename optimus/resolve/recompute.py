@@ -1,4 +1,4 @@
-"""What a run recomputes where it is left open (`recompute: auto`): the least with which activations fit."""
+"""The choice of activation recomputation (`recompute: auto`): the least for which the activations fit."""
 
 from collections.abc import Callable
 
@@ -10,12 +10,15 @@ from optimus.resolve.memory import live, memory
 from optimus.resolve.recompute_choice import BUSY, choose_recomputation
 from optimus.resolve.run import ResolvedRun
 
-_SHARE = 0.9  # of the free memory
+_SHARE = 0.9  # usable share of the free memory
 
 
 def recomputation(run: ResolvedRun) -> Decided:
-    """The least that fits: into the given bytes those of a microbatch; else what each rank keeps of all that are under way
-    into what the rest of its account leaves. Raises `UserError` when nothing fits."""
+    """Decides the least activation recomputation that fits.
+
+    With `recompute_budget`, the activations of a microbatch must fit into the budget. Otherwise, the live activations of
+    each rank must fit beside the rest of its memory account. Raises `UserError` when nothing fits.
+    """
     config = run.config
     if config.recompute != ["auto"]:
         return Decided()
@@ -28,8 +31,10 @@ def recomputation(run: ResolvedRun) -> Decided:
 
 
 def _left(run: ResolvedRun) -> tuple[int, Callable[[Recomputation], Activations]]:
-    """(bytes that the fullest rank has left, what the rank keeps that comes nearest to what it has left): another than the
-    fullest has so much more, and counts as keeping so much less."""
+    """Returns (free bytes of the fullest rank, a function that returns the tightest rank's activations).
+
+    A rank with more free bytes than the fullest counts as saving that many bytes less.
+    """
     rooms = dict[int, int]()
     for rank in run.stage_ranks:
         found = memory(run, rank)

@@ -1,9 +1,9 @@
-"""The least recomputation whose activations fit into a number of bytes.
+"""The least activation recomputation that fits into a number of bytes.
 
-Candidates are all sets of modules, of every n-th block for every n, and segments of n whole blocks. The dissertation on
-AxoNN (section 3.3.1, equation 3.1) takes n near the root of the number of blocks N: N / n inputs are kept, and n blocks are
-there at a time. That is least if a block keeps no more than its input, but it keeps many times that. So here bytes are
-computed, and the root decides between candidates that recompute equally much.
+Candidates are all sets of modules in every n-th block, for every n, and segments of n whole blocks. The dissertation on
+AxoNN (section 3.3.1, equation 3.1) takes n near the root of the number of blocks N: N / n inputs are saved, and n blocks are
+live at a time. That choice is optimal if a block saves no more than its input, but a block saves many times that. This
+module therefore computes bytes; the root only breaks ties between candidates that recompute equally much.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,17 +16,17 @@ from optimus.model.count import forward_flops
 from optimus.parallel.activations import Activations
 from optimus.parallel.recompute import Recomputation
 
-_MARGIN = 1.01  # for scalars and other crumbs, which are not counted
-BUSY = 1.5  # tokens of the busiest experts, to the mean: more than routers with a balance loss come to
+_MARGIN = 1.01  # allows for scalars and other small tensors that are not counted
+BUSY = 1.5  # load imbalance (max/mean) of the experts: more than routers with a balance loss reach
 
 
 def choose_recomputation(
     config: ModelConfig, budget: int, context: int, sizes: Callable[[Recomputation], Activations]
 ) -> tuple[Recomputation, Activations]:
-    """(what to recompute so that the peak is at most `budget` bytes, its activations). `sizes` are those of a choice, of
-    sequences of `context` tokens.
+    """Returns (the cheapest recomputation whose peak is at most `budget` bytes, its activations).
 
-    Raises `UserError`, naming the least bytes that are possible, when nothing fits.
+    `sizes` returns the activations of a choice for sequences of `context` tokens. Raises `UserError`, which names the
+    minimum number of bytes, when nothing fits.
     """
 
     def order(chosen: Recomputation) -> tuple[float, float]:
@@ -46,7 +46,7 @@ def choose_recomputation(
 
 
 def recomputed_flops(config: ModelConfig, chosen: Recomputation, context: int) -> float:
-    """Floating point operations per token that are made again, roughly; attention over half a square."""
+    """Estimates the floating point operations per token that are recomputed; causal attention counts half of the square."""
     cost = {"norm": 20.0 * config.hidden, **forward_flops(config, context)}
     if "block" in chosen.kinds:
         return config.layers * sum(cost.values())

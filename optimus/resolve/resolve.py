@@ -1,4 +1,4 @@
-"""A run is resolved once: every decision, in the order in which one needs the other."""
+"""Resolves a run: makes every decision once, in the order of their dependencies."""
 
 from dataclasses import replace
 
@@ -19,9 +19,11 @@ from optimus.state.plan import check_shard_ranks
 
 
 def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
-    """The run of `config` on a machine: the same wherever it is asked for. Raises `UserError` where it cannot be, naming the
-    keys that mend it."""
-    config, record = config.model_copy(), config.model_copy()  # both are closed in the end; the caller's is not
+    """Resolves the run of `config` on a machine, with the same result wherever it is called.
+
+    Raises `UserError`, which names the keys to change, when the run is impossible.
+    """
+    config, record = config.model_copy(), config.model_copy()  # both get locked at the end, the caller's does not
     decisions = list[Decision]()
 
     def take(choice: Decided) -> RunConfig:
@@ -54,7 +56,7 @@ def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
 
 
 def check(config: RunConfig, mesh: Mesh) -> None:
-    """Raise `UserError` where what was decided does not go with the rest, or the ranks cannot share the work of a step."""
+    """Raises `UserError` when decisions contradict other options, or when the ranks cannot share the work of a step."""
     microbatches.check_batches(config, mesh)
     try:
         check_phases(config)

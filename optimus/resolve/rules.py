@@ -1,4 +1,4 @@
-"""Which update rule each parameter has: from `train.freeze`, the section `optimizer` and the roles that modules declare."""
+"""The update rule of each parameter, from `train.freeze`, the section `optimizer` and the roles declared by modules."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,11 +27,9 @@ M = TypeVar("M", bound=nn.Module)
 
 class _Row(NamedTuple):
     kind: type[UpdateRule]
-    own: Callable[[OptimizerConfig], Mapping[str, Any]]  # its hyperparameters, but for those that all rules have
-    usual: tuple[Role, ...] = get_args(
-        Role
-    )  # what it is for; the rest is the `_BESIDE` rule's, if no group asks for it
-    never: tuple[Role, ...] = ()  # what it cannot update
+    own: Callable[[OptimizerConfig], Mapping[str, Any]]  # hyperparameters besides those common to all rules
+    usual: tuple[Role, ...] = get_args(Role)  # roles updated by default; `_BESIDE` updates the others
+    never: tuple[Role, ...] = ()  # roles that the rule cannot update
 
 
 def _moments(config: OptimizerConfig) -> dict[str, float]:
@@ -53,16 +51,17 @@ _BESIDE: RuleName = "adamw"
 
 
 def tilings(config: OptimizerConfig) -> list[Tiling]:
-    """How chunks may be divided, whatever parameters the model has."""
+    """Returns the possible divisions of chunks under this configuration, for any model."""
     named = [config.name, *(group.name for group in config.groups if group.name is not None)]
     return [TILINGS[tiling] for tiling in sorted({_RULES[name].kind.tiling for name in named})]
 
 
 def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = ()) -> dict[str, Rule]:
-    """The rule of each parameter of the whole `model`, by name; of those that `freeze` matches, none that trains them.
+    """Returns the rule of each parameter of the whole `model`, by name; parameters matched by `freeze` get the rule
+    `Frozen`.
 
-    Raises `UserError` for a group or an entry of `freeze` that matches no parameter, where nothing is left to train, and for
-    a group that gives a rule of matrices to what is none.
+    Raises `UserError` for a group or an entry of `freeze` that matches no parameter, and for a model without trainable
+    parameters. Raises `UserError` for a group that gives a matrix rule to a parameter that is not a matrix.
     """
     roles = {name: declared.role for name, declared in declarations(model)}
     for number, group in enumerate(config.groups):
@@ -74,16 +73,19 @@ def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = 
 
 
 def matching(where: str, matches: Sequence[str], roles: Mapping[str, Role]) -> list[str]:
-    """The parameters, by name with their `roles`, that roles or shell patterns of names match. Raises `UserError`, which
-    names the key `where`, for one that matches none."""
+    """Returns the names of the parameters that match by role or by a shell pattern of names.
+
+    `roles` holds the role of each parameter by name. Raises `UserError`, which names the key `where`, for an entry that
+    matches no parameter.
+    """
     _check_matches(where, matches, roles)
     return [name for name, role in roles.items() if any(_matches(match, name, role) for match in matches)]
 
 
 def with_factors(model: M, train: TrainConfig) -> M:
-    """`model`, the projections that `train.freeze` matches with low-rank factors, if these are to be trained.
+    """Adds low-rank factors to the projections of `model` that `train.freeze` matches, if factors are to be trained.
 
-    Raises `UserError` where it matches none.
+    Returns the same model. Raises `UserError` when `train.freeze` matches no projection.
     """
     if train.lora_rank is None:
         return model
@@ -104,9 +106,9 @@ def with_factors(model: M, train: TrainConfig) -> M:
 def pruned_by(
     pruning: PruningConfig | None, model: nn.Module, rules: Mapping[str, Rule], *, tied: bool = False
 ) -> list[str]:
-    """The parameters of the whole `model`, its embedding `tied` to the head or not, that will be pruned.
+    """Returns the parameters of the whole `model` that will be pruned; `tied` tells if the embedding is tied to the head.
 
-    Raises `UserError` for those that cannot be.
+    Raises `UserError` for parameters that cannot be pruned.
     """
     if pruning is None:
         return []
@@ -129,7 +131,7 @@ def pruned_by(
 
 
 def check_prunable(where: str, names: Iterable[str], rules: Mapping[str, Rule]) -> None:
-    """Raise `UserError`, which says `where` they are named, for a pruned parameter whose rule needs whole matrices."""
+    """Raises `UserError` for a pruned parameter whose rule needs whole matrices; the message names the key `where`."""
     for name in names:
         if rules[name].trains and rules[name].tiling != "flat":
             raise UserError(
@@ -139,7 +141,7 @@ def check_prunable(where: str, names: Iterable[str], rules: Mapping[str, Rule]) 
 
 
 def default_rule() -> Rule:
-    """What a parameter has where nothing is configured."""
+    """Returns the rule of a parameter under the default configuration."""
     return _rule(OptimizerConfig(), "", "vector")
 
 
@@ -163,7 +165,7 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
 
 
 def _last(said: Sequence[tuple[T | None, int]], otherwise: tuple[T, int | None]) -> tuple[T, int | None]:
-    """The last value that is given, and the number of its group."""
+    """Returns the last given value and the number of its group."""
     return next(((value, number) for value, number in reversed(said) if value is not None), otherwise)
 
 

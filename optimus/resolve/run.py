@@ -1,4 +1,4 @@
-"""A run in which nothing is left open, and what follows from it: phases, stages, chunks, groups, activations."""
+"""A resolved run, and quantities derived from it: phases, stages, chunks, groups, activations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,62 +26,63 @@ from optimus.state.plan import ChunkPlan, Recipe, divide_stages, place_chunks
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a start has read from files."""
+    """The inputs of a run that its start has read from files."""
 
     sequences: int | None = None
-    """Of its data."""
+    """The number of sequences of its data."""
     previous: Mapping[str, Any] = field(default_factory=dict)
-    """What the run that it goes on with has kept of its decisions."""
+    """The recorded decisions of the run that is resumed."""
     teachers: tuple[ModelConfig, ...] = ()
-    """The members of its teacher."""
+    """The member models of its teacher."""
     unpruned: Mapping[str, float] = field(default_factory=dict)
-    """The share that is left of each parameter that is pruned already in what it begins with."""
+    """The unpruned share of each parameter that is already pruned in the initial weights."""
     begins: bool = True
-    """Whether its first step is to come, whatever it has its weights from."""
+    """True if the first step is still to come, whatever the source of the weights."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank of a resolved run is to build: nothing of it is found out or decided any more."""
+    """A complete plan of what one rank of a resolved run builds; nothing is left to be decided."""
 
     config: RunConfig
-    """Of the phase whose microbatches have most tokens."""
+    """The configuration of the phase whose microbatches have most tokens."""
     model: Transformer
-    """Of all stages, without memory for its parameters."""
+    """The model with all stages, without memory for its parameters."""
     partition: StagePartition
     layouts: Mapping[str, Layout]
-    """Of the parameters of its stages."""
+    """The layouts of the parameters of this rank's stages."""
     recipe: Recipe
     divided: Mapping[int, Sequence[ChunkPlan]]
-    """The chunks of each of its stages."""
+    """The chunks of each of this rank's stages."""
     options: StageOptions
     divisions: Sequence[PlannedGroups]
-    """The groups of ranks that all ranks make."""
+    """The process groups that all ranks create."""
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run on a machine. All that prepares it, trains it, checks it and predicts it reads this, and changes nothing."""
+    """A run on a machine with every option decided. Preparation, training, checks and the planner read it and change
+    nothing."""
 
     config: RunConfig
     mesh: Mesh
     facts: Facts
     inputs: RunInputs
-    model: Transformer = field(compare=False, repr=False)  # of all stages, without memory for its parameters
+    model: Transformer = field(compare=False, repr=False)  # with all stages, without memory for its parameters
     layouts: Mapping[str, Layout]  # of all parameters
     recipe: Recipe
     record: RunConfig
-    """What the run folder keeps: the configuration as it was given, with the decisions that are part of the run."""
+    """The configuration saved in the run folder: the given one, with the decisions that are part of the run."""
     decisions: tuple[Decision, ...] = ()
     _held: dict[int, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
     _divided: dict[int, dict[int, list[ChunkPlan]]] = field(default_factory=dict, compare=False, repr=False)
 
     def with_values(self, values: Mapping[str, Any]) -> "ResolvedRun":
-        """With other values of keys that do not decide how chunks are divided, while it is being resolved."""
+        """Returns the run with other values of keys that do not affect the division into chunks; used during resolution."""
         return replace(self, config=self.config.decided(values))
 
     def closed(self) -> "ResolvedRun":
-        """Itself; its configurations are not changed any more."""
+        """Locks the configurations of the run against changes and returns the run."""
         for config in (self.config, self.record, *(phase.config for phase in self.phases)):
             config.lock()
         return self
@@ -90,7 +91,7 @@ class ResolvedRun:
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """One where the run has none."""
+        """The phases of the run; a run without phases has a single one."""
         return phases_of(self.config)
 
     @property
@@ -100,22 +101,22 @@ class ResolvedRun:
 
     @property
     def microbatches(self) -> int:
-        """Of a step on each data-parallel rank; of phases the most."""
+        """The number of microbatches of a step on each data-parallel rank; the maximum over phases."""
         return max(phase.config.train.microbatches(self.mesh.dp) for phase in self.phases)
 
     # ---- Ranks ----
 
     @property
     def stage_ranks(self) -> Sequence[int]:
-        """One rank of each rank of the pipeline: others of a stage hold as much."""
+        """One rank for each position in the pipeline; the other ranks of a stage hold equal amounts of state."""
         return self.mesh.group(0, ("pp",))
 
     def partition(self, rank: int) -> StagePartition:
-        """The stages, and which are on `rank`."""
+        """Returns the partition into stages, with the stages of `rank`."""
         return partition_of(self.config, self.mesh, rank)
 
     def on_rank(self, rank: int, *, tags: bool) -> RankPlan:
-        """What `rank` is to build. `tags`: the backend can tell messages in one group apart, as Gloo."""
+        """Returns the plan of what `rank` builds. `tags`: the backend can tell messages in one group apart, like Gloo."""
         trained = [name for name in self.layouts if self.recipe.rules[name].trains]
         partition = self.partition(rank)
         return RankPlan(
@@ -132,7 +133,7 @@ class ResolvedRun:
     # ---- State ----
 
     def held(self, rank: int) -> Mapping[str, int]:
-        """The parameters on `rank`, each with the stage by which it is held there."""
+        """Returns the parameters on `rank`, each with the stage that holds it."""
         if rank not in self._held:
             partition, tied = self.partition(rank), self.config.model.tie_embeddings
             self._held[rank] = {
@@ -141,7 +142,8 @@ class ResolvedRun:
         return self._held[rank]
 
     def divided(self, rank: int) -> Mapping[int, list[ChunkPlan]]:
-        """The chunks of each stage on `rank`, found once: what is pruned, and where they are, divides them no further."""
+        """Returns the chunks of each stage on `rank`, cached: pruning and placement do not change the division into
+        chunks."""
         if rank not in self._divided:
             stages = self.held(rank)
             here = {name: self.layouts[name] for name in stages}
@@ -153,8 +155,11 @@ class ResolvedRun:
     def chunk_plans(
         self, rank: int, resident_fraction: float | None = None, recipe: Recipe | None = None
     ) -> list[ChunkPlan]:
-        """The chunks of `rank`; with `resident_fraction`, such a share of their state on the device, with `recipe`, as
-        they are when that is kept of the parameters."""
+        """Returns the chunks of `rank`, placed on device, host or disk.
+
+        `resident_fraction` replaces the configured share of state on the device; `recipe` replaces the run's own, e.g. after
+        pruning.
+        """
         options = self.config.state
         if resident_fraction is not None:
             options = options.model_copy(update={"resident_fraction": resident_fraction})
@@ -163,8 +168,10 @@ class ResolvedRun:
 
     @property
     def chunks(self) -> Decided:
-        """The largest chunk of each stage, in elements, where `state.chunk` leaves their size open. It is no number of the
-        configuration: parameters of each stage are of other sizes."""
+        """The largest chunk of each stage, in elements, if `state.chunk` leaves the size open.
+
+        The sizes are no value of the configuration, because the parameters of the stages differ.
+        """
         if self.config.state.chunk is not None:
             return Decided()
         found: dict[int, int] = {}
@@ -177,7 +184,7 @@ class ResolvedRun:
         )
 
     def teacher_bytes(self, rank: int) -> int:
-        """Bytes of the teacher on `rank`, if it has one: those with the last stage do."""
+        """Returns the bytes of the teacher on `rank`; ranks with the last stage hold the teacher."""
         if not self.inputs.teachers or not self.partition(rank).has_last:
             return 0
         parameters = sum(count_parameters(model).total for model in self.inputs.teachers)
@@ -187,21 +194,23 @@ class ResolvedRun:
 
     @property
     def recomputation(self) -> Recomputation:
-        """What the backward pass recomputes; nothing, as long as that is open."""
+        """The recomputation of the backward pass; none while the choice is still open."""
         kinds = self.config.recompute
         return Recomputation() if "auto" in kinds else Recomputation(tuple(kinds), self.config.recompute_every)
 
     @property
     def options(self) -> StageOptions:
-        """How the modules are divided."""
+        """The options by which the modules are parallelised."""
         return stage_options(self.config, self.recomputation)
 
     @property
     def shapes(self) -> dict[str, Any]:
-        """What `activation_bytes` is to know besides the model and what is recomputed."""
+        """The arguments of `activation_bytes` besides the model and the recomputation."""
         return activation_shapes(self.widest, self.mesh, self.inputs.teachers)
 
     def activations(self, recomputation: Recomputation | None = None, **place: Any) -> Activations:
-        """Of a microbatch, with `recomputation` in place of its own; `place` says of which blocks, as `activation_bytes` has
-        it, by default of the whole model."""
+        """Returns the activations of a microbatch, with `recomputation` in place of the run's own.
+
+        `place` selects blocks with arguments of `activation_bytes`; by default, the whole model.
+        """
         return activation_bytes(self.config.model, recomputation or self.recomputation, **self.shapes, **place)

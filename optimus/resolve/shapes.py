@@ -1,4 +1,4 @@
-"""How the modules of a run are divided, and what their activations follow from."""
+"""The options by which a run's modules are parallelised, and the inputs of its activation memory."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from optimus.resolve.stages import splits_backward
 
 
 def stage_options(config: RunConfig, recomputation: Recomputation | None = None) -> StageOptions:
-    """How the model of a run whose dispatcher is decided is divided, and what is recomputed."""
+    """Returns the options by which the model is parallelised and recomputed. The dispatcher must be decided."""
     assert config.moe.dispatch != "auto", "the dispatcher is decided first"
     return StageOptions(
         force_balanced=config.moe.force_balanced,
@@ -29,8 +29,10 @@ def stage_options(config: RunConfig, recomputation: Recomputation | None = None)
 def activation_shapes(
     config: RunConfig, mesh: Mesh, teachers: tuple[ModelConfig, ...], itemsize: int | None = None
 ) -> dict[str, Any]:
-    """What `activation_bytes` is to know of the microbatches of `config`, besides the model and what is recomputed; numbers
-    are of `itemsize` bytes, by default those of the precision."""
+    """Returns the arguments of `activation_bytes` for microbatches of `config`, besides the model and the recomputation.
+
+    Elements have `itemsize` bytes, by default those of the precision.
+    """
     return {
         "micro_batch": config.train.micro_batch,
         "context": config.train.sequence_length,

@@ -1,4 +1,4 @@
-"""The stages of a run, from its configuration: which is where, and in what order they are run."""
+"""The pipeline stages of a run, derived from its configuration: their placement and their schedule."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -16,7 +16,7 @@ from optimus.resolve.decision import Decided
 
 
 def partition_of(config: RunConfig, mesh: Mesh, rank: int) -> StagePartition:
-    """How the model is cut into stages, and which are on `rank`; without a pipeline, one of all blocks.
+    """Returns the stage partition of the model, with the stages of `rank`; without a pipeline, a single stage of all blocks.
 
     Raises `UserError` when there are too few blocks.
     """
@@ -30,8 +30,8 @@ def partition_of(config: RunConfig, mesh: Mesh, rank: int) -> StagePartition:
 
 
 def division(config: RunConfig) -> Decided:
-    """The blocks of each stage of a pipeline, and how many microbatches are in flight in it; whether a tensor-parallel group
-    divides the tokens of its residual stream."""
+    """Decides the layers per stage and the microbatches in flight of a pipeline, and sequence parallelism in a
+    tensor-parallel group."""
     parallel, values = config.parallel, dict[str, object]()
     if parallel.sequence is None:
         values["parallel.sequence"] = parallel.splits_sequence
@@ -44,18 +44,19 @@ def division(config: RunConfig) -> Decided:
 
 
 def blocks_of_stages(model: ModelConfig, stages: int, *, divided: bool) -> list[range]:
-    """Blocks of each stage, so that the longest takes as little time as it can. `divided`: the vocabulary, over all ranks.
+    """Partitions the blocks into stages such that the slowest stage is as fast as possible.
 
-    Raises `UserError` when there are too few blocks.
+    `divided`: the vocabulary is divided over all pipeline ranks. Raises `UserError` when there are too few blocks.
     """
     time, memory = _weights(model, divided=divided)
     return divide(time, stages, memory)
 
 
 def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
-    """Parameters that a token meets in each block and in the output layer, as is their time; and those that are held.
+    """Returns the weights of blocks and output layer: parameters active per token, proportional to time, and total
+    parameters.
 
-    With the vocabulary `divided` over all ranks, its share is everywhere the same.
+    With the vocabulary `divided` over all ranks, its share is equal everywhere.
     """
     parts = count_parts(model)
     met, held = ([getattr(parts[f"blocks.{i}"], of) for i in range(model.layers)] for of in ("active", "total"))
@@ -65,16 +66,17 @@ def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
 
 
 def placement_of(config: RunConfig) -> Schedule:
-    """Which rank of the pipeline has which stages; without actions."""
+    """Returns a schedule without actions that places the stages on the ranks of the pipeline."""
     parallel = config.parallel
     return schedules()[parallel.schedule].place(parallel.pipeline, parallel.stages_per_rank)
 
 
 def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True) -> Schedule:
-    """The schedule of a step of so many microbatches; with the message-driven executor, where the stages are. Without
-    `transfers` it is found sooner, for whoever asks about computations alone.
+    """Returns the schedule of a step of `microbatches` microbatches; for the message-driven executor, the placement of its
+    stages.
 
-    Raises `UserError` when there is none.
+    Without `transfers`, computes the schedule faster, for callers that need only computations. Raises `UserError` when there
+    is no such schedule.
     """
     parallel = config.parallel
     if parallel.executor == "message-driven":
@@ -84,8 +86,11 @@ def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True)
 
 
 def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
-    """Of each rank of the pipeline: of how many microbatches its stages keep the activations, in a step of so many, as
-    `live_microbatches` has it; with the message-driven executor, of as many as may be in flight."""
+    """Returns the live microbatches of each stage of each pipeline rank, in a step of `microbatches` (see
+    `live_microbatches`).
+
+    With the message-driven executor, the number is the limit of microbatches in flight.
+    """
     parallel, pp = config.parallel, config.parallel.pipeline
     if parallel.executor == "message-driven":
         caps, place = find_caps(parallel.max_in_flight, parallel.stages), placement_of(config)
@@ -96,13 +101,13 @@ def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
 
 
 def splits_backward(config: RunConfig) -> bool:
-    """Whether the gradients of inputs and of weights are found at times of their own."""
+    """Returns True if the schedule separates the gradients of inputs from those of weights."""
     parallel = config.parallel
     return parallel.pipeline > 1 and schedules()[parallel.schedule].splits_backward
 
 
 def tied_embeddings(config: RunConfig) -> bool:
-    """Whether two ranks of the pipeline hold the embedding, one as the output layer."""
+    """Returns True if two ranks of the pipeline hold the tied embedding, one of them as the output layer."""
     place = placement_of(config)
     alone = config.model.tie_embeddings and not config.parallel.vocabulary
     return alone and place.rank_of(0) != place.rank_of(place.stages - 1)

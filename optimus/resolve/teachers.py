@@ -1,4 +1,4 @@
-"""The models of a run's teacher, as far as their files describe them."""
+"""The models of a run's teacher, as described by their checkpoints."""
 
 from pathlib import Path
 
@@ -8,7 +8,8 @@ from optimus.errors import UserError
 
 
 def teacher_models(config: RunConfig) -> tuple[ModelConfig, ...]:
-    """The members of the teacher; none without one. Raises `UserError` where one is not there."""
+    """Returns the models of the teacher's members; none without a teacher. Raises `UserError` when a checkpoint is
+    missing."""
     teacher = config.train.teacher
     return () if teacher is None else tuple(described_teacher(path).model for path in teacher.checkpoints)
 

@@ -1,4 +1,4 @@
-"""Where a step's time and memory go, and how evenly its experts are loaded: every `observe.log_every` steps."""
+"""The account of a step's time and memory, and the load balance of its experts, every `observe.log_every` steps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +14,9 @@ from optimus.training.run import Run
 
 
 def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float]]:
-    """By layer of the whole model: how often each expert was chosen, to the mean; all ranks must call.
+    """Returns how often each expert was chosen, relative to the mean, by layer of the whole model. All ranks must call.
 
-    `choices` are those of this rank's routers.
+    `choices` are the counts of this rank's routers.
     """
     model = run.config.model
     layers = {layer: model.experts_of(layer) for layer in range(model.layers) if model.experts_of(layer)}
@@ -40,14 +40,17 @@ def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float
 
 
 def imbalance(load: Mapping[int, list[float]]) -> dict[str, float]:
-    """Load imbalance (max/mean): the mean over the layers, and that of the worst layer."""
+    """Returns the load imbalance (max/mean): its mean over the layers, and that of the worst layer."""
     of_layers = [max(loads) for loads in load.values()]
     return {"experts/imbalance": sum(of_layers) / len(of_layers), "experts/worst_imbalance": max(of_layers)}
 
 
 def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
-    """Of this rank's last step: seconds of computation, of exposed communication by kind of collective, waiting for other
-    ranks in it included, of waiting for data, and, `saving`, of waiting for checkpoints since the last record."""
+    """Returns the seconds of this rank's last step by kind: computation, exposed communication by kind of collective
+    (waiting for other ranks included), and waiting for data.
+
+    `saving` are the seconds spent waiting for checkpoints since the last record.
+    """
     exposed = {f"time/exposed_{kind.replace(' ', '_')}": seconds for kind, seconds in times.by_kind.items()}
     return {
         "time/computation": max(0.0, times.whole - times.data - times.waited),
@@ -58,8 +61,10 @@ def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
 
 
 def memory_by_kind(run: Run) -> dict[str, int]:
-    """Bytes of this rank: of its state at rest, and the rest: of the peak since this was asked last on an accelerator, of
-    the process on a CPU."""
+    """Returns the bytes of this rank by kind: its state at rest, and the remainder as activations and other.
+
+    The total is the peak since the last call on an accelerator, and the resident memory of the process on a CPU.
+    """
     state = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
     if run.device.type == "cpu":
         taken = psutil.Process().memory_info().rss

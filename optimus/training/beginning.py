@@ -1,4 +1,4 @@
-"""What a new run begins with: initial weights, or those of `checkpoint.load_path`; and going back to them."""
+"""The initial state of a new run: fresh weights or those of `checkpoint.load_path`, also used for rewinding to them."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +24,8 @@ from optimus.training.run import Run, read_together
 
 
 def begins_with(config: RunConfig, resume: bool) -> WeightSource | None:
-    """The checkpoint or folder that a run begins with, if it does: of checkpoints the first whose description is whole."""
+    """Returns the checkpoint or model folder that a run loads, if any; of several checkpoints, the first with an intact
+    description."""
     paths = [point.path for point in resume_points(Path(config.train.output))] if resume else []
     initial = config.lr_schedule.branch_from or config.checkpoint.load_path
     if not paths and initial is not None:
@@ -32,24 +33,25 @@ def begins_with(config: RunConfig, resume: bool) -> WeightSource | None:
             return FolderReader(Path(initial), config.model)
         paths = [find_checkpoint(initial)]
     for path in paths:
-        with suppress(DamagedError):  # said when it is loaded
+        with suppress(DamagedError):  # reported when the checkpoint is loaded
             return Reader.open(path)
     return None
 
 
 def begins_anew(config: RunConfig, resume: bool) -> bool:
-    """Whether the run begins with its first step, whatever it has its weights from."""
+    """Returns True if the run starts at its first step, whatever the source of its weights."""
     goes_on = resume and bool(resume_points(Path(config.train.output)))
     return not goes_on and config.lr_schedule.branch_from is None
 
 
 def is_model_folder(path: str | Path) -> bool:
-    """Whether it is a Hugging Face folder, and no checkpoint."""
+    """Returns True for a Hugging Face folder and False for a checkpoint."""
     return (Path(path) / "config.json").is_file()
 
 
 def first_weights(config: RunConfig, source: WeightSource | None, model: Transformer) -> Callable[[Slot, Tensor], None]:
-    """What fills a part of a parameter of `model` with what a new run begins with: as it is initialised, or read."""
+    """Returns a function that fills a slice of a parameter of `model` with its initial values, initialised or read from
+    `source`."""
     declared, seed, std = dict(declarations(model)), config.train.seed, config.model.init_std
 
     def initialised(slot: Slot, weights: Tensor) -> None:
@@ -66,11 +68,12 @@ def first_weights(config: RunConfig, source: WeightSource | None, model: Transfo
 
 
 def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int]:
-    """Fill the state of `run` with initial weights, or with those that it `began_with`, and fresh moments. Returns where
-    they are from, a checkpoint being found, and how many ranks have read them.
+    """Fills the state of `run` with fresh moments and with initial weights or the weights of `began_with`.
 
-    The state is pruned as these are; without `masks` it stays as it is. All ranks must call. Raises `UserError` on all of
-    them where the weights cannot be read.
+    Returns the origin of the weights, with the checkpoint resolved to a path, and the number of ranks that read them.
+
+    With `masks`, the state is pruned like the source; without, its masks stay as they are. All ranks must call. Raises
+    `UserError` on all ranks when the weights cannot be read.
     """
     seed, std, world = run.config.train.seed, run.config.model.init_std, run.groups.world
     send, origin = run.config.checkpoint.broadcast, Origin()
@@ -86,7 +89,7 @@ def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int
     else:
         path = world.on_first(lambda: find_checkpoint(began_with))
         found, readers = load_state(run.state, path, model=run.config.model, full=False, send=send, masks=masks)
-        # Of a run that goes on itself the checkpoint: its newest will be another.
+        # If the source is a run that still trains, records the checkpoint itself: the run's newest one will change.
         origin, unpruned = Origin(str(path), found.context, found.published, found.chat), found.unpruned
     if masks:
         run.state.pruned.unpruned = unpruned

@@ -1,4 +1,4 @@
-"""A run is built: its groups of ranks, model and state on a device, without values yet."""
+"""Builds a run: its process groups, model and state on a device, without values yet."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -53,22 +53,25 @@ def build_trainer(
     more: Sequence[Hook] = (),
     users: Sequence[Any] = (),
 ) -> Trainer:
-    """The trainer of `config` on this rank, where it starts or, to `resume`, goes on. All ranks must call; the rest is as
-    `launch.rank.run_rank` has it."""
+    """Builds the trainer of `config` on this rank, at the start of the run or, with `resume`, where the run stopped.
+
+    All ranks must call. See `launch.rank.run_rank` for the other arguments.
+    """
     run = build_run(config, device, resume)
     hooks = [*more, *hooks_of(run, node, holder), *users_hooks(config.train.hooks, users, run.groups.rank)]
     return Trainer(run, start_run(run, resume), hooks)
 
 
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
-    """Make model and state on `device`, without values yet, pruned as what they will be filled with. All ranks must call."""
+    """Builds model and state on `device`, without values yet, and pruned like the weights that will fill them. All ranks
+    must call."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_of(config, ranks, ranks_per_node(ranks))
     groups = Groups(mesh, config.resilience.timeout, [], partial_sums=partial_sums(config))
     folders = read_together(lambda: open_folders(config), groups.world)
     sequences = sum(shards.instances for shards in folders.values())
     resolved = resolve_here(config, device, groups, sequences=sequences, resume=resume)
-    if device.type != "cpu":  # a program that starts ranks has not asked how much is free
+    if device.type != "cpu":  # a process that only starts ranks has not checked the free memory
         check_memory(resolved, device)
     config = resolved.config
     data = read_together(lambda: TrainingData(config, folders, resolved.phases), groups.world)
@@ -90,7 +93,7 @@ def _masks(
     layouts: Mapping[str, Layout],
     model: Transformer,
 ) -> Mapping[str, Tensor]:
-    """Masks of what the run will begin with: so it never has state for what is pruned."""
+    """Returns the masks of the weights that the run will begin with, so that no state is allocated for pruned elements."""
     source = groups.world.on_first(lambda: begins_with(config, resume))
     masks = dict[str, Tensor]()
     if source is not None:
@@ -106,12 +109,12 @@ def _masks(
 def build_model(
     plan: RankPlan, groups: Groups, device: torch.device, masks_of: MasksOf = lambda *_: {}
 ) -> tuple[Staged, ModelState]:
-    """The stages of the model on this rank, with this rank's parts of its parameters, and their state, without values yet.
+    """Builds the model's stages on this rank, with its shards of the parameters, and their state without values yet.
 
-    `masks_of` gives the packed bits of this rank's parts of parameters that are pruned, of those with such layouts and of
-    the model that holds them whole, without memory. All ranks must call.
+    `masks_of` returns the packed bits of this rank's shards of pruned parameters, given the groups, the layouts and the
+    unsharded model without memory. All ranks must call.
     """
-    groups.make(plan.divisions)  # those of all stages
+    groups.make(plan.divisions)  # the groups of all stages
     masks, gathering = masks_of(groups, plan.layouts, plan.model), Gathering()
     model = deepcopy(plan.model)
     staged = stages_of(model, plan.partition, plan.config, groups, plan.recipe.compute, device)
@@ -132,7 +135,7 @@ def build_model(
 
 
 def _notes(resolved: ResolvedRun, groups: Groups, data: TrainingData) -> list[str]:
-    """What the run will do."""
+    """Returns lines that tell the user about the run."""
     teacher = resolved.config.train.teacher
     return [
         *summary_lines(summarise(resolved, data.instances)),
@@ -145,7 +148,7 @@ def _notes(resolved: ResolvedRun, groups: Groups, data: TrainingData) -> list[st
 
 
 def _frozen_line(resolved: ResolvedRun) -> str | None:
-    """How many parameters are not trained, if there are some."""
+    """Returns a line with the number of frozen parameters; None if there are none."""
     sizes = {name: math.prod(layout.shape) for name, layout in resolved.layouts.items()}
     frozen = sum(size for name, size in sizes.items() if not resolved.recipe.rules[name].trains)
     if not frozen:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what they keep beside its state, and the service that writes them."""
+"""The checkpoints of a run: their content besides the state, and the service that writes them."""
 
 import base64
 from collections.abc import Mapping
@@ -17,48 +17,52 @@ from optimus.training.run import Run
 
 
 class Origin(NamedTuple):
-    """What a run had its weights from before its first step."""
+    """The source of a run's weights before its first step."""
 
     began_with: str | None = None
-    """A checkpoint or folder, if any."""
+    """The path of a checkpoint or model folder, if any."""
     context: int = 0
-    """The longest sequences that they had been trained on."""
+    """The longest sequences that the loaded model was trained on."""
     published: Mapping[str, Any] = {}
-    """What was said of that model; hub/published.py."""
+    """Published metadata of the loaded model; see hub/published.py."""
     chat: Mapping[str, Any] = {}
-    """How its data has conversations as text."""
+    """The chat format of the data of the loaded model."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run goes on, its state being filled."""
+    """The point at which a run starts or resumes, once its state is filled."""
 
     progress: Progress
     origin: Origin
     hooks: Mapping[str, Any] = field(default_factory=dict)
     """The states of hooks by name."""
     frozen: str | None = None
-    """The folder that has its frozen parameters, where a checkpoint refers to it."""
+    """The folder that holds the frozen parameters, if a checkpoint refers to one."""
     notes: list[str] = field(default_factory=list)
 
 
 class Checkpointer:
-    """Writes the checkpoints of `run`, at once or beside the training. All ranks make one and call its methods together."""
+    """Writes the checkpoints of `run`, synchronously or in the background.
+
+    All ranks create a checkpointer and call its methods together.
+    """
 
     def __init__(self, run: Run, start: Start) -> None:
         section = run.config.checkpoint
         self.saver = Saver(run.state, scattered=section.scattered, beside=section.asynchronous)
         self.saved = start.progress.step
-        """The step of the newest checkpoint of the whole state that was asked for."""
+        """The step of the newest requested checkpoint of the whole state."""
         self._run, self._frozen = run, start.frozen
 
     def save(
         self, progress: Progress, origin: Origin, hooks: Mapping[str, Any], *, full: bool, weights: bool = False
     ) -> None:
-        """Write what is asked for; `hooks` are their states by name. Raises `UserError` on all ranks as `Saver.save`."""
+        """Writes the requested checkpoints; `hooks` are the states of hooks by name. Raises `UserError` on all ranks, like
+        `Saver.save`."""
         run, step, section = self._run, progress.step, self._run.config.checkpoint
         targets = []
-        # Weights first: a run that is killed between the two goes on behind this step, and would never write them.
+        # Weights first: a run killed between the two checkpoints would resume after this step and never write its weights.
         if weights:
             every = (section.weights_every or 1) * section.weights_keep
             place = folder.weights_folder(run.folder, step)
@@ -72,7 +76,8 @@ class Checkpointer:
             self.saver.save(*targets)
 
     def _of_frozen(self, progress: Progress, origin: Origin, hooks: Mapping[str, Any]) -> list[Target]:
-        """What the next checkpoint of the whole state refers to, where that is not written yet."""
+        """Returns the checkpoint of frozen parameters that the next full checkpoint refers to, unless it is already
+        written."""
         run = self._run
         if not run.config.train.freeze:
             return []
@@ -91,7 +96,7 @@ def describe(
     full: bool = False,
     frozen: str | None = None,
 ) -> Description:
-    """The description of a checkpoint of `run` as it is now; the whole state may refer to that of `frozen` parameters."""
+    """Describes a checkpoint of the current state of `run`. A full checkpoint may refer to one of `frozen` parameters."""
     mesh, config, phase, state = run.groups.mesh, run.config, progress.phase, run.state
     pruned = state.pruned
     return Description(
@@ -107,7 +112,7 @@ def describe(
             "updates": state.steps,
             **state.counters,
             "skipped": progress.skipped,
-            "sequences": sequences_after(progress.phases, progress.step),  # read of the data, the next one's number
+            "sequences": sequences_after(progress.phases, progress.step),  # also the index of the next one
             **({"phase": phase.name} if phase.name else {}),
             **({"began_with": origin.began_with} if origin.began_with else {}),
             **({"prunings": pruned.events} if config.pruning else {}),
@@ -129,7 +134,8 @@ def describe(
 
 
 def _random_states(device: torch.device) -> dict[str, str]:
-    """States of rank 0's generators. Nothing here draws from them; a user's code in the model may, on all ranks alike."""
+    """Returns the generator states of rank 0. The library draws nothing from them; a user's model code may, alike on all
+    ranks."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -137,7 +143,7 @@ def _random_states(device: torch.device) -> dict[str, str]:
 
 
 def restore_random(description: Description, device: torch.device) -> None:
-    """Go on with the generators as they were; one of a type of device that is not here stays as it is."""
+    """Restores the random generators. Generators of device types that are absent here are ignored."""
     for kind, text in description.random.items():
         state = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
         if kind == "cpu":

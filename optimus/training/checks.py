@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before the first step, found before the first step."""
+"""Checks before the first step for everything that could fail later."""
 
 import math
 import os
@@ -39,11 +39,11 @@ from optimus.training.beginning import is_model_folder
 from optimus.training.run import Run
 from optimus.training.step import accumulate_gradients
 
-_BYTES_PER_TOKEN = 8  # more than most tokenizers have: text is looked into about as far as it is read, or further
+_BYTES_PER_TOKEN = 8  # more than most tokenizers have, so that the check reads about as much text as validation will
 
 
 def check_references(config: RunConfig, resume: bool) -> None:
-    """Raise `UserError` when something that the run will need later, or only sometimes, is not there."""
+    """Raises `UserError` when something is missing that the run needs only later or occasionally."""
     check_wandb(config)
     check_mlflow(config)
     if config.lr_schedule.branch_from is not None and not resume:
@@ -69,8 +69,11 @@ def check_references(config: RunConfig, resume: bool) -> None:
 
 
 def check_validation(config: RunConfig, data: TrainingData) -> None:
-    """Raise `UserError` when validation text or tasks are missing on this node, whose first rank reads them, or text is of
-    another tokenizer."""
+    """Raises `UserError` when validation text or tasks are missing, or when validation text was prepared with another
+    tokenizer.
+
+    Checks this node only: the first rank of the run, which reads text and tasks, is here.
+    """
     for number, each in enumerate(config.validation):
         if each.text is not None:
             _check_text(each.text, f"validation.{number}.text", each.max_bytes or _BYTES_PER_TOKEN * each.tokens)
@@ -90,8 +93,10 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
 
 
 def _check_text(text: str, key: str, max_bytes: int) -> None:
-    """Raise `UserError` where `text` is not there, is none, or cannot be read as far as it will be: it would stop the run at
-    its first validation."""
+    """Raises `UserError` when `text` is missing, is not text, or is unreadable within `max_bytes`.
+
+    Without the check, bad text would stop the run at its first validation.
+    """
     try:
         check_text(text, max_bytes)
     except UserError as error:
@@ -99,7 +104,7 @@ def _check_text(text: str, key: str, max_bytes: int) -> None:
 
 
 def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
-    """Raise `UserError` when the run folder is not this run's to write."""
+    """Raises `UserError` when this run must not write to the run folder."""
     folder = Path(config.train.output)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"train.output: {folder} is a file; name a folder")
@@ -120,7 +125,8 @@ def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
 
 
 def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> None:
-    """The newest checkpoint that can be read must be of this run; that it is whole will be seen when it is loaded."""
+    """Checks that the newest readable checkpoint belongs to this run. The checkpoint's data is verified when it is
+    loaded."""
     saved, points = folder / "config.yaml", resume_points(folder)
     broken = []
     for point in points:
@@ -140,7 +146,7 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
         for path in (folder / "checkpoints").glob("[!.]*")
         if not path.name.startswith(("weights-", "frozen-"))
     )
-    if others:  # else the run was ended before its first checkpoint
+    if others:  # otherwise the run ended before its first checkpoint
         raise UserError(
             f"{folder / 'checkpoints'} holds no checkpoint step-N to resume, but {', '.join(others)}: give one its name "
             "back, or choose another train.output"
@@ -150,8 +156,11 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
 
 
 def check_prunings(config: RunConfig, description: Description, path: Path) -> None:
-    """Raise `UserError` when a run that goes on from the checkpoint `path` is too late for what it is to prune, or has not
-    the weights that it is to go back to."""
+    """Checks that a run can still prune as configured when it continues from the checkpoint `path`.
+
+    Raises `UserError` when the checkpoint is later than a pruning step that has not happened, or when the weights for
+    `pruning.rewind` are missing.
+    """
     pruning, step = config.pruning, description.step
     if pruning is None:
         return
@@ -170,11 +179,11 @@ def check_prunings(config: RunConfig, description: Description, path: Path) -> N
 
 
 def check_memory(run: ResolvedRun, device: torch.device, *, whole: bool = False) -> None:
-    """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
+    """Raises `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
 
-    On an accelerator what is there of the fullest stage, and what is on the host, with the copies for checkpoints, of all
-    ranks of the fullest node; on a CPU both together. Ranks with the last stage hold a teacher, if there is one, beside.
-    `whole`: all of the device's memory counts, as to ask what is free takes some.
+    On an accelerator, checks the device memory of the fullest stage, and the host memory of all ranks of the fullest node,
+    including copies for checkpoints. On a CPU, checks both together. Ranks with the last stage also hold the teacher, if
+    any. With `whole`, counts all of the device's memory as free, because asking for the free memory would itself take some.
     """
     config, mesh, shared = run.config, run.mesh, device.type == "cpu"
     found, together = at_rest(run, shared=shared), min(mesh.size, mesh.ranks_per_node or mesh.size)
@@ -219,21 +228,21 @@ def _check_room(
 
 
 def dry_run(run: Run) -> str:
-    """Forward and backward of one microbatch on made-up tokens, to find out whether a step fits; returns the report.
+    """Runs forward and backward of one microbatch on synthetic tokens to find out whether a step fits. Returns the report.
 
-    On a CPU, where too much memory kills the process without a message, one sequence is measured first. The state stays as
-    it is. Raises `UserError` when a microbatch does not fit.
+    On a CPU, where running out of memory kills the process without a message, one sequence is measured first. The state is
+    not changed. Raises `UserError` when a microbatch does not fit.
     """
     micro_batch, context = run.config.train.micro_batch, run.resolved.widest.train.sequence_length
     tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
     free = free_memory(run.device)
     try:
-        if run.config.parallel.pipeline > 1:  # so many microbatches are under way in it at once
+        if run.config.parallel.pipeline > 1:  # the pipeline processes this many microbatches at once
             under_way = tokens[:1].expand(run.config.parallel.pipeline * micro_batch, -1)
             one = _saved_bytes(run, under_way) // micro_batch
         else:
             mesh = run.groups.mesh
-            # Of so many the tokens can be divided over a tensor-parallel grid, as those of a microbatch can.
+            # The smallest number of sequences whose tokens divide over a tensor-parallel grid.
             few = min(micro_batch, mesh.tp // math.gcd(mesh.tp, context // mesh.cp))
             one = _saved_bytes(run, tokens[:few]) // few
     except torch.OutOfMemoryError:
@@ -257,7 +266,8 @@ def dry_run(run: Run) -> str:
 
 
 def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
-    """Bytes that the forward pass on `tokens_BS` keeps for the backward pass, the parameters themselves left out."""
+    """Returns the bytes that the forward pass on `tokens_BS` saves for the backward pass, without the parameters
+    themselves."""
     kept: dict[int, int] = {}
     state = {chunk.parameter.untyped_storage()._cdata for chunk in run.state.chunks}
 
@@ -275,7 +285,7 @@ def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
 
 def _too_large(needed: int, free: int, one: int, run: Run) -> str:
     fitting = free // max(1, one * sharers(run.groups.mesh, run.device))
-    fitting = min(fitting, run.config.train.micro_batch - 1)  # an accelerator runs out by what lives for a moment, too
+    fitting = min(fitting, run.config.train.micro_batch - 1)  # an accelerator also needs transient memory
     cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.sequence_length"
     return (
         f"the activations of a microbatch of {run.config.train.micro_batch} sequences need {size_text(needed)}, but "

@@ -1,4 +1,4 @@
-"""Which algorithms the collectives of a run use: the measurements that it was given, kept in its folder."""
+"""The choice of algorithms for the collectives of a run, from measurements that are copied to the run's folder."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ KEPT = "collectives.yaml"
 
 
 class _MachineFile(Section):
-    """What a run needs of one."""
+    """The fields of a machine file that a run reads."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -29,9 +29,10 @@ class _MachineFile(Section):
 
 
 def measured_collectives(config: RunConfig, mesh: Mesh, resume: bool) -> tuple[Measured | None, list[str]]:
-    """(what a run chooses its algorithms by, what is to be said of it).
+    """Returns the measurements from which a run chooses its algorithms, and notes for the user.
 
-    A run that is resumed has what it began with. Raises `UserError` for a file that is not there or has no measurements.
+    A resumed run uses the measurements of its first start. Raises `UserError` when the file is missing or has no
+    measurements.
     """
     kept, per_node = Path(config.train.output) / KEPT, mesh.ranks_per_node or mesh.size
     if resume and kept.exists():
@@ -54,12 +55,12 @@ def measured_collectives(config: RunConfig, mesh: Mesh, resume: bool) -> tuple[M
 
 
 def keep(measured: Measured | None, folder: Path) -> None:
-    """Write what the run chooses by into its folder."""
+    """Writes the run's measurements into its folder."""
     if measured is not None:
         text = yaml.safe_dump(measured.model_dump(exclude_defaults=True), sort_keys=False)
         (folder / KEPT).write_text(text, encoding="utf-8")
 
 
 def partial_sums(config: RunConfig) -> Codec:
-    """How sums over the ranks of a node go to other nodes."""
+    """Returns the codec for partial sums sent between nodes."""
     return AS_THEY_ARE if config.collectives.partial_sums == "float32" else Rounded(torch.bfloat16)

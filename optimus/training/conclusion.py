@@ -1,4 +1,4 @@
-"""What follows the end of a run, whatever ended it, or a restart: a line in the event log, the report, a notification."""
+"""Concludes a run after its end or restart: a line in the event log, the report, a notification."""
 
 import signal
 import sys
@@ -20,10 +20,11 @@ from optimus.resilience.events import EventLog
 def conclude(
     config: RunConfig, began: float, summary: Mapping[str, Any] | None, failure: UserError | None = None
 ) -> dict[str, Any]:
-    """The `summary` of a run that has ended, with its `seconds` since `began` (`time.time`) and the path of its `report`.
+    """Returns the `summary` of an ended run with its `seconds` since `began` (`time.time`) and the path of its `report`.
 
-    What cannot be written or sent is said on stderr: the run's own end is what counts. `failure` is what ended it; a run
-    that failed before it wrote anything leaves nothing, and one whose checkpoints are damaged stays as it is.
+    `failure` is the error that ended the run, if any. Prints to stderr, instead of raising, what cannot be written or sent:
+    the run's own end matters more. A run that failed before writing anything leaves no files. The folder of a run with
+    damaged checkpoints is not changed.
     """
     folder = Path(config.train.output)
     found = {**(summary or {}), "seconds": time.time() - began, "report": None}
@@ -41,13 +42,17 @@ def conclude(
 
 
 def announce(config: RunConfig, event: str, detail: str) -> None:
-    """What nodes say of a run that ranks cannot: it was `restarted`, or has `failed`. The report is written anew."""
+    """Reports on behalf of the node agents that a run was `restarted` or has `failed`: sends a notification and rewrites the
+    report."""
     there = is_run(Path(config.train.output))
     _tell(config, event, detail, {"report": _report(config, ended=event == "failed") if there else None})
 
 
 def _report(config: RunConfig, *, ended: bool) -> str | None:
-    """Where it has been written; a run that has ended holds its folder still."""
+    """Writes the report and returns its path. Returns None if reports are off or writing fails.
+
+    Works while the ended run still holds its folder.
+    """
     folder = Path(config.train.output)
     try:
         if not config.observe.report:
@@ -66,9 +71,9 @@ def _tell(config: RunConfig, event: str, detail: str, more: Mapping[str, Any]) -
 
 
 def summary_of(config: RunConfig, stopped_by: int) -> dict[str, Any]:
-    """What a run returns that has ended, before its end if `stopped_by` is a signal."""
+    """Returns the summary of an ended run; a run ended by the signal `stopped_by` may have ended before its last step."""
     folder = Path(config.train.output)
-    # A run that was told to end before its first step has none.
+    # A run that was stopped before its first step has no metrics.
     records = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
     last = {"step": 0, "tokens": 0, "loss": None, **(records[-1] if records else {})}
     found = list_checkpoints(folder)

@@ -1,7 +1,7 @@
-"""What a run folder says of every start and resume: the configuration, what was decided, and what runs where (a line of
-`environment.jsonl`).
+"""Records of every start and resume in the run folder: the configuration, the decisions, and the software and hardware (a
+line of `environment.jsonl`).
 
-Nothing of the environment's variables is recorded: they may hold secrets.
+No environment variables are recorded, because they may hold secrets.
 """
 
 import json
@@ -27,8 +27,11 @@ _GIT_SECONDS = 10.0
 
 
 def record_start(run: Run, step: int) -> None:
-    """Make the run folder; save the configuration, keeping an earlier, different one, what was decided, and what runs where.
-    On rank 0, before the first step behind `step`. Raises `UserError` on a full disk."""
+    """Creates the run folder and saves the configuration, the decisions, and the software and hardware of this start.
+
+    An earlier, different configuration is kept under another name. Called on rank 0, before the first step after `step`.
+    Raises `UserError` on a full disk.
+    """
     path, text = run.folder / "config.yaml", dump_config(run.resolved.record)
     with naming_disk_errors(path, "Make room or choose another train.output"):
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +45,7 @@ def record_start(run: Run, step: int) -> None:
 
 
 def _record_environment(run: Run, step: int) -> None:
-    """Append the record of this start, with the host and the devices of this rank."""
+    """Appends the record of this start, with the host and the devices of this rank."""
     path, mesh, counted = run.folder / "environment.jsonl", run.groups.mesh, count_parameters(run.config.model)
     record = {
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -65,21 +68,22 @@ def _record_environment(run: Run, step: int) -> None:
 
 
 def command_line() -> list[str]:
-    """What was run: this process, or for a rank that our launcher started, the launcher."""
+    """Returns the command line of this process, or of the launcher if our launcher started this rank."""
     process = psutil.Process()
     parent = process.parent() if hasattr(sys.modules["__main__"], "run_as_rank") else None
     return (parent or process).cmdline()
 
 
 def git_commit(folder: Path) -> dict[str, Any] | None:
-    """`commit` of the checkout that `folder` is in, and whether it is `clean`: no tracked file differs; None without git."""
+    """Returns the `commit` of the checkout that contains `folder`, and `clean`: True if no tracked file differs. None
+    without git."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return None if commit is None else {"commit": commit, "clean": None if changes is None else changes == ""}
 
 
 def _package_commit() -> dict[str, Any] | None:
-    """Of this library; None where it is installed, perhaps within somebody's checkout."""
+    """Returns the commit of this library. None if the library is installed, even inside another project's checkout."""
     file = Path(sys.modules["optimus"].__file__ or "")
     return None if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None else git_commit(file.parent)
 

@@ -1,22 +1,22 @@
-"""What becomes of memory that tensors on the CPU have freed: the C library's business, which PyTorch leaves as it is."""
+"""Settings of glibc's allocator for freed CPU memory, which PyTorch leaves at their defaults."""
 
 import ctypes
 import sys
 
-# Parameters of glibc's mallopt, by its header.
+# Parameters of glibc's mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LONG = 32 << 20  # bytes: the most that glibc lets lie in its heap; what is longer is mapped by itself, anew each time
+_LONG = 32 << 20  # bytes: the maximum of glibc's mmap threshold; larger blocks are always mapped and unmapped
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep the heap that is freed for the next step, where it is the C library.
+    """Makes glibc keep freed heap memory for the next step; does nothing with other C libraries.
 
-    By itself it returns the end of its heap to the system whenever much of that is free, as after a backward pass: the pages
-    are then faulted in and zeroed again in every step. The most that a process has at a time stays the same.
+    By default glibc returns the end of its heap to the system whenever much of the heap is free, as after a backward pass.
+    The pages are then faulted in and zeroed again in every step. The peak memory of the process stays the same.
     """
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):  # musl has none
-        library.mallopt(_M_MMAP_THRESHOLD, _LONG)  # which glibc no longer adapts, once either is set
-        library.mallopt(_M_TRIM_THRESHOLD, -1)  # never
+    if hasattr(library, "mallopt"):  # musl has no mallopt
+        library.mallopt(_M_MMAP_THRESHOLD, _LONG)  # setting either value stops glibc from adapting both
+        library.mallopt(_M_TRIM_THRESHOLD, -1)  # never trim

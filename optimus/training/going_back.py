@@ -1,4 +1,4 @@
-"""How a run ends to go on elsewhere: without a node that is at fault, or from weights that it has kept when none is."""
+"""Ends a run for a restart: without the faulty node, or from earlier weights if no node is at fault."""
 
 from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.checkpoint.rollback import rollback
@@ -9,21 +9,21 @@ from optimus.training.trainer import Trainer
 
 
 def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
-    """What ends this rank when a node is at fault, its own or another; all ranks must call and then end.
+    """Returns the exception that ends this rank when this or another node is at fault. All ranks must call and then end.
 
-    The checkpoint that is being written is completed first: nobody is lost yet.
+    The checkpoint in progress is completed first, while all ranks are still alive.
     """
     also = trainer.checkpointer.saver.complete()
     return EndedError(Exit.BAD_NODE if at_fault else Exit.LOST, f"step {trainer.progress.step}: {detail}{also}")
 
 
 def go_back(trainer: Trainer, detail: str) -> int:
-    """Set the run up to restart from weights that it has kept, each time further back; all ranks must call and then end.
+    """Prepares a restart from earlier saved weights, each time further back. All ranks must call and then end.
 
-    `detail` says why. Returns the step. Raises `UserError` on all ranks when there are no weights to go back to, or it has
-    gone back `resilience.max_rollbacks` times.
+    `detail` is the reason. Returns the step of the weights. Raises `UserError` on all ranks when no earlier weights are
+    saved, or after `resilience.max_rollbacks` rollbacks.
     """
-    detail += trainer.checkpointer.saver.complete()  # else what is being written would be the newest checkpoint
+    detail += trainer.checkpointer.saver.complete()  # otherwise the checkpoint in progress would be the newest
     return trainer.groups.world.on_first(lambda: _go_back(trainer, detail))
 
 

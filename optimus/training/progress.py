@@ -1,4 +1,4 @@
-"""Progress of a run: all that changes while it trains."""
+"""The progress of a run."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from optimus.config.phases import Phase, phase_at, tokens_after
 
 @dataclass
 class Progress:
-    """How far a run is. Every checkpoint has it; all else that changes is in the state, and in the hooks' own."""
+    """The progress of a run, part of every checkpoint. Other changing values are in the state and in the hooks' states."""
 
     phases: list[Phase]
-    """One where the run has none."""
+    """The phases of the run; a run without phases has a single one."""
     step: int = 0
-    """Steps completed."""
+    """Completed steps."""
     skipped: int = 0
-    """Of them, without an update."""
+    """Completed steps without an update."""
 
     @property
     def tokens(self) -> int:
@@ -23,5 +23,5 @@ class Progress:
 
     @property
     def phase(self) -> Phase:
-        """That of the last completed step; before the first step, the first one."""
+        """The phase of the last completed step; before the first step, the first phase."""
         return phase_at(self.phases, self.step)

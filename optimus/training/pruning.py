@@ -1,4 +1,4 @@
-"""Pruning as an event of a run: by what, and what becomes of the weights that are left."""
+"""Pruning as an event of a run: the choice of masks, and the rewind of the remaining weights."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,8 @@ from optimus.training.run import Run
 def choose_masks(
     weights: PrunableWeights, config: RunConfig, targets: Mapping[str, int], unpruned: float | None = None
 ) -> dict[str, Tensor]:
-    """Masks that leave a share of the `targets`, by default what the first event does, chosen as configured."""
+    """Chooses masks, as configured, that leave the share `unpruned` of the `targets`; by default the share of the first
+    event."""
     pruning = config.pruning
     assert pruning is not None
     of_blocks: Score = block_norms if pruning.scope.startswith("block") else magnitudes
@@ -33,8 +34,11 @@ def choose_masks(
 
 
 def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
-    """Count it, and give what is left the weights of an earlier step if so configured; returns what there is to say.
-    `step` is the last completed one; `began_with` is what the run had its weights from. All ranks must call."""
+    """Records a pruning event and, if so configured, rewinds the remaining weights to an earlier step.
+
+    Returns lines for the user. `step` is the last completed step; `began_with` is the source of the run's initial weights.
+    All ranks must call.
+    """
     state, pruning = run.state, run.config.pruning
     assert pruning is not None
     state.pruned.unpruned, state.pruned.events = share_left(state, run.targets), state.pruned.events + 1
@@ -42,7 +46,7 @@ def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
     if pruning.rewind is None:
         return said
     if pruning.rewind == step:
-        state.begin()  # the weights are those of this step
+        state.begin()  # the weights of this step stay
     elif pruning.rewind == 0:
         begin(run, began_with, masks=False)
     else:

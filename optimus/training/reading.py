@@ -1,6 +1,6 @@
-"""What a run is to do is read before torch is imported, so that a mistake in it costs no waiting.
+"""Reads a run's configuration before torch is imported, so that mistakes are reported at once.
 
-Nothing here imports torch, nor may what is imported here.
+Neither this module nor any of its imports may import torch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,9 +16,9 @@ from optimus.resolve.length import length
 def read_run(
     config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = ()
 ) -> tuple[RunConfig, TrainingData]:
-    """The configuration as it is given, and the data, for as many steps as that is.
+    """Reads the configuration as given, and the data for the number of steps that the configuration asks for.
 
-    Raises `UserError` for a configuration that makes no sense, and for data that is not there or not this model's.
+    Raises `UserError` for an invalid configuration, and for data that is missing or does not fit the model.
     """
     tree = load_config(config, overrides, read_model_folder)
     folders = open_folders(tree)
@@ -27,6 +27,6 @@ def read_run(
 
 
 def holds_run(config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = ()) -> bool:
-    """Whether there is something to go on with in the run's folder."""
+    """Returns True if the run's folder holds a run that can be resumed."""
     folder = Path(load_config(config, overrides, read_model_folder).train.output)
     return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()

@@ -1,4 +1,4 @@
-"""Record of a completed step."""
+"""The record of a completed step."""
 
 import numbers
 import time
@@ -16,48 +16,48 @@ class StepTimes:
     """Seconds of a step on this rank."""
 
     whole: float
-    """Waiting for data included."""
+    """Total seconds, including the wait for data."""
     data: float
-    """Of them, waiting for data."""
+    """Seconds of `whole` spent waiting for data."""
     waited: float
-    """Of them, in collectives, waiting for other ranks."""
+    """Seconds of `whole` spent in collectives waiting for other ranks."""
     by_kind: dict[str, float]
-    """The same by kind of collective."""
+    """The seconds of `waited`, by kind of collective."""
 
 
 @dataclass
 class StepRecord:
-    """A completed step, of the global batch. Hooks add to its `values` what they have measured."""
+    """The record of a completed step on the global batch. Hooks add their measurements to `values`."""
 
     step: int
     result: StepResult
     times: StepTimes
     values: dict[str, float] = field(default_factory=dict)
-    """By name, for the run's metrics."""
+    """Values for the run's metrics, by name."""
     expert_load: dict[int, list[float]] = field(default_factory=dict)
-    """By layer: tokens of each expert, to the mean; empty in most steps."""
+    """Tokens of each expert relative to the mean, by layer; empty in most steps."""
     samples: list[dict[str, str]] = field(default_factory=list)
-    """Of each of `evaluate.prompts` the `prompt` and the `text` that continues it; empty where there was no validation."""
+    """The `prompt` and its continuation `text` for each of `evaluate.prompts`; empty without validation."""
 
 
 _STEP = {"step", "tokens", "time", "lr", "grad_norm", "skipped_steps", "phase"}
 _LOSSES = {"loss", "balance_loss", "z_loss", "teacher_divergence", "bits_per_byte"}
 _SPEED = {"tokens_per_second", "step_seconds", "data_seconds", "checkpoint_seconds", "model_flops_utilization"}
 OWN_NAMES = _STEP | _LOSSES | _SPEED
-"""Of the library's own metrics; and beginnings of such."""
+"""Names of the library's own metrics, followed by their prefixes."""
 OWN_BEGINNINGS = ("tokens/", "train_loss/", "loss/", "bits_per_byte/", "tasks/", "time/", "memory/", "experts/")
 
 
 def is_number(value: object) -> bool:
-    """Whether it is one number, of Python's or NumPy's; a tensor is none."""
+    """Returns True for a single number of Python or NumPy, and False for a tensor."""
     return isinstance(value, numbers.Real)
 
 
 def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
-    """What a user's hook has added to the values of a record, as numbers of Python's.
+    """Returns the values that a user's hook added to a record, as Python numbers.
 
-    Raises `UserError` for what is no name or no number, for a name that the library or another hook uses, and where the hook
-    has changed the record itself.
+    Raises `UserError` for a value that is not a number, for a name that is not text or is used by the library or another
+    hook, and when the hook changed the record itself.
     """
     for each in fields(StepRecord):
         if each.name != "values" and getattr(after, each.name) != getattr(before, each.name):
@@ -79,7 +79,7 @@ def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
 
 
 class StepClock:
-    """Times a step from its making on."""
+    """Times a step, starting at its own construction."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._began = recorder, time.perf_counter()
@@ -87,11 +87,11 @@ class StepClock:
         self._data = 0.0
 
     def data_is_there(self) -> None:
-        """All so far was waiting for data."""
+        """Marks the end of the wait for data."""
         self._data = time.perf_counter() - self._began
 
     def times(self) -> StepTimes:
-        """The seconds until now."""
+        """Returns the seconds since construction."""
         recorder, before = self._recorder, self._by_kind
         since = {kind: seconds - before.get(kind, 0.0) for kind, seconds in recorder.by_kind.items()}
         whole, waited = time.perf_counter() - self._began, recorder.seconds - self._waited

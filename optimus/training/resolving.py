@@ -1,4 +1,4 @@
-"""A run is resolved where it runs: by the facts of this machine, and by what its start reads from files."""
+"""Resolves a run on this machine, from facts of the hardware and from files read at the start."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,9 +34,11 @@ def resolve_here(
     resume: bool = False,
     touches: bool = True,
 ) -> ResolvedRun:
-    """`config`, on so many sequences of data, resolved on this machine. Of `Groups` all ranks must call, and find the same;
-    with a `Mesh` nobody else is asked, and nothing is timed; a program that only starts ranks `touches` no accelerator.
-    Raises `UserError` as `resolve` does."""
+    """Resolves `config` on this machine, for `sequences` sequences of data.
+
+    With `Groups`, all ranks must call and get the same result. With a `Mesh`, no other rank takes part and nothing is timed.
+    A process that only starts ranks sets `touches` to False and uses no accelerator. Raises `UserError` like `resolve`.
+    """
     world = where.world if isinstance(where, Groups) else None
     mesh = where.mesh if isinstance(where, Groups) else where
 
@@ -62,7 +64,8 @@ def resolve_here(
 
 
 def resolve_before_launch(config: RunConfig, ranks: int) -> ResolvedRun:
-    """`config` as a run of so many ranks on this machine would have it; its data is read where its length depends on it."""
+    """Resolves `config` for a run of `ranks` ranks on this machine. Opens the data only if the run's length depends on
+    it."""
     sequences = None
     if config.train.epochs is not None:
         sequences = sum(shards.instances for shards in open_folders(config).values())

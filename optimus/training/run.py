@@ -1,4 +1,4 @@
-"""A run as it is put together on one rank: its configuration, model, state and data."""
+"""A run on one rank: its configuration, model, state and data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Run:
-    """What does not change while a run trains, but for the values of model and state."""
+    """The parts of a run, constant during training except for the values of model and state."""
 
     resolved: ResolvedRun
     device: torch.device
@@ -33,18 +33,18 @@ class Run:
     state: ModelState
     data: TrainingData
     targets: Mapping[str, int] = field(default_factory=dict)
-    """Elements of the parameters of the model that are pruned."""
+    """Numbers of elements of the pruned parameters of the model."""
     notes: Sequence[str] = ()
-    """What the user should read before the first step."""
+    """Lines that the user should read before the first step."""
 
     @property
     def config(self) -> RunConfig:
-        """In which nothing is left open."""
+        """The resolved configuration: no field is left to be decided."""
         return self.resolved.config
 
     @property
     def folder(self) -> Path:
-        """Where all is written."""
+        """The folder of the run's output."""
         return Path(self.config.train.output)
 
     @property
@@ -54,12 +54,13 @@ class Run:
 
     @property
     def forward_is_collective(self) -> bool:
-        """Whether all ranks must run a forward pass together: some of what it needs is on other ranks."""
+        """True if all ranks must run a forward pass together, because other ranks hold some of its parameters or
+        activations."""
         mesh = self.groups.mesh
         return self.state.gathers_on_use or mesh.pp * mesh.ep * mesh.tp * mesh.cp > 1
 
     def batches(self, step: int) -> TokenLoader[Batch]:
-        """This rank's part of every global batch behind `step`, on the host."""
+        """Yields this rank's part of every global batch after `step`, on the host."""
         data = self.groups.along("dp")
         return TokenLoader(
             self.data.phases,
@@ -72,7 +73,10 @@ class Run:
 
 
 def _host_batch(batch: TokenBatch, on_device: bool) -> Batch:
-    """As tensors, in memory that a device reads without anybody waiting; borders of documents are read on the host."""
+    """Converts the arrays of a batch to tensors, pinned if `on_device` for asynchronous copies.
+
+    Document boundaries stay as they are: they are read on the host.
+    """
     tokens_BS, mask_BS, document_BS, source_B = (None if each is None else torch.from_numpy(each) for each in batch)
     if on_device:
         tokens_BS, mask_BS, source_B = (
@@ -83,7 +87,7 @@ def _host_batch(batch: TokenBatch, on_device: bool) -> Batch:
 
 
 def read_together(read: Callable[[], T], world: Group) -> T:
-    """What `read` gives on this rank; what any rank finds wrong is raised on all of them."""
+    """Returns the result of `read` on this rank; a `UserError` on any rank is raised on all ranks."""
     try:
         found, failure = [read()], None
     except UserError as error:

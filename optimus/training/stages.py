@@ -1,4 +1,4 @@
-"""The stages of a run on this rank, and how they are run."""
+"""The pipeline stages of a run on this rank, and their execution."""
 
 from functools import cache, partial
 from typing import cast
@@ -27,7 +27,10 @@ def stages_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Staged:
-    """The stages of this rank, and how they are run. All ranks must call: their links are connected."""
+    """Builds the stages of this rank and the function that executes them.
+
+    All ranks must call, because links between stages are connected.
+    """
     parallel, mesh = config.parallel, groups.mesh
     streams = groups.streams(2 * parallel.stages, "pp")
     team = groups.along("dp", "cp", "tp")
@@ -60,7 +63,8 @@ def stages_of(
 
 
 def simulated(measured: Timeline, config: RunConfig) -> Timeline:
-    """The computations of `measured` in their order and with their times, if messages took none."""
+    """Returns the timeline of the computations in `measured`, in their order and with their durations, if messages took no
+    time."""
     orders = [[Action(each.kind, each.stage, each.microbatch) for each in events] for events in measured.computations]
     seconds = {
         Action(each.kind, each.stage, each.microbatch): each.end - each.start

@@ -1,4 +1,4 @@
-"""Where a run starts: at its first step, behind a trunk, or where it was when it ended; its state is filled."""
+"""Starts a run, with its state filled: at the first step, at the end of a trunk, or where the run stopped."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,18 +18,25 @@ from optimus.training.progress import Progress
 from optimus.training.pruning import after_pruning
 from optimus.training.run import Run
 
-_DECIDING = ("data", "train", "optimizer", "lr_schedule", "moe", "pruning")  # sections, which numbers a run computes
+_DECIDING = (
+    "data",
+    "train",
+    "optimizer",
+    "lr_schedule",
+    "moe",
+    "pruning",
+)  # sections that determine the numbers of a run
 
 
 def start_run(run: Run, resume: bool) -> Start:
-    """Fill the state of `run`: with first weights, or with those of its newest checkpoint that is whole when it is to
-    `resume`. All ranks must call."""
+    """Fills the state of `run` with initial weights, or, with `resume`, from its newest intact checkpoint. All ranks must
+    call."""
     points = run.groups.world.on_first(lambda: resume_points(run.folder)) if resume else []
     return _resume(run, points) if points else _begin(run, resume)
 
 
 def _resume(run: Run, points: Sequence[ResumePoint]) -> Start:
-    """Load the first of `points`, the newest first, that is whole; what is newer is set aside."""
+    """Loads the first intact checkpoint of `points`, which are sorted from new to old. Sets newer checkpoints aside."""
     notes = []
     for point in points:
         try:
@@ -49,9 +56,9 @@ def _resume(run: Run, points: Sequence[ResumePoint]) -> Start:
 
 
 def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
-    """Load the state from checkpoint `path`, after `step`, of this run or of one of the same data.
+    """Loads the state from checkpoint `path`, saved after `step`, of this run or of another run on the same data.
 
-    Returns where it goes on, and how many ranks have read it.
+    Returns the point of resumption, and the number of ranks that read the checkpoint.
     """
     state, config = run.state, run.config
     description, readers = load_state(
@@ -90,7 +97,7 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
 
 
 def _numbers(config: dict[str, Any]) -> dict[str, Any]:
-    """By `section.key`, what of a configuration decides which numbers a run computes."""
+    """Returns the options that determine the numerical results of a run, by `section.key`."""
     sections = {name: config.get(name) or {} for name in _DECIDING}
     elsewhere = [
         "data.path",
@@ -109,7 +116,7 @@ def _numbers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _begin(run: Run, resume: bool) -> Start:
-    """Begin with step 0, or behind the trunk that the learning rates branch from."""
+    """Begins at step 0, or at the end of the trunk named by `lr_schedule.branch_from`."""
     config, world = run.config, run.groups.world
     notes = [f"nothing to resume in {run.folder}: starting at step 0"] if resume else []
     if (branch := config.lr_schedule.branch_from) is not None:

@@ -1,4 +1,4 @@
-"""One training step, as the architecture draws it: microbatches, reduce, check, clip, update."""
+"""One training step: forward and backward passes, gradient reduction, checks, clipping, optimizer update."""
 
 import math
 from collections.abc import Sequence
@@ -17,36 +17,39 @@ from optimus.pipeline.staged import Staged
 from optimus.state.model_state import ModelState
 from optimus.step_context import region
 
-DATA = ("dp", "cp")  # axes along which the tokens of a global batch are divided
-# The largest norm of gradients, once they are clipped, whose squares fit fp32. Second moments are means of these; one that
-# is infinite would stay so, and its parameter as it is.
+DATA = ("dp", "cp")  # mesh axes that divide the tokens of a global batch
+# The largest clipped gradient norm whose square is finite in fp32. Second moments are means of squared gradients: an
+# infinite one would stay infinite, and its parameter would never change again.
 LARGEST_NORM = 0.999 * math.sqrt(torch.finfo(torch.float32).max)
-_HUGE_NORM = 1e6  # of clipped gradients: after these, second moments keep updates small for long
+_HUGE_NORM = 1e6  # of clipped gradients: above this norm, large second moments keep later updates small for many steps
 
 
 class StepResult(NamedTuple):
-    """Of the global batch; `skipped`: nothing was applied, as the gradients were not finite or their squares not in fp32, or
-    the loss above its limit."""
+    """The result of a step on the global batch.
 
-    loss: float  # nats per predicted token; 0 where none is predicted
+    `skipped`: no update was applied, because the gradients were not finite, their squares overflowed fp32, or the loss was
+    above its limit.
+    """
+
+    loss: float  # nats per predicted token; 0 if no token is predicted
     balance_loss: float
     z_loss: float
     grad_norm: float
     lr: float
     skipped: bool
-    divergence: float = 0.0  # from the teacher, nats per predicted token, times the square of the temperature
-    clipped_norm: float = 0.0  # of the gradients, once they were clipped
+    divergence: float = 0.0  # from the teacher: nats per predicted token, times the squared temperature
+    clipped_norm: float = 0.0  # gradient norm after clipping
     predicted: int = 0  # tokens
-    source_losses: Sequence[float | None] = ()  # as `loss`, by source, where asked for; None where nothing is predicted
+    source_losses: Sequence[float | None] = ()  # `loss` by source; None without predicted tokens
 
     @property
     def unfit(self) -> bool:
-        """Whether its numbers could not be applied."""
-        return not (math.isfinite(self.loss) and self.clipped_norm <= LARGEST_NORM)  # NaN is not
+        """True if the loss or the gradients are unfit for an update."""
+        return not (math.isfinite(self.loss) and self.clipped_norm <= LARGEST_NORM)  # also true for NaN
 
     @property
     def huge(self) -> bool:
-        """Whether its gradients were so large that what follows is to be expected to learn little."""
+        """True if the gradients are so large that the run is unlikely to learn much afterwards."""
         return _HUGE_NORM < self.clipped_norm < math.inf
 
 
@@ -59,24 +62,24 @@ def training_step(
     loss_limit: float = math.inf,
     sources: int = 0,
 ) -> StepResult:
-    """Train on this rank's part of a global batch; `step` counts from 1. Above `loss_limit` nothing is applied.
+    """Trains on this rank's part of a global batch. `step` counts from 1. Skips the update if the loss exceeds `loss_limit`.
 
-    With so many `sources`, which a batch then names, their losses are found, too.
+    With `sources` > 0, the batch names the source of each sequence, and the result holds the loss of each source.
 
-    Every rank has as many sequences. Where any rank has a mask or documents, all must.
+    Every rank must have the same number of sequences. If any rank has a mask or documents, all ranks must have them.
     """
     state.begin_step()
     routers = [module for module in model.modules() if isinstance(module, Router)] if config.model.router_bias else []
-    move_biases(routers, 0, state.team.all_reduce)  # what was chosen for other tokens is forgotten
+    move_biases(routers, 0, state.team.all_reduce)  # drops counts of validation and other passes
     watch = state.groups.watch
     watch.begin()
     with watch.on(), region(lambda: "forward and backward passes"):
         losses, predicted = accumulate_gradients(model, state, batch, config, sources)
-        # Over all ranks, also those of a grid, which find the same: bit by bit, as each decides by it what is applied.
+        # Sums over all ranks, including replicas with equal losses: each rank decides from the bitwise equal sum.
         summing = state.groups.world.all_reduce_async(losses)
         norm = state.reduce_gradients()
     summing.wait()
-    with_losses = state.groups.world.size // state.groups.mesh.pp  # one stage of a pipeline has them
+    with_losses = state.groups.world.size // state.groups.mesh.pp  # only one pipeline stage has losses
     loss, balance, z, divergence, *of_sources = (losses / with_losses).tolist()
     lr, scale = step_learning_rate(config, step), clip_scale(config, step, norm)
     by_source = [nats / count if count else None for nats, count in zip(of_sources[::2], of_sources[1::2])]
@@ -95,15 +98,17 @@ def training_step(
 def accumulate_gradients(
     model: Staged, state: ModelState, given: Tensor | Batch, config: RunConfig, sources: int = 0
 ) -> tuple[Tensor, int]:
-    """Forward and backward over this rank's microbatches; their mean losses [4] (see `terms`), fp32. Behind these, of each
-    of so many `sources`, the sum of its cross-entropies and the number of its predicted tokens. With them, how many tokens
-    of the global batch are predicted.
+    """Runs forward and backward passes over this rank's microbatches.
 
-    The losses are zero but on the ranks of the last stage.
+    Returns the mean losses over the microbatches [4] (see `terms`) in fp32, followed by two numbers for each of `sources`
+    sources: the sum of its cross-entropies and the number of its predicted tokens. Also returns the number of predicted
+    tokens of the global batch.
 
-    The gradients are those of this rank's share of the losses of the global batch: their sum over the ranks is the whole.
-    The cross-entropy is a mean over the predicted tokens of the global batch, in whichever microbatches these are; the
-    losses of the router are means over the microbatches.
+    The losses are zero except on the ranks of the last stage.
+
+    The gradients belong to this rank's share of the losses of the global batch: their sum over the ranks is the whole
+    gradient. The cross-entropy is a mean over the predicted tokens of the global batch, however the microbatches divide the
+    tokens. The router's losses are means over the microbatches.
     """
     batch = Batch.of(given)
     microbatches = batch.split(config.train.micro_batch)
@@ -117,9 +122,10 @@ def accumulate_gradients(
 
 
 def predicted_tokens(batch: Batch, data: Group) -> int:
-    """Predicted tokens of the global batch, of which each rank of `data` has as many sequences.
+    """Returns the number of predicted tokens of the global batch; every rank of `data` has the same number of sequences.
 
-    Without a mask and documents the shape says it. Else all ranks must call, none without either.
+    Without a mask and documents the shape gives the number. Otherwise all ranks must call, because the counts are
+    all-reduced.
     """
     count = batch.predicted()
     if batch.counted_by_shape or data.size == 1:
@@ -130,11 +136,11 @@ def predicted_tokens(batch: Batch, data: Group) -> int:
 
 
 class _Objective:
-    """What each of this rank's `microbatches` adds to the losses of the global batch, in which `predicted` tokens are
-    predicted.
+    """Computes the contribution of each of this rank's `microbatches` to the losses of the global batch with `predicted`
+    predicted tokens.
 
-    Called with the losses of a microbatch, whose cross-entropies are divided by `count`; returns what is minimised, which is
-    `scale` times the losses, and the losses themselves [4]. Sums of cross-entropies, and numbers of targets, are added to
+    Called with the losses of a microbatch, whose cross-entropies are divided by `count`. Returns the value to minimise,
+    `scale` times the objective, and the unscaled losses [4]. Adds sums of cross-entropies and numbers of targets to
     `sources_K2`.
     """
 
@@ -142,12 +148,13 @@ class _Objective:
         self, config: RunConfig, state: ModelState, microbatches: int, predicted: int, sources_K2: Tensor
     ) -> None:
         self.sources_K2, self.add_rows = sources_K2, self._add_rows if len(sources_K2) else None
-        parts = microbatches * state.groups.along(*DATA).size  # whose mean are the losses of the global batch
+        parts = microbatches * state.groups.along(*DATA).size  # the global losses are means over these
         self.count, self.scale = max(1, predicted) / parts, 1 / parts
         self._config, self._data = config, state.groups.along("dp")
         self._global = config.moe.balance_scope == "global" and config.model.experts is not None
         self._choices_E: Tensor | None = None
-        # The first microbatch's gradient depends on the choices in the last. One alone needs no pass of its own.
+        # The gradient of the first microbatch depends on the router's choices in the last one. A single microbatch needs no
+        # pass beforehand.
         self.counts_beforehand = self._global and microbatches > 1
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
@@ -157,31 +164,35 @@ class _Objective:
         return objective(parts, self._config) * self.scale, parts.detach()
 
     def _add_rows(self, batch: Batch, target_T: Tensor, rows_T: Tensor) -> None:
-        """The cross-entropies of a microbatch."""
+        """Adds the cross-entropies of a microbatch to those of its sources."""
         assert batch.source_B is not None
         source_T = batch.source_B.repeat_interleave(len(rows_T) // len(batch.source_B))
         self.sources_K2.index_add_(0, source_T, torch.stack([rows_T, (target_T >= 0).float()], 1))
 
     def count_choices(self, counted: Sequence[RouterStats | None]) -> None:
-        """How often each expert is chosen per token of the global batch: over these microbatches of all data ranks."""
+        """Counts how often each expert is chosen per token of the global batch, over the microbatches of all data-parallel
+        ranks."""
         routers = [router for router in counted if router is not None]
-        if not routers:  # they are on the ranks of another stage
+        if not routers:  # the routers are on the ranks of another stage
             return
         counts_E = torch.stack([router.counts_E for router in routers]).sum(0)
-        self._data.all_reduce(counts_E)  # the ranks of a microbatch have added theirs already
+        self._data.all_reduce(counts_E)  # the ranks that share a microbatch have added their counts already
         self._choices_E = counts_E / (sum(router.tokens for router in routers) * self._data.size)
 
 
 def terms(losses: Losses, choices_E: Tensor | None = None) -> Tensor:
-    """The losses [4] of a microbatch: cross-entropy, balance (with the given choices per token, if any), z, and the
-    divergence from a teacher, if any."""
+    """Returns the losses [4] of a microbatch: cross-entropy, balance loss, z-loss and divergence from a teacher (0 without
+    one).
+
+    The balance loss uses `choices_E`, the choices per token of the global batch, if given.
+    """
     balance = losses.balance if losses.router is None else losses.router.balance_loss(choices_E)
     divergence = torch.zeros_like(losses.cross_entropy) if losses.divergence is None else losses.divergence
     return torch.stack([losses.cross_entropy, balance, losses.z, divergence])
 
 
 def objective(terms_4: Tensor, config: RunConfig) -> Tensor:
-    """What is minimised: cross-entropy plus the weighted losses of the router and of the teacher."""
+    """Returns the value to minimise: cross-entropy plus the weighted losses of the router and of the teacher."""
     cross_entropy, balance, z, divergence = terms_4
     router = config.moe.balance_coefficient * balance + config.moe.z_coefficient * z
     teacher = config.train.teacher
@@ -189,7 +200,8 @@ def objective(terms_4: Tensor, config: RunConfig) -> Tensor:
 
 
 def clip_scale(config: RunConfig, step: int, norm: float) -> float:
-    """Factor that brings the gradient norm down to the limit; 1 in the warm-up unless asked otherwise."""
+    """Returns the factor that scales the gradient norm down to the limit; 1 during warm-up unless `clip_during_warmup` is
+    set."""
     limit = config.optimizer.clip_norm
     if limit is None or (step <= config.warmup_steps and not config.optimizer.clip_during_warmup):
         return 1.0
@@ -197,7 +209,7 @@ def clip_scale(config: RunConfig, step: int, norm: float) -> float:
 
 
 def step_learning_rate(config: RunConfig, step: int) -> float:
-    """Learning rate of `step`, which counts from 1."""
+    """Returns the learning rate of `step`, which counts from 1."""
     given, steps = config.lr_schedule, config.train.total_steps
     rule = LrSchedule(
         given.name, given.lr, given.min_lr, config.warmup_steps, steps, given.cooldown, config.cooldown_steps

@@ -1,4 +1,4 @@
-"""What a run is about to do, in a few lines and before it does it; and what in it looks like a mistake."""
+"""The summary of a run before its first step, with warnings about likely mistakes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +10,14 @@ from optimus.hub import no_export
 from optimus.model.count import count_parameters
 from optimus.resolve.run import ResolvedRun
 
-_MOST_EPOCHS = 4  # beyond which repeated data is worth ever less (Muennighoff et al., 2023)
+_MOST_EPOCHS = 4  # more repetitions of the same data help less and less (Muennighoff et al., 2023)
 
 
 def summarise(run: ResolvedRun, instances: int) -> dict[str, Any]:
-    """Numbers of a run with `instances` sequences of data.
+    """Returns numbers that describe a run with `instances` sequences of data.
 
-    `tokens` and `epochs` are what it reads up to `last_step`; `microbatches` are those of a step on each data-parallel rank.
+    `tokens` and `epochs` count the data read up to `last_step`; `microbatches` are those of a step on each data-parallel
+    rank.
     """
     config, mesh, phases = run.config, run.mesh, run.phases
     train, counted = config.train, count_parameters(config.model)
@@ -45,7 +46,7 @@ def summarise(run: ResolvedRun, instances: int) -> dict[str, Any]:
 
 
 def summary_lines(about: Mapping[str, Any]) -> list[str]:
-    """What `summarise` has found, a line per subject, each with its label."""
+    """Formats the results of `summarise`, one labelled line per subject."""
     parameters, active = about["parameters"], about["active_parameters"]
     active_too = f", {count_text(active)} active" if active < parameters else ""
     steps, last, warmup, ranks = about["steps"], about["last_step"], about["warmup_steps"], about["ranks"]
@@ -66,7 +67,7 @@ def summary_lines(about: Mapping[str, Any]) -> list[str]:
 
 
 def phase_line(phase: Phase) -> str:
-    """A phase in words."""
+    """Describes a phase in words."""
     train = phase.config.train
     return (
         f"{phase.name}: steps {phase.first + 1:,} to {phase.last:,}, {train.global_batch:,} sequences of "
@@ -75,10 +76,10 @@ def phase_line(phase: Phase) -> str:
 
 
 def warnings(config: RunConfig, instances: int) -> list[str]:
-    """What is possible and most likely not meant, each with the keys that mend it."""
+    """Returns warnings about settings that are possible but probably unintended, each with the keys to change."""
     train, peak = config.train, config.lr_schedule.lr
     steps, warmup, found = train.total_steps, config.warmup_steps, []
-    mixed = config.phases or config.data.sources  # whose passes are asked for
+    mixed = config.phases or config.data.sources  # the configuration itself says how often they are read
     epochs = 0.0 if mixed else (train.stop_at or steps) * train.global_batch / instances
     if epochs > _MOST_EPOCHS:
         found.append(

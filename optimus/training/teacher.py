@@ -1,4 +1,4 @@
-"""Frozen teachers of a run (`train.teacher`): what they say of the tokens that the model is trained on."""
+"""Frozen teachers of a run (`train.teacher`) and their predictions for the training tokens."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,10 @@ from optimus.resolve.teachers import described_teacher
 
 
 def load_teacher(config: RunConfig, device: torch.device) -> Callable[[Batch, Tensor], SoftTargets]:
-    """Whole frozen models, of several an ensemble; what it says of the tokens at some positions of each sequence."""
+    """Loads whole frozen models, several of them as an ensemble.
+
+    Returns a function that computes the teacher's soft targets at given positions of each sequence.
+    """
     teacher = config.train.teacher
     assert teacher is not None
     members = [load_model(path, DTYPES[config.train.precision], device) for path in teacher.checkpoints]
@@ -28,7 +31,7 @@ def load_teacher(config: RunConfig, device: torch.device) -> Callable[[Batch, Te
 
 
 def check_teacher(run: ResolvedRun, data: TrainingData) -> None:
-    """Raise `UserError` where a teacher is not there, or does not know the tokens of this model."""
+    """Raises `UserError` when a teacher is missing or does not fit the tokens of this model."""
     config = run.config
     if config.train.teacher is None:
         return

@@ -1,8 +1,8 @@
-"""The trainer: it runs the steps of a run, and calls its hooks around them.
+"""The trainer: runs the steps of a run and calls hooks around them.
 
-A step is that of `step.py`; everything besides is a hook: ours (`hooks/`, a file each), and those of users. Ranks that are
-out of step cannot agree on anything any more. So a collective that fails, in the step or in a hook, ends the training at
-once: hooks close what they hold, and nothing else is called.
+`step.py` computes a step. All other work is done by hooks: the built-in ones (`hooks/`, one per file) and those of users.
+Ranks that are out of step can no longer agree on anything. A collective that fails, in the step or in a hook, therefore ends
+the training at once: hooks close their resources, and nothing else is called.
 """
 
 import math
@@ -29,67 +29,75 @@ from optimus.training.step import training_step
 
 
 class Order(IntEnum):
-    """When a hook is called, among the others."""
+    """The place of a hook in the calling order."""
 
     FIRST = 0
-    """Nothing may be done any more in a folder that another run has taken over; rehearsed faults happen to all others."""
+    """Checks that no other run has taken the folder over, and rehearses faults."""
     WATCH = 1
-    """What ends this rank, as a node is at fault, comes before work that would be lost."""
+    """Ends this rank if a node is at fault, before work is done that would be lost."""
     SIGNALS = 2
     CHANGE = 3
-    """The model changes before it is measured and saved."""
+    """Changes the model before its measurement and its checkpoint."""
     MEASURE = 4
     JUDGE = 5
-    """By what was measured."""
+    """Judges the measurements."""
     RECORD = 6
-    """A record has what all before have measured, and a checkpoint must not be newer than the records."""
+    """Records the measurements of all earlier hooks. No checkpoint may be newer than the records."""
     SAVE = 7
-    """Before it the ranks agree on whether the run ends here, as its last checkpoint has to know."""
+    """Saves checkpoints. Before this order, the ranks agree whether the run ends here: its last checkpoint depends on the
+    answer."""
     LAST = 8
-    """What ends the run when its checkpoint is written."""
+    """Ends the run once its checkpoint is written."""
 
 
 class Hook:
-    """Does nothing; subclasses override what they need. Of hooks of the same order those of users come last."""
+    """A hook that does nothing; subclasses override the methods they need.
+
+    Among hooks of the same order, those of users are called last.
+    """
 
     order: Order = Order.MEASURE
     ranks: str = "all"
-    """`all`, each for itself; `first`, one for all; `together`, all with collectives."""
+    """`all`: every rank calls the hook independently; `first`: only the first rank calls it; `together`: all ranks call it,
+    and it may use collectives."""
 
     def before_training(self, trainer: "Trainer") -> None:
-        """Before the first step of this process."""
+        """Called before the first step of this process."""
 
     def before_step(self, trainer: "Trainer") -> None:
-        """Before a step, its data being there."""
+        """Called before a step, after its data is read."""
 
     def loss_limit(self, trainer: "Trainer") -> float:
-        """Above which the next step's update is left out: of all hooks the least counts. The same on all ranks."""
+        """Returns the loss above which the update of the next step is skipped; the same on all ranks.
+
+        The trainer applies the lowest limit of all hooks.
+        """
         return math.inf
 
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
-        """After a step; `trainer.progress` counts it already."""
+        """Called after a step, which `trainer.progress` already counts."""
 
     def after_error(self, trainer: "Trainer") -> None:
-        """When an error that all ranks have ends the run, in the state after the last completed step."""
+        """Called when an error that all ranks share ends the run. The state is the one after the last completed step."""
 
     def after_training(self, trainer: "Trainer") -> None:
-        """At the end, also when an error ended it."""
+        """Called at the end of training, also after an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints keep of it, as JSON; that of the first rank."""
+        """Returns the state that checkpoints save for this hook, as JSON. Checkpoints save the state of the first rank."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` gave; on all ranks."""
+        """Restores the state returned by `state_dict`; called on all ranks."""
 
     @property
     def name(self) -> str:
-        """By which checkpoints know it."""
+        """The name of the hook in checkpoints."""
         return type(self).__name__
 
 
 class Ending(NamedTuple):
-    """Why a run ends before its last step: a signal, a failure, or what a hook says."""
+    """The reason why a run ends before its last step: a signal, an error, or a hook's explanation."""
 
     signal: int = 0
     error: UserError | None = None
@@ -97,85 +105,88 @@ class Ending(NamedTuple):
 
 
 class Trainer:
-    """Trains `run` on this rank from `start` on. `progress` alone changes, beside the values of model and state."""
+    """Trains `run` on this rank from `start` on. Only `progress` and the values of model and state change."""
 
     def __init__(self, run: Run, start: Start, hooks: Sequence[Hook]) -> None:
         self.run, self.progress, self.origin = run, start.progress, start.origin
         self.hooks = sorted(hooks, key=lambda hook: hook.order)
         self.checkpointer = Checkpointer(run, start)
         self.display: ProgressBar | None = None
-        """Of the first rank, while it trains."""
+        """The progress bar; set on the first rank during training."""
         self.ending: Ending | None = None
-        """The same on all ranks."""
-        self._wish: Ending | None = None  # of this rank
+        """The reason of an early end; the same on all ranks."""
+        self._wish: Ending | None = None  # the reason that this rank asks for
         self._unsaid = [*run.notes, *start.notes]
         self._load(start.hooks)
 
-    # ---- What it trains ----
+    # ---- Parts of the trainer ----
 
     @property
     def config(self) -> RunConfig:
-        """In which nothing is left open."""
+        """The resolved configuration: no field is left to be decided."""
         return self.run.config
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """The folder of the run."""
         return self.run.folder
 
     @property
     def groups(self) -> Groups:
-        """Of ranks; `groups.rank` is this one."""
+        """The process groups; `groups.rank` is this rank."""
         return self.run.groups
 
     @property
     def model(self) -> Staged:
-        """Its stages on this rank."""
+        """The pipeline stages of the model on this rank."""
         return self.run.model
 
     @property
     def state(self) -> ModelState:
-        """Of the model: parameters, moments, masks."""
+        """The state of the model: parameters, moments, masks."""
         return self.run.state
 
     @property
     def ends(self) -> bool:
-        """Whether the step that was completed last is the run's last one."""
+        """True if the last completed step is also the last step of the run."""
         return self.progress.step >= self.run.last_step or (self.ending is not None and self.ending.error is None)
 
-    # ---- What hooks ask of it ----
+    # ---- Calls for hooks ----
 
     def say(self, line: str) -> None:
-        """Show a line to the user; what other ranks than the first say is not shown."""
+        """Shows a line to the user; lines of other ranks than the first are dropped."""
         if self.display is not None:
             self.display.print(line)
         elif self.groups.rank == 0:
             self._unsaid.append(line)
 
     def stop(self, why: str = "", *, signal: int = 0, error: UserError | None = None) -> None:
-        """End the run after this step, when its checkpoint is written: all ranks, whoever of them asks. With an `error` the
-        run fails. Asked by a hook that comes after checkpoints, it ends after the next step."""
+        """Ends the run on all ranks after this step and its checkpoint, whichever rank calls.
+
+        With an `error` the run fails. A hook called after the checkpoint hooks ends the run after the next step.
+        """
         if self._wish is None or (error is not None and self._wish.error is None):
             self._wish = Ending(signal, error, why)
 
     def fail(self, error: UserError) -> None:
-        """End the run, which has failed; to be called on all ranks alike."""
+        """Ends the run as failed; all ranks must call alike."""
         self.ending = Ending(error=error)
 
     # ---- Training ----
 
     def fit(self) -> Ending:
-        """Train to the last step of the run, or until one of the ranks is to end it; returns why it ended: the same on all
-        ranks.
+        """Trains to the last step of the run, or until any rank ends the run early. Returns the reason of the end, the same
+        on all ranks.
 
-        Hooks are called in their order; on the way out, whatever ended it, in reverse order. Raises the `UserError` of bad
-        data, bad numbers or of a hook, after hooks have saved what is good, and `CollectiveError`, which names the step,
-        where another rank is lost.
+        Hooks are called in their order. `after_training` is called in reverse order, also after an error.
+
+        Raises the `UserError` of bad data, of non-finite numbers or of a hook, after the hooks have saved the last good
+        state. Raises `CollectiveError`, which names the step, when another rank is lost.
         """
         try:
             self._train()
         except BaseException:
-            if self._wish is not None and self._wish.error is not None:  # of a hook, on the way out
+            if self._wish is not None and self._wish.error is not None:  # a hook asked for it in `after_training`
                 say_at_once(f"error: {self._wish.error}")
             raise
         with naming_collectives("after the training"):
@@ -207,7 +218,7 @@ class Trainer:
                 raise self.ending.error
 
     def _step(self, loader: TokenLoader[Batch]) -> None:
-        """One step and the hooks after it; or none, and an ending, when its data cannot be read."""
+        """Runs one step and the hooks after the step. If the data cannot be read, runs no step and sets the ending."""
         clock = StepClock(self.groups.recorder)
         batch = self._next_batch(loader)
         if batch is None:
@@ -222,7 +233,7 @@ class Trainer:
             hook.after_step(self, record)
 
     def train_step(self, batch: Batch, clock: StepClock | None = None) -> StepRecord:
-        """Train on `batch`, this rank's part of a global batch, on its device. All ranks must call."""
+        """Trains on `batch`, this rank's part of a global batch, on the run's device. All ranks must call."""
         clock = clock or StepClock(self.groups.recorder)
         for hook in self.hooks:
             hook.before_step(self)
@@ -237,7 +248,8 @@ class Trainer:
         return StepRecord(step, result, clock.times())
 
     def _next_batch(self, loader: TokenLoader[Batch]) -> Batch | None:
-        """The next batch on the run's device; None where any rank cannot read its part: all fail then."""
+        """Returns the next batch on the run's device. If any rank cannot read its part, all ranks fail and None is
+        returned."""
         device, reports = self.run.device, (self.progress.step + 1) % self.config.observe.log_every == 0
 
         def read() -> Batch:
@@ -258,7 +270,7 @@ class Trainer:
             return None
 
     def _agree_on_ending(self) -> None:
-        """End on all ranks where one of them is to."""
+        """Sets the ending on all ranks if any rank asks for one."""
         if not self.groups.world.any(self._wish is not None):
             return
         own, self._wish = self._wish, None
@@ -276,7 +288,7 @@ class Trainer:
 
     @contextmanager
     def _displaying(self) -> Iterator[None]:
-        """On the first rank, show what is said."""
+        """Shows the progress bar and the lines of `say` on the first rank."""
         if self.groups.rank > 0:
             yield
             return
@@ -290,8 +302,11 @@ class Trainer:
     # ---- Checkpoints ----
 
     def save(self, *, full: bool, weights: bool = False) -> None:
-        """Write checkpoints of the step that was completed last, or begin to: of the whole state, of the `weights` alone, of
-        both. All ranks must call. Raises `UserError` on all of them as `Saver.save` does."""
+        """Writes, or begins to write, checkpoints of the last completed step: the whole state (`full`), the `weights` alone,
+        or both.
+
+        All ranks must call. Raises `UserError` on all ranks, like `Saver.save`.
+        """
         states = {hook.name: state for hook in self.hooks if (state := hook.state_dict())}
         self.checkpointer.save(self.progress, self.origin, states, full=full, weights=weights)
 
@@ -306,7 +321,7 @@ class Trainer:
 
 @contextmanager
 def naming_collectives(when: str) -> Iterator[None]:
-    """Say in the message of a failed collective below when it was, and what to do."""
+    """Adds the time of failure, `when`, and a remedy to the message of a `CollectiveError` raised inside."""
     try:
         yield
     except CollectiveError as error:

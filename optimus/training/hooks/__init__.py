@@ -1,1 +1,1 @@
-"""What happens around the steps: a hook a file; `chosen.py` has those of a run. See `training/trainer.py`."""
+"""Hooks around the training steps, one per file; `chosen.py` selects those of a run. See `training/trainer.py`."""

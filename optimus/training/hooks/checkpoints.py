@@ -1,11 +1,11 @@
-"""Writes checkpoints in the steps that the configuration names."""
+"""A hook that writes checkpoints at configured steps."""
 
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Checkpoints(Hook):
-    """Saves every so many steps, at the end and on an error; all ranks take part."""
+    """Saves checkpoints at configured intervals, at the end, and after an error; all ranks take part."""
 
     order = Order.SAVE
 

@@ -26,9 +26,9 @@ from optimus.training.trainer import Hook
 
 
 def hooks_of(run: Run, node: str | None = None, holder: str | None = None) -> list[Hook]:
-    """The library's own, as `run` is configured, of this rank. `node` and `holder` are as `run_rank` has them."""
+    """Returns the library's own hooks for this rank, as `run` is configured. See `run_rank` for `node` and `holder`."""
     config = run.config
-    run.groups.watch.enabled = node is not None  # for SoftFailures alone
+    run.groups.watch.enabled = node is not None  # only SoftFailures needs the watch
     chosen: Sequence[tuple[bool, type[Hook], tuple[object, ...]]] = [
         (holder is not None, LeaseCheck, (holder,)),
         (run.groups.world.size > 2, SlowRanks, (node,)),

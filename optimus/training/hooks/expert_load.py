@@ -1,4 +1,4 @@
-"""Measures how evenly experts are loaded."""
+"""A hook that measures the load balance of experts."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,7 +12,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class ExpertLoad(Hook):
-    """Tokens of each expert of each layer in a step, over all ranks, to the mean of the layer; on all ranks."""
+    """Measures the tokens of each expert in a step over all ranks, relative to the mean of its layer; on all ranks."""
 
     order = Order.MEASURE
 

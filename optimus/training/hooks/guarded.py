@@ -1,4 +1,4 @@
-"""Users' hooks as they are called: one that fails ends the run with one message that names it."""
+"""Guarded calls of users' hooks: a hook that fails ends the run with one message that names the hook."""
 
 import json
 import math
@@ -20,15 +20,18 @@ T = TypeVar("T")
 
 
 class GuardedHook(Hook):
-    """Calls a user's hook. One that raises ends the run on all ranks, when its last checkpoint is written, with one message,
-    and is not called again."""
+    """Calls a user's hook.
+
+    A hook that raises ends the run on all ranks with one message, after the last checkpoint is written, and is not called
+    again.
+    """
 
     def __init__(self, hook: Hook, name: str) -> None:
         self._hook, self._name = hook, name
         self.order, self.ranks = hook.order, hook.ranks
         self._failure: UserError | None = None
         self._roll_call: RollCall | None = None
-        self._state: dict[str, Any] = {}  # what it last gave
+        self._state: dict[str, Any] = {}  # the last result of the hook's `state_dict`
 
     @property
     def name(self) -> str:
@@ -41,7 +44,7 @@ class GuardedHook(Hook):
         self._call(trainer, "before_step", lambda: self._hook.before_step(trainer), None)
 
     def loss_limit(self, trainer: Trainer) -> float:
-        """The least of all ranks: a step whose update some of them leave out would set them apart."""
+        """Returns the lowest limit of all ranks: if only some ranks skipped an update, the ranks would diverge."""
         usual = super().loss_limit(trainer)
         if type(self._hook).loss_limit is Hook.loss_limit:
             return usual
@@ -85,7 +88,7 @@ class GuardedHook(Hook):
         self._state = dict(state)
 
     def _call(self, trainer: Trainer, event: str, call: Callable[[], T], otherwise: T, *, together: bool = True) -> T:
-        """What `call` returns, or `otherwise` from when it has failed on."""
+        """Returns the result of `call`, or `otherwise` once the hook has failed."""
         found = otherwise
         try:
             if self._failure is None:
@@ -93,7 +96,7 @@ class GuardedHook(Hook):
             if together and self.ranks == "together":
                 self._all_back(trainer)
         except CollectiveError as error:
-            if self._failure is not None:  # the others wait for this rank, in a collective of the hook
+            if self._failure is not None:  # the other ranks wait for this one in a collective of the hook
                 raise EndedError(Exit.USER, f"{self._failure}; the other ranks waited for it") from error
             raise CollectiveError(
                 f"hook {self.name}, {event}: {error}: what calls collectives must do so on all ranks alike"
@@ -111,7 +114,7 @@ class GuardedHook(Hook):
             raise
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # that of asyncio, or of sys.exit
+        except BaseException as error:  # also the exceptions of asyncio and `sys.exit`
             rank = f" on rank {trainer.groups.rank}" if trainer.groups.world.size > 1 else ""
             step = trainer.progress.step + (event in _BEFORE)
             self._failure = UserError(f"step {step}: the hook {self.name} failed in {event}{rank}: {said(error)}")
@@ -119,17 +122,18 @@ class GuardedHook(Hook):
             return otherwise
 
     def _all_back(self, trainer: Trainer) -> None:
-        """A rank that is still in a collective of the hook must not meet another one of ours."""
+        """Waits until all ranks are back: a rank still in a collective of the hook must not meet another one of the
+        library."""
         if self._roll_call is None:
             seconds = trainer.config.resilience.timeout
             self._roll_call = RollCall(self.name, trainer.groups.world.size, seconds)
-        # One that has failed says so before those that wait for it in a collective give it up.
+        # A failed rank reports before the ranks that wait for it in a collective give up.
         self._roll_call(1.0 if self._failure is None else 0.5)
 
 
 @contextmanager
 def _left_as_it_is(trainer: Trainer) -> Iterator[None]:
-    """Puts back what a hook must not change, and raises `UserError` for it."""
+    """Restores what a hook must not change, and raises `UserError` for a change."""
     progress, place = trainer.progress, _working_folder()
     before = replace(progress)
     try:
@@ -148,27 +152,27 @@ def _left_as_it_is(trainer: Trainer) -> Iterator[None]:
 
 
 def _working_folder() -> str | None:
-    """None where it is gone."""
+    """Returns the working folder; None if it no longer exists."""
     try:
         return os.getcwd()
     except OSError:
         return None
 
 
-_BEFORE = ("before_training", "before_step", "loss_limit")  # the step that comes
+_BEFORE = ("before_training", "before_step", "loss_limit")  # events that belong to the next step
 
 
 def _limit(given: Any) -> float:
-    """Raises `UserError` for what is no limit."""
+    """Returns the loss limit as a float. Raises `UserError` when `given` is not a number or is NaN."""
     if not is_number(given) or math.isnan(given):
         raise UserError(f"it gives {given!r}: give a number, or math.inf where the loss has no limit")
     return float(given)
 
 
 def said(error: BaseException) -> str:
-    """What a user's code has raised, in a message of ours."""
+    """Formats an exception of a user's code for one of our messages."""
     try:
-        text = str(error).replace("`", "'")  # between which our own messages name arguments
+        text = str(error).replace("`", "'")  # our own messages put arguments between backquotes
     except Exception:
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

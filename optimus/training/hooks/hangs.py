@@ -1,4 +1,4 @@
-"""Ends a run in which a rank keeps the others waiting for ever."""
+"""A hook that ends a run in which a rank keeps the others waiting forever."""
 
 import os
 import time
@@ -11,11 +11,11 @@ from optimus.resilience.hangs import Verdict, Watchdog, clear, meeting_place
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_TURN = 3.0  # seconds in which a rank at fault ends before the others
+_TURN = 3.0  # seconds that a rank at fault has to end before the others
 
 
 class Hangs(Hook):
-    """Ends all ranks when no step has been completed for `resilience.hang` seconds; the node at fault with `BAD_NODE`."""
+    """Ends all ranks if no step completes for `resilience.hang` seconds. The node at fault ends with `BAD_NODE`."""
 
     order = Order.WATCH
 
@@ -36,13 +36,13 @@ class Hangs(Hook):
     def after_training(self, trainer: Trainer) -> None:
         self._dog.stop()
         if self._rank == 0:
-            clear(trainer.folder)  # what ranks have said that were replaced as they hung
+            clear(trainer.folder)  # verdicts of hung ranks that have been replaced
 
     def _end(self, verdict: Verdict) -> None:
-        """In the watchdog's thread, as the main one does not go on; the launcher reads the exit code.
+        """Ends this rank from the watchdog's thread, as the main thread is stuck; the launcher reads the exit code.
 
-        First one of the others says who is at fault, then the culprit ends, and the others last: when a rank has ended, the
-        others' collectives fail, and their launchers end those of its node.
+        First one of the other ranks records the culprit, then the culprit ends, and the others end last. Once a rank has
+        ended, the collectives of the others fail, and their launchers end the other ranks of their nodes.
         """
         told = self._folder / "told"
         culprits = {self._names[rank] for rank in verdict.culprits}

@@ -1,11 +1,11 @@
-"""Notes gradients that are felt for long."""
+"""A hook that reports gradients with a lasting effect."""
 
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
 
 class HugeGradients(Hook):
-    """Says when gradients were so large that they are felt for long, or too large to be applied; on rank 0."""
+    """Reports gradients so large that their effect on second moments lasts, or too large to be applied; on rank 0."""
 
     order = Order.RECORD
     ranks = "first"

@@ -1,4 +1,4 @@
-"""Ends a run at Ctrl-C and other signals."""
+"""A hook that ends a run on Ctrl-C and other signals."""
 
 import signal
 import threading
@@ -12,7 +12,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Interrupt(Hook):
-    """Ctrl-C, a termination signal or a terminal that is gone lets the step finish; the run then saves and ends there."""
+    """Lets the step finish on Ctrl-C, on a termination signal or when the terminal is gone; then the run saves and ends."""
 
     order = Order.SIGNALS
 
@@ -22,7 +22,7 @@ class Interrupt(Hook):
 
     def before_training(self, trainer: Trainer) -> None:
         self._speaks = trainer.groups.rank == 0
-        alone = threading.current_thread() is threading.main_thread()  # which alone may say what signals do
+        alone = threading.current_thread() is threading.main_thread()  # only the main thread may set signal handlers
         for number in ending_signals() if alone else ():
             self._previous[number] = signal.signal(number, self._note)
 

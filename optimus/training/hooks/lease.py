@@ -1,4 +1,4 @@
-"""Checks the lease of the run folder."""
+"""A hook that checks the lease of the run folder."""
 
 import time
 
@@ -8,7 +8,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class LeaseCheck(Hook):
-    """Ends the run, with nothing more written, when another one has taken its folder over; on rank 0, before other hooks."""
+    """Ends the run without further writes if another run has taken its folder over; on rank 0, before other hooks."""
 
     order = Order.FIRST
     ranks = "first"

@@ -1,4 +1,4 @@
-"""Records every step."""
+"""A hook that records every step."""
 
 import math
 import time
@@ -20,9 +20,9 @@ class Metrics(Hook):
 
     def before_training(self, trainer: Trainer) -> None:
         self._writer = MetricsWriter(trainer.folder, trainer.config, trainer.progress.step)
-        self._saved = 0.0  # seconds for which the training had waited for checkpoints, at the last record
+        self._saved = 0.0  # seconds spent waiting for checkpoints, at the last record
         self._peak = peak_flops(trainer.run.device)
-        self._memory: int | None = None  # of this rank, when it was last looked at
+        self._memory: int | None = None  # of this rank, when last measured
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         display, phase = trainer.display, trainer.progress.phase
@@ -77,7 +77,8 @@ class Metrics(Hook):
 
 
 def _by_source(trainer: Trainer, record: StepRecord) -> dict[str, float]:
-    """Tokens read from each source and its loss in this step, where there are several; of a run in phases, its phase."""
+    """Returns the tokens read from each source and its loss in this step, if there are several; with phases, also the
+    phase."""
     tokens = trainer.run.data.tokens_by_source(trainer.progress.step)
     phase = {"phase": trainer.progress.phase.number} if trainer.progress.phase.name else {}
     read = {f"tokens/{name}": count for name, count in tokens.items() if len(tokens) > 1}

@@ -1,4 +1,4 @@
-"""Ends a run whose steps cannot be applied."""
+"""A hook that ends a run whose updates keep being skipped."""
 
 from optimus.errors import UserError
 from optimus.training.record import StepRecord
@@ -6,7 +6,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class NonFinite(Hook):
-    """Ends the run when too many steps in a row had gradients that are not finite, or too large to be applied."""
+    """Ends the run after too many consecutive steps with gradients that are non-finite or too large to be applied."""
 
     order = Order.LAST
 

@@ -1,5 +1,8 @@
-"""More threads than free cores: threads that compute together wait in every product for the one that is kept from its core,
-so that a step takes many times as long, and nothing fails."""
+"""A hook that detects more threads than free cores.
+
+Threads that compute together wait in every matrix product for the one that was preempted, so that a step takes many times as
+long although nothing fails.
+"""
 
 import os
 import statistics
@@ -13,15 +16,18 @@ from optimus.resolve.ranks import sharers
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-WINDOW = 10  # steps of which the median counts
-FACTOR = 3.0  # times as long as the run's fastest window: slow
-_CROWDED = 1.25  # threads that want to run, to the cores
-_STARVED = 0.5  # share of the time that threads which compute all the time get of their cores
-_AGAIN = 1.5  # times as long as the fastest: the run has recovered
+WINDOW = 10  # steps per window; the median step time of a window counts
+FACTOR = 3.0  # a window this many times slower than the run's fastest is slow
+_CROWDED = 1.25  # runnable threads per core
+_STARVED = 0.5  # the minimum share of CPU time for threads that always compute
+_AGAIN = 1.5  # a window less than this many times slower than the fastest: the run has recovered
 
 
 def threads_wanted() -> float:
-    """Of all processes, those that run or wait for a core: now, or where the system does not tell, in the last minute."""
+    """Returns the number of threads of all processes that run or wait for a core.
+
+    The number is the current one or, where the system does not provide it, the average of the last minute.
+    """
     try:
         return float(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].split("/")[0])
     except (OSError, ValueError, IndexError):
@@ -29,8 +35,10 @@ def threads_wanted() -> float:
 
 
 class Oversubscription(Hook):
-    """Says so when steps on a CPU are far slower than the run's fastest, or its threads get less than half of their cores,
-    while more threads want to run than there are cores; once, until the run has recovered. On rank 0."""
+    """Warns when steps on a CPU are far slower than the run's fastest, or when threads get less than half of their cores.
+
+    The warning also requires more runnable threads than cores, and is not repeated until the run has recovered. On rank 0.
+    """
 
     order = Order.MEASURE
     ranks = "first"
@@ -42,7 +50,7 @@ class Oversubscription(Hook):
         self._said = False
 
     def before_training(self, trainer: Trainer) -> None:
-        self._spent = time.process_time()  # by all threads
+        self._spent = time.process_time()  # CPU time of all threads
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         spent = time.process_time()

@@ -1,4 +1,4 @@
-"""Writes the timeline of a pipeline in one step."""
+"""A hook that writes the pipeline's timeline of one step."""
 
 import time
 
@@ -10,14 +10,16 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class PipelineTimeline(Hook):
-    """Writes what the ranks of the first pipeline computed when in one step."""
+    """Writes when each rank of the first pipeline computed what in one step."""
 
     order = Order.MEASURE
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         if trainer.progress.step != trainer.config.observe.timeline:
             return
-        offset = time.time() - time.perf_counter()  # nodes have one time of day, but each its own counter
+        offset = (
+            time.time() - time.perf_counter()
+        )  # nodes share the time of day, but each has its own performance counter
         trace = [each._replace(start=each.start + offset, end=each.end + offset) for each in trainer.model.trace]
         pipeline = trainer.groups.along("pp")
         events = [

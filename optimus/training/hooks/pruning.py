@@ -1,4 +1,4 @@
-"""Prunes after the steps that the configuration names."""
+"""A hook that prunes after configured steps."""
 
 from collections.abc import Mapping
 
@@ -10,11 +10,11 @@ from optimus.training.pruning import after_pruning, choose_masks
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_DRAWS = 5  # distances between masks in a row that must be small (You et al., section 4)
+_DRAWS = 5  # consecutive mask distances that must be small (You et al., section 4)
 
 
 class Pruning(Hook):
-    """Prunes parameters after the steps that the configuration names; on all ranks, before checkpoints are written."""
+    """Prunes parameters after configured steps; on all ranks, before checkpoints are written."""
 
     order = Order.CHANGE
 

@@ -1,4 +1,4 @@
-"""Notes that a run goes on after a failure."""
+"""A hook that reports recovery from a failure."""
 
 import time
 
@@ -8,7 +8,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Recovered(Hook):
-    """Writes into the event log, after the first step, that the run goes on after a failure; on rank 0."""
+    """Records in the event log, after the first step, that the run has recovered from a failure; on rank 0."""
 
     order = Order.RECORD
     ranks = "first"
@@ -19,7 +19,7 @@ class Recovered(Hook):
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         if self._failures:
-            first = self._failures[0]  # which was noticed so many seconds after it had happened
+            first = self._failures[0]  # the failure was noticed `seconds` after it happened
             seconds = time.time() - first["time"] + (first["seconds"] or 0.0)
             what = "; ".join(failure["detail"] for failure in self._failures)
             self._events.write("recovered", step=trainer.progress.step, seconds=seconds, detail=what)

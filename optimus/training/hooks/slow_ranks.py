@@ -1,4 +1,4 @@
-"""Finds ranks that keep the others waiting in every step."""
+"""A hook that detects ranks that keep the others waiting in every step."""
 
 import statistics
 from collections import Counter
@@ -9,20 +9,20 @@ from optimus.training.going_back import ended_by
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-WINDOW = 10  # steps of which a rank's own time is the median: what else a node does now and then must not count
-OFTEN = 3  # windows in a row after which a slow rank is named
+WINDOW = 10  # steps per window; the median of a rank's own times ignores occasional other work of its node
+OFTEN = 3  # consecutive windows after which a slow rank is reported
 
 
 class SlowRanks(Hook):
-    """Names ranks whose own part of a step takes persistently longer than that of their peers."""
+    """Reports ranks whose own part of a step takes persistently longer than that of their peers."""
 
     order = Order.WATCH
 
     def __init__(self, node: str | None = None) -> None:
         self._node = node
         self._in_a_row = Counter[int]()  # windows in which a rank was slow
-        self._steps: list[float] = []  # seconds of this rank's own in each step of the window
-        self._usual: dict[int, float] = {}  # of ranks without peers
+        self._steps: list[float] = []  # seconds of this rank's own work in each step of the window
+        self._usual: dict[int, float] = {}  # lowest relation to the median so far, for ranks without peers
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         self._steps.append(record.times.whole - record.times.waited)
@@ -31,7 +31,7 @@ class SlowRanks(Hook):
         told = trainer.groups.world.all_gather_object((statistics.median(self._steps), self._node))
         self._steps.clear()
         seconds = {rank: own for rank, (own, _) in enumerate(told)}
-        peers = list(trainer.groups.mesh.groups(("dp", "cp", "tp")))  # those of a stage compute alike
+        peers = list(trainer.groups.mesh.groups(("dp", "cp", "tp")))  # the ranks of one stage compute alike
         found = find_slow(seconds, peers, trainer.config.resilience.slow, self._usual)
         for rank, relation in alone(seconds, peers).items():
             self._usual[rank] = min(relation, self._usual.get(rank, relation))
@@ -54,12 +54,13 @@ class SlowRanks(Hook):
 def find_slow(
     seconds: Mapping[int, float], peers: Sequence[Sequence[int]], percent: float, usual: Mapping[int, float]
 ) -> dict[int, float]:
-    """The ranks that compute for longer than their peers' median by `percent`, the slowest first: how many times as long.
+    """Returns the ranks that compute longer than their peers' median by `percent`, the slowest first, with their slowdown
+    factor.
 
-    `seconds` are what each computes in a step, waiting left out (MegaScale; C4). `peers` are ranks that have the same to do,
-    such as those of one stage of a pipeline; of two, the faster one is the measure, as nothing makes a rank faster than it
-    is. A rank without any has other work than everybody else: it is slow when it takes so much longer than what was `usual`
-    of it (the least of `alone` so far), not when it has more to do.
+    `seconds` are the computation times per step, without waiting (MegaScale; C4). `peers` are groups of ranks with equal
+    work, such as the ranks of one pipeline stage. Of two peers, the faster one is the reference, because nothing makes a
+    rank faster than normal. A rank without peers has work of its own: it is slow if its relation to all ranks exceeds its
+    `usual` relation (the lowest of `alone` so far), not if it merely has more work.
     """
     times = {
         rank: seconds[rank] / statistics.median_low(seconds[r] for r in group) for group in peers for rank in group
@@ -71,6 +72,6 @@ def find_slow(
 
 
 def alone(seconds: Mapping[int, float], peers: Sequence[Sequence[int]]) -> dict[int, float]:
-    """How many times the median of all ranks those take that have no peers."""
+    """Returns the time of each rank without peers, relative to the median of all ranks."""
     middle = statistics.median_low(seconds.values())
     return {group[0]: seconds[group[0]] / middle for group in peers if len(group) == 1}

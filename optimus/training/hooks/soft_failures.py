@@ -1,4 +1,4 @@
-"""What a run on several nodes does about numbers that are not finite (the Optimus paper, section 4: soft node failures)."""
+"""A hook for non-finite numbers in runs on several nodes (soft node failures; the Optimus paper, section 4)."""
 
 import math
 
@@ -14,12 +14,12 @@ _SIGN = "not finite"  # in the details of events of this kind
 
 
 class SoftFailures(Hook):
-    """Ends the run in a step whose gradients are not finite, so that whoever launched it can go on without the cause.
+    """Ends the run in a step with non-finite gradients, so that the launcher can restart without the cause.
 
-    Where they began on one node, that node is at fault: its ranks end with `BAD_NODE`, the others with `LOST`. Where they
-    began on several, or in a step in which they did before on another node, the training has diverged: the run goes back to
-    the newest weights that it has kept and has not gone back to yet, and all end with `DIVERGED`; after
-    `resilience.max_rollbacks` of that, the run is over.
+    If the numbers originate on one node, that node is at fault: its ranks end with `BAD_NODE`, the others with `LOST`. If
+    they originate on several nodes, or again in a step in which another node failed before, the training has diverged. The
+    run then goes back to the newest saved weights that no earlier rollback used, and all ranks end with `DIVERGED`. After
+    `resilience.max_rollbacks` rollbacks the run fails.
     """
 
     order = Order.WATCH
@@ -33,7 +33,7 @@ class SoftFailures(Hook):
         events = EventLog(trainer.folder)
         told = trainer.groups.world.all_gather_object((*_origin(trainer), self._node))
         earlier = trainer.groups.world.on_first(lambda: [event for event in events.read() if _SIGN in event["detail"]])
-        # Damaged parameters that others gather are where theirs come from.
+        # Ranks that all-gather damaged parameters are not the origin; the ranks that own damaged shards are.
         damaged = any(of_parameters for _, of_parameters, _ in told)
         origins = {
             rank: (what, node)
@@ -54,7 +54,8 @@ class SoftFailures(Hook):
 
 
 def _origin(trainer: Trainer) -> tuple[str | None, bool]:
-    """Where what is not finite left this rank, if it began here; and whether that is its own part of the parameters."""
+    """Returns where non-finite numbers originated on this rank, or None, and whether its own parameter shards are
+    damaged."""
     origin = trainer.groups.origin()
     for chunk in trainer.state.chunks:
         with chunk.states() as states:

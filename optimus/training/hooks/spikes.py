@@ -1,4 +1,4 @@
-"""What a run does about a step whose loss is far above those before it: nothing, leave its update out, or go back."""
+"""A hook for loss spikes: it skips the update or goes back to earlier weights."""
 
 import math
 import statistics
@@ -12,15 +12,15 @@ from optimus.training.going_back import go_back
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-WINDOW = 64  # steps that the next is compared with
-LEAST = 16  # of them, before which nothing counts as a spike
+WINDOW = 64  # steps that the next one is compared with
+LEAST = 16  # steps before a loss can count as a spike
 
 
 class Spikes(Hook):
-    """A spike is a loss `resilience.spike` standard deviations above the mean of the steps before.
+    """Handles spikes: losses more than `resilience.spike` standard deviations above the mean of the previous steps.
 
-    The update of that step is always left out. With `on_spike: rollback` the run then goes back to weights that it has
-    kept. Should the loss stay up for more than `resilience.max_skipped` steps, it is taken for what it is.
+    The update of such a step is always skipped. With `on_spike: rollback`, the run then goes back to earlier saved weights.
+    If the loss stays high for more than `resilience.max_skipped` steps, the new level is accepted as normal.
     """
 
     order = Order.JUDGE

@@ -1,4 +1,4 @@
-"""Estimates when a run will end."""
+"""A hook that estimates when a run will end."""
 
 import time
 
@@ -6,11 +6,11 @@ from optimus.observe.progress import time_left
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_STEPS_TO_KNOW = 3  # how long one takes
+_STEPS_TO_KNOW = 3  # steps measured before the estimate
 
 
 class TimeLeft(Hook):
-    """Says after a few steps when the run will end; on rank 0."""
+    """Reports, after a few steps, when the run will end; on rank 0."""
 
     order = Order.RECORD
     ranks = "first"
@@ -22,5 +22,5 @@ class TimeLeft(Hook):
         self._seconds.append(record.times.whole)
         left = trainer.run.last_step - trainer.progress.step
         if len(self._seconds) == _STEPS_TO_KNOW and left > 0:
-            each = min(self._seconds)  # the first ones prepare much
+            each = min(self._seconds)  # the first steps include setup
             trainer.say(f"time: {time_left(each * left, time.time())}, at {each:.3g} s a step")

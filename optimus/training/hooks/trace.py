@@ -1,4 +1,4 @@
-"""Traces one step: all that is computed and sent."""
+"""A hook that profiles the computation and communication of one step."""
 
 import torch
 
@@ -10,7 +10,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Trace(Hook):
-    """Profiles one step: what is computed and sent when, on every rank and together; on all ranks."""
+    """Profiles one step on all ranks; writes a trace per rank and a merged one."""
 
     order = Order.LAST
 
@@ -22,10 +22,10 @@ class Trace(Hook):
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         if self._profile is not None:
-            trainer.state.finish()  # what is under way would report its end to a profiler that is no more
+            trainer.state.finish()  # pending work would report to a stopped profiler
             self._profile.stop()
             profile, self._profile = self._profile, None
-            read_together(lambda: self._write(trainer, profile), trainer.groups.world)  # so all traces are there
+            read_together(lambda: self._write(trainer, profile), trainer.groups.world)  # so that all traces are written
             if trainer.groups.rank == 0:
                 missing = merge_traces(trainer.folder, trainer.groups.world.size)
                 without = f", without ranks {', '.join(map(str, missing))}, whose nodes have it" if missing else ""

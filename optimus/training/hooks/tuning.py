@@ -1,4 +1,5 @@
-"""The forms of the model's matrix products, timed in the first step and remembered per chip (AxoNN, section 5.1.3)."""
+"""A hook that times the forms of the model's matrix products in the first step and caches them per chip (AxoNN, section
+5.1.3)."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -9,14 +10,15 @@ from optimus.observe.machine import measurements_of
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_WORD = "matmul"  # before the shape, in the name of a measurement
+_WORD = "matmul"  # prefix of a measurement's name, before the shape
 
 
 class TuneMatmuls(Hook):
-    """Has every product that is not known of this chip timed in the first step, in all forms; all ranks then use the same.
+    """Times every product that has no measurement for this chip, in all forms, in the first step. All ranks then use the
+    same forms.
 
-    What the first rank knows counts, as nodes may have other files; and where ranks have measured the same product, that
-    of the lowest rank.
+    The first rank's cached measurements count, because other nodes may have other files. If several ranks have measured the
+    same product, the lowest rank's measurement counts.
     """
 
     order = Order.CHANGE
@@ -63,12 +65,12 @@ class TuneMatmuls(Hook):
 
 
 def named(product: MatmulShape) -> str:
-    """The name of a product's measurement."""
+    """Returns the name of a product's measurement."""
     return " ".join(map(str, (_WORD, *product)))
 
 
 def matmuls(known: Mapping[str, Timings]) -> dict[MatmulShape, FormTimings]:
-    """Of all measurements those of products, in all their forms."""
+    """Selects the measurements of matrix products with timings of all forms."""
     found: dict[MatmulShape, FormTimings] = {}
     for name, timings in known.items():
         word, *fields = name.split()
@@ -82,8 +84,12 @@ def matmuls(known: Mapping[str, Timings]) -> dict[MatmulShape, FormTimings]:
 
 
 def describe(timings: Mapping[MatmulShape, FormTimings], known: int = 0) -> list[str]:
-    """A line about all products, so many of which were `known`, and one about each that is made in another form than it
-    comes in; by how much that is usually faster than its own at its best."""
+    """Returns a line about all products, of which `known` were measured before, and a line for each product with another
+    form.
+
+    Another form means one other than the product's own. The line of a product compares the usual time of the chosen form
+    with the best time of the product's own form.
+    """
     chosen = {product: clear_choice(product.form, each) for product, each in timings.items()}
     other = [product for product, form in chosen.items() if form != product.form]
     before = f", {known} as measured before" if known else ""

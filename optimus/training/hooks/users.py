@@ -1,4 +1,4 @@
-"""Hooks of users: found by their names, and checked before anything starts."""
+"""Hooks of users: imported by name, and checked before the run starts."""
 
 import inspect
 import os
@@ -24,9 +24,9 @@ _EVENTS = {
 
 
 def users_hooks(named: Sequence[str], given: Sequence[Any] = (), rank: int = 0) -> list[Hook]:
-    """The hooks of this rank that are `named` package.module.Class, and those that are `given`: classes, hooks or names.
+    """Returns the hooks of this rank: those `named` package.module.Class, and those `given` as classes, instances or names.
 
-    Raises `UserError` for one that cannot be imported, is none, could not be called, or has the name of another.
+    Raises `UserError` for a hook that cannot be imported, is not a `Hook`, could not be called, or has the name of another.
     """
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise UserError(f"hooks={given!r}: give a list of hooks, as `optimus.train(..., hooks=[MyHook])`")
@@ -62,12 +62,12 @@ def _made(given: Any) -> Hook:
         return GuardedHook(hook, _name_of(hook, where))
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # of a property
+    except (Exception, SystemExit) as error:  # raised by a property
         raise UserError(f"{where}: one of its attributes cannot be read ({said(error)}): mend its class") from error
 
 
 def _name_of(hook: Hook, where: str) -> str:
-    """As its class says; by default its whole name."""
+    """Returns the hook's own `name`; by default, the qualified name of its class."""
     kind = type(hook)
     name = hook.name if kind.name is not Hook.name else f"{kind.__module__}.{kind.__qualname__}"
     if not isinstance(name, str) or not name:
@@ -79,7 +79,7 @@ def _imported(name: str, where: str) -> Any:
     module, _, attribute = name.rpartition(".")
     if not module:
         raise UserError(f"{where} names no module: give package.module.Class")
-    if os.getcwd() not in sys.path:  # of a command; a rank has it
+    if os.getcwd() not in sys.path:  # for a command; ranks have the folder already
         sys.path.append(os.getcwd())
     try:
         found = import_module(module)
@@ -95,7 +95,7 @@ def _imported(name: str, where: str) -> Any:
 
 
 def _check(hook: Hook, where: str) -> None:
-    """Raise `UserError` for what could not be called, or never would be."""
+    """Raises `UserError` for methods that could not be called, or that never would be."""
     if not isinstance(hook.order, Order):
         raise UserError(f"{where}: its order is {hook.order!r}: give an `optimus.Order`, such as Order.MEASURE")
     if hook.ranks not in ("all", "first", "together"):

@@ -1,4 +1,4 @@
-"""Measures validation text and tasks as a run goes."""
+"""A hook that measures validation text and tasks during a run."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,15 +13,15 @@ from optimus.errors import UserError
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_SAMPLE_TOKENS = 64  # at most, of a prompt's continuation: a few lines
+_SAMPLE_TOKENS = 64  # at most, in a prompt's continuation: a few lines
 
 
 class Validation(Hook):
-    """Measures loss and bits per byte of each set of validation text, and tasks, every so many steps and at the last one,
-    and continues prompts where text is measured; on all ranks.
+    """Measures loss and bits per byte on each validation set, and task scores, at configured intervals and at the last step.
 
-    Rank 0 alone reads the text and the tasks. Where it holds the whole model it measures alone; else all ranks do, each with
-    its part of the model. What rank 0 fails to read ends the run on all ranks alike.
+    Continues prompts when text is measured. On all ranks: only rank 0 reads the text and the tasks. If rank 0 holds the
+    whole model, it measures alone; otherwise all ranks measure, each with its part of the model. A read error on rank 0 ends
+    the run on all ranks alike.
     """
 
     order = Order.MEASURE
@@ -41,7 +41,7 @@ class Validation(Hook):
             trainer.say(f"step {record.step}: validation {name} {value:.4f}")
 
     def _found(self, trainer: Trainer, step: int) -> dict[str, float]:
-        """By name, what is due after a step."""
+        """Returns the values that are due after a step, by name."""
         section, found, due = trainer.config.evaluate, dict[str, float](), partial(_is_due, trainer, step)
         for each in trainer.config.validation:
             if due(each.every):
@@ -56,13 +56,13 @@ class Validation(Hook):
         return found
 
     def _is_sampled(self, trainer: Trainer, step: int) -> bool:
-        """Whether prompts are continued after a step: where some text is measured, and at the last one."""
+        """Returns True if prompts are continued after a step: when text is measured, and at the last step."""
         every = (None, *(each.every for each in trainer.config.validation))
         return bool(trainer.config.evaluate.prompts) and any(_is_due(trainer, step, each) for each in every)
 
     def _samples(self, trainer: Trainer) -> list[dict[str, str]]:
-        """Of each prompt the `prompt` and the `text` that continues it; where the model has no room for both, the beginning
-        of a prompt is left out."""
+        """Returns the `prompt` and its continuation `text` for each prompt. A prompt that is too long for the model loses
+        its beginning."""
         from optimus.evaluation.generation import continuations, decode
 
         prompts, world = trainer.config.evaluate.prompts, trainer.groups.world
@@ -97,7 +97,8 @@ class Validation(Hook):
             return world.on_first(lambda: measure(trainer.model, parts))
 
     def _tasks(self, trainer: Trainer) -> dict[str, float]:
-        """`tasks/NAME/METRIC` of each task. Where ranks have parts of the model, all score what rank 0 asks."""
+        """Returns `tasks/NAME/METRIC` for each task. If ranks hold parts of the model, all ranks score the requests of rank
+        0."""
         from optimus.evaluation.score import score
 
         model, world = trainer.model, trainer.groups.world
@@ -148,7 +149,7 @@ class Validation(Hook):
         )  # fmt: skip
 
     def _encoder(self, trainer: Trainer) -> Any:
-        """The `tokenizers.Tokenizer` of the data; for rank 0, which reads."""
+        """Returns the `tokenizers.Tokenizer` of the data; for rank 0, which reads the text."""
         data = trainer.run.data.first_folder
         return tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
 
