@@ -24,7 +24,7 @@ from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradi
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.resolve import stages as of_run
 
-# Share of the overlapped time by which collectives slow computation: 16 to 24 of a GPU's 108 to 148 cores, and memory traffic.
+# Share of the overlapped time by which collectives slow computation: 16 to 24 of a GPU's 108 to 148 cores, and memory.
 _CONTENTION = 0.2
 _TOKEN = 8  # bytes of a token that is copied to the device
 _DIVERGENCE = 33 * 4  # bytes that `kernels.linear_divergence` reads and writes for each logit, with one teacher
