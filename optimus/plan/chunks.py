@@ -44,8 +44,8 @@ from optimus.state.tiling import TILINGS
 
 _DEFAULT = ((default_rule(), 1.0, 1.0),)
 
-# The place of a parameter: an integer names a kind of block by its first layer, "first" is before the blocks and "last" after
-# them. A "tied" table belongs to embedding and output layer; of an "every" parameter all stages have a part.
+# The place of a parameter: an integer names a kind of block by its first layer; "first" is before the blocks, "last" after
+# the blocks. A "tied" table belongs to embedding and output layer; of an "every" parameter all stages have a part.
 Where = int | Literal["first", "last", "tied", "every"]
 
 

@@ -1,4 +1,4 @@
-"""Yields the ways to divide a block over ranks, and such blocks over a pipeline, each with a lower bound of its step time.
+"""Lists the ways to divide a block over ranks, and such blocks over a pipeline, each with a lower bound of its step time.
 
 Left out beforehand:
 - tensor-parallel groups that span nodes, and expert-parallel groups that share nodes unevenly;

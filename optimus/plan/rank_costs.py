@@ -276,7 +276,7 @@ class RankCosts:
     def _product(self, m: float, n: float, k: float, count: float = 1, precision: str | None = None) -> Passes:
         """Returns the passes of a product: [m, k] x [k, n] forward, the gradients of both factors backward."""
         kind, machine = precision or self.job.precision, self.machine
-        # Matrix units load 16 bytes at a time. Since 11.0, cuBLAS also uses matrix units with less alignment, at half the rate.
+        # Matrix units load 16 bytes at a time. Since 11.0, cuBLAS also uses the units with less alignment, at half the rate.
         units = 1.0 if _aligned(8, n, k) else 0.5 * _aligned(4, n, k)
         times = [
             machine.matmul_seconds(*sizes, kind, count, units=units) for sizes in ((m, n, k), (m, k, n), (k, n, m))
