@@ -31,7 +31,7 @@ from optimus.resolve.stages import splits_backward
 from optimus.state.buffers import RESIDENCES
 from optimus.state.plan import Shard
 
-# These levels reduce or all-gather in every microbatch. Sharding the optimizer's state alone moves the same bytes once a step,
+# These levels reduce or all-gather in every microbatch. Sharding the optimizer's state alone moves the same bytes once,
 # beside the last backward pass and the next forward pass, which hide as much as the passes of any microbatch.
 _FINER = ("gradients", "parameters")
 
@@ -186,8 +186,8 @@ def state_room(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[float]
 def residencies(job: Job) -> Iterator[Job]:
     """Yields the job with its state in each place, the fastest place first.
 
-    The places are the device, then the host of a machine whose host is known to have memory, then the machine's disks. A job
-    that is configured with offloading keeps its place. Gradients are accumulated on the device first, then on the host.
+    The places are the device, then the host where its bandwidth is known, then the machine's disks. A job
+    that is configured with offloading keeps its place. In each place, gradients are accumulated on the device first, then on the host.
     """
     yield from _accumulations(job)
     host = job.machine.host
