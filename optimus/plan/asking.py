@@ -1,4 +1,4 @@
-"""Plans for a user's request: builds the planner's job from a model, a machine and a number of ranks."""
+"""Answers a user's request for plans: builds the planner's job from a model, a machine and a number of ranks."""
 
 import math
 import os

@@ -291,8 +291,8 @@ def held_in(job: Job, stages: Iterable[PartCounts]) -> Iterator[PartCounts]:
 
 
 def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
-    """Returns the chunks of a rank with these stages, all on its device, grouped by replicas and update rule. A run that
-    prunes is taken at its end."""
+    """Returns the chunks of a rank with these stages, all on its device, grouped by replicas and update rule. In a run with
+    pruning, the chunks are those after the last pruning."""
     state = job.state if job.state.offload == "none" else job.state.model_copy(update={"offload": "none"})
     left = 1 - job.config.pruning.sparsity if job.config.pruning is not None else None
     found: dict[tuple[object, ...], ChunkGroup] = {}
@@ -312,8 +312,8 @@ def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
 
 
 def chunk_plans(job: Job, counts: PartCounts) -> list[ChunkPlan]:
-    """Returns the chunks of a stage with these parts of the model, with their state where the job places it. A run that
-    prunes is taken when its chunks are largest."""
+    """Returns the chunks of a stage with these parts of the model, with their state where the job places it. In a run with
+    pruning, the chunks are as large as at any time of the run."""
     rows = _rows_of(job, counts)
     plans = [plan for shared, *_ in _shared(job, rows, job.state) for plan in shared]
     if job.state.offload != "none":  # the first chunks may stay on the device

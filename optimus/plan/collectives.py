@@ -258,8 +258,8 @@ def _paced(kind: CollectiveKind, moving: float, place: StridedGroup, machine: Ma
     """Combines transfer time and latency into more than their sum: links that are used for a short time do not reach their
     bandwidth.
 
-    The exponent is the one that fits measured all-reduces best (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16
-    GiB): 7 % off on average, and 12 % with the plain sum.
+    The exponent is the best fit of measured all-reduces (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16 GiB).
+    The error is 7 % on average, and 12 % with the plain sum.
     """
     moving, latency = moving / machine.node.pace(kind).share, _latency(kind, place, machine)
     return float((moving**_BLEND + latency**_BLEND) ** (1 / _BLEND))

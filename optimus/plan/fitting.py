@@ -186,8 +186,8 @@ def state_room(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[float]
 def residencies(job: Job) -> Iterator[Job]:
     """Yields the job with its state in each place, the fastest place first.
 
-    The places are the device, then the host where its bandwidth is known, then the machine's disks. A job
-    that is configured with offloading keeps its place. In each place, gradients are accumulated on the device first, then on the host.
+    The places are the device, then the host where its bandwidth is known, then the machine's disks. A job that is configured
+    with offloading keeps its place. In each place, gradients are accumulated on the device first, then on the host.
     """
     yield from _accumulations(job)
     host = job.machine.host

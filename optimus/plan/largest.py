@@ -1,4 +1,4 @@
-"""Finds the largest model that a machine trains: the given one, with more layers, with its state on the devices or
+"""Finds the largest model that a machine trains: the given one with as many layers as fit, with its state on the devices or
 offloaded."""
 
 from collections.abc import Iterator

@@ -33,7 +33,8 @@ def in_order(machine: Machine, nodes: Sequence[int]) -> Machine:
 
 
 def chained(machine: Machine, count: int) -> list[int]:
-    """Returns a chain of `count` nodes, from the best first node. Each node is followed by the nearest of those left."""
+    """Returns a chain of `count` nodes, from the best first node. Each node is followed by the nearest of the nodes that are
+    left."""
     links = machine.network.links
     assert links is not None
 

@@ -123,8 +123,8 @@ def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[st
 def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -> tuple[dict[str, float], Elsewhere]:
     """Returns the bytes of the chunks of these stages, by the rules of the memory account.
 
-    The bytes include copies for checkpoints, and whole parameters and gradients in use. A run that prunes is taken when its
-    chunks are largest.
+    The bytes include copies for checkpoints, and whole parameters and gradients in use. In a run with pruning, the bytes are
+    those of the largest chunks.
     """
     config, profile, saving = job.config, job.profile, job.config.checkpoint
     places: Sequence[Residency] = ("device",) if job.state.offload == "none" else ("device", "host", "disk")
@@ -193,5 +193,5 @@ def communicators_of(job: Job) -> tuple[list[Communicators], float]:
 
 
 def buffers_of(job: Job) -> float:
-    """Returns the bytes of communicators' buffers on the rank with the largest; 0 for a single rank, or on CPUs."""
+    """Returns the bytes of communicators' buffers on the rank with the largest buffers; 0 for a single rank, or on CPUs."""
     return 0.0 if job.machine.host.shared or job.mesh.size == 1 else communicators_of(job)[1]

@@ -43,9 +43,9 @@ def predict(job: Job) -> Plan:
 def dry_run(job: Job, rank: int) -> dict[str, int]:
     """Returns the bytes of a rank at its peak, by kind.
 
-    The kinds are parameters, gradients, master, moments, mask, activations (of all live microbatches), working (transient
-    bytes of a backward pass), gathered (whole parameters and gradients in use), teacher and, where they are in the same
-    memory, copies for checkpoints.
+    The kinds are parameters, gradients, master, moments, mask, activations (of all live microbatches) and working (transient
+    bytes of a backward pass). Further kinds are gathered (whole parameters and gradients in use), teacher and, where copies
+    are in the same memory, copies for checkpoints.
 
     Raises `UserError` when there is no such rank, or the model cannot be divided as configured.
     """

@@ -24,8 +24,8 @@ class Profile(Section):
     products: Literal["fp16", "fp8", "fp4"] | None = None
     """Type of the matrix products, where different from `train.precision`."""
     recompute: frozenset[str] = frozenset()
-    """Additional recomputation: act (between the products of a feed-forward layer), scores (the attention core alone) or
-    products (all but the attention core and every second matrix product)."""
+    """Additional recomputation: act (the activation function between the products of a feed-forward layer), scores (the
+    attention core alone) or products (all but the attention core and every second matrix product)."""
     passes: float = Field(1.2, gt=0)
     """Memory traffic of all operations but matrix products, relative to fused kernels."""
     passes_experts: float | None = Field(None, gt=0)
@@ -46,16 +46,16 @@ class Profile(Section):
     """Share of the shared experts' computation that overlaps the dispatch of tokens to the chosen experts, and the
     combine."""
     collectives: Algorithm = "chosen"
-    """Algorithm of groups on several nodes. chosen: as this library chooses; ring, hierarchical, or best: the faster of
-    the two; library or pccl: all-gather and reduce-scatter as the vendor's library or PCCL have been measured on this
-    machine."""
+    """Algorithm of groups on several nodes. chosen: this library's choice. ring, hierarchical: one ring or two levels; best:
+    the faster of both. library, pccl: all-gather and reduce-scatter as the vendor's library or PCCL have been measured on
+    this machine."""
     gathers: int = Field(0, ge=0)
     """Collectives that all-gather the parameters of a block, and that reduce-scatter its gradients; 0: collectives so large
     that their number makes no difference."""
     copies: Literal["expert", "rank", "node", "levels"] = "levels"
-    """Copies of a token that are sent. expert: one to each chosen expert; rank: one to each rank with a chosen expert; node:
-    one to each such node, forwarded to its ranks while others arrive; levels: one to each such node, forwarded after all
-    have arrived (`parallel.dispatch.two_level`)."""
+    """Copies of a token that are sent. expert: one to each chosen expert. rank: one to each rank with a chosen expert. node:
+    one to each node with a chosen expert, forwarded to its ranks while other tokens arrive. levels: one to each such node,
+    forwarded to the node's ranks after all tokens have arrived (`parallel.dispatch.two_level`)."""
     broadcast: float = Field(0.0, ge=0)
     """Seconds of one broadcast, where each rank in turn broadcasts the parameters that it has updated; 0: updated parameters
     are all-gathered in one collective."""
@@ -65,7 +65,7 @@ class Profile(Section):
     state: float | None = Field(None, gt=0)
     """Bytes of master weights and moments per parameter; None: by the update rules, which is 12 with AdamW."""
     update: float = Field(2.5, gt=0)
-    """Memory traffic of the update, as a multiple of that state. Where the update is one kernel, the kernel reads and writes
+    """Memory traffic of the update, as a multiple of `state`. Where the update is one kernel, the kernel reads and writes
     the state, the gradient and the parameter."""
     host_traffic: float = Field(0.0, ge=0)
     """Bytes per updated parameter that a step moves between host and device, where the optimizer's state is on the host."""

@@ -78,12 +78,14 @@ class RankCosts:
         self._held: dict[Any, Any] | None = None  # the part of `_shared` for the job's mesh and sharding
         # Bytes of the largest collective so far, by group and kind.
         self.collectives: dict[tuple[StridedGroup, CollectiveKind], float] = {}
-        self._plain = job.precision if job.precision in ("fp16", "fp32") else "bf16"  # of products without a cast
+        self._plain = (
+            job.precision if job.precision in ("fp16", "fp32") else "bf16"
+        )  # precision without a cast to fp8 or fp4
 
     def like(self, job: Job) -> "RankCosts":
         """Returns the costs of `job`, which share the known times of modules.
 
-        `job` must divide a block alike. It may differ in the pipeline, in sharding and in recomputation.
+        `job` must divide a block alike, but may differ in the pipeline, in sharding and in recomputation.
         """
         other = copy(self)
         other.job, other._held = job, None
@@ -263,7 +265,7 @@ class RankCosts:
         return _together(parts)
 
     def _enter(self, rows: float) -> Terms:
-        """Returns the seconds to all-gather the residual stream under sequence parallelism."""
+        """Returns the seconds to all-gather the residual stream under sequence parallelism; otherwise 0."""
         return self._tensor("all_gather", rows * self.H * self.e) if self.job.parallel.splits_sequence else Terms()
 
     def _leave(self, rows: float) -> Terms:

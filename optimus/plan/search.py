@@ -4,8 +4,8 @@ A block's time depends on its division (tensor, context and expert ranks, microb
 the state. So every division is timed once, and arithmetic bounds a step in any pipeline from below: the slowest rank, as
 often as there are microbatches, and the bubble before it (`divisions`).
 
-Layouts wait in a queue in the order of that bound. The first one is timed without recomputation, with its state sharded in
-the ways that leave memory, and waits again with the new bound. When a layout comes first once more, `fitting` finds the
+Layouts wait in a queue in the order of that bound. The first layout is timed without recomputation, with its state sharded
+in the ways that leave memory, and waits again with the new bound. When a layout comes first once more, `fitting` finds the
 sharding, the placement of stages and the least recomputation that fit; for that, activations are measured. The search ends
 when no bound is below the best time found: no layout that is left out can be among the best.
 
@@ -37,8 +37,8 @@ _TRIES = 5
 def search(job: Job, best: int = 10) -> list[Plan]:
     """Returns the `best` divisions of the job's ranks, the fastest first.
 
-    Each has the fastest schedule, microbatch, sharding and recomputation that fit; all other settings of the configuration
-    stay. State is on the host, or a disk, where the devices alone have no room for it.
+    Each division has the fastest schedule, microbatch, sharding and recomputation that fit; all other settings of the
+    configuration stay. State is on the host, or a disk, where the devices alone have no room for it.
 
     Raises `UserError` when nothing divides the batch, or nothing fits: the message then names the smallest machine that
     would do.
@@ -53,8 +53,8 @@ def search(job: Job, best: int = 10) -> list[Plan]:
 def search_residency(job: Job, best: int) -> list[Plan]:
     """Searches like `search`, with the state in the job's place. Returns an empty list when nothing fits.
 
-    The search estimates memory. When the memory account of a run that it has found exceeds the device, the search repeats
-    with so much less memory.
+    The search estimates memory. When the memory account of a found run exceeds the device, the search repeats with so much
+    less memory.
     """
     least = machine = job.machine
     for _ in range(_TRIES):
@@ -142,11 +142,11 @@ def _tightest(job: Job) -> list[tuple[float, Job]]:
 
 
 def _too_large(job: Job) -> UserError:
-    """Returns the error for a job that does not fit. Its message names the least memory, and the smallest known machine that
+    """Returns the error for a job that does not fit. The message names the least memory, and the smallest known machine that
     has it."""
     least = math.inf
     for size, each in _tightest(job):
-        if size >= least:  # whatever its activations take
+        if size >= least:  # the state alone is larger
             break
         least = min(least, memory_of(each).total + buffers_of(each))
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})

@@ -137,8 +137,8 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 def _alike(
     model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], tuple[PartCounts, ...]]]:
-    """Returns (for each stage the first stage with the same parts, for each rank its stages by these numbers, for each set
-    of numbers the parts of its stages)."""
+    """Returns (for each stage the first stage with the same parts, for each rank its stages by these numbers, for each tuple
+    of numbers the parts of the stages)."""
     first, counts = dict[PartCounts, int](), counts_of(model, sizes)
     alike = tuple(first.setdefault(each, number) for number, each in enumerate(counts))
     ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
@@ -221,8 +221,8 @@ def _stage(work: RankCosts, counts: PartCounts) -> _Stage:
 def _teaching(work: RankCosts) -> Passes:
     """Returns the passes of distillation on a rank of the last stage.
 
-    These are the forward passes of the teachers over whole sequences, the teachers' logits at this rank's positions, and the
-    divergence. The divergence computes the model's logits and their gradients once more.
+    The passes cover the teachers' forward passes over whole sequences, the teachers' logits at this rank's positions, and
+    the divergence. The divergence computes the model's logits and their gradients once more.
     """
     job, elsewhere = work.job, 1 - 1 / work.job.mesh.cp  # positions
     traffic = _DIVERGENCE * work.T * job.model.vocab
@@ -354,8 +354,8 @@ def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes
 
 
 def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:
-    """Returns the seconds of the gradient norm and the update, which are memory-bound, and of the products of rules of
-    matrices."""
+    """Returns the seconds of the gradient norm and the update, which are memory-bound, and of the matrix products of rules
+    such as Muon."""
     profile = work.profile
     kept = defaultdict[float, float](float)  # elements, by the bytes of their state
     for each in held:
@@ -416,6 +416,6 @@ def _sum(work: RankCosts, stages: Sequence[_Stage], passes: float, ends: Mapping
         "parameter_gathering": gathers,
         "host": host,
     }
-    faster = min(1.0, passes / busy)  # a rank that shares cores, while the others idle
+    faster = min(1.0, passes / busy)  # less than 1 where ranks share cores: a rank is faster while others idle
     terms = {name: seconds * faster for name, seconds in terms.items()} | {"pipeline": max(0.0, passes - busy), **ends}
     return StepTime(passes + sum(ends.values()), terms)

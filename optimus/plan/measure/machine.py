@@ -1,4 +1,4 @@
-"""Measures the machine that it runs on, and writes the machine's file for the planner.
+"""Measures the machine on which the command runs, and writes the machine's file for the planner.
 
 N ranks do the same at the same time, like those of a training run on a node (`timing.py`), and the planner's formulas are
 fitted to their times (`fit.py`). Under torchrun on several nodes, the links between nodes are measured as well.

@@ -277,7 +277,7 @@ def _itself(device: torch.device, ranks_per_node: int) -> Observations:
 
 
 def _fitting(size: int, seen: Observations) -> int:
-    """Returns `size`, or the most bytes that a rank can hold several times."""
+    """Limits `size` to the bytes that a rank can hold sixteen times."""
     return min(size, int(min(seen.memory, seen.host_memory / seen.ranks_per_node) / 16))
 
 
