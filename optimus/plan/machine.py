@@ -243,7 +243,7 @@ class Machine(Section):
 
         The `tokens` tokens are in sequences of `context` tokens, each on `ranks` ranks. `sizes` are the columns of a head's
         queries and values, `speed` is the kernel's speed relative to the machine's best. With `window`, a token attends to
-        so many tokens at most.
+        at most `window` tokens.
         """
         query, value = sizes
         flops = 2 * tokens * context * heads * (query + value)

@@ -23,7 +23,7 @@ _UPDATE = 28
 
 
 class OffloadSeconds(NamedTuple):
-    """Seconds of a step besides its passes: for updates, and for fetching parameters."""
+    """Seconds of a step outside its passes: for updates, and for fetching parameters."""
 
     update: float
     fetching: float
@@ -73,7 +73,7 @@ def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:
 
 
 def offload_seconds(job: Job, held: Sequence[ChunkGroup], forward: float, backward: float) -> OffloadSeconds:
-    """Returns the seconds that a step takes besides its passes, on a rank that has `held`. `forward` and `backward` are the
+    """Returns the seconds that a step takes outside its passes, on a rank that has `held`. `forward` and `backward` are the
     seconds of a microbatch."""
     rates, shape = rates_of(job), shape_of(job, held, forward, backward)
     if job.state.shard == "parameters":  # the all-gather is a term of the passes

@@ -12,7 +12,7 @@ from optimus.plan.search import search
 
 
 class ScalingPoint(NamedTuple):
-    """Tokens per second of a rank on so many ranks, relative to the fewest ranks."""
+    """Tokens per second of a rank in a job of `ranks` ranks, relative to the job with the fewest ranks."""
 
     ranks: int
     efficiency: float

@@ -154,7 +154,7 @@ def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float
 
 
 def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
-    """Returns the seconds of a step besides its passes, by term: what follows the passes, and exposed communication."""
+    """Returns the seconds of a step outside its passes, by term: what follows the passes, and exposed communication."""
     job, stages = work.job, passes.held
     moved = work.remembered(("state", stages), lambda: _state_seconds(work, stages))
     beside = OffloadSeconds(moved.update, 0.0)
