@@ -1,4 +1,4 @@
-"""From what a user says to a job for the planner."""
+"""Answers a user's request for plans: builds the planner's job from a model, a machine and a number of ranks."""
 
 import math
 import os
@@ -26,7 +26,10 @@ from optimus.plan.search import search
 from optimus.plan.what_if import changed
 from optimus.resolve.microbatches import with_microbatches
 
-_SEQUENCES, _PER_RANK = 1024, 4  # of a batch where none is given: the paper's, or more so that many ranks have work
+_SEQUENCES, _PER_RANK = (
+    1024,
+    4,
+)  # sequences of the default batch: the paper's, or more per rank where many ranks need work
 
 
 def plan(
@@ -43,12 +46,13 @@ def plan(
     what_if: Sequence[str] = (),
     links: Path | None = None,
 ) -> Answer:
-    """The `best` plans, the fastest first, for `model` (a YAML file of a run, a preset or a Hugging Face folder) on so many
-    ranks of a machine; the one layout that is configured, if it is to stay `as_is`; the `largest` model of such layers; or
-    the plan for each number of ranks in `scale`.
+    """Returns the `best` plans for `model` on `ranks` ranks of a machine, fastest first.
 
-    Tokens of the most loaded rank's experts are `imbalance` times the mean; `what_if` changes the machine or the library,
-    and `links` is a file of the bandwidth between nodes. Raises `UserError` where nothing fits, or for what cannot be.
+    `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, only the configured layout is planned.
+    With `largest`, the answer is the largest model of such layers; with `scale`, a plan for each of these numbers of ranks.
+
+    Tokens of the most loaded rank's experts are `imbalance` times the mean. `what_if` changes the machine or the profile,
+    and `links` is a file of the bandwidth between nodes. Raises `UserError` when nothing fits, or for an invalid request.
 
     Example:
         plans = api.plan("mula-7b-a1b", machine="dgx-h100", ranks=8, best=3).plans
@@ -68,7 +72,7 @@ def plan(
 
 
 def _counted(ranks: int | None) -> int:
-    """Raises `UserError` where there is none."""
+    """Returns the number of ranks. Raises `UserError` when the number is missing or less than 1."""
     if ranks is None or ranks < 1:
         raise UserError(
             f"--ranks {'is missing' if ranks is None else ranks}: say how many ranks the job has, at least 1"
@@ -77,7 +81,7 @@ def _counted(ranks: int | None) -> int:
 
 
 def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
-    """The run that `model` names: a YAML file, or a preset or folder with the defaults of a run around it."""
+    """Returns the run that `model` names: a YAML file, or a preset or folder with the defaults of a run around it."""
     if Path(model).suffix in (".yaml", ".yml"):
         return with_microbatches(load_config(model, overrides, read_model_folder), ranks)
     batch = _SEQUENCES if ranks <= _SEQUENCES // _PER_RANK else _PER_RANK * ranks
@@ -104,10 +108,11 @@ def asked(
     imbalance: float = 1.0,
     links: Path | None = None,
 ) -> Job:
-    """`config` on so many ranks of a machine, all of them data-parallel. `links` is a file of the bandwidth between nodes.
+    """Returns the job of `config` on `ranks` ranks of a machine, all of them data-parallel. `links` is a file of the
+    bandwidth between nodes.
 
-    Raises `UserError` for an unknown machine, for changes that cannot be made to it or to the profile, and where the length
-    is in passes over data that is not there.
+    Raises `UserError` for an unknown machine, for invalid changes to the machine or the profile, and when the length is in
+    epochs of data that is missing.
     """
     if not 1 <= imbalance < math.inf:
         raise UserError(f"`imbalance` is {imbalance}: it is 1, where experts get equally many tokens, or more")
@@ -125,12 +130,12 @@ def asked(
 
 
 def as_configured(job: Job) -> Job:
-    """On the mesh that its configuration says, with what a run would choose there of what is left open."""
+    """Returns the job on the mesh of its configuration, with open settings as a run would choose them there."""
     return decided(job, run_of(job))
 
 
 def read_links(path: Path) -> list[list[float]]:
-    """Bandwidth between each two nodes, bytes/s: a line of numbers with commas between them for each node.
+    """Reads the bandwidth between each two nodes, bytes/s: one line of comma-separated numbers for each node.
 
     Raises `UserError` when the file cannot be read, or holds anything else.
     """
@@ -155,9 +160,10 @@ def read_links(path: Path) -> list[list[float]]:
 
 
 def best_layout(config: str | Path, overrides: Iterable[str], machine: str, ranks: int | None) -> RunConfig:
-    """`config` with the layout that is fastest on `machine` for these ranks: under a launcher, those that it has started.
+    """Returns `config` with the layout that is fastest on `machine` for these ranks. Under a launcher, the ranks are those
+    that the launcher has started.
 
-    Raises `UserError` where the number of ranks is not known, or nothing fits.
+    Raises `UserError` when the number of ranks is not known, or nothing fits.
     """
     if ranks is None and "WORLD_SIZE" not in os.environ:
         raise UserError("--auto-plan divides ranks: say how many with --ranks, or start them with a launcher")

@@ -1,7 +1,7 @@
-"""The matrix products of a model's blocks, from what its modules declare of their parameters.
+"""The matrix products of a model's blocks, by the declarations of parameters in the model's modules.
 
-Blocks of the same shapes are of one kind (`ModelConfig.alike`), called by its first layer. Of each kind one is made, without
-memory.
+Blocks of the same shapes are of one kind (`ModelConfig.alike`), named by its first layer. One block of each kind is built,
+on the meta device.
 """
 
 import math
@@ -24,7 +24,7 @@ _DIVIDING = ("tp_out", "etp")  # axes over which a projection's outputs, or its 
 
 
 class Projection(NamedTuple):
-    """A matrix that rows of a module are multiplied with; tensor parallelism divides its outputs or inputs."""
+    """A matrix that multiplies the rows of a module; tensor parallelism divides its outputs or inputs."""
 
     inputs: int
     outputs: int
@@ -32,8 +32,10 @@ class Projection(NamedTuple):
 
 
 class BlockModules(NamedTuple):
-    """The projections of a block, and how many norms of the residual stream it has. `dense` are those of the feed-forward
-    layer, or of what every token meets beside the experts that it chooses; `expert` those of each expert."""
+    """The projections of a block, and the number of its norms of the residual stream.
+
+    `dense` are the projections of the feed-forward layer, or of the shared expert; `expert` are those of each routed expert.
+    """
 
     attention: tuple[Projection, ...]
     dense: tuple[Projection, ...]
@@ -46,8 +48,10 @@ Factors = tuple[tuple[str, int], ...]  # projections with low-rank factors, and 
 
 @lru_cache(maxsize=256)
 def examples(model: ModelConfig, factors: Factors = ()) -> tuple[Transformer, list[int]]:
-    """A model on the meta device with one block of each kind of `model`, and which layers these are. A projection has
-    factors if one that it stands for is in `factors`."""
+    """Returns a model on the meta device with one block of each kind of `model`, and the layers that these blocks stand for.
+
+    A projection has factors if one of the projections that it stands for is in `factors`.
+    """
     layers = sorted(set(model.alike))
     with torch.device("meta"):
         made = Transformer(model, layers=layers)
@@ -57,7 +61,7 @@ def examples(model: ModelConfig, factors: Factors = ()) -> tuple[Transformer, li
 
 
 def _example_name(model: ModelConfig, layers: Sequence[int], name: str) -> str:
-    """What in `examples` stands for a module or parameter of `model`."""
+    """Returns the name in `examples` that stands for a module or parameter of `model`."""
     part, _, rest = name.partition(".")
     if part != "blocks":
         return name
@@ -67,7 +71,7 @@ def _example_name(model: ModelConfig, layers: Sequence[int], name: str) -> str:
 
 @lru_cache(maxsize=256)
 def blocks_of(model: ModelConfig) -> Mapping[int, BlockModules]:
-    """The kinds of blocks of `model`, by their first layer."""
+    """Returns the kinds of blocks of `model`, by their first layer."""
     made, layers = examples(model)
     return {layer: _block(block) for layer, block in zip(layers, made.blocks)}
 
@@ -80,7 +84,7 @@ def _block(block: nn.Module) -> BlockModules:
         sizes = dict(zip(declared.dims, block.get_parameter(name).shape))
         own = expert if sizes.pop("experts", 0) else attention if name.startswith("attention.") else dense
         projection = _projection(sizes)
-        if own and projection[::2] == own[-1][::2]:  # of the same rows, as with grouped heads: one product
+        if own and projection[::2] == own[-1][::2]:  # one product for the same rows, as with grouped heads
             projection = projection._replace(outputs=projection.outputs + own.pop().outputs)
         own.append(projection)
     norms = sum(kind == "norm" for unit in units_of(block) for kind, _ in unit.steps)
@@ -88,7 +92,7 @@ def _block(block: nn.Module) -> BlockModules:
 
 
 def _projection(sizes: dict[Dim, int]) -> Projection:
-    """Of a matrix of these dims: its inputs are the last one."""
+    """Returns the projection of a matrix with these dims, of which the last one is its inputs."""
     *outputs, inputs = sizes
     divided = [dim for dim in sizes if RULES.get(dim) in _DIVIDING]
     over: Over = "inputs" if inputs in divided else "outputs" if divided else "nothing"

@@ -1,7 +1,8 @@
-"""The chunks of a rank that stands for those of its stages, as its run divides them, and the ranks that share them.
+"""The chunks of one representative rank per set of pipeline stages, as the run divides them, and the ranks that shard each
+chunk.
 
-How parameters lie in chunks depends on the parts that a rank has of them, and is found once for all jobs that have the same;
-how many ranks share the chunks out only says where their shards begin.
+The order of parameters in chunks depends only on the parts of parameters that a rank holds, and is computed once for all
+jobs with the same parts. The number of ranks that shard a chunk only decides where the shards begin.
 """
 
 import math
@@ -43,16 +44,17 @@ from optimus.state.tiling import TILINGS
 
 _DEFAULT = ((default_rule(), 1.0, 1.0),)
 
-# In blocks like that layer, before the blocks, after them, or in both places: a table that embedding and output layer share.
+# The place of a parameter: an integer names a kind of block by its first layer; "first" is before the blocks, "last" after
+# the blocks. A "tied" table belongs to embedding and output layer; of an "every" parameter all stages have a part.
 Where = int | Literal["first", "last", "tied", "every"]
 
 
-# ---- What a model has ----
+# ---- Parameters of a model ----
 
 
 class ParameterKind(NamedTuple):
-    """A parameter of this layout, and where it is. Of those that are alike the ones between two fractions have this update
-    rule; of these the share `unpruned` is left."""
+    """A parameter with this layout and place in the model. Of all parameters alike, those between the two fractions
+    `between` have the update rule `rule`. After pruning, the share `unpruned` of their elements is left."""
 
     where: Where
     layout: Layout
@@ -62,33 +64,33 @@ class ParameterKind(NamedTuple):
 
 
 class PartCounts(NamedTuple):
-    """What a stage or a rank has of the model."""
+    """The parts of the model on a stage or a rank."""
 
-    layers: tuple[int, ...]  # its blocks, each by the first layer of its kind
-    first: int  # whether it has what is before the blocks
-    last: int
-    tied: int  # whether a table that both ends share
-    every: int = 1  # a part of what all stages have
+    layers: tuple[int, ...]  # one entry per block: the first layer of the block's kind
+    first: int  # 1 with the modules before the blocks, else 0
+    last: int  # 1 with the modules after the blocks, else 0
+    tied: int  # 1 with the table that embedding and output layer share, else 0
+    every: int = 1  # 1 with a part of the parameters that all stages share, else 0
 
     @property
     def blocks(self) -> int:
-        """Of all kinds."""
+        """Blocks of all kinds."""
         return len(self.layers)
 
     def of(self, where: Where) -> int:
-        """Of one kind of block, or whether it has that."""
+        """Returns the number of blocks of one kind; for any other place, 1 or 0."""
         return int(getattr(self, where)) if isinstance(where, str) else self.layers.count(where)
 
 
 class Kinds:
-    """The kinds of a model's parameters; there is one for the same layouts (`_kinds`)."""
+    """The kinds of a model's parameters. Models with the same layouts share one object (`_kinds`)."""
 
     def __init__(self, rows: Iterable[ParameterKind]) -> None:
         self.rows = tuple(rows)
         self.axes = tuple(dict.fromkeys(kind.layout.partial_axes for kind in self.rows))
 
     def names(self, counts: PartCounts) -> Iterator[tuple[str, ParameterKind]]:
-        """Those of a rank with so much of the model, in its order, each with a name."""
+        """Yields the parameters of a rank with these parts of the model, in the model's order, each with a unique name."""
         parts = [(where, list(rows)) for where, rows in groupby(enumerate(self.rows), key=lambda row: row[1].where)]
         blocks = {where: rows for where, rows in parts if isinstance(where, int)}
         before = sum(1 for _ in takewhile(lambda part: part[0] not in blocks, parts))
@@ -104,7 +106,7 @@ class Kinds:
 
 
 def kinds_of(job: Job) -> Kinds:
-    """The parameters of its model, of blocks of each kind once, as the job lays them out."""
+    """Returns the parameters of the job's model in the job's layouts, with one block of each kind."""
     return _kinds(job.model, job.rules, job.factors, *layout_options(job.config).items())
 
 
@@ -130,40 +132,41 @@ def _kinds(model: ModelConfig, rules: Rules, factors: Factors, *options: tuple[s
     return Kinds(rows())
 
 
-# ---- End to end ----
+# ---- Parameters end to end ----
 
 
 class MatrixGroup(NamedTuple):
-    """So many matrices of parameters alike, each of which has `together` of them; ranks along `axes` have blocks of each."""
+    """Matrices of parameters that are alike: `number` in all, `together` in each parameter. Every matrix is divided into
+    `blocks` blocks over the ranks along `axes`."""
 
     number: int
     together: int
-    rows: int  # of a whole one
+    rows: int  # of a whole matrix
     columns: int
     axes: tuple[str, ...]
     blocks: int
 
 
 class _Rows:
-    """What a rank has of the parameters, end to end in chunks; the borders of their shards are found once."""
+    """The parameters of a rank, end to end in chunks. Borders of shards are computed once per number of ranks."""
 
     def __init__(self, names: Sequence[str], recipe: Recipe, rows: Sequence[ChunkRow], mesh: Mesh) -> None:
         self.names, self.recipe, self.rows, self._mesh = names, recipe, rows, mesh
         self._borders: dict[tuple[int, int], Sequence[Sequence[int]]] = {}
 
     def unpruned(self, share: float | None) -> Recipe:
-        """What is kept when such a share is left of what is pruned at some time; None: before that."""
+        """Returns the recipe with this share left of every parameter that is ever pruned; None: before pruning."""
         return self.recipe._replace(unpruned=dict.fromkeys(self.recipe.unpruned, share))
 
     def borders(self, row: int, parts: int) -> Sequence[Sequence[int]]:
-        """Of the chunks of one of the rows, shared out over so many ranks."""
+        """Returns the borders of the shards of each chunk of a row, when `parts` ranks shard the row."""
         if (row, parts) not in self._borders:
             self._borders[row, parts] = self.rows[row].borders(parts)
         return self._borders[row, parts]
 
     @cached_property
     def matrices(self) -> Sequence[Sequence[MatrixGroup]]:
-        """Those of each row."""
+        """The matrices of each row."""
         return [list(self._matrices(row)) for row in self.rows]
 
     def _matrices(self, row: ChunkRow) -> Iterator[MatrixGroup]:
@@ -187,7 +190,8 @@ def _rows(
     compute: torch.dtype,
     mask_form: MaskForm,
 ) -> _Rows:
-    """`alike`: equal numbers for those of `kinds.axes` along which the same ranks lie."""
+    """Lays the parameters of a rank end to end in chunks. `alike` has equal numbers for those of `kinds.axes` along which
+    the same ranks lie."""
     named = dict(kinds.names(counts))
     unpruned = {name: None for name, kind in named.items() if kind.unpruned < 1}
     recipe = Recipe(compute, {name: kind.rule for name, kind in named.items()}, unpruned, mask_form)
@@ -210,16 +214,17 @@ def _rows_of(job: Job, counts: PartCounts) -> _Rows:
 
 @lru_cache(maxsize=1024)
 def _least(mesh: Mesh, stages: int) -> Mesh:
-    """One whose ranks have the same parts of parameters, with so many stages at most and as few replicas as can be."""
+    """Returns the smallest mesh whose ranks hold the same parts of parameters as those of `mesh`, with at most `stages`
+    stages and as few replicas as possible."""
     data = math.lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp
     return Mesh(min(mesh.pp, stages), data, 1, mesh.tp, mesh.ep, mesh.etp, mesh.tp_in)
 
 
-# ---- Shared out ----
+# ---- Sharded chunks ----
 
 
 class ChunkGroup:
-    """Chunks of a rank that the same ranks hold and one rule updates, and where these ranks lie."""
+    """Chunks of a rank with the same replicas and the same update rule, and the placement of these replicas."""
 
     def __init__(
         self,
@@ -228,18 +233,19 @@ class ChunkGroup:
         replicas: StridedGroup,
         steps: tuple[StridedGroup, ...],
     ) -> None:
-        """`replicas` share the chunks out in such `steps` (`state.plan.sharing_steps`); of a rule of matrices they are
-        these."""
+        """Holds `plans`, which `replicas` shard in these `steps` (`state.plan.sharing_steps`). `matrices` is empty unless
+        the rule updates whole matrices."""
         self.plans, self.matrices, self.replicas, self.steps = plans, matrices, replicas, steps
         self.rule, self.depths = plans[0].rule, plans[0].depths
 
     @cached_property
     def elements(self) -> int:
-        """Of whole chunks: they are dense, and zero where they are pruned."""
+        """Elements of the whole chunks, which are dense, with zeros where parameters are pruned."""
         return sum(plan.size for plan in self.plans)
 
     def after(self, depth: int) -> int:
-        """Unpruned elements that a rank has after so many steps; of a rule of matrices, the rank that has most."""
+        """Returns the unpruned elements of a rank's shard after `depth` steps; where shards differ, those of the largest
+        one."""
         ways = self.shards(depth)
         if all(plan.tiling.equal for plan in self.plans):
             return sum(plan.borders[-1] for plan in self.plans) // ways
@@ -250,7 +256,7 @@ class ChunkGroup:
         return max(parts)
 
     def shards(self, depth: int) -> int:
-        """Into how many parts they are then shared out."""
+        """Returns the number of shards after `depth` steps."""
         return math.prod(step.size for step in self.steps[:depth])
 
     @cached_property
@@ -260,18 +266,22 @@ class ChunkGroup:
 
     @property
     def replica_group(self) -> StridedGroup:
-        """The ranks that update the same ones."""
+        """The ranks that update the same elements."""
         return self.replicas.outer(self.shards(self.depths.optimizer))
 
     def moved(self, first: int, last: int) -> Iterator[tuple[int, StridedGroup]]:
-        """(elements, the ranks among which they are gathered or scattered) of the steps from `first` to before `last`."""
+        """Yields (elements, the ranks that all-gather or reduce-scatter them) for each step from `first` to before
+        `last`."""
         for depth in range(first, last):
             yield self.after(depth), self.steps[depth]
 
 
 def held_in(job: Job, stages: Iterable[PartCounts]) -> Iterator[PartCounts]:
-    """What a rank holds by these stages, none of whose chunks is of two: a table that embedding and output layer share once;
-    and by none of them its part of a vocabulary that all ranks share."""
+    """Yields the parts of the model on a rank with these stages, such that no chunk belongs to two parts.
+
+    A table that embedding and output layer share is in one part only. If all ranks share the vocabulary, a rank's piece of
+    the vocabulary is a part of its own.
+    """
     if job.parallel.vocabulary:
         yield PartCounts((), 0, 0, 0)
     tied = 0
@@ -281,8 +291,8 @@ def held_in(job: Job, stages: Iterable[PartCounts]) -> Iterator[PartCounts]:
 
 
 def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
-    """What a rank with so much of the model in its stages holds, all on its device, by replicas and update rule; of a run
-    that prunes, at its end."""
+    """Returns the chunks of a rank with these stages, all on its device, grouped by replicas and update rule. In a run with
+    pruning, the chunks are those after the last pruning."""
     state = job.state if job.state.offload == "none" else job.state.model_copy(update={"offload": "none"})
     left = 1 - job.config.pruning.sparsity if job.config.pruning is not None else None
     found: dict[tuple[object, ...], ChunkGroup] = {}
@@ -302,10 +312,11 @@ def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
 
 
 def chunk_plans(job: Job, counts: PartCounts) -> list[ChunkPlan]:
-    """The chunks of a stage with so much of the model, where the job has them; of a run that prunes, when they take most."""
+    """Returns the chunks of a stage with these parts of the model, with their state where the job places it. In a run with
+    pruning, the chunks are as large as at any time of the run."""
     rows = _rows_of(job, counts)
     plans = [plan for shared, *_ in _shared(job, rows, job.state) for plan in shared]
-    if job.state.offload != "none":  # the first ones may stay there
+    if job.state.offload != "none":  # the first chunks may stay on the device
         plans = in_order(plans, rows.names)
     pruning = job.config.pruning
     first = pruning.unpruned(0) if pruning is not None and pruning.comes_first else None
@@ -315,7 +326,7 @@ def chunk_plans(job: Job, counts: PartCounts) -> list[ChunkPlan]:
 def _shared(
     job: Job, rows: _Rows, options: StateConfig
 ) -> Iterator[tuple[list[ChunkPlan], StridedGroup, tuple[StridedGroup, ...]]]:
-    """Of each row its chunks, where their replicas lie, and those that share them out in each step."""
+    """Yields for each row its chunks, the placement of their replicas, and the groups that shard the chunks in each step."""
     for number, row in enumerate(rows.rows):
         sharding = sharding_of(row.rule, options)
         widths = shard_widths(sharding.shard, sharding.shard_ranks)
@@ -330,7 +341,7 @@ def _shared(
 
 
 def _replicas(axes: tuple[str, ...], mesh: Mesh) -> StridedGroup:
-    """Where the ranks along `axes` lie."""
+    """Returns the placement of the ranks along `axes`."""
     several = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
     return group_along(mesh, several) if several else StridedGroup(1)
 
@@ -339,7 +350,8 @@ def _replicas(axes: tuple[str, ...], mesh: Mesh) -> StridedGroup:
 def _places(
     axes: tuple[str, ...], mesh: Mesh, over_data: bool, widths: tuple[int | None, ...]
 ) -> tuple[StridedGroup, tuple[StridedGroup, ...], Depths]:
-    """Where the ranks along `axes` lie, and those that share the state out in each step (`state.plan.shard_groups`)."""
+    """Returns the placement of the ranks along `axes`, the groups that shard the state in each step
+    (`state.plan.shard_groups`), and the depths."""
     replicas = shared = _replicas(axes, mesh)
     if over_data and axes != ("edp",):
         several = mesh.ep * mesh.etp // math.gcd(mesh.ep * mesh.etp, replicas.stride)
@@ -355,8 +367,12 @@ def _places(
 
 
 def max_load(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
-    """The most that one of `ranks` takes for so many whole matrices, each at such a cost, about: as many of the mean one as
-    any has, and one of the largest at least."""
+    """Estimates the largest cost on one of `ranks` that share whole matrices out. `matrices` are pairs (number, cost of
+    each).
+
+    The estimate is the largest number of matrices on a rank times the mean cost, and at least the cost of the largest
+    matrix.
+    """
     number, total = sum(n for n, _ in matrices), sum(n * size for n, size in matrices)
     if ranks == 1:
         return total
@@ -364,10 +380,10 @@ def max_load(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
 
 
 def written(held: Iterable[ChunkGroup], size: Callable[[Rule], float], *, scattered: bool) -> float:
-    """Bytes that a rank writes into a checkpoint of `size` bytes per element: with `scattered` the ranks that hold the same
-    take turns."""
+    """Returns the bytes that a rank writes into a checkpoint of `size` bytes per element. With `scattered`, replicas of a
+    shard divide the writing among themselves."""
     found = defaultdict[float, float](float)
     for each in held:
         shards = each.replicas.size if scattered else each.shards(each.depths.optimizer)
-        found[size(each.rule)] += each.elements / shards  # dense, whatever is pruned
+        found[size(each.rule)] += each.elements / shards  # dense, even if pruned
     return sum(bytes_each * elements for bytes_each, elements in found.items())

@@ -1,11 +1,11 @@
-"""Seconds of collectives, by the place of a group's ranks (the dissertation on AxoNN, section 5.1.2).
+"""Predicts the seconds of collectives, by the placement of a group's ranks (the dissertation on AxoNN, section 5.1.2).
 
-Equations 5.1 to 5.5 say what a ring moves, case 1 and equation 5.7 how fast its links are. To these are added what the
-dissertation leaves out, as it looks at large messages only: the latency of each step, algorithms with fewer steps where that
-is cheaper, and a network that is thinner between distant nodes.
+Equations 5.1 to 5.5 give the bytes that a ring moves, case 1 and equation 5.7 the bandwidth of its links. The dissertation
+looks at large messages only. This module adds the latency of each step, algorithms with fewer steps where those are cheaper,
+and a network with less bandwidth between distant nodes.
 
-What a run of this library would choose among the algorithms of `comm.algorithms` is chosen by the same table, and takes what
-was measured of it, or what the events of its messages say.
+A run of this library chooses among the algorithms of `comm.algorithms`. The planner chooses by the same table, and takes the
+measured seconds, or else simulates the events of the messages.
 """
 
 import math
@@ -25,11 +25,12 @@ _BLEND = 0.7
 Algorithm = Literal["ring", "hierarchical", "best", "library", "pccl", "chosen"]
 
 
-# ---- How fast links are ----
+# ---- Bandwidth of links ----
 
 
 def ring_bandwidth(place: StridedGroup, machine: Machine) -> float:
-    """Of every link of a group's ring while all groups of its kind are at it: case 1 on a node, equation 5.7 across."""
+    """Returns the bandwidth of each link of a group's ring while all groups of its kind communicate: case 1 on a node,
+    equation 5.7 across nodes."""
     if place.nodes(machine.ranks_per_node) == 1:
         return machine.node.groups.get(f"{place.stride}x{place.size}", machine.node.bandwidth)
     rings = place.groups_on_a_node(machine.ranks_per_node)
@@ -38,7 +39,8 @@ def ring_bandwidth(place: StridedGroup, machine: Machine) -> float:
 
 
 def node_bandwidth(place: StridedGroup, machine: Machine) -> float:
-    """Of a node towards the others among which the group lies: nodes that are far apart share thinner links."""
+    """Returns the bandwidth of a node to the other nodes of a group. Nodes that are far apart share links with less
+    bandwidth."""
     network = machine.network
     if network.links is not None:
         return thinnest(place, machine)
@@ -46,19 +48,21 @@ def node_bandwidth(place: StridedGroup, machine: Machine) -> float:
     if network.group_nodes is None or spread <= network.group_nodes:
         return network.bandwidth
     near = network.group_nodes / spread if place.stride < machine.ranks_per_node else 0.0
-    # What leaves the group of nodes goes at the thinner links' rate, the rest at the whole one.
+    # Traffic that leaves the group of nodes has the tapered bandwidth, the rest the full one.
     return network.bandwidth / (near + (1 - near) / network.taper)
 
 
 def thinnest(place: StridedGroup, machine: Machine) -> float:
-    """Of the links that rings of this kind use, where nodes are not equally near and stand in the order of the ranks."""
+    """Returns the lowest bandwidth of the links that rings of this kind use, where nodes are not equally near and stand in
+    the order of the ranks."""
     links = machine.network.links or []
     return min((links[a][b] for a, b in _neighbours(place, machine.ranks_per_node, len(links))), default=math.inf)
 
 
 @lru_cache(maxsize=1024)
 def _neighbours(place: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[int, int]]:
-    """Nodes that follow each other on a ring of any group of this kind, with `ranks` on each of `nodes`."""
+    """Returns the pairs of nodes that follow each other on a ring of any group of this kind, with `ranks` on each of
+    `nodes`."""
     near = place.near or place.size
     one = [i % near * place.stride + i // near * place.far for i in range(place.size)]
     blocks = range(0, place.far, near * place.stride) if place.near else range(1)
@@ -71,26 +75,33 @@ def _neighbours(place: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[
     return frozenset(found)
 
 
-# ---- What a collective takes ----
+# ---- Seconds of a collective ----
 
 
 def reduce_scatter_seconds(size: int, whole: float, bandwidth: float) -> float:
-    """Equation 5.2: every one of `size` ranks begins with `whole` bytes. An all-gather to so many takes as long (5.1), an
-    all-reduce twice that (5.3 to 5.5)."""
+    """Returns the seconds of a reduce-scatter in which each of `size` ranks begins with `whole` bytes (equation 5.2).
+
+    An all-gather to `whole` bytes takes as long (5.1), an all-reduce twice as long (5.3 to 5.5).
+    """
     return (size - 1) / size * whole / bandwidth
 
 
 def collective_seconds(
     kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
 ) -> float:
-    """Seconds of a collective among `place` while all other groups of its kind are at it.
+    """Returns the seconds of a collective among `place` while all other groups of its kind communicate.
 
-    `whole` bytes are what a rank has in the end (all-gather), in the beginning (reduce-scatter, all-to-all) or both
-    (all-reduce). `algorithm` says whether a group on several nodes is one ring; the best is the faster of both. Library and
-    pccl are for all-gathers and reduce-scatters alone, as is what was measured of them; other kinds are rings. Chosen is
-    what a run of this library would choose, or one ring where the time of that is not known.
+    `whole` is the bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or both
+    (all-reduce).
 
-    Raises `UserError` where the machine does not say what the algorithm needs.
+    `algorithm` decides how a group on several nodes communicates:
+    - ring: one ring over all ranks;
+    - hierarchical: within nodes and between nodes, one after the other;
+    - best: the faster of ring and hierarchical;
+    - library, pccl: all-gathers and reduce-scatters as measured of the vendor's library or PCCL, other kinds as one ring;
+    - chosen: the choice of a run of this library, or one ring where the seconds of that choice are not known.
+
+    Raises `UserError` when the machine lacks the figures that the algorithm needs.
     """
     if place.size == 1 or whole == 0:
         return 0.0
@@ -108,8 +119,8 @@ def collective_seconds(
 def algorithm_named(
     kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm
 ) -> str:
-    """What `collective_seconds` takes: as it is called in `comm.algorithms`, or among several nodes ring, hierarchical,
-    library or pccl."""
+    """Returns the algorithm that `collective_seconds` takes: by its name in `comm.algorithms`, or among several nodes ring,
+    hierarchical, library or pccl."""
     if algorithm == "chosen":
         shape = shape_of(place, machine) if _chooses(machine) else None
         return used(kind, shape, whole, machine.collectives, by_messages=machine.host.shared) if shape else OWN
@@ -124,17 +135,20 @@ def algorithm_named(
     return algorithm
 
 
-# ---- What a run of this library chooses ----
+# ---- The choice of a run ----
 
 
 def _chooses(machine: Machine) -> bool:
-    """Whether there is anything but the vendor's library: ranks on processors talk over Gloo, by the schedules of
-    `comm.algorithms`; others on two levels where the machine's table has that as faster."""
+    """True if a run has a choice besides the vendor's library.
+
+    Ranks on CPUs communicate over Gloo, by the schedules of `comm.algorithms`. Other ranks use two levels where the
+    machine's table says that two levels are faster.
+    """
     return machine.host.shared or machine.collectives is not None
 
 
 def shape_of(place: StridedGroup, machine: Machine) -> Shape | None:
-    """How the ranks lie on nodes; None where some nodes have more of them than others."""
+    """Returns the shape of a group on its nodes, or None where some nodes have more of its ranks than others."""
     shape = Shape(place.nodes(machine.ranks_per_node), place.on_a_node(machine.ranks_per_node))
     return shape if shape.ranks == place.size else None
 
@@ -142,7 +156,8 @@ def shape_of(place: StridedGroup, machine: Machine) -> Shape | None:
 def _chosen_seconds(
     name: str, kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine
 ) -> float | None:
-    """Seconds of that algorithm: as it was measured, or over Gloo between nodes by events; None where neither is known."""
+    """Returns the seconds of algorithm `name`: as measured, or over Gloo between nodes by simulated events; None where
+    neither is known."""
     shape = shape_of(place, machine) if _chooses(machine) else None
     if shape is None:
         return None
@@ -152,7 +167,7 @@ def _chosen_seconds(
     if not machine.host.shared or shape.nodes == 1:
         return None
     links = links_of(machine, place.groups_on_a_node(machine.ranks_per_node), node_bandwidth(place, machine))
-    # Between the two nearest powers of two, as a search asks for many sizes.
+    # Interpolation between two powers of two saves simulations, as a search asks for many sizes.
     low = 2.0 ** math.floor(math.log2(max(whole, 1.0)))
     sizes = [low] if whole == low else [low, 2 * low]
     return Curve(sizes=sizes, seconds=[_by_events(name, kind, shape, size, links) for size in sizes]).at(whole)
@@ -164,7 +179,8 @@ def _by_events(name: str, kind: CollectiveKind, shape: Shape, size: float, links
 
 
 def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
-    """Links of a group while so many of its kind are at it on each node; `bandwidth` is that of a node between nodes."""
+    """Returns the links of a group while `groups` groups of its kind communicate on each node. `bandwidth` is that of a node
+    to other nodes."""
     network, node = machine.network, machine.node
     adapters = max(1, network.rings // groups)
     each = bandwidth / groups / adapters
@@ -175,9 +191,11 @@ def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
 
 
 def hierarchical_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine) -> float:
-    """In two levels: the ranks of a node each send a part to other nodes, all at once, and share what comes (the
-    dissertation's chapter on PCCL; an all-reduce is a reduce-scatter on the node, an all-reduce of its parts between nodes
-    and an all-gather on the node)."""
+    """Returns the seconds of a collective in two levels (the dissertation's chapter on PCCL).
+
+    The ranks of a node each exchange a part with other nodes, all at once, and share the results on the node. An all-reduce
+    is a reduce-scatter on the node, an all-reduce of its parts between nodes and an all-gather on the node.
+    """
     here = place.on_a_node(machine.ranks_per_node)
     inside, across = place.inner(here), place.outer(here)
     if kind == "all_reduce":
@@ -188,10 +206,11 @@ def hierarchical_seconds(kind: CollectiveKind, whole: float, place: StridedGroup
 
 
 def library_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine) -> float:
-    """Of an all-gather or reduce-scatter as the ring of the vendor's library does it, over all ranks on several nodes.
+    """Returns the seconds of an all-gather or reduce-scatter by the ring of the vendor's library, over all ranks on several
+    nodes.
 
-    Each of its size - 1 steps takes the root of the sum of the squares of its latency and of a block's time on the links.
-    Raises `UserError` where the machine does not say how long these are.
+    Each of its size - 1 steps takes the root of the sum of two squares: of its latency, and of a block's time on the links.
+    Raises `UserError` when the machine lacks these figures (`network.library`).
     """
     library = machine.network.library
     if library is None:
@@ -208,10 +227,10 @@ def library_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, mac
 
 
 def pccl_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine) -> float:
-    """Of an all-gather or reduce-scatter as PCCL does it (dissertation on AxoNN, section 6.2): recursive doubling between
-    nodes, then a ring on the node, and a copy that puts all blocks in order; a reduce-scatter the other way.
+    """Returns the seconds of an all-gather or reduce-scatter by PCCL (dissertation on AxoNN, section 6.2).
 
-    Raises `UserError` where the machine does not say how long its rounds take.
+    An all-gather is recursive doubling between nodes, then a ring on the node, and a copy that puts all blocks in order. A
+    reduce-scatter runs the other way. Raises `UserError` when the machine lacks the time of a round (`network.doubling`).
     """
     doubling, here = machine.network.doubling, place.on_a_node(machine.ranks_per_node)
     if doubling is None:
@@ -232,23 +251,26 @@ def pccl_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machin
 _BETWEEN_NODES = {"hierarchical": hierarchical_seconds, "library": library_seconds, "pccl": pccl_seconds}
 
 
-# ---- What remains of small messages ----
+# ---- Small messages ----
 
 
 def _paced(kind: CollectiveKind, moving: float, place: StridedGroup, machine: Machine) -> float:
-    """More than both moving and latency where they are alike: links that are used for a short time do not reach their
+    """Combines transfer time and latency into more than their sum: links that are used for a short time do not reach their
     bandwidth.
 
-    The exponent is the one with which measured all-reduces (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16 GiB)
-    come out best: 7 % off on average, and 12 % with the plain sum.
+    The exponent is the best fit of measured all-reduces (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16 GiB).
+    The error is 7 % on average, and 12 % with the plain sum.
     """
     moving, latency = moving / machine.node.pace(kind).share, _latency(kind, place, machine)
     return float((moving**_BLEND + latency**_BLEND) ** (1 / _BLEND))
 
 
 def _latency(kind: CollectiveKind, place: StridedGroup, machine: Machine) -> float:
-    """Of the steps: those on a node, then a ring of the nodes; an all-reduce may also go up and down a tree of them, and
-    goes both ways; what all ranks exchange with all others goes at once."""
+    """Returns the latency of all steps: those on a node, then a ring of the nodes.
+
+    An all-reduce may also go up and down a tree of the nodes, and counts both ways. An all-to-all sends to all ranks at
+    once.
+    """
     here, nodes, pace = (
         place.on_a_node(machine.ranks_per_node),
         place.nodes(machine.ranks_per_node),
@@ -260,12 +282,12 @@ def _latency(kind: CollectiveKind, place: StridedGroup, machine: Machine) -> flo
 
 
 def _steps(ranks: int) -> float:
-    """Of a ring, or up and down a tree, if that is shorter."""
+    """Returns the steps of a ring, or of a tree up and down where a tree is shorter."""
     return min(ranks - 1, 2 * math.log2(ranks) + 1)
 
 
 def _all_to_all(whole: float, place: StridedGroup, machine: Machine) -> float:
-    """All ranks of a node send to other ranks at once, those of other nodes through the node's adapters."""
+    """Returns the seconds of an all-to-all. All ranks of a node send at once, to other nodes through the node's adapters."""
     here = place.on_a_node(machine.ranks_per_node)
     inside = whole * (here - 1) / place.size / machine.node.bandwidth
     across = whole * (place.size - here) / place.size * machine.ranks_per_node / node_bandwidth(place, machine)
@@ -273,8 +295,8 @@ def _all_to_all(whole: float, place: StridedGroup, machine: Machine) -> float:
 
 
 def transfer_seconds(sent: float, place: StridedGroup, machine: Machine) -> float:
-    """Of a message to the next rank of `place` while all ranks send one (a pipeline's next stage): of those that leave the
-    node, if there are such, as they take longest."""
+    """Returns the seconds of a message to the next rank of `place` while all ranks send one (a pipeline's next stage).
+    Messages that leave the node take longest, so they decide if there are any."""
     pace = machine.node.pace("shift")
     bandwidth = machine.node.groups.get(f"{place.stride}x2", machine.node.bandwidth)
     inside = sent / bandwidth / pace.share + pace.start + pace.step

@@ -1,8 +1,8 @@
-"""Ways to divide a block over ranks, and such blocks over a pipeline, each with what a step takes at least.
+"""Lists the ways to divide a block over ranks, and such blocks over a pipeline, each with a lower bound of its step time.
 
 Left out beforehand:
-- tensor-parallel groups that reach over a node, expert-parallel ones that share nodes unevenly;
-- schedules of which another one takes as long and keeps less, and microbatches that are no power of two;
+- tensor-parallel groups that span nodes, and expert-parallel groups that share nodes unevenly;
+- schedules that another one dominates, as it takes as long and keeps less, and microbatches that are no power of two;
 - context-parallel parts of fewer than 512 tokens.
 """
 
@@ -25,27 +25,27 @@ _MOST_STAGES_PER_RANK = 4
 
 
 class BlockTiming(NamedTuple):
-    """How a block is divided, and the seconds of a microbatch in its parts."""
+    """A division of a block, and the seconds of a microbatch in the block's parts."""
 
-    work: RankCosts  # of a job of one stage and as few replicas as can be
-    block: float  # forward and backward
-    forward: float  # of that
+    work: RankCosts  # of a job with one stage and as few replicas as possible
+    block: float  # forward and backward pass
+    forward: float  # computation of the forward pass
     head: float
     embedding: float
 
     @property
     def mesh(self) -> Mesh:
-        """Of that job."""
+        """The mesh of the job that is timed."""
         return self.work.job.mesh
 
     @property
     def micro_batch(self) -> int:
-        """Sequences of a rank."""
+        """Sequences of a microbatch."""
         return self.work.job.train.micro_batch
 
 
 class Candidate(NamedTuple):
-    """A division in a pipeline. A step takes `bound` seconds at least."""
+    """A division of a block in a pipeline. A step takes `bound` seconds at least."""
 
     bound: float
     division: BlockTiming
@@ -57,14 +57,14 @@ class Candidate(NamedTuple):
 
     @property
     def job(self) -> Job:
-        """With nothing sharded and nothing recomputed."""
+        """The candidate's job, with nothing sharded and nothing recomputed."""
         mesh = replace(self.division.mesh, pp=self.pp, dp=self.dp)
         order = {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank}
         return self.division.work.job.changed(mesh, parallel=order)
 
 
 def candidates(job: Job) -> Iterator[Candidate]:
-    """All there are."""
+    """Yields all candidates."""
     divisions = list(_divisions(job))
     for pp in (n for n in divisors(job.mesh.size) if n <= job.model.layers):
         ranks, orders = job.mesh.size // pp, list(_orders(job, pp))
@@ -84,10 +84,10 @@ def candidates(job: Job) -> Iterator[Candidate]:
 
 
 def _divisions(job: Job) -> Iterator[BlockTiming]:
-    """Ways to divide a block that the model and the node allow, timed."""
+    """Yields the divisions of a block that the model and the node allow, timed."""
     model, ranks = job.model, job.mesh.size
     node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
-    whole = bool(job.teachers)  # the logits that a teacher's are compared with
+    whole = bool(job.teachers)  # a teacher's logits are compared with whole logits, without tensor parallelism
     within = [1] if whole else [size for size in divisors(node) if ranks % size == 0]
     for out in (n for n in within if not model.kv_heads % n and n <= model.vocab and _columns(model, n)):
         for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
@@ -100,7 +100,7 @@ def _divisions(job: Job) -> Iterator[BlockTiming]:
 
 
 def _parts(job: Job, out: int, cp: int) -> bool:
-    """Whether sequences can be cut into `cp` parts: two pieces each in a ring, while Ulysses also divides the heads."""
+    """True if sequences can be divided into `cp` parts. A ring needs two pieces per part; Ulysses also divides the heads."""
     length, ulysses = job.common_length, job.parallel.context_method == "ulysses"
     pieces = cp if ulysses or cp == 1 else 2 * cp
     heads = job.model.kv_heads // out % cp == 0 or not ulysses
@@ -113,7 +113,8 @@ def _columns(model: ModelConfig, parts: int) -> bool:
 
 
 def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
-    """Expert-parallel ranks and those that divide an expert, all on some of a node's ranks, or on whole nodes."""
+    """Returns pairs (expert-parallel ranks, ranks that divide an expert) whose groups are within a node, or on whole
+    nodes."""
     model, ranks = job.model, job.mesh.size
     node = min(ranks, job.machine.ranks_per_node)
     if model.experts is None:
@@ -129,7 +130,8 @@ def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
 
 
 class _RankBlocks(NamedTuple):
-    """Blocks of a rank, whether it has the embedding and the output layer, and blocks in the stages before its first one."""
+    """Blocks of a rank, flags for the embedding and the output layer, and the number of blocks in the stages before the
+    rank's first."""
 
     blocks: int
     first: bool
@@ -138,7 +140,7 @@ class _RankBlocks(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """A schedule, and the ranks that can be the slowest one. `lent`: the bubble of a rank makes the others faster."""
+    """A pipeline schedule, and the ranks that can be the slowest. `lent`: the bubble of a rank makes the others faster."""
 
     row: Row
     pp: int
@@ -147,7 +149,8 @@ class _Order(NamedTuple):
     lent: bool
 
     def bound(self, division: BlockTiming, microbatches: int) -> float:
-        """A step takes no less: the slowest rank's microbatches, and the bubble before them (`least_seconds`)."""
+        """Returns a lower bound of the step's seconds: the slowest rank's microbatches, and the bubble before them
+        (`least_seconds`)."""
         block, ends = division.block, (division.embedding, division.head)
         if self.lent:
             blocks = sum(rank.blocks for rank in self.ranks)
@@ -166,12 +169,12 @@ def _orders(job: Job, pp: int) -> Iterator[_Order]:
         for per_rank in range(row.stages, (_MOST_STAGES_PER_RANK if row.any_stages else row.stages) + 1):
             if per_rank * pp <= layers:
                 ranks = _blocks_of_ranks(row, pp, stage_sizes(job.model, pp * per_rank))
-                slowest = {rank[:3]: rank for rank in ranks}  # of those alike, the last waits longest
+                slowest = {rank[:3]: rank for rank in ranks}  # of ranks alike, the last one waits longest
                 yield _Order(row, pp, per_rank, ranks if lent else [*slowest.values()], lent)
 
 
 def _blocks_of_ranks(row: Row, pp: int, sizes: Sequence[int]) -> list[_RankBlocks]:
-    """Of each rank of a pipeline whose stages have so many blocks."""
+    """Returns the blocks of each rank of a pipeline whose stages have `sizes` blocks."""
     owned = stages_of_ranks(row.name, pp, len(sizes) // pp)
     return [
         _RankBlocks(sum(sizes[stage] for stage in own), 0 in own, len(sizes) - 1 in own, sum(sizes[:rank]))
@@ -180,15 +183,16 @@ def _blocks_of_ranks(row: Row, pp: int, sizes: Sequence[int]) -> list[_RankBlock
 
 
 def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dict[Any, Any]) -> Iterator[BlockTiming]:
-    """With each way to divide the experts; the rest of a block takes as long in all of them."""
+    """Yields a division of the block with each way to divide the experts. The rest of the block takes as long in all of
+    these ways, and is timed once."""
     tp, rest = out * inner, None
     for ep, etp in _expert_groups(job, tp):
-        data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # with which the mesh can be
+        data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # the least with which the mesh is valid
         mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=job.machine.ranks_per_node)
         divided = job.changed(mesh, train={"micro_batch": micro_batch})
         if rest is None:
             rest = RankCosts(divided, known)
-            attention = min(rest.attention.values(), key=_seconds)  # of the quickest kind of block
+            attention = min(rest.attention.values(), key=_seconds)  # of the fastest kind of block
             norms = min(each.norms for each in rest.blocks.values())
             shared = [*norms * [rest.norm], attention]
             besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))
@@ -204,5 +208,5 @@ def _seconds(passes: Passes) -> float:
 
 
 def divisors(number: int) -> list[int]:
-    """Of a number, in order."""
+    """Returns the divisors of a number, in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]

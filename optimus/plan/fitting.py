@@ -1,4 +1,4 @@
-"""Of a way to divide the work: how the state is held, where the stages lie and what is recomputed so that it fits."""
+"""Finds sharding, placement of stages and recomputation with which a division of the work fits in memory."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,20 +31,21 @@ from optimus.resolve.stages import splits_backward
 from optimus.state.buffers import RESIDENCES
 from optimus.state.plan import Shard
 
-# What these reduce or gather for every microbatch, sharding the optimizer's state alone moves once: beside the last backward
-# pass and the next forward pass, which are as long as those beside which it would be moved for a microbatch.
+# These levels reduce or all-gather in every microbatch. Sharding the optimizer's state alone moves the same bytes once,
+# beside the last backward pass and the next forward pass, which hide as much as the passes of any microbatch.
 _FINER = ("gradients", "parameters")
 
 
 class Timed(NamedTuple):
-    """A job, and what its step takes."""
+    """A job, and the seconds of its step."""
 
     seconds: float
     job: Job
 
 
 class _Way(NamedTuple):
-    """To hold the state, and the bytes that it leaves of each rank of `Fitting._ranks_of` and of communicators' buffers."""
+    """A way to shard the state, and the bytes that the state leaves on each rank of `Fitting._ranks_of` for activations and
+    for communicators' buffers."""
 
     shard: Shard
     width: int | ShardRanks | None
@@ -52,7 +53,7 @@ class _Way(NamedTuple):
 
 
 class Fitting:
-    """Finds what fits, and remembers what jobs have in common."""
+    """Finds layouts that fit, and caches the results that jobs have in common."""
 
     def __init__(self, job: Job) -> None:
         self._machine = job.machine
@@ -66,7 +67,8 @@ class Fitting:
         self._hides = profile.overlap_data >= profile.overlap_gather and not profile.broadcast
 
     def least(self, candidate: Candidate) -> float:
-        """Seconds that a step takes at least, if nothing is recomputed, in the ways to hold the state that leave memory."""
+        """Returns a lower bound of a step's seconds without recomputation, over the ways to shard the state that leave
+        memory."""
         job, work = candidate.job, candidate.division.work
         ways = self._ways_of(job)
         enough = {width for shard, width, _ in ways if shard == "optimizer"}
@@ -75,14 +77,16 @@ class Fitting:
         return min((least_time(placed, work) for placed in places), default=math.inf)
 
     def fastest(self, candidate: Candidate, limit: float) -> Timed | None:
-        """The fastest sharding, placement of stages and recomputation with which `candidate` fits, if a step takes less than
-        `limit` seconds."""
+        """Returns the fastest sharding, placement of stages and recomputation with which `candidate` fits, or None if no
+        step takes less than `limit` seconds."""
         best = None
         job = replace(candidate.job, machine=self._machine, nodes=self._nodes)
-        work = candidate.division.work if self._machine.network.links is None else None  # that knows no links
+        work = (
+            candidate.division.work if self._machine.network.links is None else None
+        )  # whose costs know no links between nodes
         sizes = cache(partial(self._activation_sizes, candidate, job))
-        too_slow = set[int | ShardRanks | None]()  # widths of the optimizer's state alone
-        enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # of what less sharding recomputed, by width
+        too_slow = set[int | ShardRanks | None]()  # widths over which sharding the optimizer's state alone is too slow
+        enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # recomputation that less sharding needs, by width
 
         def in_time(places: Iterable[Job]) -> list[Job]:
             return [placed for placed in places if least_time(placed, work) < limit]
@@ -107,11 +111,11 @@ class Fitting:
         return best
 
     def _is_slower(self, shard: Shard, width: int | ShardRanks | None) -> bool:
-        """Whether sharding the optimizer's state alone over as many ranks is as fast, if no more is recomputed then."""
+        """True if sharding the optimizer's state alone over as many ranks is as fast, when no more is recomputed then."""
         return self._hides and shard in _FINER and not isinstance(width, ShardRanks)
 
     def _ways_of(self, job: Job) -> list[_Way]:
-        """The ways to hold its state that leave memory."""
+        """Returns the ways to shard the job's state that leave memory."""
         key = job.mesh, job.parallel.stages_per_rank, job.ends_apart, job.microbatches > 1
         if key not in self._ways:
             ranks = [*dict.fromkeys(stages_of_each(job))]
@@ -120,7 +124,7 @@ class Fitting:
         return self._ways[key]
 
     def _buffers_of(self, job: Job) -> float:
-        """Bytes that its communicators' buffers take."""
+        """Returns the bytes of the job's communicator buffers."""
         parallel, state = job.parallel, job.state
         key = job.mesh, parallel.schedule, parallel.stages_per_rank, state.shard, state.shard_ranks
         if key not in self._buffers:
@@ -128,7 +132,7 @@ class Fitting:
         return self._buffers[key]
 
     def _ranks_of(self, job: Job) -> list[Rank]:
-        """Of ranks whose stages are alike one, which keeps what any of them does."""
+        """Returns one rank for all ranks with the same stages, with the live microbatches of all these ranks."""
         key = job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank, job.microbatches
         if key not in self._ranks:
             merged: dict[tuple[PartCounts, ...], Rank] = {}
@@ -145,8 +149,11 @@ class Fitting:
         sizes: Callable[[frozenset[str]], list[float]],
         in_time: Callable[[Iterable[Job]], list[Job]],
     ) -> tuple[frozenset[str], Sequence[Job]]:
-        """(what to recompute, those of `places` that are in time with it): the cheapest with which activations take no more
-        than `room` of each rank; no places if nothing is. `sizes` takes longest to say."""
+        """Returns (the cheapest recomputation that fits, those of `places` that are in time with it); no places if nothing
+        fits.
+
+        Activations fit if they take at most `room` bytes on each rank. Calling `sizes` takes longest, so it comes last.
+        """
         slow: list[frozenset[str]] = []
         for recompute in self._sets:
             if any(less <= recompute or "block" in recompute for less in slow):
@@ -159,7 +166,7 @@ class Fitting:
         return frozenset(), []
 
     def _activation_sizes(self, candidate: Candidate, job: Job, recompute: frozenset[str]) -> list[float]:
-        """Bytes on each rank of `_ranks_of`."""
+        """Returns the bytes of activations on each rank of `_ranks_of`."""
         key = candidate.division, splits_backward(job.config), recompute
         if key not in self._kept:
             self._kept[key] = run_activations(job.changed(recompute=[*recompute]))
@@ -167,7 +174,8 @@ class Fitting:
 
 
 def state_room(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[float]:
-    """Bytes that its state leaves of the device of each of `ranks`; none where the host has no room for it."""
+    """Returns the bytes that the job's state leaves on the device of each of `ranks`; -inf where the host has no room for
+    the state."""
     room, beside = usable(job.machine), host_room(job)
     return [
         room - sum(parts.values()) if elsewhere.host <= beside else -math.inf
@@ -176,9 +184,11 @@ def state_room(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[float]
 
 
 def residencies(job: Job) -> Iterator[Job]:
-    """The job with its state where it may be, what is fastest first: on the device, then on the host of a machine whose host
-    is known to have memory, then on its disks; as configured, where that is elsewhere than on the device. Where gradients
-    are added up is tried likewise: on the device, then on the host."""
+    """Yields the job with its state in each place, the fastest place first.
+
+    The places are the device, then the host where its bandwidth is known, then the machine's disks. A job that is configured
+    with offloading keeps its place. In each place, gradients are accumulated on the device first, then on the host.
+    """
     yield from _accumulations(job)
     host = job.machine.host
     if job.state.offload == "none" and host.bandwidth is not None and not host.shared:
@@ -187,7 +197,7 @@ def residencies(job: Job) -> Iterator[Job]:
 
 
 def _accumulations(job: Job) -> Iterator[Job]:
-    """The job, and with the gradients of several microbatches, if there may be some, on the host."""
+    """Yields the job, and the job that accumulates gradients on the host, if a step may have several microbatches."""
     yield job
     leaves = RESIDENCES[job.state.offload][1] != "device"
     if leaves and job.state.accumulate_on == "auto" and job.train.global_batch > job.mesh.size:
@@ -195,18 +205,21 @@ def _accumulations(job: Job) -> Iterator[Job]:
 
 
 def held(job: Job, shard: Shard, width: int | ShardRanks | None) -> Job:
-    """The job with its state sharded so."""
+    """Returns the job with this sharding of its state."""
     return job.changed(state={"shard": shard, "shard_ranks": width})
 
 
 def recomputed(job: Job, recompute: frozenset[str]) -> Job:
-    """The job with that recomputed."""
+    """Returns the job with this recomputation."""
     return job.changed(recompute=[kind for kind in KINDS if kind in recompute])
 
 
 def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
-    """All ways to hold the state: the levels, over all replicas (None) and over those of a node; and parameters over those
-    ranks of a node that are nearest to each other, gradients over these or the node's, the rest over all."""
+    """Yields all ways to shard the state, as (level, width).
+
+    Each level is over all replicas (None) and over the replicas on a node. Parameters are also sharded over the nearest
+    ranks of a node, with gradients over either of these widths, and the rest over all replicas.
+    """
     mesh = job.mesh
     yield "none", None
     if mesh.stage == mesh.tp:
@@ -229,7 +242,8 @@ def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
 
 
 def placements(job: Job) -> Iterator[Job]:
-    """All of a stage together, or stages as near as the groups in them allow."""
+    """Yields the job with all ranks of a stage together, and with stages side by side, as near as the groups in a stage
+    allow."""
     yield job
     mesh = job.mesh
     least = math.lcm(mesh.cp * mesh.tp, mesh.ep * mesh.etp)
@@ -238,8 +252,8 @@ def placements(job: Job) -> Iterator[Job]:
 
 
 def recomputations(model: ModelConfig) -> Sequence[frozenset[str]]:
-    """Sets of modules, those that cost least first: of norms, attention and whatever feed-forward layers there are; or whole
-    blocks."""
+    """Returns the sets of modules to recompute, cheapest first: of norms, attention and the model's feed-forward layers;
+    then whole blocks."""
     feed_forward = frozenset("moe" if model.experts_of(layer) else "mlp" for layer in set(model.alike))
     cost = {frozenset({"norm"}): 1, frozenset({"attention"}): 4, feed_forward: 6}
     sets = [each for count in range(4) for each in combinations(cost, count)]

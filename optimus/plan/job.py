@@ -1,4 +1,4 @@
-"""A run on a machine: what the planner predicts, and what its search varies."""
+"""A run on a machine: the planner predicts it, and the search varies its layout."""
 
 import math
 from collections import Counter
@@ -28,26 +28,26 @@ from optimus.resolve.precision import precision
 from optimus.resolve.run import RunInputs
 from optimus.resolve.teachers import teacher_models
 
-# Of each parameter of `blocks.examples`, in their order: its update rule, and the share of the blocks alike in which it has
-# that; several, where the rules differ.
-Rules = tuple[
-    tuple[tuple[Rule, float, float], ...], ...
-]  # of each parameter: rule, share of those alike, unpruned share
+# For each parameter of `blocks.examples`, in order: (update rule, share of the blocks alike with this rule, unpruned share).
+# A parameter has several entries where blocks of one kind have different rules.
+Rules = tuple[tuple[tuple[Rule, float, float], ...], ...]
 
 _PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
 _FACTOR = ".lora_a"
-_WORTH = 0.8  # of the time in fp32 is what bf16 may take on a machine: the rest of a step gains nothing by it
-_GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes
+_WORTH = (
+    0.8  # most time of products in bf16, relative to fp32, for bf16 to be worth it: the rest of a step gains nothing
+)
+_GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes per parameter
 
 
 @dataclass(frozen=True)
 class Job:
-    """`config`, which divides its work over the ranks of `mesh`, on a machine.
+    """A run of `config` on a machine, with its work divided over the ranks of `mesh`.
 
-    `imbalance` is the most tokens of a rank's experts over the mean, `rules` the update rules (empty: AdamW for all),
-    `factors` the projections that have low-rank factors, `teachers` the members of its teacher, `nodes` those of the
-    machine's links that are used, in the order of the ranks, `run` the whole of which `config` may be a phase, and
-    `sequences` those of its data, where its length is in passes over them.
+    `imbalance` is the most tokens of a rank's experts over the mean. `rules` are the update rules (empty: AdamW for all
+    parameters). `factors` are the projections with low-rank factors, and `teachers` the models of the run's teacher. `nodes`
+    are the nodes in use, as indices into the machine's links, in the order of the ranks. `run` is the whole run of which
+    `config` may be a phase. `sequences` counts the sequences of the run's data, where the run's length is in epochs.
     """
 
     config: RunConfig
@@ -62,48 +62,48 @@ class Job:
     run: RunConfig | None = None
     sequences: int | None = None
 
-    # ---- What the configuration says ----
+    # ---- From the configuration ----
 
     @property
     def model(self) -> ModelConfig:
-        """What is trained."""
+        """The model to train."""
         return self.config.model
 
     @property
     def train(self) -> TrainConfig:
-        """Its batches."""
+        """The section `train`: batches, sequence length, precision."""
         return self.config.train
 
     @property
     def parallel(self) -> ParallelConfig:
-        """How the work is divided."""
+        """The section `parallel`: the division of the work."""
         return self.config.parallel
 
     @property
     def state(self) -> StateConfig:
-        """How the state is held."""
+        """The section `state`: sharding and offloading."""
         return self.config.state
 
     @property
     def recompute(self) -> frozenset[str]:
-        """What a block recomputes in its backward pass, of every `config.recompute_every`-th block."""
+        """Modules that every `config.recompute_every`-th block recomputes in its backward pass."""
         return self.profile.recompute.union(self.config.recompute)
 
-    # ---- What follows from it ----
+    # ---- Derived sizes ----
 
     @property
     def precision(self) -> str:
-        """Of the matrix products."""
+        """Precision of the matrix products."""
         return self.profile.products or _PRECISION[self.train.precision]
 
     @property
     def itemsize(self) -> float:
-        """Bytes of a parameter as it is computed with, and of an activation."""
+        """Bytes of an element of activations, and of parameters in computation."""
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
     def microbatches(self) -> int:
-        """Of a step."""
+        """Microbatches of a rank in a step."""
         return self.train.microbatches(self.mesh.dp)
 
     @property
@@ -113,12 +113,12 @@ class Job:
 
     @property
     def common_batch(self) -> int:
-        """The most sequences of a step that divide those of all phases: a layout must divide them."""
+        """Greatest common divisor of the global batches of all phases, in sequences: a layout must divide it."""
         return math.gcd(self.train.global_batch, *(phase.global_batch or 0 for phase in self.config.phases))
 
     @property
     def common_length(self) -> int:
-        """The most tokens of a sequence that divide those of all phases."""
+        """Greatest common divisor of the sequence lengths of all phases, in tokens."""
         return math.gcd(self.train.sequence_length, *(phase.sequence_length or 0 for phase in self.config.phases))
 
     @property
@@ -133,11 +133,11 @@ class Job:
 
     @property
     def ends_apart(self) -> bool:
-        """Whether the first and the last stage are on different ranks of a pipeline."""
+        """True if the first and the last stage are on different ranks of a pipeline."""
         return self.mesh.pp > 1 and schedules()[self.parallel.schedule].placement == "loop"
 
     def group(self, *axes: str) -> StridedGroup:
-        """Where the ranks along `axes` lie."""
+        """Returns the placement of the ranks along `axes`."""
         return group_along(self.mesh, axes)
 
     # ---- Nodes ----
@@ -149,19 +149,20 @@ class Job:
 
     @property
     def placed(self) -> Machine:
-        """The machine as the ranks see it: its nodes in their order, by default that in which they are given."""
+        """The machine with its nodes in the order of the ranks, by default in the order of the machine's links."""
         if self.machine.network.links is None:
             return self.machine
         return in_order(self.machine, self.nodes or range(self.node_count))
 
     def with_neighbours(self) -> "Job":
-        """Its nodes in a chain of such as are near to each other, where they are not alike."""
+        """Returns the job with its nodes in a chain of near neighbours, if links differ between nodes."""
         if self.machine.network.links is None:
             return self
         return replace(self, nodes=tuple(chained(self.machine, self.node_count)))
 
     def checked(self) -> "Job":
-        """Itself. Raises `UserError` where its ranks do not fill nodes of the machine, or it lacks its precision."""
+        """Returns the job. Raises `UserError` when the ranks do not fill nodes, when the machine's links cover too few
+        nodes, or when the machine lacks the job's precision."""
         ranks, node, links = self.mesh.size, self.machine.ranks_per_node, self.machine.network.links
         if ranks > node and ranks % node:
             low = ranks // node * node
@@ -179,7 +180,7 @@ class Job:
     # ---- Other layouts ----
 
     def changed(self, mesh: Mesh | None = None, **sections: Any) -> "Job":
-        """With other values in sections of the configuration, a mapping for each, and on another mesh."""
+        """Returns the job with other values in sections of the configuration, a mapping for each, and on another mesh."""
         if mesh is not None:
             sections["parallel"] = {**axes_of(mesh), **sections.get("parallel", {})}
         config = self.config
@@ -191,7 +192,7 @@ class Job:
 
     @property
     def undivided(self) -> "Job":
-        """On as many ranks, all data-parallel, with nothing sharded and nothing recomputed."""
+        """The job on as many ranks, all data-parallel, with nothing sharded and nothing recomputed."""
         before = self.parallel
         parallel = ParallelConfig.model_construct(context_method=before.context_method, overlap=before.overlap)
         plain = replace(self, config=self.config.model_copy(update={"parallel": parallel}))
@@ -206,7 +207,7 @@ class Job:
 
 
 def axes_of(mesh: Mesh) -> dict[str, Any]:
-    """What the section `parallel` of a configuration says of `mesh`."""
+    """Returns the sizes of the axes of `mesh`, as keys of a configuration's section `parallel`."""
     return {
         "data": mesh.dp,
         "tensor": mesh.tp if mesh.tp_in == 1 else [mesh.tp_out, mesh.tp_in],
@@ -224,8 +225,8 @@ def axes_of(mesh: Mesh) -> dict[str, Any]:
 def job_of(
     config: RunConfig, machine: Machine, mesh: Mesh, profile: Profile | None = None, imbalance: float = 1.0
 ) -> Job:
-    """`config`, of phases the longest one, on a machine. Raises `UserError` where the ranks of `mesh` do not fill its nodes,
-    or no teacher is there."""
+    """Returns the job of `config`, or of its longest phase, on a machine. Raises `UserError` when the ranks of `mesh` do not
+    fill nodes, or when a teacher is missing."""
     run = config.decided(precision(config, machine_facts(machine, mesh.size).bfloat16, {}).values)
     config = longest(phases_of(run)) if run.phases else run
     model, rank = whole_model(config), config.train.lora_rank
@@ -237,7 +238,7 @@ def job_of(
 
 
 def machine_facts(machine: Machine, ranks: int) -> Facts:
-    """What a run on so many ranks of a machine finds there."""
+    """Returns the facts that a run on `ranks` ranks finds on a machine."""
     known, per_node = machine.arithmetic, min(ranks, machine.ranks_per_node)
     native, why = "bf16" in known or "fp32" not in known, f"{machine.name} computes in it"
     if "bf16" in known and "fp32" in known:
@@ -248,7 +249,7 @@ def machine_facts(machine: Machine, ranks: int) -> Facts:
 
 
 def profile_of(config: RunConfig) -> Profile:
-    """This library as `config` has it reduce gradients, and hide what it sends."""
+    """Returns this library's profile, with the gradient type and the overlap that `config` chooses."""
     profile, bytes_each = Profile(), _GRADIENT[config.state.gradient_dtype]
     change = {"gradient": bytes_each, "reduced": bytes_each}
     change |= {} if config.parallel.overlap else {"overlap_tensor": 0.0}
@@ -257,10 +258,11 @@ def profile_of(config: RunConfig) -> Profile:
 
 
 def _rules(config: RunConfig, model: Transformer, factors: Factors) -> Rules:
-    """The update rules of a run's parameters, counted over the blocks that are alike, of which some may lack a factor."""
+    """Returns the update rules of a run's parameters, counted over the blocks of each kind. Some of these blocks may lack a
+    factor."""
     recipe, alike = recipe_of(config, model, RunInputs()), config.model.alike
     made, layers = examples(config.model, factors)
-    left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # in the end
+    left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # after the last pruning
 
     def rule(name: str) -> tuple[Rule | None, float]:
         return recipe.rules.get(name), left if name in recipe.unpruned else 1.0

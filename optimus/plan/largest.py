@@ -1,4 +1,5 @@
-"""The largest model that a machine trains: the given one, with more layers, with its state on the devices or beside them."""
+"""Finds the largest model that a machine trains: the given one with as many layers as fit, with its state on the devices or
+offloaded."""
 
 from collections.abc import Iterator
 
@@ -9,13 +10,14 @@ from optimus.plan.prediction import Plan
 from optimus.plan.search import fits, search_residency
 
 MOST_LAYERS = 1 << 12
-"""That are tried."""
+"""Largest number of layers that is tried."""
 
 
 def largest(job: Job) -> list[Plan]:
-    """Of each residency that the machine has, the deepest model of which a layout fits, in its fastest layout.
+    """Returns the deepest model of which a layout fits, in its fastest layout, for each place of the state that the machine
+    has.
 
-    Raises `UserError` where not even the given model does anywhere, or where its layers are not all alike.
+    Raises `UserError` when the model's layers are not all alike, or when no number of layers fits.
     """
     if len(set(job.model.alike)) > 1:
         raise UserError(
@@ -28,7 +30,8 @@ def largest(job: Job) -> list[Plan]:
 
 
 def _deepest(job: Job) -> Iterator[Plan]:
-    """By doubling, and then halving what is between, until less than a sixteenth is not known."""
+    """Yields the plan of the deepest model, if any fits. The number of layers is doubled, then bisected to within a
+    sixteenth."""
     least, most, layers = 0, None, job.model.layers
     while 0 < layers <= MOST_LAYERS and (most is None or most - least > max(1, least // 16)):
         if fits(job.changed(model={"layers": layers})):

@@ -1,7 +1,7 @@
-"""Nodes that are not equally near: which of them stand beside which in the order of the ranks (Pipette; Holmes).
+"""Orders nodes that are not equally near, so that neighbours in the order of the ranks have fast links (Pipette; Holmes).
 
-A matrix gives the bandwidth between each two nodes. Ranks lie on the nodes in their order, so that order decides which links
-a group's ring uses; all groups of a kind wait for the thinnest of them.
+A matrix gives the bandwidth between each two nodes. The order of the nodes decides which links a group's ring uses, as ranks
+are on the nodes in order. All groups of a kind wait for the slowest of their links.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from optimus.plan.machine import Machine
 
 _ROUNDS = 4  # through all pairs of nodes; the order is seldom improved after the second
 _MOST_TRIES = 400  # orders whose step is timed: all pairs of 16 nodes three times
-_BEGINNINGS = 32  # of a chain of nodes, that are tried
+_BEGINNINGS = 32  # first nodes of a chain that are tried
 
 
 def even(machine: Machine) -> Machine:
-    """As if all nodes were as near as the nearest two: no order of them is faster."""
+    """Returns the machine as if all nodes were as near as the nearest two: no order of its nodes is faster."""
     links = machine.network.links or [[]]
     best = max(
         (value for number, row in enumerate(links) for other, value in enumerate(row) if number != other), default=0
@@ -25,7 +25,7 @@ def even(machine: Machine) -> Machine:
 
 
 def in_order(machine: Machine, nodes: Sequence[int]) -> Machine:
-    """The same machine, its nodes in this order."""
+    """Returns the machine with its nodes in this order."""
     links = machine.network.links
     assert links is not None
     network = machine.network.model_copy(update={"links": [[links[a][b] for b in nodes] for a in nodes]})
@@ -33,7 +33,8 @@ def in_order(machine: Machine, nodes: Sequence[int]) -> Machine:
 
 
 def chained(machine: Machine, count: int) -> list[int]:
-    """`count` of the nodes, each followed by the nearest of those that are left, from the best beginning."""
+    """Returns a chain of `count` nodes, from the best first node. Each node is followed by the nearest of the nodes that are
+    left."""
     links = machine.network.links
     assert links is not None
 
@@ -51,8 +52,8 @@ def chained(machine: Machine, count: int) -> list[int]:
 
 
 def exchanged(nodes: Sequence[int], every: int, seconds: Callable[[Sequence[int]], float]) -> list[int]:
-    """`nodes` of `every` many in a better order: pairs change places, used ones or one that is not, while that makes a step
-    shorter."""
+    """Returns `nodes` in a better order; the machine has `every` nodes. Pairs change places while that makes a step shorter:
+    two nodes in use, or one in use and one that is not."""
     order, tries = [*nodes, *(node for node in range(every) if node not in nodes)], 0
     best = seconds(order[: len(nodes)])
     for _ in range(_ROUNDS):

@@ -1,6 +1,6 @@
-"""What a run stands on, as data: rates of arithmetic and memory, links in a node and between nodes.
+"""Describes machines as data: rates of arithmetic and memory, links within a node and between nodes.
 
-The files lie in `machines/`; `optimus bench machine` writes one for the machine that it runs on. Units are bytes, seconds
+The files are in `machines/`; `optimus bench machine` writes one for the machine that it runs on. Units are bytes, seconds
 and floating point operations; a link's bandwidth is that of one direction.
 """
 
@@ -18,8 +18,8 @@ from optimus.errors import UserError, nearest
 from optimus.section import Section
 
 _FOLDER = Path(__file__).parent / "machines"
-_ATTENTION_BACKWARD = 2.5  # products of the backward pass of fused attention, to those of the forward pass
-_STEP = 32  # columns of a head in which attention kernels come
+_ATTENTION_BACKWARD = 2.5  # FLOPs of the backward pass of fused attention over those of the forward pass
+_STEP = 32  # attention kernels pad the columns of a head to a multiple of this
 
 
 class Arithmetic(Section):
@@ -28,7 +28,7 @@ class Arithmetic(Section):
     peak: float = Field(gt=0, description="What the vendor states, FLOP/s; utilisation is a share of it.")
     achieved: float = Field(gt=0, description="What the best product of large matrices has reached, FLOP/s.")
     sustained: float = Field(1.0, gt=0, le=1)
-    """Share of that that products keep up one after another, at the power limit."""
+    """Share of `achieved` that products sustain one after another, at the power limit."""
 
     @property
     def sustained_rate(self) -> float:
@@ -43,14 +43,14 @@ class Arithmetic(Section):
 
 
 class Matmul(Section):
-    """How products of smaller matrices fall behind the best."""
+    """Efficiency of products of smaller matrices."""
 
     tile: int = Field(gt=0, description="Rows and columns of the result that one core computes at a time.")
     depth: int = Field(ge=0, description="Inner elements that take as long as beginning and ending a tile.")
 
 
 class Pace(Section):
-    """What was measured of one kind of collective."""
+    """Measured costs of one kind of collective."""
 
     share: float = Field(1.0, gt=0, description="Of a ring's bandwidth, that it reaches.")
     start: float = Field(0.0, ge=0, description="Seconds besides its steps.")
@@ -68,40 +68,41 @@ class Node(Section):
     bandwidth: float = Field(gt=0, description="Of a rank to its neighbours in a ring, bytes/s.")
     latency: float = Field(ge=0, description="Of a message, seconds.")
     groups: dict[str, float] = Field({})
-    """Measured bandwidth of simultaneous rings of G1 ranks, G0 apart ('G0xG1'; the dissertation on AxoNN, section
-    5.1.2, case 1), where it differs."""
+    """Measured bandwidth of simultaneous rings of G1 ranks, G0 apart ('G0xG1'; the dissertation on AxoNN, section 5.1.2,
+    case 1), where different from `bandwidth`."""
     paces: dict[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"], Pace] = Field({})
-    """Kinds of collectives (shift: a message to the next rank) that bandwidth and latency do not describe."""
+    """Costs of the kinds of collectives (shift: a message to the next rank) that bandwidth and latency do not describe."""
 
     def nearest(self, stride: int) -> list[int]:
-        """Of how many ranks, `stride` apart, rings are faster than others: those of a card, or of a plane."""
+        """Returns the sizes of groups of ranks, `stride` apart, whose rings are faster than others: ranks of a card, or of a
+        plane."""
         keys = (key.split("x") for key, bandwidth in self.groups.items() if bandwidth > self.bandwidth)
         return sorted(int(size) for apart, size in keys if int(apart) == stride)
 
     def pace(self, kind: str) -> Pace:
-        """Of a kind of collective."""
+        """Returns the pace of a kind of collective."""
         return self.paces.get(kind) or _pace(self.latency)  # type: ignore[call-overload]
 
 
 class Protocol(Section):
-    """How ranks of several nodes send to each other, all of a node's at once: in steps, of which each hides some of its
-    latency behind what it sends."""
+    """Steps in which ranks of several nodes send to each other, all ranks of a node at once. Each step hides some of its
+    latency behind its transfer."""
 
     step: float = Field(ge=0, description="Seconds of a step, however little is sent.")
     bandwidth: float = Field(gt=0, description="Of a node, bytes/s.")
 
 
 class Library(Section):
-    """The rings of a vendor's library (NCCL, RCCL) over all ranks of several nodes, as they were measured."""
+    """Measured rings of a vendor's library (NCCL, RCCL) over all ranks of several nodes."""
 
     protocols: list[Protocol] = Field(min_length=1)
-    """Of which it takes the fastest: in NCCL's words LL for small blocks, and Simple."""
+    """Protocols of which the library takes the fastest: in NCCL's words LL for small blocks, and Simple."""
     crowded: list[Protocol] = Field([])
-    """The same on more than `few_nodes`, where messages come before they are awaited (PCCL, arXiv 2504.18658 v2)."""
+    """Protocols on more than `few_nodes` nodes, where messages come before they are awaited (PCCL, arXiv 2504.18658 v2)."""
     few_nodes: int | None = Field(None, gt=0, description="None: as many as there are.")
 
     def on(self, nodes: int) -> list[Protocol]:
-        """Its protocols on so many nodes."""
+        """Returns the protocols on `nodes` nodes."""
         return self.protocols if self.few_nodes is None or nodes <= self.few_nodes else self.crowded
 
     @model_validator(mode="after")
@@ -116,17 +117,18 @@ class Network(Section):
 
     rings: int = Field(1, gt=0, description="Rings at once that it takes to use all adapters of a node.")
     bandwidth: float = Field(gt=0)
-    """Of a node, all its adapters together, bytes/s, as collectives reach it."""
+    """Bandwidth of a node, all its adapters together, bytes/s, as collectives reach it."""
     latency: float = Field(ge=0, description="Of a message, seconds.")
     group_nodes: int | None = Field(None, gt=0, description="Nodes among which the bandwidth is whole.")
     taper: float = Field(1.0, gt=0, le=1, description="Share of it between all nodes, if there are more.")
     library: Library | None = None
     """Rings of the vendor's library, where bandwidth and latency do not describe them (`profile.collectives: library`)."""
     doubling: Protocol | None = None
-    """Rounds of recursive doubling between nodes, each rank with those of its place (`profile.collectives: pccl`)."""
+    """Rounds of recursive doubling between nodes, each rank with the ranks of its local rank on other nodes
+    (`profile.collectives: pccl`)."""
     links: list[list[float]] | None = None
-    """Where nodes are not equally near: bandwidth between each two of those there are, all their adapters together,
-    bytes/s. It then stands for bandwidth, group_nodes and taper."""
+    """Bandwidth between each two nodes, all adapters of a node together, bytes/s, where nodes are not equally near. The
+    matrix replaces bandwidth, group_nodes and taper."""
 
     @model_validator(mode="after")
     def _matrix(self) -> "Network":
@@ -140,11 +142,11 @@ class Network(Section):
 
 
 class Communicator(Section):
-    """What a communicator takes of a rank's memory: as NCCL has it, with its defaults where a file says nothing else.
+    """Memory of a rank that a communicator takes, as with NCCL, and with NCCL's defaults where a file says nothing else.
 
-    Each channel has a buffer for each protocol and each connected peer. Those of rings are counted, with two peers however
-    many ranks there are (NVIDIA's answers in NCCL's issues 864, 986 and 1450); not the peers that trees have besides, nor
-    what sends and receives share. Every protocol is taken to have NCCL_BUFFSIZE: LL has less, LL128 more.
+    Each channel has a buffer for each protocol and each connected peer. The peers of rings are counted: two, however many
+    ranks there are (NVIDIA's answers in NCCL's issues 864, 986 and 1450). The additional peers of trees, and the buffers
+    that sends and receives share, are not counted. Every protocol is taken to have NCCL_BUFFSIZE: LL has less, LL128 more.
     """
 
     buffer: float = Field(2.0**22, ge=0, description="Bytes (NCCL_BUFFSIZE).")
@@ -152,27 +154,27 @@ class Communicator(Section):
     protocols: int = Field(3, gt=0, description="With buffers of their own: LL, LL128, Simple.")
 
     def memory(self, ranks: int) -> float:
-        """Bytes that one of so many ranks takes, once they are connected."""
+        """Returns the bytes that each of `ranks` ranks takes, once all are connected."""
         return min(2, ranks - 1) * self.channels * self.protocols * self.buffer
 
 
 class Host(Section):
-    """What a node has besides its accelerators."""
+    """Memory, links and disks of a node besides its accelerators."""
 
     memory: float = Field(gt=0, description="Bytes of a node.")
     shared: bool = False
-    """Whether the ranks' memory is a part of this one: they compute on the host's processors."""
+    """True if ranks compute on the host's CPUs: the ranks' memory is then a part of the host's."""
     link: float = Field(gt=0, description="Between a rank and its host, bytes/s each way, all of a node at once.")
     bandwidth: float | None = Field(None, gt=0)
-    """Of a node's host memory, bytes/s. None: not known, and state is not planned to be on the host."""
+    """Bandwidth of a node's host memory, bytes/s. None: not known, and state is not planned to be on the host."""
     read: float | None = Field(None, gt=0, description="Of a node's own disks, bytes/s; None: it has none.")
     write: float | None = Field(None, gt=0, description="The same, when written to.")
     storage: float = Field(1e9, gt=0)
-    """What a node writes to the file system, bytes/s, all nodes at once; by default a guess."""
+    """Rate at which a node writes to the file system, bytes/s, all nodes at once; the default is a guess."""
 
 
 class Machine(Section):
-    """One kind of node, as many as are wanted of it, and their network."""
+    """One kind of node, in any number, and the network of the nodes."""
 
     name: str = Field(description="What tables call it.")
     source: str = Field(description="Where the figures come from.")
@@ -183,24 +185,25 @@ class Machine(Section):
     arithmetic: dict[str, Arithmetic] = Field(description="By precision: bf16, fp16, fp32, fp8, fp4.")
     matmul: Matmul
     attention: float = Field(gt=0, le=1)
-    """Share of the peak in 16 bits that the best fused attention nears with long sequences."""
+    """Share of the peak in 16 bits that the best fused attention approaches with long sequences."""
     attention_before: float | None = Field(None, gt=0, le=1)
-    """The same of kernels written for the generation before; None: as the best."""
+    """Share of the peak in 16 bits for kernels written for the previous generation; None: as the best."""
     attention_half: float = Field(480, ge=0, description="Tokens of a sequence with which it reaches half of that.")
     kernel_latency: float = Field(ge=0, description="From one kernel to the next, seconds.")
     alone: float = Field(1.0, ge=1)
-    """How much faster a rank computes while its node's others are idle: ranks that share cores."""
+    """Speedup of a rank while the other ranks of its node are idle, for ranks that share cores."""
     overlap: float = Field(1.0, ge=0, le=1)
-    """Share of computing beside which links move data; 0 where the cores that compute move it as well."""
+    """Share of computation that transfers can overlap; 0 where the cores that compute move the data as well."""
     node: Node
     network: Network
     host: Host
     communicator: Communicator = Communicator()
     collectives: Measured | None = None
-    """Seconds of each algorithm, by which a run chooses among them (`optimus bench collectives --write`)."""
+    """Measured seconds of each algorithm, by which a run chooses among algorithms (`optimus bench collectives --write`)."""
 
     def rates(self, precision: str) -> Arithmetic:
-        """Of a precision; either 16-bit type stands for the other. Raises `UserError` for one that it has not."""
+        """Returns the rates of a precision; either 16-bit type stands for the other. Raises `UserError` for a precision that
+        the machine lacks."""
         for name in (precision, {"bf16": "fp16", "fp16": "bf16"}.get(precision, "")):
             if name in self.arithmetic:
                 return self.arithmetic[name]
@@ -209,11 +212,11 @@ class Machine(Section):
     def matmul_seconds(
         self, rows: float, columns: float, inner: float, precision: str, count: float = 1, *, units: float = 1.0
     ) -> float:
-        """Of `count` products [rows, inner] x [inner, columns] at once.
+        """Returns the seconds of `count` products [rows, inner] x [inner, columns] at once.
 
-        Tiles are computed in waves over all cores, of which the last is half full on average; a tile takes `depth` steps
-        more than it has inner elements; and nothing is faster than memory. `units` is the share of the matrix units' rate
-        that the alignment of the matrices leaves; products that are faster without them do without.
+        All cores compute tiles in waves, of which the last is half full on average. A tile takes `depth` steps more than it
+        has inner elements. No product is faster than memory. `units` is the share of the matrix units' rate that the
+        alignment of the matrices leaves; products that are faster without matrix units do without.
         """
         rate, tile = self.rates(precision).sustained_rate, self.matmul.tile
         without = self.rates("fp32").achieved if "fp32" in self.arithmetic else rate
@@ -236,20 +239,24 @@ class Machine(Section):
         ranks: int = 1,
         speed: float = 1.0,
     ) -> tuple[float, float]:
-        """Of the forward and the backward pass of fused causal attention of so many tokens of sequences of `context`, each
-        on so many ranks. `sizes`: columns of a head's queries and values; `speed`: of the kernel, to the machine's best."""
+        """Returns the seconds of the forward pass and of the backward pass of fused causal attention.
+
+        The `tokens` tokens are in sequences of `context` tokens, each on `ranks` ranks. `sizes` are the columns of a head's
+        queries and values, `speed` is the kernel's speed relative to the machine's best. With `window`, a token attends to
+        at most `window` tokens.
+        """
         query, value = sizes
         flops = 2 * tokens * context * heads * (query + value)
         seen = min(window or context, context) / context
-        half = seen - seen * seen / 2  # of the square, without what is masked
+        half = seen - seen * seen / 2  # share of the square of scores that is not masked
         share = self.attention * context / ranks / (context / ranks + self.attention_half)
-        head = value / (-(-value // _STEP) * _STEP)  # of the best rate, as the rest of a step pads
+        head = value / (-(-value // _STEP) * _STEP)  # share of the best rate that padding leaves
         rate = self.rates(precision).peak * share * speed * head
         passes = half * flops / rate, _ATTENTION_BACKWARD * half * flops / rate
         return passes[0] + self.kernel_latency, passes[1] + self.kernel_latency
 
     def memory_seconds(self, moved: float, kernels: float = 1) -> float:
-        """Of kernels that only read and write `moved` bytes."""
+        """Returns the seconds of `kernels` kernels that together read and write `moved` bytes, and do nothing else."""
         return moved / self.memory_bandwidth + kernels * self.kernel_latency
 
 
@@ -263,7 +270,8 @@ def machine_names() -> list[str]:
 
 @cache
 def load_machine(name: str) -> Machine:
-    """A machine by its name, or by the path of a file. Raises `UserError` when there is none, or it is not as it must be."""
+    """Loads a machine by its name, or by the path of a file. Raises `UserError` when there is no such machine, or its file
+    is invalid."""
     path = user_path(name)
     if path.suffix in (".yaml", ".yml"):
         machine = read_section(path, Machine)
@@ -278,8 +286,8 @@ def load_machine(name: str) -> Machine:
 
 
 def _check_units(machine: Machine, path: Path) -> None:
-    """Raise `UserError` for a figure that can only be in other units than the file's: whatever is measured, on a slow
-    stand-in for a machine too, is far from these limits."""
+    """Raises `UserError` for a figure that can only be in other units than the file's. All measurements are far from these
+    limits, even those of a slow stand-in for a machine."""
     rates = {f"arithmetic.{kind}.peak": each.peak for kind, each in machine.arithmetic.items()}
     host, network = machine.host, machine.network
     moved = {

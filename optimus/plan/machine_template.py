@@ -1,4 +1,4 @@
-"""A machine's file to begin from: every key with what it means, its unit, and a figure or its default."""
+"""Writes a template of a machine file: every key with its meaning, its unit, and an example or its default."""
 
 import textwrap
 import types
@@ -22,7 +22,7 @@ _WIDTH = 118
 
 
 def machine_template() -> str:
-    """YAML of a whole machine, which `load_machine` reads, with comments."""
+    """Returns the YAML of a whole machine with comments, which `load_machine` reads."""
     example = load_machine(_EXAMPLE).model_dump(exclude_unset=True) | _OWN
     return "\n".join([*_comment(_HEAD, ""), "", *_section(Machine, example, "")]) + "\n"
 
@@ -36,7 +36,7 @@ def _section(kind: type[BaseModel], example: Mapping[str, Any], indent: str) -> 
         elif inner is not None and isinstance(value, Mapping) and not _is_mapping(field):
             yield f"{indent}{name}:"
             yield from _section(inner, value, f"{indent}  ")
-        elif inner is not None and isinstance(value, Mapping):  # of the same by name
+        elif inner is not None and isinstance(value, Mapping):  # several sections by name
             for each, more in inner.model_fields.items():
                 yield from _comment(f"{each}: {more.description or _about(more)}", f"{indent}  ")
             yield f"{indent}{name}:"
@@ -46,7 +46,7 @@ def _section(kind: type[BaseModel], example: Mapping[str, Any], indent: str) -> 
 
 
 def _about(field: FieldInfo) -> str:
-    """Of a section, what its class says first."""
+    """Returns the first paragraph of the docstring of a field's section, or an empty string."""
     inner = _model_in(field)
     text = (inner.__doc__ or "") if inner is not None else ""
     return " ".join(text.split("\n\n")[0].split())
@@ -59,7 +59,7 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 
 
 def _model_in(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds, or holds several of."""
+    """Returns the class of the section, or sections, that a field holds; None for any other field."""
 
     def found(annotation: Any) -> type[BaseModel] | None:
         if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
@@ -74,7 +74,7 @@ def _is_mapping(field: FieldInfo) -> bool:
 
 
 def _written(value: Any) -> str:
-    """In YAML, on one line."""
+    """Returns a value in YAML, on one line."""
     plain = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
     return (
         yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=10**6)
@@ -84,7 +84,7 @@ def _written(value: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Large and small numbers as people write them: 8.5e+10."""
+    """Writes large and small numbers as people do: 8.5e+10."""
 
 
 def _number(dumper: _Dumper, value: float) -> yaml.ScalarNode:

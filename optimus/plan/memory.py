@@ -1,9 +1,11 @@
-"""Bytes on a rank, as a search estimates them in microseconds: parameters, gradients and optimizer state by their layouts,
-activations by what is recomputed and by how many microbatches the schedule keeps. What a plan says is the account of its run
-(`resolve.memory`), by which it must fit.
+"""Estimates the bytes on a rank in microseconds, for the search.
 
-For this library activations are what `parallel.activations` measures of its own modules; for the frameworks of published
-measurements, what `benchmarks.published.activations` counts.
+Parameters, gradients and optimizer state follow from their layouts, activations from recomputation and from the live
+microbatches of the schedule. A plan reports the memory account of its run instead (`resolve.memory`), and must fit by that
+account.
+
+For this library, activations are those that `parallel.activations` measures of its own modules. For the frameworks of
+published measurements, `benchmarks.published.activations` counts the activations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,19 +34,19 @@ from optimus.resolve.stages import live_of
 from optimus.state.buffers import Residency
 from optimus.state.plan import ChunkPlan
 
-FRAGMENTS = 0.08  # share of a rank's memory that cannot be used
-OPTIMIZER = "master", "moments", "mask"  # kinds of buffers
-KINDS = "norm", "attention", "mlp", "moe", "block"  # of recomputation, in the configuration's order
+FRAGMENTS = 0.08  # share of a rank's memory that is lost to fragmentation
+OPTIMIZER = "master", "moments", "mask"  # kinds of buffers of the optimizer
+KINDS = "norm", "attention", "mlp", "moe", "block"  # modules to recompute, in the configuration's order
 
 
 ActivationSizes = Callable[[PartCounts], tuple[float, float, float]]
-"""Bytes of one microbatch in a stage: from its forward to its backward pass, between the two parts of the latter where it is
-split, and for a moment besides."""
+"""Returns the bytes of one microbatch in a stage: (saved from the forward to the backward pass, saved between the two parts
+of a split backward pass, transient)."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest rank of the pipeline: on the device by kind, and elsewhere."""
+    """Bytes of the fullest rank of the pipeline: on the device by kind, and on the host or disk."""
 
     rank: int
     parts: Mapping[str, float]
@@ -52,24 +54,26 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All bytes on the device."""
         return sum(self.parts.values())
 
 
 class Rank(NamedTuple):
-    """A rank of the pipeline: what each of its stages holds, and the microbatches that they keep at most."""
+    """A rank of the pipeline: the parts of the model in its stages, and the live microbatches of these stages at their
+    peaks."""
 
     stages: tuple[PartCounts, ...]
     live: Sequence[Live]
 
 
 def memory_of(job: Job, kept: ActivationSizes | None = None) -> Memory:
-    """Of the fullest rank."""
+    """Returns the memory of the fullest rank."""
     return max(memory_of_ranks(job, kept), key=lambda memory: memory.total)
 
 
 def memory_of_ranks(job: Job, kept: ActivationSizes | None = None) -> list[Memory]:
-    """Of a rank of each rank of the pipeline. `kept` says what activations take; default: what the run's own do."""
+    """Returns the memory of each rank of the pipeline. `kept` gives the bytes of activations; default: those of the run's
+    own modules."""
     ranks = ranks_of(job)
     states = state_of([rank.stages for rank in ranks], job)
     activations = activations_of(ranks, kept or run_activations(job))
@@ -77,20 +81,21 @@ def memory_of_ranks(job: Job, kept: ActivationSizes | None = None) -> list[Memor
 
 
 def ranks_of(job: Job) -> list[Rank]:
-    """The ranks of the pipeline."""
+    """Returns the ranks of the pipeline."""
     live = live_of(job.config, job.microbatches)
     return [Rank(stages, kept) for stages, kept in zip(stages_of_each(job), live)]
 
 
 def stages_of_each(job: Job) -> list[tuple[PartCounts, ...]]:
-    """Of each rank of the pipeline what its stages have."""
+    """Returns the parts of the model in the stages of each rank of the pipeline."""
     counts = counts_of(job.model, blocks_of_stages(job))
     owned = stages_of_ranks(job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank)
     return [tuple(counts[number] for number in own) for own in owned]
 
 
 def state_of(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
-    """Of each rank: what it holds of parameters, gradients and the optimizer's state, on the device and elsewhere."""
+    """Returns the bytes of parameters, gradients and optimizer state on each rank: on the device by kind, and on the host or
+    disk."""
     plans = cache(partial(chunk_plans, job))
 
     @cache
@@ -101,12 +106,12 @@ def state_of(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[tuple[di
 
 
 def state_size(job: Job) -> float:
-    """Bytes of what the fullest rank holds on its device of parameters, gradients and the optimizer's state."""
+    """Returns the bytes of parameters, gradients and optimizer state on the device of the fullest rank."""
     return max(sum(parts.values()) for parts, _ in state_of([rank.stages for rank in ranks_of(job)], job))
 
 
 def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[str, float]]:
-    """Of each rank: what its activations take, and what a backward pass holds besides."""
+    """Returns the bytes of activations on each rank, and the transient bytes of a backward pass."""
     parts = []
     for rank in ranks:
         saved, waiting, working = zip(*map(kept, rank.stages))
@@ -116,8 +121,11 @@ def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[st
 
 
 def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -> tuple[dict[str, float], Elsewhere]:
-    """Of the chunks of these stages, by the account's rules: what is there at rest, copies for checkpoints too, and whole
-    parameters and gradients while they are used; of a run that prunes, when it takes most."""
+    """Returns the bytes of the chunks of these stages, by the rules of the memory account.
+
+    The bytes include copies for checkpoints, and whole parameters and gradients in use. In a run with pruning, the bytes are
+    those of the largest chunks.
+    """
     config, profile, saving = job.config, job.profile, job.config.checkpoint
     places: Sequence[Residency] = ("device",) if job.state.offload == "none" else ("device", "host", "disk")
     if opens_cache(job.state):
@@ -129,7 +137,7 @@ def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -
     if any(counts.last for counts in stages):
         teacher = job.itemsize * sum(count_parameters(model).total for model in job.teachers)
     device, *elsewhere = (fullest_shards(plans, at) for at in places)
-    # Gradients and state of another library take other bytes.
+    # Gradients and optimizer state of another library have other sizes.
     scale, more = profile.gradient / DTYPES[job.state.gradient_dtype].itemsize, 0.0
     if profile.state is not None:
         here = (plan for plan in plans if plan.rule.trains and not plan.offloaded)
@@ -145,12 +153,12 @@ def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -
 
 
 def run_activations(job: Job) -> ActivationSizes:
-    """What the run's own modules keep (`parallel.activations`)."""
+    """Returns the sizes of activations that the run's own modules save (`parallel.activations`)."""
     kinds = tuple(kind for kind in KINDS if kind in job.recompute)
     chosen = Recomputation(kinds, job.config.recompute_every)
     config = job.config.decided(dispatch(job.config, job.mesh, job.machine.collectives).values)
     shapes = activation_shapes(config, job.mesh, job.teachers, int(job.itemsize))
-    # A search also asks for layouts with which duplicates cannot be sent; they are not counted.
+    # The search also tries layouts that cannot send duplicates: the estimate counts none.
     shapes |= {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
 
     @cache
@@ -163,21 +171,20 @@ def run_activations(job: Job) -> ActivationSizes:
 
 
 def usable(machine: Machine) -> float:
-    """Bytes of a rank without what fragments waste."""
+    """Returns the bytes of a rank's memory that fragmentation leaves usable."""
     return machine.memory * (1 - FRAGMENTS)
 
 
 def room_of(job: Job) -> float:
-    """Bytes of a rank that state and activations may take: what communicators' buffers take and fragments waste is left
-    out."""
+    """Returns the bytes of a rank that state and activations may take, without communicators' buffers and fragmentation."""
     return usable(job.machine) - buffers_of(job)
 
 
 def communicators_of(job: Job) -> tuple[list[Communicators], float]:
-    """(the communicators of the rank whose buffers take most, the bytes of these). On a machine whose ranks compute on the
-    host's processors there are no such buffers."""
+    """Returns (the communicators of the rank with the largest buffers, the bytes of these buffers). On a machine whose ranks
+    compute on the host's CPUs, the bytes are 0."""
     config, mesh, machine = job.config, job.mesh, job.machine
-    layouts = layouts_of(examples(config.model)[0], config)  # of blocks that are alike one says what all do
+    layouts = layouts_of(examples(config.model)[0], config)  # one block of each kind is enough
     ranks = communicators(config, mesh, layouts, [mesh.block * stage for stage in range(mesh.pp)])
     kind = machine.communicator
     found = [(theirs, sum(each.number * kind.memory(each.size) for each in theirs)) for theirs in ranks]
@@ -186,5 +193,5 @@ def communicators_of(job: Job) -> tuple[list[Communicators], float]:
 
 
 def buffers_of(job: Job) -> float:
-    """Bytes of the fullest rank's."""
+    """Returns the bytes of communicators' buffers on the rank with the largest buffers; 0 for a single rank, or on CPUs."""
     return 0.0 if job.machine.host.shared or job.mesh.size == 1 else communicators_of(job)[1]

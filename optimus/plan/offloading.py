@@ -1,4 +1,4 @@
-"""State that is on the host or a disk: what the run's equations (`state.offload_times`) say of it on a machine."""
+"""Predicts the costs of state on the host or a disk, by the run's own equations (`resolve.offload_times`)."""
 
 import math
 from collections.abc import Sequence
@@ -18,54 +18,54 @@ from optimus.resolve.offload_times import (
     step_seconds,
 )
 
-# Bytes of an element that an update of AdamW reads and writes: state, and gradient and parameter in 16 bits.
+# Bytes that an update of AdamW reads and writes per element: state, and gradient and parameter in 16 bits.
 _UPDATE = 28
 
 
 class OffloadSeconds(NamedTuple):
-    """What a step takes longer than its passes: for updates, and for parameters that are fetched."""
+    """Seconds of a step outside its passes: for updates, and for fetching parameters."""
 
     update: float
     fetching: float
 
 
 def ranks_of_node(job: Job) -> int:
-    """Ranks of the job that share a host."""
+    """Returns the number of the job's ranks that share a host."""
     return min(job.mesh.size, job.machine.ranks_per_node)
 
 
 def rates_of(job: Job) -> Rates:
-    """Of a rank, all of its node at work."""
+    """Returns the rates of a rank while all ranks of its node are busy."""
     machine, host, ranks = job.machine, job.machine.host, ranks_of_node(job)
     memory = (host.bandwidth or math.inf) / ranks
-    link = min(host.link, memory / 2)  # what goes up is read there while what comes down is written
+    link = min(host.link, memory / 2)  # one direction reads host memory while the other one writes it
     disks = ((each or math.inf) / ranks for each in (host.read, host.write))
     return Rates(link, link, memory / _UPDATE, machine.memory_bandwidth / _UPDATE, machine.node.bandwidth, *disks)
 
 
 def device_share(job: Job) -> float:
-    """Fraction of the chunks whose state is on the device."""
+    """Returns the fraction of the chunks whose state is on the device."""
     share = job.state.resident_fraction
     if job.state.offload == "none":
         return 1.0
-    return 0.0 if share == "auto" else share  # what there is room for is added when a layout has been found
+    return 0.0 if share == "auto" else share  # the run adds the chunks that fit, once a layout is found
 
 
 def cache_blocks(job: Job, chunks: int) -> int:
-    """Of parameters on the device."""
+    """Returns the number of blocks in the device's cache of parameters."""
     cache = job.state.cache
     return min(chunks, cache if isinstance(cache, int) else BLOCKS + job.state.prefetch)
 
 
 def shape_of(job: Job, held: Sequence[ChunkGroup], forward: float, backward: float) -> StepShape:
-    """Of a rank that has `held`, whose microbatch takes so many seconds."""
+    """Returns the shape of a step on a rank that has `held`. `forward` and `backward` are the seconds of a microbatch."""
     plans, sizes = [plan for each in held for plan in each.plans], (int(job.itemsize), int(job.profile.gradient))
     whole = job.state.shard != "parameters"
     return step_shape(plans, job.state, job.microbatches, forward, backward, sizes, whole=whole)
 
 
 def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:
-    """As it is configured; the faster place of the update, where that is left open."""
+    """Returns the configured choice; where the place of the update is left open, the faster place."""
     asked = job.state.update_on
     places: Sequence[UpdatePlace] = ("device", "host") if asked == "auto" else (asked,)
     cache, device = cache_blocks(job, shape.chunks), round(device_share(job) * shape.chunks)
@@ -73,9 +73,10 @@ def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:
 
 
 def offload_seconds(job: Job, held: Sequence[ChunkGroup], forward: float, backward: float) -> OffloadSeconds:
-    """Of a step on a rank that has `held`, whose microbatch takes so many seconds."""
+    """Returns the seconds that a step takes outside its passes, on a rank that has `held`. `forward` and `backward` are the
+    seconds of a microbatch."""
     rates, shape = rates_of(job), shape_of(job, held, forward, backward)
-    if job.state.shard == "parameters":  # gathered as they are everywhere
+    if job.state.shard == "parameters":  # the all-gather is a term of the passes
         rates = rates._replace(gather=math.inf)
     choice = choice_of(job, shape, rates)
     there = choice.device * shape.elements / shape.shards / rates.device_update
@@ -88,7 +89,7 @@ def offload_seconds(job: Job, held: Sequence[ChunkGroup], forward: float, backwa
 
 
 def sends_gradients(job: Job) -> bool:
-    """Whether each microbatch's gradients go to the host, to be added up there."""
+    """True if each microbatch's gradients go to the host, to be accumulated there."""
     return job.state.accumulate_on == "host"
 
 
@@ -100,5 +101,5 @@ class Elsewhere(NamedTuple):
 
 
 def host_room(job: Job) -> float:
-    """Bytes of a rank's part of the host's memory that state may take."""
+    """Returns the bytes that state may take of a rank's part of the host's memory."""
     return 0.9 * job.machine.host.memory / ranks_of_node(job)

@@ -1,4 +1,4 @@
-"""Plans as a page: time and memory of each as bars, scaling, and where the ranks of the first lie."""
+"""Plans as an HTML page: time and memory of each plan as bars, scaling, and the placement of the first plan's ranks."""
 
 import time
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from optimus.plan.report import as_json, rows_of
 from optimus.plan.scaling import ScalingPoint
 from optimus.report.page import render
 
-_NODES = 64  # that are drawn
+_NODES = 64  # drawn at most
 
 
 def write_page(plans: Sequence[Plan], points: Sequence[ScalingPoint], path: Path) -> None:
-    """Write an HTML file that needs no network. Raises `UserError` where it cannot be written."""
+    """Writes an HTML file that needs no network. Raises `UserError` when the file cannot be written."""
     path = user_path(path)
     text = render(page_data(plans, points), script="plan.js")
     with naming_disk_errors(path, "Choose another place for --report"):
@@ -28,7 +28,7 @@ def write_page(plans: Sequence[Plan], points: Sequence[ScalingPoint], path: Path
 
 
 def page_data(plans: Sequence[Plan], points: Sequence[ScalingPoint]) -> dict[str, Any]:
-    """What the page shows, as JSON can have it."""
+    """Returns the data of the page, ready for JSON."""
     job = plans[0].job
     parameters = count_text(count_parameters(job.model).total)
     return {
@@ -51,7 +51,8 @@ def page_data(plans: Sequence[Plan], points: Sequence[ScalingPoint]) -> dict[str
 
 
 def placed(mesh: Mesh) -> dict[str, Any]:
-    """The nodes, each with its ranks and their coordinates along the axes that have more than one rank."""
+    """Returns the nodes, each with its ranks and the coordinates of these ranks along the axes that have more than one
+    rank."""
     axes = [axis for axis in ("pp", "dp", "cp", "tp", "edp", "ep", "etp") if mesh.axis_size(axis) > 1]
     per_node = mesh.ranks_per_node or mesh.size
     nodes = [

@@ -1,4 +1,4 @@
-"""What a job takes: the seconds of its step and its memory, or the memory of one of its ranks."""
+"""Predicts the seconds of a job's step and the memory of its ranks."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from optimus.resolve.memory import memory
 
 @dataclass(frozen=True)
 class Plan:
-    """A job, and what it would take."""
+    """A job, with the predicted time and memory of its step."""
 
     job: Job
     step: StepTime
@@ -21,29 +21,31 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.job.tokens / self.step.seconds
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs to those that the ranks could do at their peak."""
+        """Model FLOPs utilization: FLOP/s of the model over the peak of all ranks."""
         job = self.job
         flops = flops_per_token(job.model, job.train.sequence_length)
         return flops * self.tokens_per_second / job.mesh.size / job.machine.rates(job.precision).peak
 
 
 def predict(job: Job) -> Plan:
-    """What a step of `job` takes, and what its run holds: what the job leaves open is as its run decides it. Raises
-    `UserError` where the run cannot be."""
+    """Predicts the time and the memory of a step of `job`, with open settings as its run decides them. Raises `UserError`
+    when the run is impossible."""
     run = run_of(job)
     job = decided(job, run)
     return Plan(job, step_time(job), memory_of_run(job, run))
 
 
 def dry_run(job: Job, rank: int) -> dict[str, int]:
-    """Bytes of a rank when it holds most, by kind: parameters, gradients, master, moments, mask, activations (of all
-    microbatches that the schedule keeps), working (what a backward pass holds besides), gathered (whole parameters and
-    gradients in use), teacher and, where they lie in the same memory, copies for checkpoints.
+    """Returns the bytes of a rank at its peak, by kind.
+
+    The kinds are parameters, gradients, master, moments, mask, activations (of all live microbatches) and working (transient
+    bytes of a backward pass). Further kinds are gathered (whole parameters and gradients in use), teacher and, where copies
+    are in the same memory, copies for checkpoints.
 
     Raises `UserError` when there is no such rank, or the model cannot be divided as configured.
     """

@@ -1,4 +1,5 @@
-"""The run that a job is: the configuration that is proposed, resolved on the job's machine; what it decides, and holds."""
+"""Resolves the run of a job on the job's machine: the proposed configuration, the run's decisions, and its memory
+account."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,11 +27,12 @@ _SHARDING = {
 }
 
 
-# ---- Its configuration ----
+# ---- The configuration ----
 
 
 def layout_of(job: Job) -> dict[str, Any]:
-    """What a configuration says of the layout of `job`: what is not as by default, and what goes with the axes in use."""
+    """Returns the layout of `job` as sections of a configuration: keys of the axes in use, and keys that differ from their
+    defaults."""
     mesh, state = job.mesh, job.state
     used = {"data"}
     used |= {"sequence"} if mesh.tp > 1 else set()
@@ -46,7 +48,7 @@ def layout_of(job: Job) -> dict[str, Any]:
 
 
 def config_of(job: Job) -> RunConfig:
-    """The configuration of a job. Raises `UserError` where its layout does not go with something else that was asked for."""
+    """Returns the configuration of a job. Raises `UserError` when the job's layout conflicts with another setting."""
     layout = layout_of(job)
     config = as_of_run(job.config, job.run) if job.run is not None and job.config.phases else job.config
     raw = config.model_dump(exclude_unset=True)
@@ -60,15 +62,15 @@ def config_of(job: Job) -> RunConfig:
         raise UserError(f"the layout that is planned does not go with the rest of the configuration: {error}") from None
 
 
-# ---- Resolved on its machine ----
+# ---- The run on the machine ----
 
 
 def facts_of(job: Job) -> Facts:
-    """What the job's run finds on its machine."""
+    """Returns the facts that the job's run finds on its machine."""
     machine, facts = job.machine, machine_facts(job.machine, job.mesh.size)
     facts = replace(
         facts, device_bytes=int(room_of(job) / (1 - FRAGMENTS))
-    )  # of which a run fills as much as is usable
+    )  # a run fills only the usable share of these bytes
     if job.state.offload == "none" or machine.host.bandwidth is None:
         return facts
     rates = rates_of(job)
@@ -78,12 +80,12 @@ def facts_of(job: Job) -> Facts:
 
 
 def run_of(job: Job) -> ResolvedRun:
-    """The job's run. Raises `UserError` as `config_of` and `resolve` do."""
+    """Returns the job's resolved run. Raises `UserError` as `config_of` and `resolve` do."""
     return resolve(config_of(job), facts_of(job), RunInputs(sequences=job.sequences, teachers=job.teachers))
 
 
 def decided(job: Job, run: ResolvedRun) -> Job:
-    """With what its `run` decides of its layout."""
+    """Returns the job with the layout that its `run` decides."""
     config = run.config
     keys = "recompute", "recompute_every", "recompute_budget"
     elsewhere = ("resident_fraction", "accumulate_on") if config.state.offload != "none" else ()
@@ -92,8 +94,8 @@ def decided(job: Job, run: ResolvedRun) -> Job:
 
 
 def memory_of_run(job: Job, run: ResolvedRun) -> Memory:
-    """Of the rank of the pipeline that is fullest, by the account of its `run`; of another library, whose numbers take other
-    bytes, an estimate."""
+    """Returns the memory of the fullest rank of the pipeline, by the account of its `run`. For another library, whose state
+    has other sizes, returns an estimate."""
     own, profile = profile_of(job.config), job.profile
     if (profile.state, profile.gradient, profile.recompute) != (own.state, own.gradient, own.recompute):
         return memory_of(job)
@@ -103,7 +105,7 @@ def memory_of_run(job: Job, run: ResolvedRun) -> Memory:
 
 
 def _memory(rank: int, found: MemoryAccount, shared: bool) -> Memory:
-    """`shared`: copies for checkpoints lie in the ranks' own memory."""
+    """Converts the memory account of a rank. `shared`: copies for checkpoints are in the ranks' own memory."""
     kinds = found.kinds(shared=shared)
     parts = {"gathered": 0.0, "copies": 0.0, "optimizer": float(sum(kinds.pop(kind) for kind in OPTIMIZER))}
     parts |= {kind: float(size) for kind, size in kinds.items()}

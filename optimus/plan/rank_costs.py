@@ -1,7 +1,8 @@
-"""Seconds of one microbatch in the modules of a model, on one rank: arithmetic, memory traffic and collectives.
+"""Predicts the seconds of one microbatch in the modules of a model, on one rank: arithmetic, memory traffic and collectives.
 
-Legend: T tokens of a rank's sequences, R rows of its residual stream, e bytes of an element. A time is split into terms, by
-what it is spent on; collectives are what is not hidden behind computation.
+Legend: T tokens of a rank's sequences, R rows of its residual stream, e bytes of an element.
+
+Seconds are split into terms. The term of a collective is its exposed communication time.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -17,13 +18,13 @@ from optimus.plan.blocks import BlockModules, Projection, blocks_of
 from optimus.plan.collectives import collective_seconds, transfer_seconds
 from optimus.plan.job import Job
 
-_SCORES = 7  # times that kept scores are read or written in a forward pass: product, mask and softmax, dropout, product
+_SCORES = 7  # reads and writes of stored scores in a forward pass: product, mask and softmax, dropout, product
 
 T = TypeVar("T")
 
 
 class Terms(NamedTuple):
-    """Seconds, by what they are spent on."""
+    """Seconds by term."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -35,22 +36,23 @@ class Terms(NamedTuple):
 
     @property
     def compute(self) -> float:
-        """What keeps the rank itself busy."""
+        """Seconds of the rank's own computation, without collectives."""
         return self.matmul + self.attention + self.memory + self.teacher
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Seconds of all terms."""
         return sum(self)
 
 
 def add(terms: Iterable[Terms]) -> Terms:
-    """The sum."""
+    """Returns the sum of `terms`."""
     return Terms(*map(sum, zip(*terms, Terms())))
 
 
 class Passes(NamedTuple):
-    """A module's forward pass, the input's and the weights' part of its backward pass."""
+    """A module's forward pass, and the two parts of its backward pass: gradients of the input, and gradients of the
+    weights."""
 
     forward: Terms
     backward: Terms
@@ -58,10 +60,11 @@ class Passes(NamedTuple):
 
 
 class RankCosts:
-    """The modules of a job's model on one of its ranks."""
+    """Seconds of the modules of a job's model on one rank."""
 
     def __init__(self, job: Job, shared: dict[Any, Any] | None = None) -> None:
-        """`shared`: what is known of jobs that hold the same model on the same machine, whatever a microbatch is."""
+        """Begins with the results in `shared`, a cache for all jobs with the same model on the same machine, for any
+        microbatch."""
         self.job, self.model, self.machine, self.profile = job, job.model, job.placed, job.profile
         model, profile, mesh = job.model, job.profile, job.mesh
         self.T = job.rows
@@ -72,24 +75,28 @@ class RankCosts:
         self._expert_passes = profile.passes_experts or profile.passes
         self._known: dict[Any, Any] = {}
         self._shared: dict[Any, dict[Any, Any]] = {} if shared is None else shared
-        self._held: dict[Any, Any] | None = None  # of these what is known of the job's mesh, its state held so
-        # Bytes of the largest that was asked for.
+        self._held: dict[Any, Any] | None = None  # the part of `_shared` for the job's mesh and sharding
+        # Bytes of the largest collective so far, by group and kind.
         self.collectives: dict[tuple[StridedGroup, CollectiveKind], float] = {}
-        self._plain = job.precision if job.precision in ("fp16", "fp32") else "bf16"  # where nothing is cast
+        self._plain = (
+            job.precision if job.precision in ("fp16", "fp32") else "bf16"
+        )  # precision without a cast to fp8 or fp4
 
     def like(self, job: Job) -> "RankCosts":
-        """The same modules, with what is known of their times, in a job that divides likewise what they have been asked for:
-        it differs in the pipeline, in how the state is held and in what is recomputed."""
+        """Returns the costs of `job`, which share the known times of modules.
+
+        `job` must divide a block alike, but may differ in the pipeline, in sharding and in recomputation.
+        """
         other = copy(self)
         other.job, other._held = job, None
         return other
 
     def known_of(self, key: Hashable, find: Callable[[], T]) -> T:
-        """What `find` says of `key` in jobs that divide a block likewise: found once."""
+        """Returns `find()`, cached by `key` for all jobs that divide a block alike."""
         return _found(self._known, key, find)
 
     def remembered(self, key: Hashable, find: Callable[[], T]) -> T:
-        """What `find` says of the job's mesh and the way its state is held, and `key`: found once."""
+        """Returns `find()`, cached by `key` for all jobs with the same mesh and sharding."""
         if self._held is None:
             state = self.job.state
             here = self.job.mesh, state.shard, state.shard_ranks, state.shard_over
@@ -97,13 +104,13 @@ class RankCosts:
         return _found(self._held, key, find)
 
     def collective(self, kind: CollectiveKind, whole: float, place: StridedGroup) -> float:
-        """Seconds of a collective by the profile's algorithm."""
+        """Returns the seconds of a collective by the profile's algorithm, and records its size in `collectives`."""
         asked = self.collectives
         asked[place, kind] = max(whole, asked.get((place, kind), 0.0))
         return collective_seconds(kind, whole, place, self.machine, self.profile.collectives)
 
     def orthogonalise(self, number: int, rows: int, columns: int) -> float:
-        """Seconds of making so many matrices orthogonal at once (`optim.muon.orthogonalise`)."""
+        """Returns the seconds to make `number` matrices orthogonal at once (`optim.muon.orthogonalise`)."""
         short, long = sorted((rows, columns))
         products = (short, short, long), (short, short, short), (short, long, short)
         return STEPS * sum(self._product(*sizes, number, self._plain).forward.matmul for sizes in products)
@@ -118,7 +125,7 @@ class RankCosts:
 
     @cached_property
     def scores(self) -> Mapping[int, Passes]:
-        """Of each kind of block: what attention does besides its projections."""
+        """The attention core without its projections, by kind of block."""
         layers = sorted(set(self.model.alike))
         known = {window: self._scores(window) for window in set(map(self.model.window_of, layers))}
         return {layer: known[self.model.window_of(layer)] for layer in layers}
@@ -130,7 +137,7 @@ class RankCosts:
         if speed == 0:
             batch = heads * self.T / context
             products = [(context, context, query), (context, value, context)]
-            units = float(_aligned(8, query, value))  # batched products leave the units sooner than others
+            units = float(_aligned(8, query, value))  # batched products need better alignment for matrix units
             forward = sum(machine.matmul_seconds(*each, self._plain, batch, units=units) for each in products)
             kept = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
             times = forward + kept, 2 * forward + 1.3 * kept
@@ -148,31 +155,31 @@ class RankCosts:
 
     @cached_property
     def blocks(self) -> Mapping[int, BlockModules]:
-        """Of each kind of block the projections."""
+        """The projections of each kind of block."""
         return blocks_of(self.model)
 
     @cached_property
     def attention(self) -> Mapping[int, Passes]:
-        """Of each kind of block: projections and scores."""
+        """Projections and attention core, by kind of block."""
         projections = self._projections(self.blocks[0].attention, self.T)
         return {layer: _together([projections, scores]) for layer, scores in self.scores.items()}
 
     @cached_property
     def feed_forward(self) -> Mapping[int, Passes]:
-        """Of each kind of block: what comes after the attention."""
+        """The dense feed-forward layer, or router and experts, by kind of block."""
         return {
             layer: self._moe(layer) if block.expert else _together(self._dense(layer))
             for layer, block in self.blocks.items()
         }
 
     def _dense(self, layer: int) -> tuple[Passes, Passes]:
-        """The two halves of a dense feed-forward layer, or of what every token meets beside the experts that it chooses."""
+        """Returns the two halves of a dense feed-forward layer, or of the shared expert."""
         *first, last = projections = self.blocks[layer].dense
         between = self._activation(projections, self.T, self.job.mesh.tp_out)
         return _together([self._projections(first, self.T), between]), self._projections([last], self.T)
 
     def _moe(self, layer: int) -> Passes:
-        """Router, experts, the way there and back, and the expert that all tokens meet."""
+        """Returns the passes of router, experts, dispatch and combine, and the shared expert."""
         hidden, mesh, block = self.model.hidden, self.job.mesh, self.blocks[layer]
         experts = self.model.experts_of(layer)
         own = self.T / mesh.tp  # tokens that this rank sends
@@ -182,18 +189,20 @@ class RankCosts:
             k, n = (1, mesh.etp) if projection.over == "outputs" else (mesh.etp, 1)
             parts.append(self._product(rows / here, projection.outputs / n, projection.inputs / k, here))
         parts.append(self.activation(layer))
-        # Rows are gathered, and added up again with their weights.
+        # Rows are permuted for the experts, and combined with their weights.
         moved = self._memory(6 * rows * hidden * self.e, self._expert_passes)
         parts.append(Passes(moved, moved, Terms()))
         shared = self._dense(layer) if block.dense else ()
         parts += [*shared, self._dispatch(own, experts, shared)]
-        if mesh.tp_out > 1 and not self.job.parallel.splits_sequence:  # what each rank has done for its tokens, for all
+        if (
+            mesh.tp_out > 1 and not self.job.parallel.splits_sequence
+        ):  # each rank has the outputs of its own tokens only
             gathered = self._tensor("all_gather", self.T * self.H * self.e)
             parts.append(Passes(gathered, gathered, Terms()))
         return _together(parts)
 
     def activation(self, layer: int) -> Passes:
-        """Between the products of the feed-forward layer, or of the experts."""
+        """Returns the passes of the activation function in the feed-forward layer, or in the experts."""
         mesh, block = self.job.mesh, self.blocks[layer]
         if not block.expert:
             return self._activation(block.dense, self.T, mesh.tp_out)
@@ -201,13 +210,13 @@ class RankCosts:
 
     @property
     def _expert_rows(self) -> float:
-        """Copies of tokens that the most loaded rank's experts meet."""
+        """Rows in the experts of the most loaded rank: one for each token and chosen expert."""
         mesh = self.job.mesh
         return self.T / mesh.tp * self._chosen * mesh.etp * self._load
 
     @property
     def _load(self) -> float:
-        """Tokens of the most loaded rank's experts, to the mean: those of all ranks at most."""
+        """Load imbalance (max/mean) of the ranks' experts, at most the number of expert-parallel ranks."""
         return min(self.job.imbalance, self.job.mesh.ep)
 
     @cached_property
@@ -223,7 +232,7 @@ class RankCosts:
 
     @cached_property
     def embedding(self) -> Passes:
-        """The look-up, and the sum of the parts of the vocabulary."""
+        """The look-up, and the reduction over the parts of the vocabulary."""
         size = self.T * self.H * self.e
         look = add([self._memory(2 * size), self._leave(self.T)])
         return Passes(look, self._memory(3 * size))
@@ -233,12 +242,14 @@ class RankCosts:
     def _activation(
         self, projections: Sequence[Projection], rows: float, parts: int, share: float | None = None
     ) -> Passes:
-        """Between two projections, divided into `parts`: a gated one reads twice as much as it makes."""
+        """Returns the passes of an activation function between two projections, divided over `parts` ranks. A gated one
+        reads twice as much as it writes."""
         read, made = (rows * columns / parts * self.e for columns in (projections[0].outputs, projections[-1].inputs))
         return Passes(self._memory(read + made, share), self._memory(2 * read + made, share))
 
     def _projections(self, projections: Iterable[Projection], rows: float) -> Passes:
-        """Matrix products and, where what they are made of is divided, collectives (equations 5.3 and 5.4)."""
+        """Returns the passes of matrix products and, where tensor parallelism divides their operands, of collectives
+        (equations 5.3 and 5.4)."""
         mesh, parts = self.job.mesh, []
         for projection in projections:
             k, n = projection.inputs, projection.outputs
@@ -254,19 +265,20 @@ class RankCosts:
         return _together(parts)
 
     def _enter(self, rows: float) -> Terms:
-        """The whole rows of the residual stream, where ranks have parts of them."""
+        """Returns the seconds to all-gather the residual stream under sequence parallelism; otherwise 0."""
         return self._tensor("all_gather", rows * self.H * self.e) if self.job.parallel.splits_sequence else Terms()
 
     def _leave(self, rows: float) -> Terms:
-        """The sum of what the ranks have added to the residual stream."""
+        """Returns the seconds to reduce-scatter the ranks' partial sums into the residual stream; without sequence
+        parallelism, to all-reduce the partial sums."""
         return self._tensor(
             "reduce_scatter" if self.job.parallel.splits_sequence else "all_reduce", rows * self.H * self.e
         )
 
     def _product(self, m: float, n: float, k: float, count: float = 1, precision: str | None = None) -> Passes:
-        """[m, k] x [k, n] forward, the gradients of both factors backward."""
+        """Returns the passes of a product: [m, k] x [k, n] forward, the gradients of both factors backward."""
         kind, machine = precision or self.job.precision, self.machine
-        # Matrix units load 16 bytes at a time. cuBLAS has used them from 11.0 on for less, at half the rate.
+        # Matrix units load 16 bytes at a time. Since 11.0, cuBLAS also uses the units with less alignment, at half the rate.
         units = 1.0 if _aligned(8, n, k) else 0.5 * _aligned(4, n, k)
         times = [
             machine.matmul_seconds(*sizes, kind, count, units=units) for sizes in ((m, n, k), (m, k, n), (k, n, m))
@@ -290,7 +302,8 @@ class RankCosts:
         return Terms(tensor=seconds * (1 - self.profile.overlap_tensor * self.machine.overlap))
 
     def _ring(self, forward: float, backward: float) -> tuple[float, float]:
-        """What remains of sending keys and values round beside attention; or all of what Ulysses exchanges."""
+        """Returns the exposed seconds, forward and backward, of the ring of keys and values beside attention; with Ulysses,
+        the seconds of the all-to-alls."""
         model, job, mesh = self.model, self.job, self.job.mesh
         if mesh.cp == 1:
             return 0.0, 0.0
@@ -306,14 +319,14 @@ class RankCosts:
 
     @cached_property
     def dispatcher(self) -> str:
-        """The one that the run would use."""
+        """The name of the token dispatcher that the run would use."""
         job, tokens = self.job, self.job.rows // self.job.mesh.tp
         method, itemsize = job.config.moe.dispatch, int(job.itemsize)
         return dispatcher(method, self.model, job.mesh, tokens, itemsize, self.machine.collectives)
 
     def _dispatch(self, own: float, experts: int, shared: Sequence[Passes]) -> Passes:
-        """The way of `own` tokens to their experts and back, beside which the two halves of the expert that all tokens meet
-        are computed."""
+        """Returns the exposed seconds of dispatching `own` tokens to their experts and combining the results. The two halves
+        of the shared expert overlap the two collectives."""
         hidden, mesh = self.model.hidden, self.job.mesh
         place = StridedGroup(mesh.ep * mesh.etp, 1)
         if place.size == 1:
@@ -331,7 +344,7 @@ class RankCosts:
         return Passes(*(Terms(expert=seconds) for seconds in left))
 
     def _exchange(self, place: StridedGroup, size: float, experts: int) -> float:
-        """Seconds of sending `size` bytes of tokens to their experts, or back."""
+        """Returns the seconds to send `size` bytes of tokens to their experts, or back."""
         ranks, nodes = self.job.mesh.ep, place.nodes(self.machine.ranks_per_node)
         if self.profile.copies == "expert":
             return self.collective("all_to_all", size * self._chosen, place)
@@ -341,13 +354,13 @@ class RankCosts:
         here = place.on_a_node(self.machine.ranks_per_node)
         if self.profile.copies == "levels" and (here == 1 or place.size % here):
             return self.collective("all_to_all", each, place)
-        # Once to each node, and there to the ranks that have the experts.
+        # A token goes once to each node, and from there to the ranks with its experts.
         inside = self.collective("all_to_all", each, StridedGroup(here))
         if self.profile.copies == "levels":
             return inside + self.collective(
                 "all_to_all", size * copies(experts, nodes, self._chosen), place.outer(here)
             )
-        return max(  # while the next tokens come
+        return max(  # both levels overlap
             inside, self.collective("all_to_all", size * copies(experts, nodes, self._chosen), place)
         )
 
@@ -360,7 +373,7 @@ def _found(known: dict[Any, Any], key: Hashable, find: Callable[[], T]) -> T:
 
 
 def _aligned(elements: int, *sizes: float) -> bool:
-    """Whether rows of such sizes begin at multiples of so many elements."""
+    """True if rows of these sizes begin at multiples of `elements` elements."""
     return all(size % elements == 0 for size in sizes)
 
 

@@ -1,4 +1,4 @@
-"""Plans as tables for people and as JSON for programs."""
+"""Formats plans as tables for people and as JSON for programs."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
 from optimus.resolve.length import length
 
-_COSTS = 3  # named in a row
-_ALGORITHMS = {  # those that are no names of `comm.algorithms`
+_COSTS = 3  # terms of time that a row names
+_ALGORITHMS = {  # names of algorithms in words
     OWN: "the backend's own",
     "ring": "the backend's own, a ring",
     "library": "the backend's own, as measured",
@@ -37,7 +37,7 @@ _ALGORITHMS = {  # those that are no names of `comm.algorithms`
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """A plan: sections of a configuration, seconds, bytes."""
+    """Returns a plan as JSON: sections of a configuration, seconds, bytes."""
     job, layout = plan.job, layout_of(plan.job)
     connected, buffers = communicators_of(job)
     return {
@@ -66,8 +66,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was asked, and the plans for it; of a study of scaling its points besides, and whether it is the `largest` model
-    that was looked for."""
+    """A job and the plans for it. `points` are those of a scaling study; `largest` marks the search for the largest
+    model."""
 
     job: Job
     plans: Sequence[Plan]
@@ -75,7 +75,7 @@ class Answer:
     largest: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """The plans, the machine's figures, and points of scaling."""
+        """Returns the plans, the machine's figures, and the points of a scaling study."""
         scaled = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in self.points]
         machine = self.job.machine
         source = " ".join(machine.source.split())
@@ -83,31 +83,35 @@ class Answer:
         return {"plans": [as_json(each) for each in self.plans], **said, **({"scaling": scaled} if scaled else {})}
 
     def rows(self, *, wide: bool = False) -> list[dict[str, Any]]:
-        """Of a table, the layout by the axes that are longer than 1, or with `wide` a column for everything. One row per
-        plan, or per number of ranks: what is the same in all of these is in the first columns alone."""
+        """Returns the rows of a table: one per plan, or per number of ranks of a scaling study.
+
+        One column holds the layout, by the axes that are longer than 1; with `wide`, every axis has a column. A scaling
+        study has columns for sharding and recomputation only with `wide`.
+        """
         rows = rows_of(self.plans, wide=wide)
         if self.largest:
             return [_largest_row(plan) | row for plan, row in zip(self.plans, rows)]
         return [_scaled_row(point, row, wide) for point, row in zip(self.points, rows)] if self.points else rows
 
     def title(self) -> str:
-        """What the table is of."""
+        """Returns the title of the table: ranks, machine, batch and precision."""
         job = self.job
         batch = f"{job.train.global_batch:,} sequences of {job.train.sequence_length:,} tokens"
         return f"{counted(job.mesh.size, 'rank')} of {job.machine.name}, {batch}, {job.precision}"
 
     def notes(self) -> list[str]:
-        """What the table does not say of its first plan."""
+        """Returns the notes on the first plan, below the table; none for a scaling study."""
         return [] if self.points else _below_table(self.plans[0])
 
     def explained(self, row: int) -> str:
-        """The plan in that row of the table, term by term. Raises `UserError` where there is none."""
+        """Explains the plan in a row of the table, term by term. Raises `UserError` when there is no such row."""
         if row > len(self.plans):
             raise UserError(f"--explain {row}: there are {len(self.plans)} rows")
         return explained(self.plans[row - 1])
 
     def write_config(self, path: Path) -> None:
-        """The first plan's configuration, for `optimus train`. Raises `UserError` where a file is, or none can be made."""
+        """Writes the first plan's configuration, for `optimus train`. Raises `UserError` when the file exists, or no file
+        can be written."""
         path = user_path(path)
         if path.exists():
             raise UserError(f"--output: {path} is there already: choose another name, or take it away")
@@ -117,12 +121,12 @@ class Answer:
 
 
 def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]]:
-    """A row per plan."""
+    """Returns a row per plan."""
     return [{"": str(number), **_row(plan, wide)} for number, plan in enumerate(plans, start=1)]
 
 
 def _largest_row(plan: Plan) -> dict[str, Any]:
-    """The first columns of a plan of the largest model."""
+    """Returns the first columns of a plan of the largest model."""
     model = plan.job.model
     parameters = f"{count_parameters(model).total / 1e9:.3g} B"
     layers = f"{model.layers:,}" + (" or more" if model.layers == MOST_LAYERS else "")
@@ -166,7 +170,7 @@ def _grid(outer: int, inner: int) -> str:
 
 
 class _RunLength(NamedTuple):
-    """How long the run takes with a plan."""
+    """Length of the run with a plan."""
 
     steps: int
     tokens: int
@@ -175,7 +179,7 @@ class _RunLength(NamedTuple):
 
 
 def _run_length(plan: Plan) -> _RunLength | None:
-    """None of a run in phases, whose steps differ."""
+    """Returns the length of the run, or None for a run in phases, whose steps differ."""
     job, run = plan.job, plan.job.run or plan.job.config
     if run.phases:
         return None
@@ -185,8 +189,8 @@ def _run_length(plan: Plan) -> _RunLength | None:
 
 
 def _below_table(plan: Plan) -> list[str]:
-    """What a table does not say of its first plan: how long the run takes, what memory is left, and what the table's words
-    and figures mean."""
+    """Returns the lines below a table: the duration of the run with its first plan, the memory that is left, and the meaning
+    of the table's words and figures."""
     job, machine = plan.job, plan.job.machine
     number, size = job.microbatches, job.train.micro_batch
     lines = [
@@ -227,13 +231,13 @@ def _costliest(plan: Plan) -> str:
 
 
 def _largest_first(parts: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Their names in words."""
+    """Returns the parts in descending order of size, with their names in words."""
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return [(name.replace("_", " "), value) for name, value in ordered]
 
 
 def explained(plan: Plan) -> str:
-    """Where the time and memory of a plan go, and where its ranks lie."""
+    """Returns an explanation of a plan: time and memory by term, communicators, collectives, and the placement of ranks."""
     job, lines = plan.job, [f"a step of {plan.job.tokens:,} tokens takes {plan.step.seconds:.3f} s:"]
     for name, value in _largest_first(plan.step.terms):
         if value > 0:
@@ -259,7 +263,7 @@ def explained(plan: Plan) -> str:
 
 
 def _elsewhere(plan: Plan) -> Iterator[str]:
-    """What is not on the devices, where it is updated, and what it costs."""
+    """Yields lines on offloaded state: its bytes, where gradients are accumulated, and the time that offloading costs."""
     job, state, host = plan.job, plan.job.state, plan.job.machine.host
     if state.offload == "none":
         return
@@ -279,7 +283,7 @@ def _elsewhere(plan: Plan) -> Iterator[str]:
 
 
 def _collectives(job: Job) -> Iterator[str]:
-    """A line for each kind of group, smallest first."""
+    """Yields a line for each kind of group, smallest first."""
     work, machine = RankCosts(job), job.placed
     step_time(job, work)
     used: dict[StridedGroup, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -296,7 +300,7 @@ def _collectives(job: Job) -> Iterator[str]:
 
 
 def verdict(size: float, job: Job) -> tuple[bool, str]:
-    """(whether so many bytes fit on a rank of the job's machine, the same in words)."""
+    """Returns (whether `size` bytes fit on a rank of the job's machine, the same in words)."""
     room, memory = room_of(job), job.machine.memory
     fits = size <= room
     buffers = buffers_of(job)

@@ -12,7 +12,7 @@ from optimus.plan.search import search
 
 
 class ScalingPoint(NamedTuple):
-    """On so many ranks: tokens a second of a rank, to that on the fewest."""
+    """Tokens per second of a rank in a job of `ranks` ranks, relative to the job with the fewest ranks."""
 
     ranks: int
     efficiency: float
@@ -20,14 +20,14 @@ class ScalingPoint(NamedTuple):
 
 
 def scale(job: Job, ranks: Sequence[int], given: Plan | None = None) -> list[ScalingPoint]:
-    """Weak scaling: the batch grows with the ranks, along the data axis. The layout is `given`'s, or the best of the fewest
-    ranks.
+    """Studies weak scaling: the batch grows with the ranks, along the data axis. The layout is that of `given`, or the best
+    one on the fewest ranks.
 
-    Raises `UserError` when a number of ranks is no multiple of the fewest.
+    Raises `UserError` when a number of ranks is no multiple of the layout's ranks.
     """
     fewest = min(ranks)
     batch = max(1, job.train.global_batch * fewest // job.mesh.size)
-    job = job.changed(phases=[])  # it is a step that is studied
+    job = job.changed(phases=[])  # the study is of one step
     least = job.undivided.changed(replace(job.undivided.mesh, dp=fewest), train={"global_batch": batch})
     first = (given or search(least, best=1)[0]).job
     mesh, sequences = first.mesh, first.train.micro_batch * first.microbatches * first.mesh.dp
@@ -48,7 +48,7 @@ def scale(job: Job, ranks: Sequence[int], given: Plan | None = None) -> list[Sca
 
 
 def draw(points: Sequence[ScalingPoint], path: Path) -> None:
-    """Write a PNG: tokens a second on so many ranks, and what they would be at the first efficiency.
+    """Writes a PNG: tokens per second by number of ranks, and the ideal line from the first point.
 
     Raises `UserError` when the file cannot be written.
     """

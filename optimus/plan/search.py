@@ -1,15 +1,16 @@
-"""All layouts that a model, a machine and a number of ranks allow, and the fastest of those that fit.
+"""Searches all layouts that a model, a machine and a number of ranks allow for the fastest ones that fit.
 
-A block's time depends on how it is divided (tensor, context and expert ranks, microbatch), not on the pipeline or on
-how the state is held. So every such division is timed once, and a step in any pipeline is bounded from below by
-arithmetic: the slowest rank, as often as there are microbatches, and the bubble before it (`divisions`). Layouts wait
-in a queue in the order of that bound. The first one is timed without recomputation, with its state held in the ways
-that leave memory, and waits again with that bound; when it is first once more, the sharding, the place of its stages
-and the least recomputation that fit are found (`fitting`), for which activations are measured. The search ends when no
-bound is below the best found: what is left out could not be among them.
+A block's time depends on its division (tensor, context and expert ranks, microbatch), not on the pipeline or the sharding of
+the state. So every division is timed once, and arithmetic bounds a step in any pipeline from below: the slowest rank, as
+often as there are microbatches, and the bubble before it (`divisions`).
 
-Where nodes are not equally near, bounds are those of nodes that all are as near as the nearest; the nodes stand in a chain
-of neighbours, and for the layouts found pairs of them change places while that helps.
+Layouts wait in a queue in the order of that bound. The first layout is timed without recomputation, with its state sharded
+in the ways that leave memory, and waits again with the new bound. When a layout comes first once more, `fitting` finds the
+sharding, the placement of stages and the least recomputation that fit; for that, activations are measured. The search ends
+when no bound is below the best time found: no layout that is left out can be among the best.
+
+Where nodes are not equally near, bounds assume that all nodes are as near as the nearest two. The nodes stand in a chain of
+neighbours, and for the layouts found, pairs of nodes change places while that helps.
 """
 
 import math
@@ -34,11 +35,13 @@ _TRIES = 5
 
 
 def search(job: Job, best: int = 10) -> list[Plan]:
-    """The `best` divisions of the job's ranks, the fastest first, each with the fastest schedule, microbatch, sharding and
-    recomputation that fit; whatever else its configuration says stays. State is on the host, or a disk, where the devices
-    alone have no room for it.
+    """Returns the `best` divisions of the job's ranks, the fastest first.
 
-    Raises `UserError` when nothing divides the batch, or fits: it then says what the smallest machine would be.
+    Each division has the fastest schedule, microbatch, sharding and recomputation that fit; all other settings of the
+    configuration stay. State is on the host, or a disk, where the devices alone have no room for it.
+
+    Raises `UserError` when nothing divides the batch, or nothing fits: the message then names the smallest machine that
+    would do.
     """
     asked = job.checked().undivided
     for each in residencies(asked):
@@ -48,10 +51,10 @@ def search(job: Job, best: int = 10) -> list[Plan]:
 
 
 def search_residency(job: Job, best: int) -> list[Plan]:
-    """As `search`, with the state where the job has it; nothing where nothing fits.
+    """Searches like `search`, with the state in the job's place. Returns an empty list when nothing fits.
 
-    The search counts memory roughly. Where the account of a run that it has found says that it does not fit, it searches
-    again with so much less memory.
+    The search estimates memory. When the memory account of a found run exceeds the device, the search repeats with so much
+    less memory.
     """
     least = machine = job.machine
     for _ in range(_TRIES):
@@ -83,7 +86,7 @@ def _search(job: Job, best: int) -> list[Timed]:
     job = job.with_neighbours()
     found: dict[tuple[int, ...], Timed] = {}
     fitting = Fitting(job)
-    limit = math.inf  # what a plan must be faster than to be among the best
+    limit = math.inf  # seconds below which a plan is among the best
     queue = [(candidate.bound, number, False) for number, candidate in enumerate(ways)]
     heapify(queue)
     while queue:
@@ -106,7 +109,7 @@ def _search(job: Job, best: int) -> list[Timed]:
 
 
 def _rearranged(timed: Timed) -> Timed:
-    """With the nodes in a better order."""
+    """Returns the job with its nodes in a better order, and the seconds of its step."""
     job, links = timed.job, timed.job.machine.network.links
     assert links is not None
     assert job.nodes is not None
@@ -119,29 +122,31 @@ def _rearranged(timed: Timed) -> Timed:
 
 
 def fits(job: Job) -> bool:
-    """Whether the tightest of its layouts do."""
+    """True if a layout of the job fits, of those with the least memory."""
     room, beside = usable(job.machine), host_room(job)
     tight = ((each, memory_of(each)) for size, each in _tightest(job) if size <= room)
     return any(memory.total <= room_of(each) and memory.elsewhere.host <= beside for each, memory in tight)
 
 
 def _tightest(job: Job) -> list[tuple[float, Job]]:
-    """Of each division the layout that takes least, and the bytes of its state on the fullest rank; the smallest first."""
+    """Returns the layout of each division that takes least memory, with the bytes of its state on the fullest rank, smallest
+    first."""
     ways = list(candidates(job))
     smallest = min((candidate.division.micro_batch for candidate in ways), default=0)
     found = [
         candidate.job.changed(state={"shard": "parameters"}, recompute=["block"])
-        for candidate in ways  # no order keeps less than the usual one
+        for candidate in ways  # no schedule keeps less than the default one
         if candidate.division.micro_batch == smallest and candidate.schedule == DEFAULT
     ]
     return sorted(((state_size(each), each) for each in found), key=lambda sized: sized[0])
 
 
 def _too_large(job: Job) -> UserError:
-    """Where nothing fits: names the least memory, and the smallest machine of those that are known."""
+    """Returns the error for a job that does not fit. The message names the least memory, and the smallest known machine that
+    has it."""
     least = math.inf
     for size, each in _tightest(job):
-        if size >= least:  # whatever its activations take
+        if size >= least:  # the state alone is larger
             break
         least = min(least, memory_of(each).total + buffers_of(each))
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})

@@ -1,8 +1,8 @@
-"""Seconds of a training step, term by term.
+"""Predicts the seconds of a training step, term by term.
 
-A stage's microbatch is the sum of its modules (`work`); what parameters cost that are gathered when they are used hides
-behind it. The schedule says what a pipeline makes of it (`pipeline`). Then come what the ranks that hold the same parameters
-do together, as far as it is not hidden behind the last backward pass, and the optimizer.
+A microbatch in a stage takes the sum of its modules (`rank_costs`), and computation hides the all-gather of parameters
+before use. The pipeline schedule turns the times of stages into the time of all passes (`pipeline`). The reduction of
+gradients over replicas follows, as far as the last backward pass does not hide it, and then the optimizer.
 """
 
 from collections import defaultdict
@@ -24,39 +24,39 @@ from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradi
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.resolve import stages as of_run
 
-# Share that collectives take from the computing that hides them: 16 to 24 of a GPU's 108 to 148 cores, and memory traffic.
+# Share of the overlapped time by which collectives slow computation: 16 to 24 of a GPU's 108 to 148 cores, and memory.
 _CONTENTION = 0.2
-_TOKEN = 8  # bytes of it on the way to the device
-_DIVERGENCE = 33 * 4  # bytes read and written for each logit: `kernels.linear_divergence`, of one teacher
+_TOKEN = 8  # bytes of a token that is copied to the device
+_DIVERGENCE = 33 * 4  # bytes that `kernels.linear_divergence` reads and writes for each logit, with one teacher
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, and what the slowest rank spends them on."""
+    """Seconds of a step, and the terms on which the slowest rank spends the time."""
 
     seconds: float
     terms: Mapping[str, float]
 
 
 class _Stage(NamedTuple):
-    """What a microbatch takes in a stage."""
+    """Seconds of a microbatch in a stage."""
 
     forward: Terms
     backward: Terms
     weights: Terms
-    again: Terms  # recomputed; part of the backward pass
-    starting: float  # its kernels, by the host
-    gathers: float = 0.0  # of parameters, not hidden
+    again: Terms  # recomputation, part of the backward pass
+    starting: float  # launches of kernels by the host
+    gathers: float = 0.0  # exposed all-gathers of parameters and reduction of gradients
 
     @property
     def host(self) -> float:
-        """Seconds of waiting for it."""
+        """Seconds that the device waits for the host."""
         busy = self.gathers + sum(each.seconds for each in (self.forward, self.backward, self.weights, self.again))
         return max(0.0, self.starting - busy)
 
     @property
     def times(self) -> StageTimes:
-        """As a pipeline knows it."""
+        """The stage's times in the form of `pipeline.estimates`."""
         besides = (self.gathers + (self.host if self.starting else 0.0)) / 2
         return StageTimes(
             self.forward.seconds + besides, self.backward.seconds + self.again.seconds + besides, self.weights.seconds
@@ -67,14 +67,15 @@ class _Passes(NamedTuple):
     """Forward and backward passes of a step."""
 
     stages: Sequence[_Stage]  # of the slowest rank
-    own: Sequence[StageTimes]  # of these
+    own: Sequence[StageTimes]  # of the same stages
     times: tuple[StageTimes, ...]  # of all stages
-    held: tuple[PartCounts, ...]  # by the stages of the slowest rank
-    least: float  # seconds of all microbatches, if ranks share no cores
+    held: tuple[PartCounts, ...]  # parts of the model in the stages of the slowest rank
+    least: float  # lower bound of the seconds of all microbatches, if ranks share no cores
 
 
 def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
-    """A step of a job. `work` knows the modules of another that divides a block likewise."""
+    """Predicts the time of a job's step. `work` may be of another job that divides a block alike: the known times of modules
+    are reused."""
     work = work.like(job) if work else RankCosts(job)
     passes, mesh = _passes(work), job.mesh
     order = job.parallel.schedule, mesh.pp, job.microbatches, passes.times
@@ -84,7 +85,8 @@ def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
 
 
 def least_time(job: Job, work: RankCosts | None = None) -> float:
-    """Seconds that `step_time` is no less than, found sooner: what the pipeline's order costs is left out."""
+    """Returns a lower bound of `step_time` in seconds. The bound is faster to find, as it leaves out the order of the
+    pipeline's passes."""
     work = work.like(job) if work else RankCosts(job)
     passes = _passes(work)
     least = _lent(work, passes.times, passes.least)
@@ -92,7 +94,8 @@ def least_time(job: Job, work: RankCosts | None = None) -> float:
 
 
 def _passes(work: RankCosts) -> _Passes:
-    """`work` remembers them, however the state is held and the pipeline lies, unless parameters are gathered."""
+    """Returns the passes of a job's step. `work` caches the passes for all placements of the pipeline, and for all ways to
+    hold the state that all-gather no parameters."""
     job, mesh, state, parallel = work.job, work.job.mesh, work.job.state, work.job.parallel
     release = state.reshard_after_forward
     gathers = (mesh, state.shard_ranks, state.shard_over, release) if state.shard == "parameters" else None
@@ -103,7 +106,8 @@ def _passes(work: RankCosts) -> _Passes:
 
 
 def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
-    """`inside` is what a stage's time depends on besides its blocks and what is gathered."""
+    """Computes the passes of a job's step. `inside` holds the settings that a stage's time depends on, besides its blocks
+    and its all-gathers of parameters."""
     job, pp, parallel, experts = work.job, work.job.mesh.pp, work.job.parallel, inside[:2]
     sizes = blocks_of_stages(job)
     counts = counts_of(job.model, sizes)
@@ -133,7 +137,8 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 def _alike(
     model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], tuple[PartCounts, ...]]]:
-    """(of each stage the first one that has the same, such stages of each rank, what these hold)."""
+    """Returns (for each stage the first stage with the same parts, for each rank its stages by these numbers, for each tuple
+    of numbers the parts of the stages)."""
     first, counts = dict[PartCounts, int](), counts_of(model, sizes)
     alike = tuple(first.setdefault(each, number) for number, each in enumerate(counts))
     ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
@@ -141,7 +146,7 @@ def _alike(
 
 
 def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float:
-    """Seconds of a pipeline, where what a rank leaves idle makes those faster that share its cores."""
+    """Returns the seconds of a pipeline whose ranks may share cores: the bubble of one rank then makes the others faster."""
     job, machine = work.job, work.machine
     if machine.alone == 1 or job.group("pp").nodes(machine.ranks_per_node) > 1:
         return seconds
@@ -149,7 +154,7 @@ def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float
 
 
 def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
-    """What comes after the passes, or is not hidden beside them."""
+    """Returns the seconds of a step outside its passes, by term: what follows the passes, and exposed communication."""
     job, stages = work.job, passes.held
     moved = work.remembered(("state", stages), lambda: _state_seconds(work, stages))
     beside = OffloadSeconds(moved.update, 0.0)
@@ -168,21 +173,22 @@ def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
 
 @lru_cache(maxsize=1024)
 def stage_sizes(model: ModelConfig, stages: int, *, divided: bool = False) -> tuple[int, ...]:
-    """Blocks of each stage, as a run divides them. Raises `UserError` when there are too few."""
+    """Returns the number of blocks of each stage, as a run divides them. Raises `UserError` when there are too few
+    blocks."""
     return tuple(len(blocks) for blocks in of_run.blocks_of_stages(model, stages, divided=divided))
 
 
 def blocks_of_stages(job: Job) -> tuple[int, ...]:
-    """How many blocks each stage has: as configured, or as a run divides them.
+    """Returns the number of blocks of each stage: as configured, or as a run divides the blocks.
 
-    Raises `UserError` where this library would have fewer blocks than stages.
+    Raises `UserError` when this library would have fewer blocks than stages.
     """
     return tuple(job.parallel.layers_per_stage or stage_sizes(job.model, job.stages, divided=job.parallel.vocabulary))
 
 
 @lru_cache(maxsize=1024)
 def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[PartCounts, ...]:
-    """Of stages of so many blocks: which these are, and whether it has the first and the last part."""
+    """Returns the parts of the model in each stage, for stages of `sizes` blocks."""
     alike = iter(model.alike)
     stages = []
     for stage, size in enumerate(sizes):
@@ -195,7 +201,7 @@ def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[PartCounts, .
 
 
 def _stage(work: RankCosts, counts: PartCounts) -> _Stage:
-    """With nothing recomputed."""
+    """Returns the seconds of a microbatch in a stage without recomputation."""
     parallel, parts, starting = work.job.parallel, list[tuple[Passes, float]](), 0.0
     for layer, feed_forward in work.feed_forward.items():
         if number := counts.of(layer):
@@ -213,8 +219,11 @@ def _stage(work: RankCosts, counts: PartCounts) -> _Stage:
 
 
 def _teaching(work: RankCosts) -> Passes:
-    """On a rank of the last stage: the forward passes of the teachers over whole sequences, their logits at this rank's
-    positions, and the divergence, which finds the model's logits and their gradients once more."""
+    """Returns the passes of distillation on a rank of the last stage.
+
+    The passes cover the teachers' forward passes over whole sequences, the teachers' logits at this rank's positions, and
+    the divergence. The divergence computes the model's logits and their gradients once more.
+    """
     job, elsewhere = work.job, 1 - 1 / work.job.mesh.cp  # positions
     traffic = _DIVERGENCE * work.T * job.model.vocab
     seconds = work.head.forward.seconds + work.machine.memory_seconds(traffic) / work.profile.speed
@@ -226,7 +235,7 @@ def _teaching(work: RankCosts) -> Passes:
 
 
 def _recomputed(work: RankCosts, counts: PartCounts) -> Terms:
-    """Of a stage, what its backward passes recompute."""
+    """Returns the seconds of recomputation in the backward passes of a stage."""
     job, recompute, again = work.job, work.job.recompute, list[Terms]()
     for layer, feed_forward in work.feed_forward.items():
         if number := counts.of(layer):
@@ -252,8 +261,8 @@ def _scaled(terms: Terms, times: float) -> Terms:
 
 
 def _gathering(work: RankCosts, counts: PartCounts, forward: Terms, backward: Terms) -> float:
-    """Of a stage's microbatch: all-gathering parameters, forward and backward, and reducing their gradients, as far as
-    computing does not hide it."""
+    """Returns the exposed seconds of a microbatch's all-gathers of parameters, forward and backward, and of its
+    reduce-scatters of gradients."""
     profile = work.profile
     gather, reduce = work.remembered(("gathers", counts), lambda: _gathers(work, counts))
     second = (gather if work.job.state.reshard_after_forward else 0.0) + reduce
@@ -262,7 +271,7 @@ def _gathering(work: RankCosts, counts: PartCounts, forward: Terms, backward: Te
 
 
 def _gathers(work: RankCosts, counts: PartCounts) -> tuple[float, float]:
-    """Seconds of all-gathering the parameters of a stage, and of reduce-scattering their gradients."""
+    """Returns the seconds to all-gather the parameters of a stage, and the seconds to reduce-scatter their gradients."""
     parts = max(1, work.profile.gathers * counts.blocks)
     held = chunk_groups(work.job, (counts,))
     gather = (_moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e, parts) for each in held)
@@ -275,34 +284,36 @@ def _gathers(work: RankCosts, counts: PartCounts) -> tuple[float, float]:
 
 
 def _reduced_each(job: Job, group: ChunkGroup) -> int:
-    """In how many of its steps a group's gradients are reduced in every microbatch."""
+    """Returns the number of sharding steps in which a group's gradients are reduced for every microbatch."""
     return group.depths.optimizer if sends_gradients(job) else group.depths.gradients
 
 
 def _moving(
     work: RankCosts, kind: CollectiveKind, moved: Iterable[tuple[float, StridedGroup]], size: float, parts: int = 1
 ) -> float:
-    """Collectives one after the other, of elements of so many bytes, each in so many equal parts."""
+    """Returns the seconds of collectives one after another, of elements of `size` bytes, each collective in `parts` equal
+    parts."""
     return sum(parts * work.collective(kind, elements * size / parts, place) for elements, place in moved)
 
 
 def _beside(moving: float, computing: float) -> float:
-    """What collectives add to the computing that goes on beside them: what is left over, and the cores that they take."""
+    """Returns the seconds that collectives add to overlapping computation: their exposed time, and the cores that they
+    take."""
     return max(0.0, moving - computing) + _CONTENTION * min(moving, computing)
 
 
-# ---- At the end of a step ----
+# ---- Parameters, gradients and optimizer ----
 
 
 class _StateSeconds(NamedTuple):
-    """Of what a rank does with its parameters and their state in a step, whatever it computes."""
+    """Seconds of a rank's work on parameters, gradients and optimizer state in a step, apart from the passes."""
 
-    reduce_each: float  # gradients of every microbatch
-    reduce: float  # of the step
-    gather: float  # updated parameters
-    turns: float  # of broadcasts
+    reduce_each: float  # reduction of each microbatch's gradients
+    reduce: float  # reduction once a step
+    gather: float  # all-gather of updated parameters
+    turns: float  # broadcasts of updated parameters, rank after rank
     update: float
-    written: Sequence[tuple[int, float]]  # into checkpoints: every how many steps, and bytes
+    written: Sequence[tuple[int, float]]  # checkpoints: (interval in steps, bytes)
 
 
 def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSeconds:
@@ -312,7 +323,7 @@ def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSecon
     reduce_each = reduce = gather = turns = 0.0
     for each in held:
         parameters, optimizer, gradients = each.depths.parameters, each.depths.optimizer, _reduced_each(work.job, each)
-        if not parameters:  # else it is beside every microbatch, with what is gathered there
+        if not parameters:  # else `_gathering` counts the reduction of every microbatch
             reduce_each += _moving(work, "reduce_scatter", each.moved(0, gradients), profile.reduced)
             turns += profile.broadcast * each.shards(optimizer) if optimizer else 0.0
         reduce += _moving(work, "reduce_scatter", each.moved(gradients, optimizer), profile.reduced)
@@ -322,7 +333,7 @@ def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSecon
         )
         gather += _moving(work, "all_gather", each.moved(parameters, optimizer), work.e)
 
-    def weight(rule: Rule) -> float:  # as `Chunk.weights` has it
+    def weight(rule: Rule) -> float:  # bytes, as `Chunk.weights` has them
         return 4.0 if rule.averages else work.e
 
     kinds = (saving.every, profile.state_bytes), (saving.weights_every, weight)
@@ -331,8 +342,8 @@ def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSecon
 
 
 def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes]) -> float:
-    """What is not hidden of reducing gradients beside the backward pass, and of gathering what has been updated beside the
-    next forward pass; `times` are those of the rank's stages."""
+    """Returns the exposed seconds of reducing gradients beside the backward pass, and of all-gathering updated parameters
+    beside the next forward pass. `times` are those of the rank's stages."""
     job, profile = work.job, work.profile
     hidden, ahead = sum(each.backward + each.weights for each in times), sum(each.forward for each in times)
     if job.state.shard == "gradients":
@@ -343,7 +354,8 @@ def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes
 
 
 def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:
-    """Measuring the norm and the update, as fast as memory is, and the products of rules of matrices."""
+    """Returns the seconds of the gradient norm and the update, which are memory-bound, and of the matrix products of rules
+    such as Muon."""
     profile = work.profile
     kept = defaultdict[float, float](float)  # elements, by the bytes of their state
     for each in held:
@@ -356,7 +368,8 @@ def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:
 
 
 def _orthogonalising(work: RankCosts, held: ChunkGroup) -> float:
-    """On the rank with most matrices to make orthogonal; those of which ranks have blocks they exchange (`OverBlocks`)."""
+    """Returns the seconds of orthogonalisation on the rank with most matrices. Ranks that hold blocks of a matrix exchange
+    the blocks (`OverBlocks`)."""
     ranks, each = held.shards(held.depths.optimizer), list[tuple[float, float]]()
     here = -(-round(sum(number for number, *_ in held.matrices)) // ranks)
     for number, together, rows, columns, axes, blocks in held.matrices:
@@ -371,8 +384,11 @@ def _orthogonalising(work: RankCosts, held: ChunkGroup) -> float:
 
 
 def _saving(work: RankCosts, files: Iterable[tuple[int, float]], step: float) -> float:
-    """Of a step's share in checkpoints: training waits for copies in host memory and, unless they are written beside it, for
-    the file system; at the latest when the next is due (`checkpoint.saving`). `files`: every how many steps, and bytes."""
+    """Returns the seconds of a step's share in checkpoints. `files` are pairs (interval in steps, bytes).
+
+    Training waits for the copy to host memory. A synchronous checkpoint also waits for the file system, an asynchronous one
+    only if the write takes longer than the interval (`checkpoint.saving`).
+    """
     machine, asynchronous = work.machine, work.job.config.checkpoint.asynchronous
     seconds = 0.0
     for every, own in files:
@@ -400,6 +416,6 @@ def _sum(work: RankCosts, stages: Sequence[_Stage], passes: float, ends: Mapping
         "parameter_gathering": gathers,
         "host": host,
     }
-    faster = min(1.0, passes / busy)  # while other ranks are idle
+    faster = min(1.0, passes / busy)  # less than 1 where ranks share cores: a rank is faster while others idle
     terms = {name: seconds * faster for name, seconds in terms.items()} | {"pipeline": max(0.0, passes - busy), **ends}
     return StepTime(passes + sum(ends.values()), terms)

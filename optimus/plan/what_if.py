@@ -1,4 +1,4 @@
-"""Other machines and other profiles than there are: `network.bandwidth=x2`, `memory=128e9`, `profile.collectives=best`."""
+"""Changes machines and profiles to hypothetical ones: `network.bandwidth=x2`, `memory=128e9`, `profile.collectives=best`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,9 +13,10 @@ _PROFILE = "profile"
 
 
 def changed(machine: Machine, profile: Profile, changes: Sequence[str]) -> tuple[Machine, Profile]:
-    """Both with changes `key.path=value`, those of the profile after `profile.`; a value `x2` is twice what it is.
+    """Returns both with changes `key.path=value`. Keys of the profile begin with `profile.`; a value `x2` doubles the
+    present value.
 
-    Raises `UserError` naming the wrong one, and the nearest of the keys that there are.
+    Raises `UserError` that names the invalid change, and the nearest of the existing keys.
     """
     raw = machine.model_dump() | {_PROFILE: profile.model_dump()}
     known = list(_keys_of(raw))
@@ -35,7 +36,7 @@ def changed(machine: Machine, profile: Profile, changes: Sequence[str]) -> tuple
 
 
 def _keys_of(raw: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    """The path of every value."""
+    """Yields the path of every value."""
     for key, value in raw.items():
         if isinstance(value, Mapping):
             yield from _keys_of(value, f"{before}{key}.")
@@ -44,7 +45,7 @@ def _keys_of(raw: Mapping[str, Any], before: str = "") -> Iterator[str]:
 
 
 def _is_free(path: Sequence[str]) -> bool:
-    """Whether what is at `path` of a machine takes keys of any name."""
+    """True if the mapping at `path` of a machine takes keys of any name."""
     return path not in ([], [_PROFILE]) and not tuple(keys_of_section(path, Machine))
 
 

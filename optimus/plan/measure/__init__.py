@@ -1,5 +1,5 @@
-"""Measuring a machine: what the planner is to know of it (`machine.py`), and its collectives (`collectives.py`).
+"""Measures a machine for the planner (`machine.py`), and its collectives (`collectives.py`).
 
-`timing.py` observes, `fit.py` finds the numbers of a machine file from what was observed, `ranks.py` starts the ranks. This
-is the one part of the planner that computes and communicates.
+`timing.py` times operations, `fit.py` fits the figures of a machine file to the times, `ranks.py` starts the ranks. No other
+part of the planner computes or communicates.
 """

@@ -1,7 +1,7 @@
-"""Measure collectives by every algorithm on the ranks that there are: the table in a machine file, by which a run chooses.
+"""Measures collectives by every algorithm on the available ranks, for the table in a machine file by which a run chooses.
 
-Measured are all ranks together, those of a node, and those of one place on every node, all groups of a kind at once, as a
-training run has them.
+The groups are all ranks together, the ranks of a node, and the ranks with the same local rank on every node. All groups of a
+kind communicate at once, as in a training run.
 """
 
 import re
@@ -25,11 +25,11 @@ from optimus.plan.measure.ranks import on_ranks
 from optimus.plan.measure.timing import Clock, Extent, collective_call
 
 SIZES = tuple(4096 * 16**i for i in range(5))  # bytes: 4 KB to 256 MB
-_HELD = 4  # times the size of a tensor that a rank needs: parts, what comes, partial sums
+_HELD = 4  # memory that a rank needs, as a multiple of a tensor: parts, received data, partial sums
 
 
 class Measurement(NamedTuple):
-    """A collective that was measured."""
+    """A measured collective."""
 
     kind: CollectiveKind
     shape: str
@@ -39,10 +39,10 @@ class Measurement(NamedTuple):
 
 
 def measure(ranks: int, path: Path) -> list[dict[str, Any]] | None:
-    """Measure on `ranks` fresh ranks of this machine, or on those of torchrun, and write what was found into a machine file.
+    """Measures on `ranks` fresh ranks of this machine, or on those of torchrun, and writes the results into a machine file.
 
-    Returns a row for each measurement; None on all ranks of torchrun but the first. Shapes that the file has from before
-    and that were not measured now stay. Raises `UserError` for a file that is none, before anything is measured.
+    Returns a row for each measurement; None on all ranks of torchrun but the first. Earlier results in the file stay for
+    shapes that are not measured now. Raises `UserError` for an invalid file, before anything is measured.
     """
     before = _existing(path)
     found = on_ranks(measure_rank, ranks)
@@ -53,9 +53,9 @@ def measure(ranks: int, path: Path) -> list[dict[str, Any]] | None:
 
 
 def measure_rank(per: int, extent: Extent | None = None) -> list[Measurement]:
-    """On every rank of a process group with so many on each node. All return the same.
+    """Measures as one rank of a process group with `per` ranks on each node. All ranks return the same.
 
-    `extent` says at which sizes, and for how long.
+    `extent` gives the sizes, and the duration of each measurement.
     """
     device = use_device("auto", "the device", dist.get_rank() % per)
     extent = extent or replace(Extent.of(device.type), sizes=SIZES)
@@ -69,7 +69,7 @@ def measure_rank(per: int, extent: Extent | None = None) -> list[Measurement]:
 
 
 def _free(device: torch.device, per: int) -> int:
-    """Bytes that each rank may use; the same on all."""
+    """Returns the bytes that each rank may use; the same on all ranks."""
     sharers = per if device.type == "cpu" else 1
     least = torch.tensor(free_memory(device) // sharers // 2, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
@@ -77,7 +77,7 @@ def _free(device: torch.device, per: int) -> int:
 
 
 def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]:
-    """Every algorithm in every kind of group, with a group that uses no other."""
+    """Yields every algorithm in every kind of group, with a group that uses no other algorithm."""
     ranks = dist.get_world_size()
     mesh = Mesh(dp=ranks, ranks_per_node=per)
     parts = {Shape(ranks // per, per): RankPartition.of([range(ranks)])}
@@ -93,7 +93,8 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
 
 
 def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
-    """What a group would really use: over Gloo nothing of its own where it is known to be slow, over others little else."""
+    """Returns the algorithms that a group would really use. Over Gloo, the backend's own is left out where known to be slow;
+    over other backends, little else is tried."""
     if kind == "all_to_all":
         return [OWN]
     if dist.get_backend() != "gloo":
@@ -102,7 +103,7 @@ def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
 
 
 def always(algorithm: str, shape: Shape) -> Measured:
-    """A table from which an algorithm is chosen whatever the size."""
+    """Returns a table that chooses `algorithm` for every size."""
     curve = {str(shape): {algorithm: Curve(sizes=[1.0], seconds=[1.0])}}
     return Measured.model_validate({kind: curve for kind in KINDS if algorithm in names(kind, shape)})
 
@@ -119,7 +120,7 @@ def _calls(
 
 
 def table(found: list[Measurement]) -> Measured:
-    """Of measurements, three digits of each."""
+    """Returns the table of measurements, with three digits of each."""
     curves: dict[str, Curves] = {}
     for kind, shape, algorithm in dict.fromkeys(point[:3] for point in found):
         points = sorted(point for point in found if point[:3] == (kind, shape, algorithm))
@@ -131,12 +132,12 @@ def table(found: list[Measurement]) -> Measured:
 
 
 def merged(before: Measured, now: Measured) -> Measured:
-    """What was measured, and of other shapes and kinds what was measured before."""
+    """Returns the new measurements, with the earlier ones for other shapes and kinds."""
     return Measured.model_validate({kind: {**getattr(before, kind), **getattr(now, kind)} for kind in KINDS})
 
 
 def write(path: Path, measured: Measured) -> None:
-    """Replace the section of the file, or add it; the rest of its text stays as it is."""
+    """Replaces the section `collectives` of the file, or adds it; the rest of the file's text stays as it is."""
     section = yaml.safe_dump(
         {"collectives": measured.model_dump(exclude_defaults=True)}, sort_keys=False, width=120, default_flow_style=None
     )
@@ -146,7 +147,7 @@ def write(path: Path, measured: Measured) -> None:
 
 
 def _existing(path: Path) -> Machine:
-    """Raises `UserError` where there is no machine file to write to."""
+    """Returns the machine of the file. Raises `UserError` when there is no machine file to write to."""
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         raise UserError(
             f"--write {path}: there is no such machine file; `optimus bench machine --output {path}` writes one"

@@ -1,7 +1,7 @@
-"""From timings to a machine's figures: those with which the planner's own formulas come nearest to what was measured.
+"""Fits a machine's figures to timings, such that the planner's own formulas come nearest to the measurements.
 
 Nearest is least squares of log(predicted / measured), so that a product of microseconds counts as much as one of seconds.
-The formulas are those of `Machine` and `plan.collectives`, asked for every point; nothing of them is written again here.
+The formulas are those of `Machine` and `plan.collectives`, called for every point; none of them is written again here.
 """
 
 import math
@@ -19,13 +19,15 @@ from optimus.plan.measure.timing import Observations, Observed, Talked
 
 Floats = NDArray[np.float64]
 
-_BEST = 1.25  # how far from the best measured rate that of endless matrices may lie: above, or below a lucky one
-_DIFFERS = 0.05  # a group's bandwidth is written where it is so far from the node's
+_BEST = (
+    1.25  # largest factor from the best measured rate to that of endless matrices: above, or below a lucky measurement
+)
+_DIFFERS = 0.05  # relative difference from the node's figures above which a group's bandwidth or a pace is written
 _DIGITS = 4
 
 
 class FitPoint(NamedTuple):
-    """A measured time beside what the machine's file predicts."""
+    """A measured time beside the prediction of the machine's file."""
 
     what: str
     shape: str
@@ -34,25 +36,26 @@ class FitPoint(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative, without its sign."""
+        """Relative error, without its sign."""
         return abs(self.predicted / self.seconds - 1)
 
 
 def fit(seen: Observations, *, name: str, source: str, peaks: Mapping[str, float] | None = None) -> Machine:
-    """The machine that was observed. `peaks` are what vendors state, FLOP/s by precision; by default the best reached."""
+    """Returns the machine that was observed. `peaks` are the vendor's FLOP/s by precision; by default the best rates
+    reached."""
     moved = fmean(math.log(each.bytes / each.seconds) for each in seen.moved)
     machine = _fit_products(_start(seen, name, source, math.exp(moved)), seen)
     return _fit_network(_fit_node(_fit_attention(machine, seen, peaks or {}), seen), seen)
 
 
 def points(machine: Machine, seen: Observations) -> list[FitPoint]:
-    """Everything that was measured, beside what `machine` predicts."""
+    """Returns every measurement, beside the prediction of `machine`."""
     every = [*seen.kernels, *seen.moved, *seen.attended, *seen.talked]
     return [FitPoint(*each.what, each.seconds, each.predicted(machine)) for each in every]
 
 
 def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) -> Machine:
-    """Guesses, but for what is not fitted."""
+    """Returns the machine that the fit begins with: guesses for the fitted figures, observations for all others."""
     best: dict[str, float] = {}
     for each in seen.products:
         rate = 2 * each.rows * each.columns * each.inner / each.seconds
@@ -88,10 +91,11 @@ def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) 
 
 
 def _fit_products(machine: Machine, seen: Observations) -> Machine:
-    """Rates, tile, depth and latency of kernels; the tiny kernel is one point among the products.
+    """Fits the rates, tile, depth and latency of kernels; the tiny kernel is one point among the products.
 
-    The cores are the threads of a rank on a CPU. An accelerator does not say how it divides products: there they are fitted
-    as well, made a whole number, and the others fitted again. As there are valleys, the search begins at several tiles.
+    On a CPU, the cores are the threads of a rank. An accelerator does not say how it divides products: there, the cores are
+    fitted as well, rounded to a whole number, and the other figures fitted again. The search begins at several tiles, as
+    there are local minima.
     """
     precisions = list(machine.arithmetic)
     best = [machine.arithmetic[precision].achieved for precision in precisions]
@@ -130,9 +134,10 @@ def _fit_products(machine: Machine, seen: Observations) -> Machine:
 
 
 def _fit_attention(machine: Machine, seen: Observations, stated: Mapping[str, float]) -> Machine:
-    """The peaks, the share of attention in that of 16 bits, and the length of a sequence that brings half of it.
+    """Fits the peaks, the share of the peak of 16 bits that attention reaches, and the length of a sequence that reaches
+    half of that share.
 
-    A peak is the vendor's, or else the best that was reached, by attention too.
+    A peak is the vendor's, or else the best rate that was reached, by attention too.
     """
     best = {name: max(rates.achieved, stated.get(name, 0.0)) for name, rates in machine.arithmetic.items()}
 
@@ -153,10 +158,11 @@ def _fit_attention(machine: Machine, seen: Observations, stated: Mapping[str, fl
 
 
 def _fit_node(machine: Machine, seen: Observations) -> Machine:
-    """Bandwidth and latency of the node over all groups in it; with a bandwidth for each kind of group that differs;
-    then the pace of each kind of collective that differs, and the groups once more.
+    """Fits the bandwidth and latency of the node, and then refines the fit.
 
-    With groups, the node's own bandwidth is what remains without one: the all-to-all's.
+    The first fit is over all groups on the node. Then each kind of group that differs gets a bandwidth, each kind of
+    collective that differs gets a pace, and the groups are fitted once more. With groups, only the all-to-all uses the
+    node's own bandwidth.
     """
     inside = [talk for talk in seen.talked if talk.place.nodes(machine.ranks_per_node) == 1]
     if not inside:
@@ -195,7 +201,7 @@ def _with_node(machine: Machine, node: Node) -> Machine:
 
 
 def _pace(machine: Machine, node: Node, own: Sequence[Talked]) -> Pace | None:
-    """Of a kind of collective; None where it makes no difference."""
+    """Returns the pace of one kind of collective, or None where a pace makes no difference."""
     kind, latency = own[0].kind, node.latency
 
     def off(x: Sequence[float]) -> list[float]:
@@ -211,7 +217,8 @@ def _pace(machine: Machine, node: Node, own: Sequence[Talked]) -> Pace | None:
 
 
 def _fit_network(machine: Machine, seen: Observations) -> Machine:
-    """Bandwidth and latency between nodes; with one node, its own, as if the next were as near."""
+    """Fits the bandwidth and latency between nodes. With one node, the network gets the node's own figures, as if the next
+    node were as near."""
     node = machine.node
     across = [talk for talk in seen.talked if talk.place.nodes(machine.ranks_per_node) > 1]
     if not across:
@@ -221,7 +228,7 @@ def _fit_network(machine: Machine, seen: Observations) -> Machine:
     def made(x: Sequence[float]) -> Machine:
         return machine.model_copy(update={"network": Network.model_construct(bandwidth=x[0], latency=x[1])})
 
-    # A network that is far too fast is not felt: the search begins at a slow one.
+    # The residuals do not depend on a network that is far too fast: the search begins at a slow one.
     start = [node.bandwidth / 4, 2 * node.latency]
     low, high = [start[0] / 1e4, start[1] / 1e3], [start[0] * 1e4, start[1] * 1e3]
     bandwidth, latency = least_squares(lambda x: _off(made(x), across), start, low, high)
@@ -238,10 +245,10 @@ def least_squares(
     high: Sequence[float],
     steps: int = 60,
 ) -> list[float]:
-    """Positive numbers between `low` and `high` that make the sum of squares least, near `start`.
+    """Returns positive numbers between `low` and `high`, near `start`, that minimize the sum of squared residuals.
 
-    The method of Levenberg and Marquardt on the logarithms, with differences for derivatives. What has one place to lie at
-    stays there.
+    The method is that of Levenberg and Marquardt on the logarithms, with finite differences for derivatives. A number whose
+    bounds are equal stays fixed.
     """
     lower, upper = np.log(low), np.log(high)
     x = np.clip(np.log(start), lower, upper)
@@ -251,7 +258,7 @@ def least_squares(
 
     r, damping = at(x), 1e-2
     for _ in range(steps):
-        h = np.where(x + 1e-4 > upper, -1e-4, 1e-4)  # not over the edge
+        h = np.where(x + 1e-4 > upper, -1e-4, 1e-4)  # a step back at the upper bound
         slopes = np.stack([(at(x + h[i] * np.eye(len(x))[i]) - r) / h[i] for i in range(len(x))], axis=1)
         slopes[:, lower == upper] = 0
         square, downhill = slopes.T @ slopes, -slopes.T @ r
@@ -270,7 +277,7 @@ def least_squares(
 
 
 def _off(machine: Machine, seen: Iterable[Observed]) -> list[float]:
-    """Of each, the logarithm of what is predicted over what was measured."""
+    """Returns, for each observation, the logarithm of predicted over measured seconds."""
     return [math.log(each.predicted(machine) / each.seconds) for each in seen]
 
 

@@ -1,7 +1,7 @@
-"""Measure the machine that one stands on, and write the file from which the planner knows it.
+"""Measures the machine on which the command runs, and writes the machine's file for the planner.
 
-N ranks, as those of a training run on a node, do the same at the same time (`timing.py`); the planner's formulas are
-fitted to their times (`fit.py`). Under torchrun on several nodes the links between these are measured as well.
+N ranks do the same at the same time, like those of a training run on a node (`timing.py`), and the planner's formulas are
+fitted to their times (`fit.py`). Under torchrun on several nodes, the links between nodes are measured as well.
 """
 
 import os
@@ -25,11 +25,12 @@ from optimus.plan.measure.timing import Extent, Observations, observe_rank
 
 
 def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] | None:
-    """Measure, write `output`, print how near the file comes to what was measured; under torchrun, on the first rank alone.
+    """Measures, writes `output`, and prints how near the file comes to the measurements; under torchrun, on the first rank
+    alone.
 
-    Returns the report, on the first rank. `name` is the machine's, by default the file's. Raises `UserError`, before
-    anything is measured, for a file that is there or cannot be, for the name of a machine that comes with the library,
-    and for ranks that the machine does not have.
+    Returns the report, on the first rank. `name` is the machine's name, by default that of the file. Before anything is
+    measured, raises `UserError` for a file that exists or cannot be written, for the name of a machine that comes with the
+    library, and for ranks that the machine does not have.
     """
     name = name or output.stem
     check_output(output, name)
@@ -52,7 +53,8 @@ def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] 
 
 
 def measure(ranks: int, name: str = "measured", extent: Extent | None = None) -> Machine:
-    """This machine, with `ranks` ranks on its node. `extent` says what to measure: by default what suits the device.
+    """Measures this machine, with `ranks` ranks on its node. `extent` gives the measurements to make; the default depends on
+    the device.
 
     Raises `UserError` for ranks that the machine does not have, and under torchrun.
     """
@@ -66,25 +68,25 @@ def measure(ranks: int, name: str = "measured", extent: Extent | None = None) ->
 
 
 def observe(ranks: int, extent: Extent | None = None) -> Observations | None:
-    """Times on `ranks` ranks of this machine; None on all of torchrun's but the first."""
+    """Measures times on `ranks` ranks of this machine. Returns None on all ranks of torchrun but the first."""
     return on_ranks(observe_rank, ranks, extent)
 
 
 def fit_machine(seen: Observations, name: str) -> Machine:
-    """The machine, with what its vendor states and where the figures come from."""
+    """Returns the machine that fits the observations, with the vendor's peaks and the source of the figures."""
     peak = None if seen.threads is not None else peak_flops(find_device("auto", "the device"))
     return fit(seen, name=name, source=_source(seen, peak), peaks={"bf16": peak, "fp16": peak} if peak else None)
 
 
 def write(machine: Machine, path: Path) -> None:
-    """A new file that `load_machine` reads."""
+    """Writes a new file that `load_machine` reads."""
     text = yaml.safe_dump(machine.model_dump(exclude_none=True), sort_keys=False, width=120)
     with naming_disk_errors(path, "Choose another --output"), path.open("x", encoding="utf-8") as file:
         file.write(text)
 
 
 def rows(found: Sequence[FitPoint]) -> list[dict[str, Any]]:
-    """A row for each product and kernel, and one for each collective in each kind of group, over all sizes."""
+    """Returns a row for each product and kernel, and one for each collective in each kind of group, over all sizes."""
     table: dict[tuple[str, str], list[FitPoint]] = {}
     for point in found:
         table.setdefault((point.what, "" if _is_talk(point) else point.shape), []).append(point)
@@ -102,7 +104,7 @@ def rows(found: Sequence[FitPoint]) -> list[dict[str, Any]]:
 
 
 def ratios(found: Sequence[FitPoint]) -> dict[str, float]:
-    """The median error of products, attention, memory and collectives."""
+    """Returns the median errors of products, attention, memory and collectives."""
     kinds: dict[str, list[float]] = {}
     for point in found:
         kinds.setdefault("collectives" if _is_talk(point) else point.what.split()[0], []).append(point.error)
@@ -139,7 +141,7 @@ def _source(seen: Observations, peak: float | None) -> str:
 
 
 def check_output(output: Path, name: str) -> None:
-    """Raises `UserError` where the file cannot be written, or would hide another."""
+    """Raises `UserError` when the file cannot be written, or would hide another machine or file."""
     if output.suffix not in (".yaml", ".yml"):
         raise UserError(
             f"--output {output}: give the name of a .yaml file, by which `--machine` knows it from a machine's name"

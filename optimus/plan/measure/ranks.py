@@ -1,6 +1,6 @@
-"""Run a function on ranks whose processes have done nothing else, so that their memory and speed are the function's own.
+"""Runs a function on ranks of fresh processes, so that memory and speed are the function's own.
 
-`optimus.testing.run_ranks` uses its processes again, whose heaps have grown and whose libraries have compiled kernels.
+`optimus.testing.run_ranks` reuses its processes, whose heaps have grown and whose libraries have compiled kernels.
 """
 
 import gc
@@ -25,8 +25,11 @@ _MOST_RANKS = 64
 
 
 def on_ranks(function: Callable[..., T], ranks: int, *args: Any) -> T | None:
-    """What `function(ranks, *args)` gives on the first of `ranks` fresh ranks of this machine; or, under torchrun, on its
-    ranks, and None on all but the first. Raises `UserError` for ranks that the machine does not have."""
+    """Runs `function(ranks, *args)` on `ranks` fresh ranks of this machine, and returns the result of the first rank.
+
+    Under torchrun, the function runs on the ranks of torchrun, and all but the first return None. Raises `UserError` for
+    ranks that the machine does not have.
+    """
     check_ranks(ranks)
     if not under_launcher():
         return run_fresh(function, ranks, ranks, *args, backend=_backend_of_device())[0]
@@ -42,7 +45,7 @@ def on_ranks(function: Callable[..., T], ranks: int, *args: Any) -> T | None:
 
 
 def check_ranks(ranks: int) -> None:
-    """Raises `UserError` for ranks that cannot be."""
+    """Raises `UserError` for a number of ranks that this machine cannot have."""
     if not 1 <= ranks <= _MOST_RANKS:
         raise UserError(f"--ranks {ranks}: a node has 1 to {_MOST_RANKS} ranks")
     if torch.accelerator.is_available() and ranks > torch.accelerator.device_count():
@@ -52,12 +55,12 @@ def check_ranks(ranks: int) -> None:
 
 
 def under_launcher() -> bool:
-    """Whether torchrun, or the like, has started this process as one of several."""
+    """True if torchrun or another launcher has started this process as one of several."""
     return "LOCAL_WORLD_SIZE" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _backend_of_device() -> str:
-    """The backend of collectives on this machine's device. Raises `UserError` where there is none."""
+    """Returns the backend of collectives on this machine's device. Raises `UserError` when there is none."""
     device = find_device("auto", "the device")
     try:
         return str(dist.get_default_backend_for_device(device))
@@ -66,16 +69,17 @@ def _backend_of_device() -> str:
 
 
 def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str = "gloo") -> list[T]:
-    """`function(*args)` on every rank of a process group on this machine, by default of Gloo; the results by rank.
+    """Runs `function(*args)` on every rank of a process group on this machine, by default of Gloo, and returns the results
+    by rank.
 
-    `function` is at the top level of a module. The machine's cores are divided among the ranks, each having one thread
-    at least.
+    `function` must be at the top level of a module. The machine's cores are divided among the ranks, with one thread each at
+    least.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised, or lost a peer that did; its traceback is the message.
     """
     work = functions.dumps((function, args), f"what {function.__name__} is given")
-    # A fork server that has imported what the function needs gives a fresh process in a tenth of a second.
+    # A fork server that has imported the function's module starts a fresh process in a tenth of a second.
     multiprocessing.set_forkserver_preload([getattr(function, "__module__", "torch")])
     with TemporaryDirectory() as folder:
         multiprocessing.start_processes(_rank, (ranks, folder, work, backend), nprocs=ranks, start_method="forkserver")
@@ -84,14 +88,14 @@ def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str =
 
 def _rank(rank: int, ranks: int, folder: str, work: bytes, backend: str) -> None:
     if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else Gloo asks what the machine's name resolves to
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise Gloo resolves the machine's name
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}  # DeepSpeed reads them
-    warnings.simplefilter("ignore", FutureWarning)  # other libraries' use of what PyTorch deprecates
+    warnings.simplefilter("ignore", FutureWarning)  # other libraries use deprecated parts of PyTorch
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
     function, args = functions.loads(work)
     _result(folder, rank).write_bytes(functions.dumps(function(*args)))
-    gc.collect()  # what Gloo has under way must not outlive its process group
+    gc.collect()  # Gloo's pending work must not outlive its process group
     dist.barrier()  # a rank that leaves early breaks its peers' last collective
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""One rank's part in measuring a machine: products, memory, attention and collectives, timed while all ranks are busy alike.
+"""Measures a machine as one rank: products, memory, attention and collectives, timed while all ranks are busy alike.
 
-A rank of a real run has the others beside it, which use the same memory, links and, on a CPU, the same cores. So all ranks
-begin together and repeat the same for a while; what counts is when the last of them has finished.
+A rank of a real run shares memory, links and, on a CPU, cores with the other ranks. So all ranks begin together and repeat
+the same call for a while; the time ends when the last rank has finished.
 
 Legend: M x K times K x N products; B sequences of S tokens, N heads of size D.
 """
@@ -35,21 +35,21 @@ from optimus.state.disk import PAGE, StateFile
 from optimus.state.transfers import Transfers
 
 Talk = CollectiveKind | Literal["shift"]
-"""`shift`: every rank sends to the one a stride further, and receives."""
+"""Kinds of measured collectives. In a `shift`, every rank sends to the rank one stride further, and receives."""
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FORMS: tuple[Form, ...] = ("NT", "NN", "TN")  # of a layer's three products: forward, gradients of input and weight
 _LONG = 1.0  # seconds of a window that is repeated once only
 _COLD = {"cpu": 1 << 25}  # bytes of operands that are used in turn, so that none is found in a cache
 _COLD_ACCELERATOR = 1 << 28
-_SETS = 64  # of operands, at most
-_MIDDLE = 512  # rows and columns of a product that neither latency nor memory decides
+_SETS = 64  # sets of operands, at most
+_MIDDLE = 512  # rows and columns of a product that neither latency nor memory bounds
 _WORD = 4  # bytes of an element that collectives move
 
 
 @dataclass(frozen=True)
 class Extent:
-    """What is measured."""
+    """Shapes, sizes and durations of the measurements."""
 
     shapes: Sequence[tuple[int, int, int]]  # rows, columns and inner size of products
     attention: Sequence[tuple[int, int, int, int]]  # B, S, N, D
@@ -60,7 +60,7 @@ class Extent:
 
     @classmethod
     def of(cls, device: str) -> "Extent":
-        """What suits a type of device: an accelerator is given larger matrices."""
+        """Returns the extent for a type of device; an accelerator gets larger matrices."""
         shapes = [(n, n, n) for n in (16, 64, 128, 256, 512, 1024)]
         shapes += [(2048, 256, 256), (2048, 1024, 256), (2048, 256, 1024), (256, 1024, 2048)]
         shapes += [(8, 1024, 1024), (1024, 8, 1024), (1024, 1024, 8), (64, 512, 512), (512, 64, 512)]
@@ -72,7 +72,7 @@ class Extent:
 
 
 class MatmulTime(NamedTuple):
-    """A product [rows, inner] x [inner, columns] and its seconds, on average over the forms in which it comes."""
+    """A product [rows, inner] x [inner, columns] and its seconds, on average over its forms."""
 
     rows: int
     columns: int
@@ -86,7 +86,7 @@ class MatmulTime(NamedTuple):
         return f"matmul {self.precision}", f"{self.rows}x{self.columns}x{self.inner}"
 
     def predicted(self, machine: Machine) -> float:
-        """Seconds by a machine's file."""
+        """Returns the seconds that a machine's file predicts."""
         return machine.matmul_seconds(self.rows, self.columns, self.inner, self.precision)
 
 
@@ -126,7 +126,7 @@ class Attended(NamedTuple):
 
 
 class Talked(NamedTuple):
-    """A collective in all groups of a kind at once; `whole` bytes as `collective_seconds` counts them."""
+    """A collective in all groups of a kind at once. `whole` is in bytes, as `collective_seconds` counts them."""
 
     kind: Talk
     whole: int
@@ -148,26 +148,26 @@ Observed = MatmulTime | Moved | Attended | Talked
 
 @dataclass
 class Observations:
-    """What was measured, and what the device says of itself. Sizes in bytes, times in seconds."""
+    """Measurements, and the properties that the device reports. Sizes are in bytes, times in seconds."""
 
     ranks_per_node: int
     nodes: int
     device: str
     backend: str
     threads: int | None  # of a rank on a CPU
-    cores: int  # that the device says it has
+    cores: int  # as the device reports
     memory: float  # of a rank
     host_memory: float  # of a node
     products: list[MatmulTime] = field(default_factory=list)
-    tiny: float = 0.0  # a kernel that has nothing to do
+    tiny: float = 0.0  # a kernel with nothing to do
     moved: list[Moved] = field(default_factory=list)
     link: float | None = None  # bytes/s between host and device, where they are two
-    host_bandwidth: float | None = None  # of a node, where the host's memory is not the ranks'
+    host_bandwidth: float | None = None  # of a node, where the ranks have memory of their own
     read: float | None = None  # of a node's disks, bytes/s
     write: float | None = None
     attended: list[Attended] = field(default_factory=list)
-    alone: float = 1.0  # how much faster a rank of a CPU computes while the others wait
-    overlap: float = 1.0  # share of computing beside which a collective goes on
+    alone: float = 1.0  # speedup of a rank of a CPU while the others wait
+    overlap: float = 1.0  # share of computation that a collective overlaps
     talked: list[Talked] = field(default_factory=list)
 
     @property
@@ -177,9 +177,9 @@ class Observations:
 
 
 def observe_rank(ranks_per_node: int, extent: Extent | None) -> Observations:
-    """Measure, as one rank of a process group whose ranks do the same. All ranks return the same.
+    """Measures, as one rank of a process group whose ranks do the same. All ranks return the same.
 
-    Where OMP_NUM_THREADS says how many threads a process has, that holds, as it does for a training run.
+    OMP_NUM_THREADS sets the number of threads of a process, as for a training run.
     """
     device = use_device("auto", "the device", dist.get_rank() % ranks_per_node)
     if device.type == "cpu" and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
@@ -207,13 +207,13 @@ def observe_rank(ranks_per_node: int, extent: Extent | None) -> Observations:
 
 
 class Clock:
-    """Times what all ranks do at once."""
+    """Times calls that all ranks make at once."""
 
     def __init__(self, device: torch.device, extent: Extent) -> None:
         self._device, self._window, self._rounds = device, extent.window, extent.rounds
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Of a call, until the last rank has finished: on average over a window, in the fastest round."""
+        """Returns the seconds of a call until the last rank has finished: on average over a window, in the fastest round."""
         self._run(call, 1)
         repeats, took = 1, self._run(call, 1)
         while took < self._window:
@@ -223,7 +223,7 @@ class Clock:
         return min([took, *(self._run(call, repeats) for _ in range(more))]) / repeats
 
     def _run(self, call: Callable[[], Any], repeats: int) -> float:
-        """Seconds of the slowest rank."""
+        """Returns the seconds of the slowest rank."""
         dist.barrier()
         self._finish()
         began = time.perf_counter()
@@ -240,7 +240,7 @@ class Clock:
 
 
 def places(ranks: int) -> list[StridedGroup]:
-    """Every kind of group that divides all ranks evenly."""
+    """Returns every kind of group that divides all ranks evenly."""
     return [
         StridedGroup(size, stride)
         for size in range(2, ranks + 1)
@@ -250,7 +250,7 @@ def places(ranks: int) -> list[StridedGroup]:
 
 
 def groups_of(place: StridedGroup, ranks: int) -> list[range]:
-    """The groups of a kind."""
+    """Returns the groups of a kind."""
     block = place.size * place.stride
     return [
         range(first + inner, first + block, place.stride)
@@ -277,7 +277,7 @@ def _itself(device: torch.device, ranks_per_node: int) -> Observations:
 
 
 def _fitting(size: int, seen: Observations) -> int:
-    """No more bytes than a rank can hold several times."""
+    """Limits `size` to the bytes that a rank can hold sixteen times."""
     return min(size, int(min(seen.memory, seen.host_memory / seen.ranks_per_node) / 16))
 
 
@@ -292,14 +292,15 @@ def _products(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Ma
 
 
 def _precisions(clock: Clock, device: torch.device) -> list[str]:
-    """Those worth using: fp16 if it is as fast as fp32; a CPU may emulate it at a hundredth of the speed."""
+    """Returns the precisions worth using: fp16 only if as fast as fp32, as a CPU may emulate fp16 at a hundredth of the
+    speed."""
     n, names = 256, ["fp32", "bf16"]
     wide, half = (clock.seconds(_product(n, n, n, _TYPES[name], device)) for name in ("fp32", "fp16"))
     return [*names, "fp16"] if half <= wide else names
 
 
 def _product(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """A product in each form; operands take turns."""
+    """Returns a call that computes a product in each form; the operands take turns."""
     held = _COLD.get(device.type, _COLD_ACCELERATOR)
     number = min(_SETS, max(1, held // ((m * k + k * n) * dtype.itemsize)))
     pairs = [
@@ -320,7 +321,7 @@ def _tiny(clock: Clock, device: torch.device) -> float:
 
 
 def _moved(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Moved]:
-    """Tensors in two types, as the training step has them."""
+    """Yields the times to copy and to add tensors, in the two types of a training step."""
     for dtype in (torch.float32, torch.bfloat16):
         n = extent.memory // dtype.itemsize
         x, y, z = (torch.ones(n, dtype=dtype, device=device) for _ in range(3))
@@ -340,14 +341,14 @@ def _link(clock: Clock, extent: Extent, device: torch.device) -> float | None:
 
 
 def host_bandwidth(clock: Clock, size: int) -> float:
-    """Bytes/s of a rank's part of the host's memory, as an update there takes it: two tensors of so many bytes are read, one
-    is written."""
+    """Returns the bytes/s of a rank's part of the host's memory in the traffic of an update: two tensors of `size` bytes are
+    read, one is written."""
     x, y, z = (torch.ones(size // 4) for _ in range(3))
     return 3 * x.nbytes / clock.seconds(lambda: torch.add(x, y, out=z))
 
 
 def disk_rates(clock: Clock, size: int, folder: Path) -> tuple[float, float]:
-    """Bytes/s that a rank reads and writes of a file in `folder`, as state on a disk is."""
+    """Returns the bytes/s that a rank reads from, and writes to, a file in `folder`, as with state on a disk."""
     file = StateFile(folder, Transfers(torch.device("cpu")))
     size = -(-size // PAGE) * PAGE
     file.place(size)
@@ -369,18 +370,18 @@ def _attended(clock: Clock, extent: Extent, device: torch.device) -> Iterator[At
         yield Attended(*shape, clock.seconds(call))
 
 
-# ---- What ranks share ----
+# ---- Shared cores ----
 
 
 def _alone(clock: Clock, device: torch.device) -> float:
-    """How much faster a product is on one rank while the others wait than on all at once."""
+    """Returns the speedup of a product on one rank while the others wait, relative to all ranks at once."""
     call = _product(_MIDDLE, _MIDDLE, _MIDDLE, torch.float32, device)
     together, alone = clock.seconds(call), clock.seconds(call if dist.get_rank() == 0 else lambda: None)
     return max(1.0, together / alone)
 
 
 def _overlap(clock: Clock, device: torch.device) -> float:
-    """Share of a product's time beside which an all-reduce that takes as long goes on."""
+    """Returns the share of a product's time that an all-reduce of equal length overlaps."""
     group, x = Groups(Mesh(dp=dist.get_world_size())).world, torch.ones(_MIDDLE * _MIDDLE * 4, device=device)
     call = _product(_MIDDLE, _MIDDLE, _MIDDLE, torch.float32, device)
     moving, once = clock.seconds(lambda: group.all_reduce(x)), clock.seconds(call)
@@ -409,7 +410,7 @@ def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talk
     kinds: list[Talk] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     for place, division in divisions.items():
         group = groups.dividing(division.division)
-        # A shift is the same in every group of a stride: one of two ranks is between the same two.
+        # Groups of two ranks are enough for a shift: larger groups with the same stride have the same links.
         for kind in [*kinds, "shift"] if place.size == 2 else kinds:
             for size in extent.sizes:
                 elements = -(-size // (_WORD * place.size)) * place.size
@@ -419,7 +420,7 @@ def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talk
 
 
 def collective_call(kind: Talk, x: Tensor, group: Group) -> Callable[[], Any]:
-    """The library's own collective of a whole tensor, as training uses it."""
+    """Returns a call of the library's own collective of a whole tensor, as training uses it."""
     if kind == "all_reduce":
         return lambda: group.all_reduce(x)
     if kind == "all_to_all":
