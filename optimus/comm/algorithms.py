@@ -42,9 +42,7 @@ EVERYONE = "everyone"
 """An all-reduce between two ranks: each sends its whole tensor to the other, and both add the two tensors."""
 
 MEGABYTE = 1 << 20
-LONG_SUM = (
-    4 * MEGABYTE
-)  # bytes from which reduce-scatter + all-gather beat Gloo's ring on one node, while ranks compute
+LONG_SUM = 4 * MEGABYTE  # bytes from which direct rounds beat Gloo's ring on one node, while ranks compute
 FEW_NODES = 16  # number of nodes up to which direct messages are no slower than doubling
 PIECES = 4  # of a large tensor; 8 pieces save at most 5 % more
 PIECE = 1 << 16  # minimum bytes of a block in a piece

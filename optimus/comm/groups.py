@@ -250,9 +250,7 @@ class Groups:
         """
         if division.largest == 1 or not (alone or len(own) < self.mesh.size):
             return None
-        backend = dist.get_backend().split(":")[
-            -1
-        ]  # the device's backend, if several: host tensors only use the group of all ranks
+        backend = dist.get_backend().split(":")[-1]  # the device's: only the group of all ranks moves host tensors
         group: dist.ProcessGroup = dist.new_group(
             list(own), timeout=self._timeout, backend=backend, use_local_synchronization=True
         )
