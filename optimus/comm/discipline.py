@@ -29,7 +29,7 @@ class RefuseCollectives(TorchDispatchMode):
 class RollCall:
     """A barrier of all ranks through the store.
 
-    A collective in its place could meet a different collective of a rank that is out of step.
+    A collective as the barrier could be matched with a different collective of a rank that is out of step.
     """
 
     def __init__(self, name: str, ranks: int, seconds: float) -> None:

@@ -106,16 +106,16 @@ def begin(exchanges: Sequence[Exchange]) -> None:
 
 @torch.no_grad()
 def carry_out(exchanges: Sequence[Exchange]) -> None:
-    """Runs all exchanges to their ends, one round of each in turn."""
+    """Completes all exchanges, one round of each in turn."""
     while exchanges:
         exchanges = [each for each in exchanges if next(each, _END) is not _END]
 
 
 class Driver:
-    """Runs exchanges in a thread beside the caller, in the order in which the caller begins them.
+    """Runs exchanges in a background thread, in the order in which the caller begins them.
 
     Each group has a driver of its own. The ranks of a group begin their collectives in one order, so their drivers cannot
-    deadlock, whatever the ranks do in other groups.
+    deadlock, even if the ranks use other groups in different orders.
     """
 
     def __init__(self) -> None:

@@ -185,7 +185,7 @@ class Group:
 
         The returned tensor holds the received rows once `Handle.wait` returns. Rows are in rank order, both as sent and as
         received. Each rank must send as many rows to another as that rank expects. Without `send` and `receive` every rank
-        sends equal parts to all. Only equal parts can go on two levels, since no rank knows the parts of all others.
+        sends equal parts to all. Only equal parts can use two levels, since no rank knows the parts of all others.
         """
         if self.size == 1:
             return rows, DONE

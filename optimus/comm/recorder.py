@@ -46,7 +46,7 @@ class Recorder:
     def waits(self, group: str, what: str, number: int) -> Iterator[None]:
         """Records that this rank waits for a collective inside the context.
 
-        Waits of our threads beside the training are not recorded.
+        Waits of our background threads are not recorded.
         """
         if _beside():
             yield
@@ -81,8 +81,8 @@ class Recorder:
 
 
 def _beside() -> bool:
-    """Returns whether this thread is one of ours beside the training.
+    """Returns whether this thread is one of our background threads.
 
-    The main thread is not, nor are those of autograd, which Python has not created.
+    The main thread and autograd's threads, which Python has not created, are not background threads.
     """
     return type(threading.current_thread()) is threading.Thread

@@ -1,4 +1,4 @@
-"""A queue of collectives that run one after the other beside computation."""
+"""A queue of collectives that run one after the other during computation."""
 
 from collections import deque
 from collections.abc import Callable

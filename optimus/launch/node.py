@@ -169,8 +169,8 @@ class _Member:
     def _come_too_late(self) -> None:
         """Ends a node that joins a closed launch.
 
-        A spare may join after the run has finished. Raises `UserError` if the run has not finished: the store then belongs to
-        an earlier launch.
+        A spare may join after the run has finished. Raises `UserError` if the run has not finished, since the store then
+        belongs to an earlier launch.
         """
         why = f"the launch {self._launch.name} at {self._launch.endpoint} has ended already"
         cure = "to train on, give another --name or start `optimus rendezvous` anew"

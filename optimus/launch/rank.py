@@ -109,7 +109,7 @@ def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
     """Creates the process group of all ranks, inside the context.
 
     Destroying a process group waits for all collectives under way. After a failure of this rank alone, or of another rank,
-    the wait would last until the timeout, also at the exit of Python. After such a failure the process therefore leaves
+    the wait would last until the timeout, also at the exit of Python. After such a failure the process therefore exits
     without destroying the group.
     """
     seconds = f"{timeout.total_seconds():g} s (resilience.timeout)"
@@ -144,9 +144,10 @@ def backends_of(backend: str, device: str) -> str:
 
 @contextmanager
 def _deadline(trainer: Trainer) -> Iterator[None]:
-    """Ends this rank with `LOST` when its device waits in one collective for `resilience.timeout` seconds inside the context.
+    """Ends this rank with `LOST` when its device waits in one collective for `resilience.timeout` seconds.
 
-    Another rank is then lost or hangs. The backend would abort this rank later, as if this rank had crashed.
+    The watch lasts as long as the context. After such a wait another rank is lost or hangs. The backend would abort this
+    rank later, as if this rank had crashed.
     """
     waits, seconds = trainer.groups.recorder.device or DeviceWaits(), trainer.config.resilience.timeout
     trainer.groups.recorder.device = waits

@@ -169,9 +169,7 @@ class Mesh:
 
         if "embedding" not in single or self.pp == 1:
             return RankPartition([table(ranks)])
-        alone = [
-            table(stage[None]) for stage in ranks[1:-1]
-        ]  # between the first stage and the last one, which are joined
+        alone = [table(stage[None]) for stage in ranks[1:-1]]  # stages between the joined first and last stages
         return RankPartition([table(ranks[[0, -1]]), *alone])
 
     def node(self, rank: int) -> int:

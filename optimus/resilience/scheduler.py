@@ -94,9 +94,7 @@ def _check(job: BatchJob) -> None:
 def _directives(job: BatchJob) -> list[str]:
     """Returns the lines for the batch system: ours that the user does not override, then the user's."""
     count = job.nodes + job.spares
-    name = f"o-{re.sub(r'[^A-Za-z0-9]+', '-', job.run.name).strip('-')}"[
-        :15
-    ]  # both batch systems limit names to 15 characters
+    name = f"o-{re.sub(r'[^A-Za-z0-9]+', '-', job.run.name).strip('-')}"[:15]  # the limit of both batch systems
     if job.scheduler == "slurm":
         head = "#SBATCH"
         ours = [
