@@ -154,7 +154,7 @@ class Curve(Section):
         return self
 
     def at(self, size: float) -> float:
-        """Returns the seconds for `size`, by a power law through the two nearest measured sizes, also outside their range."""
+        """Returns the seconds for `size`, by a power law through the two nearest measured sizes, or beyond them."""
         if len(self.sizes) == 1:
             return self.seconds[0]
         after = next((i for i, each in enumerate(self.sizes) if each >= size), len(self.sizes) - 1)
