@@ -1,7 +1,7 @@
-"""Collectives between ranks: groups, the algorithms that they use, and handles of what is under way.
+"""Collectives between ranks: groups, their algorithms, and handles of asynchronous collectives.
 
-Read `group.py` first, then `strategies.py` (the ways in which a collective is carried out), `algorithms.py` (which is used),
-`schedules.py` (what an algorithm is) and `exchange.py` (how its rounds go).
+Read `group.py` first. Then read `strategies.py` (execution of collectives), `algorithms.py` (choice of the algorithm),
+`schedules.py` (rounds of each algorithm) and `exchange.py` (execution of rounds).
 """
 
 from optimus.comm.group import Group

@@ -1,8 +1,8 @@
-"""Which algorithm a collective uses: the schedules there are, what was measured of them, and rules where nothing was.
+"""Choice of the algorithm of a collective: the known schedules, their measured times, and rules for unmeasured sizes.
 
-All is decided from (kind, shape, bytes), which every rank of a group knows alike; so does the order of additions depend on
-nothing else. Sizes are bytes of the whole tensor: what a rank has in the end (all-gather), in the beginning (reduce-scatter,
-all-to-all) or both (all-reduce).
+The choice depends only on (kind, shape, bytes), which all ranks of a group know. The order of additions therefore depends on
+nothing else either. Sizes are bytes of the whole tensor, which a rank holds at the end (all-gather), at the beginning
+(reduce-scatter, all-to-all) or both (all-reduce).
 """
 
 import math
@@ -33,19 +33,19 @@ from optimus.section import Section
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 Rounds = Callable[[int, Shape], Sequence[Round]]
-"""(rank, shape) to its rounds."""
+"""Maps (rank, shape) to the rank's rounds."""
 
 OWN = "own"
-"""The backend's own collective, which has no rounds that we know."""
+"""The backend's own collective, whose rounds are unknown."""
 
 EVERYONE = "everyone"
-"""Each rank sends the other all it has, and both add it up: an all-reduce between two."""
+"""An all-reduce between two ranks: each sends its whole tensor to the other, and both add the two tensors."""
 
 MEGABYTE = 1 << 20
-LONG_SUM = 4 * MEGABYTE  # bytes from which on, beside computation, two halves take less than Gloo's ring on one node
-FEW_NODES = 16  # between which direct messages take no longer than doubling
-PIECES = 4  # of a large tensor; with 8 it takes at most 5 % less time
-PIECE = 1 << 16  # bytes of a block in a piece, at least
+LONG_SUM = 4 * MEGABYTE  # bytes from which direct rounds beat Gloo's ring on one node, while ranks compute
+FEW_NODES = 16  # number of nodes up to which direct messages are no slower than doubling
+PIECES = 4  # of a large tensor; 8 pieces save at most 5 % more
+PIECE = 1 << 16  # minimum bytes of a block in a piece
 
 
 def _on_one_level(schedule: RoundSchedule) -> Rounds:
@@ -61,28 +61,32 @@ ALGORITHMS: Mapping[str, Rounds] = {
         for across, within in (("direct", "direct"), ("doubling", "direct"), ("doubling", "ring"), ("ring", "ring"))
     },
 }
-"""All-gathers; of two levels: between nodes + on a node. Backwards they are reduce-scatters, and both make an all-reduce."""
+"""All-gathers. Names of two levels are "across nodes + within a node". An all-gather backwards is a reduce-scatter, and the
+reduce-scatter followed by the all-gather is an all-reduce."""
 
 EXCHANGES: Mapping[str, Rounds] = {"direct": _on_one_level(exchange), "direct+direct": exchange_on_two_levels}
 """All-to-alls."""
 
 
 def on_two_levels(algorithm: str) -> bool:
-    """Whether it sends between nodes and on a node one after the other."""
+    """Returns whether `algorithm` sends across nodes and within a node in separate rounds."""
     return "+" in algorithm
 
 
 def names(kind: CollectiveKind, shape: Shape) -> list[str]:
-    """The algorithms there are for a kind of collective in a group: of two levels where both have several."""
+    """Returns the algorithms for a kind of collective in a group of this shape.
+
+    Algorithms on two levels need several nodes with several ranks each.
+    """
     table = EXCHANGES if kind == "all_to_all" else ALGORITHMS
     return [OWN, *(name for name in table if min(shape) > 1 or not on_two_levels(name))]
 
 
 @lru_cache(maxsize=256)
 def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
-    """Of one rank. An all-reduce has those of the reduce-scatter and then as many of the all-gather.
+    """Returns the rounds of one rank. An all-reduce has the rounds of the reduce-scatter, then as many of the all-gather.
 
-    Raises `KeyError` for an algorithm that the kind has not, the backend's own among them.
+    Raises `KeyError` for an algorithm that does not exist for the kind, and for the backend's own.
     """
     if kind == "all_to_all":
         return tuple(EXCHANGES[algorithm](rank, shape))
@@ -94,18 +98,18 @@ def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tup
 
 
 def pieces(algorithm: str, shape: Shape, size: float) -> int:
-    """In how many pieces to send a tensor, so that one is between nodes while another is on a node.
+    """Returns the number of pieces of a tensor to send, so that one piece crosses nodes while another is within a node.
 
-    As many as pay by `costs.seconds`: each has messages of its own, so that small blocks are not cut.
+    `costs.seconds` shows which numbers pay. Every piece has messages of its own, so small blocks are not divided.
     """
     return max(1, min(PIECES, int(size / shape.ranks / PIECE))) if on_two_levels(algorithm) else 1
 
 
-# ---- What is taken without a measurement ----
+# ---- Rules without measurements ----
 
 
 def default(kind: CollectiveKind, shape: Shape, size: float, links: Links | None = None) -> str:
-    """The algorithm by rules, with the overheads and latencies of `links`."""
+    """Returns the algorithm by rules, with the overheads and latencies of `links`."""
     links = links or Links()
     if shape.ranks == 1:
         return OWN
@@ -120,19 +124,19 @@ def default(kind: CollectiveKind, shape: Shape, size: float, links: Links | None
 
 
 def _direct_is_faster(ranks: int, links: Links) -> bool:
-    """With little to send, where all links are alike: one round of many messages against a few rounds of one."""
+    """Compares one round of many messages with a few rounds of one message, for small tensors over links that are alike."""
     o, a = links.overhead, links.between.latency
     return (ranks - 1) * o + max(a + o, (ranks - 1) * o) < math.ceil(math.log2(ranks)) * (2 * o + a)
 
 
 def _fewer_messages_pay(shape: Shape, size: float, links: Links) -> bool:
-    """Whether an all-to-all on two levels saves more of the overheads than its rounds on the node take."""
+    """Returns whether an all-to-all on two levels saves more overhead than its additional round within the node takes."""
     nodes, per = shape
     saved = 2 * links.overhead * (shape.ranks - nodes - per + 1)
     return saved > links.inside.latency + nodes * (per - 1) * size / shape.ranks / links.inside.bandwidth
 
 
-# ---- What is taken after one ----
+# ---- Choice by measurements ----
 
 
 class Curve(Section):
@@ -150,7 +154,7 @@ class Curve(Section):
         return self
 
     def at(self, size: float) -> float:
-        """Seconds: a power of the size between the two nearest that were measured, and beyond the first and the last."""
+        """Returns the seconds for `size`, by a power law through the two nearest measured sizes, or beyond them."""
         if len(self.sizes) == 1:
             return self.seconds[0]
         after = next((i for i, each in enumerate(self.sizes) if each >= size), len(self.sizes) - 1)
@@ -161,11 +165,11 @@ class Curve(Section):
 
 
 Curves = dict[str, dict[str, Curve]]
-"""By the shape of a group ('4x8': nodes x ranks of each), by algorithm."""
+"""Curves by the shape of a group ('4x8': nodes x ranks of each), then by algorithm."""
 
 
 class Measured(Section):
-    """Seconds of each kind of collective, in groups of each shape, by each algorithm: the choice among them."""
+    """Measured seconds of each kind of collective by group shape and algorithm, from which `choose` picks the algorithm."""
 
     all_gather: Curves = Field({})
     reduce_scatter: Curves = Field({})
@@ -173,7 +177,7 @@ class Measured(Section):
     all_to_all: Curves = Field({})
 
     def curves(self, kind: CollectiveKind, shape: Shape) -> Mapping[str, Curve]:
-        """By algorithm; none where the kind was not measured in groups of that shape."""
+        """Returns the curves by algorithm; empty if the kind was not measured in groups of that shape."""
         return self._of(kind).get(str(shape), {})
 
     def _of(self, kind: CollectiveKind) -> Curves:
@@ -201,7 +205,7 @@ def _shape(text: str) -> Shape:
 def choose(
     kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None, links: Links | None = None
 ) -> str:
-    """The algorithm by rules, unless another one takes clearly less by what was measured in `measured.curves`."""
+    """Returns the algorithm by rules, unless another algorithm is clearly faster by `measured.curves`."""
     curves = measured.curves(kind, shape) if measured else {}
     usual = default(kind, shape, size, links)
     if not curves or shape.ranks == 1:
@@ -219,10 +223,11 @@ def used(
     by_messages: bool,
     narrow: bool = False,
 ) -> str:
-    """The algorithm that a group uses.
+    """Returns the algorithm that a group uses.
 
-    `by_messages`: the backend is Gloo, over whose messages ours go; another's own collectives are used but where two levels
-    were measured to be faster. `narrow`: sums of 16-bit floats, which Gloo's own would add in their type.
+    `by_messages` says that the backend is Gloo, whose messages carry our rounds. Other backends use their own collectives,
+    except where two levels were measured to be faster. `narrow` says that the tensor holds 16-bit floats, which Gloo's own
+    collectives would add in 16 bits.
     """
     name = choose(kind, shape, size, measured)
     if not by_messages:

@@ -1,9 +1,9 @@
-"""What a collective takes, by events: a message waits for its sender, for its adapter, for the link and for its receiver.
+"""Time of collectives by discrete-event simulation of their messages.
 
-A rank is busy for `overhead` seconds with each message, on each side. Messages leave through the sender's adapter one after
-the other, begin to come a latency later, and come in through the receiver's adapter one after the other; on a node every
-rank has a link of its own. A rank begins a round when it has all of the last one. All our schedules look the same from every
-node, so that the ranks of one stand for all.
+Each message keeps its sender and its receiver busy for `overhead` seconds each. Messages leave through the sender's adapter
+one after the other and begin to arrive a latency later. They pass the receiver's adapter one after the other. Within a node
+every rank has a link of its own. A rank begins a round when it has received all messages of the previous round. All our
+schedules look the same from every node, so the ranks of one node stand for all ranks.
 """
 
 from collections import defaultdict
@@ -19,22 +19,22 @@ from optimus.comm.schedules import Round, Shape
 
 
 class Step(NamedTuple):
-    """A rank begins to send all of these messages, and then waits for those."""
+    """A step of a rank's program: the rank begins to send all of `sends`, then waits for all of `receives`."""
 
     sends: tuple[tuple[int, float], ...]
-    """(receiver, bytes)"""
+    """(receiver, bytes) of each message."""
     receives: tuple[int, ...]
-    """Senders; messages between two ranks come in the order in which they are sent."""
+    """Senders. Messages between two ranks arrive in the order in which the sender sends them."""
 
 
 @lru_cache(maxsize=4096)
 def seconds(
     algorithm: str, kind: CollectiveKind, shape: Shape, size: float, links: Links | None = None, pieces: int = 1
 ) -> float:
-    """Of a collective of `size` bytes in a group alone on its links; see `algorithms` for the sizes.
+    """Seconds of a collective of `size` bytes in a group that has its links for itself; `algorithms` defines the sizes.
 
-    The tensor goes in so many equal `pieces`: all begin their first round in order, and then each its next one as soon as
-    the rank has come to it. The backend's own collectives are Gloo's.
+    The tensor is sent in equal `pieces`. A rank begins the first round of all pieces in order, then begins each piece's next
+    round as soon as the rank reaches it. Gloo's collectives stand for those of the backend.
     """
     block = size / shape.ranks / pieces
     each = [program(_rounds(algorithm, kind, place, shape), block, pieces) for place in range(shape.per)]
@@ -42,7 +42,10 @@ def seconds(
 
 
 def expected(kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None) -> float:
-    """Seconds by the algorithm that a group over Gloo uses: as it was measured, else by events over links of no machine."""
+    """Returns the seconds of the algorithm that a group over Gloo uses.
+
+    The seconds are measured ones where `measured` has a curve, and otherwise simulated over the default `Links`.
+    """
     if shape.ranks == 1:
         return 0.0
     name = used(kind, shape, size, measured, by_messages=True)
@@ -53,7 +56,7 @@ def expected(kind: CollectiveKind, shape: Shape, size: float, measured: Measured
 
 
 def bytes_leaving_node(algorithm: str, kind: CollectiveKind, shape: Shape, size: float) -> float:
-    """Of all ranks of a node, to other nodes."""
+    """Returns the bytes that all ranks of a node together send to other nodes."""
     block = size / shape.ranks
     return sum(
         len(message.blocks) * block
@@ -65,7 +68,10 @@ def bytes_leaving_node(algorithm: str, kind: CollectiveKind, shape: Shape, size:
 
 
 def _rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
-    """Gloo's own are rings, of which that of a reduce-scatter is a whole all-reduce, but for its all-to-all."""
+    """Returns a rank's rounds, with those of Gloo for the backend's own collectives.
+
+    Gloo's all-to-all sends directly; the other collectives of Gloo are rings. Gloo's reduce-scatter is a whole all-reduce.
+    """
     if algorithm != OWN:
         return rounds(algorithm, kind, rank, shape)
     if kind == "all_to_all":
@@ -74,7 +80,7 @@ def _rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tu
 
 
 def program(schedule: Sequence[Round], block: float, pieces: int = 1) -> list[Step]:
-    """What a rank does, with blocks of so many bytes in each piece."""
+    """Returns the steps of a rank's schedule, with blocks of `block` bytes in each of the `pieces`."""
     if not schedule:
         return []
     sends = [tuple((peer, len(blocks) * block) for peer, blocks in each.sends) for each in schedule]
@@ -88,16 +94,17 @@ def program(schedule: Sequence[Round], block: float, pieces: int = 1) -> list[St
 
 
 def simulate(programs: Sequence[Sequence[Step]], shape: Shape, links: Links) -> list[float]:
-    """When each rank has done its program, in seconds: all ranks of the group, or those of the first node for all others.
+    """Returns the seconds after which each rank has finished its program.
 
-    Messages that come to a queue at the same moment are served nearest first, so that nodes do not differ.
-    Raises `ValueError` where a rank waits for what nobody sends.
+    `programs` are those of all ranks of the group, or those of the first node, which then stand for all nodes. Messages that
+    reach a queue at the same time are served nearest first, so that all nodes behave alike.
+    Raises `ValueError` when a rank waits for a message that no rank sends.
     """
     return _Simulation(programs, shape, links).run()
 
 
 class _Rank:
-    """Where a rank is in its program."""
+    """The state of a rank in its program."""
 
     def __init__(self, program: Sequence[Step]) -> None:
         self.steps = iter(program)
@@ -105,15 +112,15 @@ class _Rank:
         self.awaited: list[tuple[int, int]] = []  # (sender, number of its message to this rank)
         self.missing: set[tuple[int, int]] = set()
         self.number: defaultdict[int, int] = defaultdict(int)  # of the next awaited message, by sender
-        self.come: defaultdict[int, list[float]] = defaultdict(list)  # when a sender's messages were there
+        self.come: defaultdict[int, list[float]] = defaultdict(list)  # arrival times, by sender
 
     def send(self, overhead: float) -> float:
-        """When the next message is on its way."""
+        """Returns the time at which the rank has handed its next message to the adapter."""
         self.now += overhead
         return self.now
 
     def wait(self, senders: Sequence[int]) -> None:
-        """For the next message of each."""
+        """Awaits the next message of each of `senders`."""
         self.awaited = []
         for sender in senders:
             self.awaited.append((sender, self.number[sender]))
@@ -121,21 +128,24 @@ class _Rank:
         self.missing = {(sender, number) for sender, number in self.awaited if number >= len(self.come[sender])}
 
     def receive(self, overhead: float) -> None:
-        """What is awaited, all of which has come."""
+        """Receives the awaited messages, all of which have arrived."""
         for moment in sorted(self.come[sender][number] for sender, number in self.awaited):
             self.now = max(self.now, moment) + overhead
 
 
 class _Simulation:
-    """Of all ranks, or of those of one node: then what leaves for another node stands for what comes from one as far on the
-    other side."""
+    """Simulates all ranks, or the ranks of one node.
+
+    With the ranks of one node, a message to another node stands for one that arrives from a node equally far on the other
+    side.
+    """
 
     def __init__(self, programs: Sequence[Sequence[Step]], shape: Shape, links: Links) -> None:
         self._ranks = [_Rank(program) for program in programs]
         self._shape, self._links = shape, links
         self._events: list[tuple[float, int, int, bool, int, int, int, float]] = []
         self._count = count()
-        self._out: defaultdict[int, float] = defaultdict(float)  # when a queue is free
+        self._out: defaultdict[int, float] = defaultdict(float)  # time at which a queue is free
         self._in: defaultdict[int, float] = defaultdict(float)
 
     def run(self) -> list[float]:
@@ -150,7 +160,7 @@ class _Simulation:
         return [rank.now for rank in self._ranks]
 
     def _go_on(self, number: int) -> None:
-        """With a rank's program, until it waits for what has not come."""
+        """Advances a rank's program until the rank waits for a message that has not arrived."""
         rank = self._ranks[number]
         for sends, receives in rank.steps:
             for target, size in sends:
@@ -161,7 +171,7 @@ class _Simulation:
             rank.receive(self._links.overhead)
 
     def _push_event(self, moment: float, comes: bool, sender: int, target: int, size: float) -> None:
-        """What is at one moment is in the order of (distance, place of the target): alike on all nodes."""
+        """Pushes an event. Simultaneous events are ordered by distance, then by the target's node rank, on all nodes."""
         nodes, per = self._shape
         event = (
             moment,
@@ -195,7 +205,7 @@ class _Simulation:
                 self._go_on(number)
 
     def _way(self, sender: int, target: int, end: int) -> tuple[Link, int]:
-        """The link, and the queue at one of its ends: of an adapter, or, below zero, of a rank on its node."""
+        """Returns the link and the queue at the rank `end`: of an adapter, or, below zero, of the rank within its node."""
         node, place = divmod(end, self._shape.per)
         if sender // self._shape.per == target // self._shape.per:
             return self._links.inside, -1 - end

@@ -1,8 +1,9 @@
-"""Waits of a device for collectives: to wait on the host for one of NCCL, RCCL or oneCCL is to tell the device's stream to.
+"""Waits of a device for collectives.
 
-The host goes ahead; it neither sees how long the device waits nor gets an error when another rank is lost. So an event
-before and one after each wait say so: for how long ranks kept the device waiting, and in which collective it waits now. They
-keep no tensor alive, as the backend's own handles do.
+Waiting on a work of NCCL, RCCL or oneCCL enqueues the wait on the device's stream, and the host continues. The host neither
+sees how long the device waits nor gets an error when another rank is lost. This module therefore records an event before
+and after each wait. The events tell how long ranks kept the device waiting, and in which collective the device waits now.
+Unlike the backend's own handles, events keep no tensors alive.
 """
 
 import threading
@@ -13,18 +14,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 Place = tuple[str, str, int]
-"""In which group, in what, the how manieth of the group."""
-GRACE = 60.0  # seconds after which the backend's own watchdog ends a rank that ours has not
+"""A collective: the group's name, the collective's name, and the collective's number in the group."""
+GRACE = 60.0  # seconds after our watchdog's timeout at which the backend's own watchdog ends a rank
 
 
 class StreamPoint(Protocol):
     """A point on a stream."""
 
     def query(self) -> bool:
-        """Whether the stream has come to it."""
+        """Returns whether the stream has reached the point."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this one to another, which the stream has come to as well."""
+        """Returns the milliseconds from this point to `end`; the stream must have reached both."""
 
 
 class _Wait(NamedTuple):
@@ -40,7 +41,7 @@ def _mark() -> torch.Event:
 
 
 class DeviceWaits:
-    """Those that this rank's streams have been told and have not passed, in order; `mark` makes a point on the stream."""
+    """The waits enqueued on this rank's streams and not yet over, in order; `mark` records a point on the stream."""
 
     def __init__(self, mark: Callable[[], StreamPoint] = _mark) -> None:
         self._mark = mark
@@ -48,7 +49,7 @@ class DeviceWaits:
         self._lock = threading.Lock()
 
     def wait(self, place: Place, works: Sequence[Any]) -> None:
-        """Let the stream wait for `works`."""
+        """Makes the stream wait for `works`."""
         before = self._mark()
         for work in works:
             work.wait()
@@ -56,7 +57,7 @@ class DeviceWaits:
             self._waits.append(_Wait(place, before, self._mark()))
 
     def passed(self) -> list[tuple[Place, float]]:
-        """Those that are over since this was asked last, and for how many seconds the device has waited."""
+        """Returns the waits that have ended since the last call, each with the seconds that the device has waited."""
         over: list[_Wait] = []
         under_way: list[_Wait] = []
         with self._lock:
@@ -66,7 +67,7 @@ class DeviceWaits:
         return [(wait.place, wait.before.elapsed_time(wait.after) / 1000) for wait in over]
 
     def waiting(self) -> Place | None:
-        """What the device waits for now; None while it computes, or has nothing to do."""
+        """Returns the collective that the device waits for now; None while the device computes or is idle."""
         with self._lock:
             return next(
                 (wait.place for wait in self._waits if wait.before.query() and not wait.after.query()),
@@ -75,14 +76,20 @@ class DeviceWaits:
 
 
 def flight_record() -> bytes:
-    """What torch's flight recorder has of this rank's last collectives, as JSON; NCCL's own where torch is built with it."""
+    """Returns the record of this rank's last collectives in torch's flight recorder, as JSON.
+
+    The record is NCCL's own where torch is built with NCCL.
+    """
     known = vars(torch._C._distributed_c10d)
     found: bytes = known.get("_dump_nccl_trace_json", known["_dump_fr_trace_json"])(True, False)
     return found
 
 
 class Deadline:
-    """A thread that calls `ended` where the device has waited in one collective for `seconds`: its backend never raises."""
+    """A thread that calls `ended` when the device has waited in one collective for `seconds`.
+
+    The device's backend never raises an error itself.
+    """
 
     def __init__(self, waits: DeviceWaits, seconds: float, ended: Callable[[Place], None]) -> None:
         self._waits, self._seconds, self._ended = waits, seconds, ended
@@ -90,7 +97,7 @@ class Deadline:
         threading.Thread(target=self._watch, name="deadline", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stops the watch."""
         self._stopped.set()
 
     def _watch(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeping code that is not ours from leaving the ranks out of step."""
+"""Guards that keep users' code from bringing the ranks out of step."""
 
 from datetime import timedelta
 from typing import Any
@@ -11,8 +11,10 @@ from optimus.errors import UserError
 
 
 class RefuseCollectives(TorchDispatchMode):
-    """Inside, this thread may begin no collective, neither ours nor one of torch's own: the others would not answer. Raises
-    `UserError`, which says `why`."""
+    """Refuses every collective that this thread begins inside the context, since other ranks would not take part.
+
+    Collectives of torch are refused like ours. Raises `UserError`, whose message ends with `why`.
+    """
 
     def __init__(self, why: str) -> None:
         super().__init__()
@@ -25,20 +27,23 @@ class RefuseCollectives(TorchDispatchMode):
 
 
 class RollCall:
-    """Ranks wait for each other by the store, where a collective would meet another one of ranks that are out of step."""
+    """A barrier of all ranks through the store.
+
+    A collective as the barrier could be matched with a different collective of a rank that is out of step.
+    """
 
     def __init__(self, name: str, ranks: int, seconds: float) -> None:
         self._name, self._ranks, self._seconds = name, ranks, seconds
         self._calls = 0
 
     def __call__(self, share: float = 1.0) -> None:
-        """Return when all ranks have called so often. Raises `CollectiveError` after this share of the seconds."""
+        """Returns when all ranks have called equally often. Raises `CollectiveError` after `share` of the seconds."""
         if self._ranks == 1:
             return
         store, self._calls = dist.distributed_c10d._get_default_store(), self._calls + 1
         here, before = (f"roll call {self._name} {number}" for number in (self._calls, self._calls - 1))
         if store.add(here, 1) == self._ranks:
-            for key in (before, f"{before} done"):  # nobody waits there any more
+            for key in (before, f"{before} done"):  # no rank waits for the previous call any more
                 store.delete_key(key)
             store.set(f"{here} done", "")
             return

@@ -1,12 +1,13 @@
-"""Schedules of collectives carried out by messages between ranks, a round at a time; over Gloo.
+"""Execution of the schedules of collectives as messages between ranks over Gloo, one round at a time.
 
-Gloo's own reduce-scatter is an all-reduce of which most is thrown away, and its all-gather a ring whose time grows with the
-ranks. Here the receives of a round are posted before its sends, and straight into their places where the blocks of a message
-are neighbours in memory; else they are packed. Sums are added in rank order, in fp32 or the type of the addends if that is
-wider, integers exactly; so they are the same bits each time, and all ranks that hold a copy of a sum hold the same.
+Gloo's own reduce-scatter is an all-reduce that discards most of its result. Gloo's own all-gather is a ring, whose time
+grows with the number of ranks. Here a round posts its receives before its sends. A message whose blocks are neighbours in
+memory is sent and received in place; other messages are packed. Sums are added in rank order, in fp32 or in the type of the
+addends if that is wider; integers are added exactly. Sums are therefore bitwise reproducible and equal on all ranks that
+hold a copy.
 
-An exchange is a generator: what it does up to a `yield` is to begin a round, and what follows waits for it. Several, the
-pieces of a large tensor, go on in turn, so that one is between nodes while another is on a node.
+An exchange is a generator that begins a round, yields, and then waits for the round. The exchanges of the pieces of a large
+tensor advance in turn, so that one piece crosses nodes while another is within a node.
 """
 
 import threading
@@ -23,16 +24,16 @@ from torch import Tensor
 from optimus.comm.schedules import Message, Round
 from optimus.comm.scratch import Scratch
 
-TILE = 1 << 16  # elements of a sum that are added up at a time
+TILE = 1 << 16  # elements of a sum added at a time
 
 Exchange = Iterator[None]
 _END = object()
 
 
 class Channel:
-    """Messages of one collective between the `ranks` of a group, told apart from those of others by a tag.
+    """Messages of one collective between the `ranks` of a group; `tag` separates the messages of different collectives.
 
-    All raise `RuntimeError` that names the rank whose message failed.
+    All methods raise a `RuntimeError` that names the rank whose message failed.
     """
 
     def __init__(self, ranks: Sequence[int], handle: Any, tag: int, scratch: Scratch) -> None:
@@ -40,17 +41,17 @@ class Channel:
         self._handle, self._tag = handle, tag
 
     def receive(self, tensor: Tensor, peer: int) -> Any:
-        """Begin to fill `tensor` with what rank `peer` of the group sends next."""
+        """Begins to fill `tensor` with the next message from rank `peer` of the group."""
         with self._naming(peer):
             return dist.irecv(tensor, self.ranks[peer], self._handle, self._tag)
 
     def send(self, tensor: Tensor, peer: int) -> Any:
-        """Begin to send `tensor`."""
+        """Begins to send `tensor` to rank `peer` of the group."""
         with self._naming(peer):
             return dist.isend(tensor, self.ranks[peer], self._handle, self._tag)
 
     def wait(self, works: Sequence[tuple[int, Any]]) -> None:
-        """For messages from and to these ranks."""
+        """Waits for messages; `works` pairs the rank of the peer with the work of torch."""
         for peer, work in works:
             with self._naming(peer):
                 work.wait()
@@ -64,25 +65,27 @@ class Channel:
 
 
 class Codec:
-    """What partial sums between nodes are sent as. This one sends them as they are; another must give every rank that reads
-    a message the same numbers."""
+    """The form in which nodes send each other partial sums. This class sends the sums unchanged.
+
+    A subclass must give the same numbers to every rank that reads a message.
+    """
 
     def form(self, elements: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """Elements and their type that are sent for so many of `dtype`."""
+        """Returns the number and the type of the elements that are sent for `elements` elements of `dtype`."""
         return elements, dtype
 
     def write(self, numbers: Sequence[Tensor], out: Tensor) -> None:
-        """Blocks one after the other, as what is sent."""
+        """Fills the message `out` with the blocks `numbers`, one after the other."""
         for each, place in zip(numbers, out.split([len(each) for each in numbers])):
             place.copy_(each)
 
     def read(self, sent: Tensor) -> Tensor:
-        """The numbers, in any floating-point type."""
+        """Returns the numbers of a received message, in any floating-point type."""
         return sent
 
 
 class Rounded(Codec):
-    """As numbers of a narrower type."""
+    """Sends fp32 partial sums as numbers of a narrower type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -94,25 +97,25 @@ class Rounded(Codec):
 AS_THEY_ARE = Codec()
 
 
-@torch.no_grad()  # of the thread that takes them on
+@torch.no_grad()  # grad mode is a property of the thread, and a progress thread has a mode of its own
 def begin(exchanges: Sequence[Exchange]) -> None:
-    """Their first rounds."""
+    """Begins the first round of every exchange."""
     for each in exchanges:
         next(each, None)
 
 
 @torch.no_grad()
 def carry_out(exchanges: Sequence[Exchange]) -> None:
-    """To their ends, a round of each in turn."""
+    """Completes all exchanges, one round of each in turn."""
     while exchanges:
         exchanges = [each for each in exchanges if next(each, _END) is not _END]
 
 
 class Driver:
-    """Carries exchanges on beside the caller, in the order in which they are given, in a thread of its own.
+    """Runs exchanges in a background thread, in the order in which the caller begins them.
 
-    Each group has its own. Its ranks begin their collectives in one order, so that none waits for a rank that waits for it,
-    whatever they do in other groups.
+    Each group has a driver of its own. The ranks of a group begin their collectives in one order, so their drivers cannot
+    deadlock, even if the ranks use other groups in different orders.
     """
 
     def __init__(self) -> None:
@@ -120,7 +123,7 @@ class Driver:
         self._thread: threading.Thread | None = None
 
     def begin(self, exchanges: Sequence[Exchange]) -> Future[None]:
-        """The result waits for them."""
+        """Enqueues `exchanges`, and returns a future whose `result` waits for them."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="collectives")
             self._thread.start()
@@ -133,7 +136,7 @@ class Driver:
             exchanges, future = self._queue.get()
             try:
                 carry_out(exchanges)
-            except Exception as error:  # whatever it is, who waits has it
+            except Exception as error:  # raised again in the thread that waits
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -141,11 +144,11 @@ class Driver:
 
 
 Blocks = Sequence[Tensor] | Mapping[int, Tensor]
-"""By their numbers in a schedule."""
+"""Blocks by their numbers in a schedule."""
 
 
 def gather(rounds: Sequence[Round], blocks: Blocks, link: Channel) -> Exchange:
-    """Fill `blocks`, of which this rank has its own, or all that it sends, with those of the others."""
+    """Fills `blocks` with the blocks of the other ranks; this rank's own block, or all that it sends, is there already."""
     for each in rounds:
         works, landings, lent = [], [], []
         for message in _filled(each.receives, blocks):
@@ -180,13 +183,13 @@ def reduce(
     per: int | None = None,
     between: Codec = AS_THEY_ARE,
 ) -> Exchange:
-    """Fill `out` with the sum of this rank's block over the ranks. `out` may be that block; the others stay as they are.
+    """Fills `out` with the sum of this rank's block over the ranks. `out` may be that block; other blocks do not change.
 
-    Addends travel as they are, partial sums in fp32 or the type of the addends if that is wider; with `per` ranks on a node,
-    those that leave it in the form that `between` gives them.
+    Addends are sent in their type, and partial sums in fp32 or in the type of the addends if that is wider. `per` is the
+    number of ranks on a node; partial sums that leave the node are sent in the form of the codec `between`.
     """
     wide, sums = _wide(out.dtype), dict[int, Tensor]()
-    kept: list[Tensor] = []  # buffers of sums that have not been sent
+    kept: list[Tensor] = []  # buffers of partial sums that later rounds send
 
     def leaves(message: Message) -> bool:
         return per is not None and message.peer // per != rank // per
@@ -235,12 +238,12 @@ def reduce(
 def exchange(
     rounds: Sequence[Round], leaving: Sequence[Tensor], coming: Sequence[Tensor], rank: int, link: Channel
 ) -> Exchange:
-    """An all-to-all of equal blocks: `leaving[i]` goes to rank i, `coming[i]` is filled by it."""
+    """Runs an all-to-all of equal blocks: sends `leaving[i]` to rank i, and fills `coming[i]` with the block from rank i."""
     ranks = len(leaving)
     coming[rank].copy_(leaving[rank])
     blocks: dict[int, Tensor] = {rank * ranks + peer: block for peer, block in enumerate(leaving)}
     blocks |= {peer * ranks + rank: block for peer, block in enumerate(coming)}
-    # What is of others and for others, in the order in which it goes on.
+    # Blocks between two other ranks, which this rank forwards, in the order of sending.
     passing = [block for each in rounds for _, sent in each.sends for block in sent if block not in blocks]
     room = _lend(link, [leaving[0]] * len(passing)) if passing else None
     blocks |= zip(passing, room.tensor_split(len(passing)) if room is not None else ())
@@ -250,23 +253,24 @@ def exchange(
 
 
 def in_pieces(blocks: Sequence[Tensor], pieces: int) -> list[Sequence[Tensor]]:
-    """Blocks for each of so many exchanges: a part of every one."""
+    """Splits every block into `pieces` parts, and returns the blocks of each piece."""
     if pieces == 1:
         return [blocks]
     return list(zip(*(block.tensor_split(pieces) for block in blocks)))
 
 
 def shift(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:
-    """Begin to send `tensor` to the next rank of a group and to fill `out` from the previous one; on any backend."""
+    """Begins to send `tensor` to the next rank of a group and to fill `out` from the previous rank, on any backend."""
     following, previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
     receive = dist.P2POp(dist.irecv, out, previous, handle)
     return dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, tensor, following, handle)])
 
 
 def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
-    """`out` is the sum of `rows`, at least two, in their order: a tile at a time in cache. It may be one of them.
+    """Fills `out` with the sum of `rows`, at least two, added in their order. `out` may be one of the rows.
 
-    Floats are added at least in fp32. Integers are added as they are: fp32 has no place for their low bits.
+    Tiles are added one at a time, so that they stay in cache. Floats are added at least in fp32. Integers are added in their
+    type, since fp32 would lose their low bits.
     """
     wide = _wide(out.dtype)
     for start in range(0, len(out), TILE):
@@ -278,22 +282,22 @@ def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums are made."""
+    """Returns the type in which values of `dtype` are added."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def _filled(messages: Sequence[Message], blocks: Blocks) -> list[Message]:
-    """Those with anything in them: parts may be empty."""
+    """Returns the messages that are not empty; parts of a tensor may be empty."""
     return [message for message in messages if any(len(blocks[block]) for block in message.blocks)]
 
 
 def _lend(link: Channel, like: Sequence[Tensor]) -> Tensor:
-    """Room for these one after the other."""
+    """Lends a scratch buffer that holds the tensors `like` one after the other."""
     return link.scratch.lend(sum(map(len, like)), like[0].dtype, like[0].device)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """One tensor of `parts`, where each begins in memory where the one before ends."""
+    """Returns one tensor over all `parts` if each begins in memory where the previous one ends; otherwise None."""
     first = parts[0]
     if len(parts) == 1:
         return first

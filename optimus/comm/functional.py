@@ -1,14 +1,14 @@
-"""Collectives that autograd can go through. The backward pass of each is the collective that it is the transpose of.
+"""Differentiable collectives. The backward pass of each is the transposed collective.
 
-Most are about rows, the slices of dim 0. A tensor is never changed in place, and a group of one is the identity. Every rank
-of the group must call them in the same order. Autograd takes the operations of a graph in the reverse of the order in which
-they were made, so ranks with the same graph agree on the order of the backward pass as well.
+Most functions act on rows, the slices of dim 0. No function changes its input in place, and in a group of one rank every
+function is the identity. All ranks of the group must call the functions in the same order. Autograd visits the operations of
+a graph in the reverse of their order of creation, so ranks with the same graph agree on the order of the backward pass too.
 
-A tensor that all ranks hold in common, because they compute the same from it, is *shared*: its gradient, too, is the same on
-all of them. What `split_rows`, `reduce_from_group` and `copy_to_group` say of it is what makes gradients right.
+A tensor is *shared* if all ranks hold it and compute the same from it; its gradient is then the same on all ranks.
+Gradients are right only if tensors are shared where `split_rows`, `reduce_from_group` and `copy_to_group` say so.
 
-Where a forward pass is recomputed for its activations, what its collectives gave the first time can be cached and given
-again (`step_context.CollectiveCache`), so that none is issued.
+Activation recomputation runs a forward pass again. Results of the first run's collectives can be cached and reused
+(`step_context.CollectiveCache`), so that the second run issues no collective.
 
 Legend: N ranks of the group, T rows of this rank.
 """
@@ -28,69 +28,75 @@ T = TypeVar("T")
 
 
 def all_gather_rows(x: Tensor, group: Group) -> Tensor:
-    """The rows of every rank, in rank order: [T, ...] to [N * T, ...]; T must be the same on every rank.
+    """All-gathers rows in rank order: [T, ...] to [N * T, ...]; T must be the same on every rank.
 
-    The gradient is the sum of what the ranks have for these rows (all-gather forward, reduce-scatter backward).
+    The gradient of a row is the sum of the gradients that the ranks have for the row (reduce-scatter backward).
     """
     return _applied(x, group, all_gather, reduce_scatter)
 
 
 def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
-    """This rank's T rows of the sum of `x` over the ranks: [N * T, ...] to [T, ...].
+    """Reduce-scatters rows: [N * T, ...] to this rank's T rows of the sum over the ranks, [T, ...].
 
-    Reduce-scatter forward, all-gather backward.
+    The backward pass is an all-gather.
     """
     return _applied(x, group, reduce_scatter, all_gather)
 
 
 def split_rows(x: Tensor, group: Group) -> Tensor:
-    """This rank's rows of a shared `x`: [N * T, ...] to [T, ...]. All-gather in the backward pass only."""
+    """Returns this rank's rows of a shared `x`: [N * T, ...] to [T, ...]. All-gather in the backward pass only."""
     return _applied(x, group, local_rows, all_gather)
 
 
 def join_rows(x: Tensor, group: Group) -> Tensor:
-    """The rows of every rank as a shared tensor: [T, ...] to [N * T, ...]. All-gather in the forward pass only."""
+    """All-gathers rows into a shared tensor: [T, ...] to [N * T, ...]. All-gather in the forward pass only."""
     return _applied(x, group, all_gather, local_rows)
 
 
 def all_reduce_autograd(x: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, of which each makes something else: all-reduce in both passes."""
+    """All-reduces `x` in both passes; each rank may compute something else from the sum."""
     return _applied(x, group, all_reduce, all_reduce)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, as a shared tensor: all-reduce in the forward pass only (Megatron-LM's g)."""
+    """All-reduces `x` into a shared tensor; all-reduce in the forward pass only (Megatron-LM's g)."""
     return _applied(x, group, all_reduce, _identity)
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """A shared tensor of which each rank makes something else: all-reduce in the backward pass only (Megatron-LM's f)."""
+    """Returns a shared `x`, from which each rank computes something else.
+
+    All-reduce in the backward pass only (Megatron-LM's f).
+    """
     return _applied(x, group, _identity, all_reduce)
 
 
 def columns_to_rows(x: Tensor, group: Group) -> Tensor:
-    """[N * T, C] of which every rank has other columns to [T, N * C]: whole rows, each on one rank. All-to-all."""
+    """Turns a split by columns into a split by rows, by all-to-all: [N * T, C] to [T, N * C].
+
+    Every rank gives other columns of all rows, and gets whole rows.
+    """
     return _applied(x, group, _to_rows, _to_columns)
 
 
 def rows_to_columns(x: Tensor, group: Group) -> Tensor:
-    """The inverse of `columns_to_rows`: [T, N * C] to [N * T, C]."""
+    """Inverts `columns_to_rows`: [T, N * C] to [N * T, C]."""
     return _applied(x, group, _to_columns, _to_rows)
 
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """`send[i]` rows go to rank i, `receive[i]` come from it: [sum(send), ...] to [sum(receive), ...], in rank order.
+    """Sends `send[i]` rows to rank i and receives `receive[i]` rows from rank i, in rank order.
 
-    The gradients of the rows go back the way these came (all-to-all in both passes).
+    The shapes are [sum(send), ...] to [sum(receive), ...]. The backward pass returns the gradients by an all-to-all.
     """
     return all_to_all_rows_async(x, send, receive, group).wait()
 
 
 def all_to_all_rows_async(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Result[Tensor]:
-    """Begin `all_to_all_rows`; the result gives the rows.
+    """Begins `all_to_all_rows`; the result returns the rows.
 
-    What is computed until then goes on beside it, in the backward pass too: autograd goes through both in reverse, so that
-    the gradients are under way while it goes through what lies between.
+    Computation between this call and `Result.wait` overlaps with the all-to-all. The backward pass overlaps as well, since
+    autograd visits the two functions in reverse and the gradients are under way between them.
     """
     if group.size == 1:
         return Result(lambda: x)
@@ -100,27 +106,27 @@ def all_to_all_rows_async(x: Tensor, send: Sequence[int], receive: Sequence[int]
 
 
 def all_gather_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
-    """`all_gather_rows` where rank i has `rows[i]` rows."""
+    """All-gathers rows, like `all_gather_rows`, where rank i has `rows[i]` rows."""
     return _applied(x, group, partial(_gathered_uneven, rows), partial(_summed_uneven, rows))
 
 
 def reduce_scatter_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
-    """`reduce_scatter_rows` where rank i gets `rows[i]` rows."""
+    """Reduce-scatters rows, like `reduce_scatter_rows`, where rank i gets `rows[i]` rows."""
     return _applied(x, group, partial(_summed_uneven, rows), partial(_gathered_uneven, rows))
 
 
-# ---- The collectives themselves, each giving a new tensor ----
+# ---- Collectives without gradients, each returning a new tensor ----
 
 Collective = Callable[[Tensor, Group], Tensor]
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """All-gather of rows."""
+    """All-gathers rows."""
     return all_gather_async(x, group).wait()
 
 
 def all_gather_async(x: Tensor, group: Group) -> Result[Tensor]:
-    """Begin an all-gather of rows; the result gives them."""
+    """Begins an all-gather of rows; the result returns the rows."""
     if group.size == 1:
         return Result(lambda: x)
     out = x.new_empty(len(x) * group.size, *x.shape[1:])
@@ -128,12 +134,12 @@ def all_gather_async(x: Tensor, group: Group) -> Result[Tensor]:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Reduce-scatter of rows."""
+    """Reduce-scatters rows."""
     return reduce_scatter_async(x, group).wait()
 
 
 def reduce_scatter_async(x: Tensor, group: Group) -> Result[Tensor]:
-    """Begin a reduce-scatter of rows, of which `x` may be used up; the result gives this rank's."""
+    """Begins a reduce-scatter of rows, which may overwrite `x`; the result returns this rank's rows."""
     if group.size == 1:
         return Result(lambda: x)
     out = x.new_empty(len(x) // group.size, *x.shape[1:])
@@ -141,22 +147,22 @@ def reduce_scatter_async(x: Tensor, group: Group) -> Result[Tensor]:
 
 
 def local_rows(x: Tensor, group: Group) -> Tensor:
-    """This rank's rows."""
+    """Returns this rank's rows."""
     return x.chunk(group.size)[group.rank]
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """All-reduce."""
+    """All-reduces a copy of `x`."""
     return all_reduce_async(x.clone(memory_format=torch.contiguous_format), group).wait()
 
 
 def all_reduce_async(x: Tensor, group: Group) -> Result[Tensor]:
-    """Begin an all-reduce of contiguous `x`, in place; the result gives it."""
+    """Begins an all-reduce of contiguous `x`, in place; the result returns `x`."""
     return _giving(x, group.all_reduce_async(x))
 
 
 def shift_async(x: Tensor, group: Group) -> Result[Tensor]:
-    """Begin to send `x` to the next rank of the ring; the result gives that of the previous one."""
+    """Begins to send `x` to the next rank of the ring; the result returns the tensor of the previous rank."""
     came = torch.empty_like(x)
     return _giving(came, group.shift_async(x, came))
 
@@ -200,7 +206,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
         ctx.group, ctx.back = group, back
-        issues_none = there in (local_rows, _identity)  # and gives a view, with which all of x would be kept
+        issues_none = there in (local_rows, _identity)  # and a cached view would keep all of x alive
         return there(x, group) if issues_none else cached(lambda: there(x, group), group)
 
     @staticmethod
@@ -210,11 +216,11 @@ class _Linear(torch.autograd.Function):
 
 
 class _UnderWay:
-    """An all-to-all that has begun, or its backward pass."""
+    """An asynchronous all-to-all, or its backward pass."""
 
     def __init__(self, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
         self.send, self.receive, self.group = send, receive, group
-        # Given up when it has been waited for: a handle holds what leaves.
+        # `finish` drops the handle, since a handle keeps the sent tensor alive.
         self._begun: list[tuple[Tensor, Handle]] = []
 
     def begin(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -228,7 +234,7 @@ class _UnderWay:
 
     @property
     def begun(self) -> bool:
-        """Not where a forward pass was given what had been cached."""
+        """False after a forward pass that took its result from the collective cache."""
         return bool(self._begun)
 
 
@@ -257,10 +263,10 @@ class _Finished(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         under_way: _UnderWay = ctx.under_way
         under_way.begin(grads[0], under_way.receive, under_way.send)
-        return grads[0], None  # which is of the shape that autograd asks for; what comes goes to the other one
+        return grads[0], None  # has the shape that autograd expects; `_Begun.backward` returns the received gradients
 
 
 def cached(make: Callable[[], T], group: Group) -> T:
-    """What `make`, which issues collectives of `group`, gives in a forward pass; or gave when the pass was run first."""
+    """Returns the result of `make`, which issues collectives of `group`, or the result cached by the first forward pass."""
     cache = group.step.collectives
     return make() if cache is None else cache.take(make)

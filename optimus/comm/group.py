@@ -1,8 +1,8 @@
 """A group of ranks and its collectives. A group of one needs no process group.
 
-A collective that fails, because a peer has died or did not come in time, ends in one message that names the collective, its
-group and its size; `*_async` begin one and return a handle, whose `wait` waits for it, so that work can be done in between.
-How each is carried out is in `strategies.py`, what is noted of it in `observer.py`.
+A collective fails when a peer has died or is late; the error message names the collective, its group and its size. Methods
+named `*_async` begin a collective and return a handle, so that the caller can work before it calls `Handle.wait`.
+`strategies.py` carries the collectives out, and `observer.py` records them.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,37 +32,41 @@ T = TypeVar("T")
 
 @dataclass
 class Shared:
-    """What the groups of a rank have in common."""
+    """State that all groups of a rank share."""
 
     recorder: Recorder = field(default_factory=Recorder)
-    watch: Watch | None = None  # of what leaves and comes
+    watch: Watch | None = None  # for NaN and Inf in sent and received tensors
     step: StepContext = field(default_factory=StepContext)
     scratch: Scratch = field(default_factory=Scratch)
-    measured: Measured | None = None  # of this machine's collectives
-    partial_sums: Codec = AS_THEY_ARE  # how they go from node to node
+    measured: Measured | None = None  # times of this machine's collectives
+    partial_sums: Codec = AS_THEY_ARE  # form in which nodes send each other partial sums
 
     def choose_by(self, measured: Measured | None) -> None:
-        """Choose algorithms by what was measured."""
+        """Makes groups choose their algorithms by `measured`."""
         self.measured = measured
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What carries a group's collectives: torch's `process_group`, and messages of this `tag` in it. `shape` is how the
-    ranks lie on nodes, by default all on one; `levels` are the groups across and within nodes, where there are any."""
+    """The carrier of a group's collectives: torch's `process_group`, and messages with this `tag` in the process group.
+
+    `shape` is the number of nodes and of ranks on each, by default all ranks on one node. `levels` are the groups across
+    nodes and within nodes, or None.
+    """
 
     process_group: Any = None
     tag: int = 0
     shape: Shape | None = None
     levels: "tuple[Group, Group] | None" = None
-    driver: Driver = field(default_factory=Driver)  # of what goes on beside this rank
+    driver: Driver = field(default_factory=Driver)  # the thread that continues exchanges while the rank computes
 
 
 class Group:
-    """`ranks` of the job, in order; `rank` is this process's place among them.
+    """The group of `ranks` of the job, in order; `rank` is this process's rank in the group.
 
-    Over Gloo its collectives are those of `comm/algorithms.py`, chosen by what `shared.measured` says; over other backends
-    the backend's own, or of two levels where it says so. Of a group that is not `watched` nothing is noted of numbers.
+    Over Gloo the group uses the algorithms of `comm/algorithms.py`, chosen by `shared.measured`. Over other backends the
+    group uses the backend's own collectives, or collectives on two levels where `shared.measured` finds two levels faster.
+    A group with `watched` False does not record whether its tensors are finite.
     """
 
     def __init__(
@@ -90,22 +94,22 @@ class Group:
 
     @property
     def unwatched(self) -> "Group":
-        """The same group, of whose numbers nothing is noted."""
+        """The same group, without a record of whether its tensors are finite."""
         return type(self)(self.ranks, self.rank, self.transport, self.shared, watched=False)
 
     def tagged(self, tag: int) -> "Group":
-        """The same group for messages of their own."""
+        """Returns the same group for messages with the tag `tag`, which do not mix with the messages of other tags."""
         own = replace(self.transport, tag=tag, levels=None, driver=Driver())
         return type(self)(self.ranks, self.rank, own, self.shared)
 
     def algorithm(self, kind: CollectiveKind, tensor: Tensor) -> str:
-        """The name of the algorithm for a collective of a whole tensor (`comm/algorithms.py`)."""
+        """Returns the name of the algorithm for a collective of a whole tensor (`comm/algorithms.py`)."""
         narrow = tensor.is_floating_point() and tensor.element_size() < 4
         measured = self.shared.measured
         return used(kind, self.shape, tensor.nbytes, measured, by_messages=self._gloo, narrow=narrow)
 
     def _strategy(self, kind: CollectiveKind, tensor: Tensor, even: bool = True) -> Strategy:
-        """By the table of algorithms; two levels need `even` parts."""
+        """Returns the strategy that carries out the chosen algorithm; two levels need `even` parts."""
         algorithm, levels = self.algorithm(kind, tensor), self.transport.levels
         if algorithm == OWN or not (self._gloo or (levels is not None and even)):
             return self._backend
@@ -116,12 +120,15 @@ class Group:
     # ---- Collectives of whole tensors ----
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor` on every rank by its sum over the ranks, in place."""
+        """Replaces `tensor` on every rank by its sum over the ranks, in place."""
         self.all_reduce_async(tensor, beside=False).wait()
 
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
-        """Begin to replace `tensor` on every rank by its sum over the ranks. `beside`: it goes on while this rank does
-        something else, and not only when the handle is waited for: handles of others all ranks wait for in one order."""
+        """Begins to replace `tensor` on every rank by its sum over the ranks.
+
+        With `beside` the collective makes progress while this rank does something else. Without `beside` the collective may
+        make progress only in `Handle.wait`, so all ranks must wait for such handles in the same order.
+        """
         if self.size == 1:
             return DONE
         levels = self.transport.levels
@@ -129,17 +136,17 @@ class Group:
         return self._strategy("all_reduce", tensor, even).all_reduce(tensor, beside)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None) -> None:
-        """Fill `out` with this rank's part of the sum of `tensor` over the ranks; see `reduce_scatter_async`."""
+        """Fills `out` with this rank's part of the sum of `tensor` over the ranks; see `reduce_scatter_async`."""
         self.reduce_scatter_async(tensor, out, lengths, beside=False).wait()
 
     def reduce_scatter_async(
         self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None, beside: bool = True
     ) -> Handle:
-        """Begin to fill `out` with this rank's part of the sum of `tensor` over the ranks.
+        """Begins to fill `out` with this rank's part of the sum of `tensor` over the ranks.
 
-        The parts are slices of dim 0 of `tensor`, of these `lengths` or equal ones, in rank order; `out` may be this rank's
-        own slice of it. `tensor` must stay as it is until the handle is waited for; if `out` is a slice of it, the rest
-        holds nothing of use then. `beside` as of `all_reduce_async`.
+        The parts are slices of dim 0 of `tensor` in rank order, of the given `lengths` or of equal length. `out` may be this
+        rank's own slice of `tensor`; the rest of `tensor` is then undefined after the collective. `tensor` must not change
+        until `Handle.wait` returns. For `beside` see `all_reduce_async`.
         """
         if self.size == 1:
             return _given(tensor, out)
@@ -147,16 +154,16 @@ class Group:
         return self._strategy("reduce_scatter", tensor, even).reduce_scatter(tensor, parts, out, even, beside)
 
     def all_gather(self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None) -> None:
-        """Fill `tensor` with the `part` of every rank; see `all_gather_async`."""
+        """Fills `tensor` with the `part` of every rank; see `all_gather_async`."""
         self.all_gather_async(tensor, part, lengths, beside=False).wait()
 
     def all_gather_async(
         self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None, beside: bool = True
     ) -> Handle:
-        """Begin to fill dim 0 of `tensor` with the `part` of every rank, in rank order.
+        """Begins to fill dim 0 of `tensor` with the `part` of every rank, in rank order.
 
-        The parts have these `lengths`, or equal ones; `part` may be this rank's own slice of `tensor`. `beside` as of
-        `all_reduce_async`.
+        The parts have the given `lengths`, or equal length. `part` may be this rank's own slice of `tensor`. For `beside`
+        see `all_reduce_async`.
         """
         if self.size == 1:
             return _given(part, tensor)
@@ -166,7 +173,7 @@ class Group:
     def all_to_all(
         self, rows: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> Tensor:
-        """Rows for and from each rank; see `all_to_all_async`."""
+        """Sends rows to each rank and returns the rows from each rank; see `all_to_all_async`."""
         out, handle = self.all_to_all_async(rows, send, receive)
         handle.wait()
         return out
@@ -174,11 +181,11 @@ class Group:
     def all_to_all_async(
         self, rows: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> tuple[Tensor, Handle]:
-        """Begin an all-to-all: `send[i]` rows of dim 0 go to rank i, `receive[i]` come from it; what comes is in the tensor
-        when the handle has been waited for.
+        """Begins an all-to-all: sends `send[i]` rows of dim 0 to rank i, and receives `receive[i]` rows from rank i.
 
-        Both are in rank order. What each rank sends to another must be what that one expects. Without them all send equal
-        parts to all, which may go on two levels: nobody knows of every rank's parts where these differ.
+        The returned tensor holds the received rows once `Handle.wait` returns. Rows are in rank order, both as sent and as
+        received. Each rank must send as many rows to another as that rank expects. Without `send` and `receive` every rank
+        sends equal parts to all. Only equal parts can use two levels, since no rank knows the parts of all others.
         """
         if self.size == 1:
             return rows, DONE
@@ -190,56 +197,56 @@ class Group:
         call = partial(dist.all_to_all_single, out, rows, list(receive), list(send))
         return out, self._backend.begin("all_to_all", rows, call, rows)
 
-    # ---- Of one rank's ----
+    # ---- Collectives with a root rank ----
 
     def broadcast(self, tensor: Tensor, first: int = 0) -> None:
-        """Replace `tensor` on every rank by that of the group's `first` rank, in place."""
+        """Replaces `tensor` on every rank by that of the group's rank `first`, in place."""
         self.broadcast_async(tensor, first).wait()
 
     def broadcast_async(self, tensor: Tensor, first: int) -> Handle:
-        """Begin to replace `tensor` on every rank by that of the group's `first` rank."""
+        """Begins to replace `tensor` on every rank by that of the group's rank `first`."""
         call = partial(dist.broadcast, tensor, src=self.ranks[first])
         leaves = tensor if self.rank == first else None
         return self._backend.begin("broadcast", tensor, call, leaves, comes=self.rank != first)
 
     def reduce(self, tensor: Tensor, target: int) -> None:
-        """Replace `tensor` on the rank `target` by the sum over the ranks; elsewhere it is used up."""
+        """Replaces `tensor` on the rank `target` by the sum over the ranks; other ranks end with an undefined `tensor`."""
         self.reduce_async(tensor, target).wait()
 
     def reduce_async(self, tensor: Tensor, target: int) -> Handle:
-        """Begin to replace `tensor` on the rank `target` by the sum over the ranks; elsewhere it is used up (reduce)."""
+        """Begins to replace `tensor` on the rank `target` by the sum over the ranks; see `reduce`."""
         call = partial(dist.reduce, tensor, self.ranks[target])
         return self._backend.begin("reduce", tensor, call, tensor, comes=self.rank == target)
 
     # ---- Messages ----
 
     def send(self, tensor: Tensor, to: int, what: str = "send") -> None:
-        """Send `tensor`, contiguous, to rank `to` of the group, and wait until it may change."""
+        """Sends contiguous `tensor` to rank `to` of the group, and returns when `tensor` may change."""
         self.send_async(tensor, to, what).wait()
 
     def send_async(self, tensor: Tensor, to: int, what: str = "send") -> Handle:
-        """Begin to send `tensor`, contiguous, to rank `to` of the group; it must stay as it is until that is waited for.
+        """Begins to send contiguous `tensor` to rank `to` of the group.
 
-        Messages between two ranks are received in the order in which they are sent.
+        `tensor` must not change until `Handle.wait` returns. Messages between two ranks arrive in the order of sending.
         """
         call = partial(dist.isend, tensor, self.ranks[to], self.transport.process_group, self.transport.tag)
         at = self.observer.between(self.rank, to)
         return self.observer.begin(what, tensor, lambda _: call(), tensor, comes=False, at=at)
 
     def recv(self, tensor: Tensor, source: int, what: str = "receive") -> None:
-        """Fill `tensor`, contiguous, with what rank `source` of the group sends next."""
+        """Fills contiguous `tensor` with the next message from rank `source` of the group."""
         self.recv_async(tensor, source, what).wait()
 
     def recv_async(self, tensor: Tensor, source: int, what: str = "receive") -> Handle:
-        """Begin to fill `tensor`, contiguous, with what rank `source` of the group sends next."""
+        """Begins to fill contiguous `tensor` with the next message from rank `source` of the group."""
         call = partial(dist.irecv, tensor, self.ranks[source], self.transport.process_group, self.transport.tag)
         return self.observer.begin(what, tensor, lambda _: call(), at=self.observer.between(source, self.rank))
 
     def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
-        """Begin to send `tensor` to the next rank of the group, as a ring, and to fill `out` with that of the previous one.
+        """Begins to send `tensor` to the next rank of the ring of ranks, and to fill `out` from the previous rank.
 
-        Both are contiguous and of one shape and type on all ranks. All ranks must begin their shifts in the same order, as
-        that is the order in which those between two ranks are matched.
+        `tensor` and `out` are contiguous and have one shape and type on all ranks. All ranks must begin their shifts in the
+        same order, since shifts between two ranks are matched in that order.
         """
         if self.size == 1:
             return _given(tensor, out)
@@ -247,10 +254,10 @@ class Group:
         return self.observer.begin("shift", tensor, lambda _: call(), tensor)
 
     def connect(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
-        """Send a message from the first to the second of each of these pairs of the group's ranks, one after the other.
+        """Sends a message from the first to the second rank of each pair of `pairs`, one pair after the other.
 
-        NCCL, RCCL and oneCCL make a communicator of two ranks at their first message, for which both wait; ranks that come
-        to theirs in different orders, or by several threads, would wait for each other.
+        NCCL, RCCL and oneCCL create a communicator of two ranks at their first message, and both ranks wait for each other.
+        Ranks that sent first messages in different orders, or from several threads, would deadlock.
         """
         for source, target in pairs:
             if self.rank == source:
@@ -259,15 +266,17 @@ class Group:
                 self.recv(torch.zeros(1, device=device), source, "connection")
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """This rank waits inside the context for what others of the group do, but not in a collective."""
+        """Records that this rank waits, inside the context, for other ranks of the group outside of a collective."""
         name, recorder = self.observer.name, self.observer.recorder
         return recorder.waits(name, what, recorder.begun[name])
 
-    # ---- What ranks tell each other ----
+    # ---- Collectives of flags and Python objects ----
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank, so that all ranks take the same turn. To be asked of all ranks, whose group
-        moves tensors of hosts, too, so that none waits for its device."""
+        """Returns whether `flag` is set on any rank, so that all ranks take the same branch; every rank must call.
+
+        The group's backend must also move host tensors: the flag is one, so no rank waits for its device.
+        """
         if self.size == 1:
             return flag
         one = torch.tensor(int(flag))
@@ -275,7 +284,7 @@ class Group:
         return bool(one.item())
 
     def all_gather_object(self, value: T) -> list[T]:
-        """What every rank gives, in rank order; small Python objects, rarely."""
+        """Returns the `value` of every rank, in rank order. For small Python objects, rarely."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -284,7 +293,7 @@ class Group:
         return values
 
     def gather_object(self, value: T) -> list[T] | None:
-        """As `collect`, on the group's first rank alone; None on the others."""
+        """Returns the `value` of every rank on the group's first rank, in rank order, and None on the others."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -293,7 +302,7 @@ class Group:
         return values
 
     def broadcast_object(self, value: T | None) -> T:
-        """What the group's first rank gives, on all ranks; a Python object, rarely."""
+        """Returns the `value` of the group's first rank on all ranks. For Python objects, rarely."""
         values: list[Any] = [value]
         if self.size > 1:
             with self.observer.talking("broadcast of an object"):
@@ -301,7 +310,10 @@ class Group:
         return cast(T, values[0])
 
     def on_first(self, call: Callable[[], T]) -> T:
-        """What `call` returns on the group's first rank, or the `UserError` that it raises there, on all of them."""
+        """Runs `call` on the group's first rank, and returns its result on all ranks.
+
+        Raises `UserError` on all ranks when `call` raises one.
+        """
         outcome: tuple[T | None, UserError | None] = (None, None)
         if self.rank == 0:
             try:
@@ -314,20 +326,23 @@ class Group:
         return value  # type: ignore[return-value]
 
     def agree(self, failure: UserError | None) -> None:
-        """Raise the first rank's failure that has one on all ranks; as `any`, of all ranks."""
+        """Raises, on all ranks, the `failure` of the first rank that has one; every rank must call."""
         if self.any(failure is not None):
             raise next(found for found in self.all_gather_object(failure) if found is not None)
 
 
 def _slices(tensor: Tensor, lengths: Sequence[int] | int) -> tuple[Sequence[Tensor], bool]:
-    """`tensor` in slices of these lengths, or so many equal ones, and whether all are equal."""
+    """Splits `tensor` into slices of the given lengths, or into the given number of equal slices.
+
+    Also returns whether all slices have equal length.
+    """
     if isinstance(lengths, int):
         return tensor.chunk(lengths), True
     return tensor.split(list(lengths)), len(set(lengths)) == 1
 
 
 def _given(source: Tensor, target: Tensor) -> Handle:
-    """What a group of one does."""
+    """Copies `source` to `target`, as every collective does in a group of one rank."""
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
     return DONE

@@ -1,4 +1,4 @@
-"""The groups of a run: all made at its beginning, in one order, from divisions of its ranks."""
+"""The groups of a run, all created at its beginning, in one order, from partitions of its ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -21,9 +21,9 @@ from optimus.mesh.mesh import DENSE, EXPERT
 
 
 class PlannedGroups(NamedTuple):
-    """The groups of one partition of the ranks: made once for all uses, or `apart` times, each for one use.
+    """The groups of one partition of the ranks: created once for all uses, or `apart` times with one use each.
 
-    `messages`: nothing but messages between two of its ranks go through a group.
+    `messages` says that a group carries only messages between two of its ranks.
     """
 
     what: str
@@ -33,7 +33,7 @@ class PlannedGroups(NamedTuple):
 
 
 def divisions_of(mesh: Mesh) -> Iterator[PlannedGroups]:
-    """Those along every set of axes of either view, each once, and the levels of expert parallelism."""
+    """Yields the groups along every set of axes of either view, each once, and the levels of expert parallelism."""
     found: dict[RankPartition, PlannedGroups] = {}
     for view in (DENSE, EXPERT):
         axes = [axis for axis in view if mesh.axis_size(axis) > 1]
@@ -47,7 +47,10 @@ def divisions_of(mesh: Mesh) -> Iterator[PlannedGroups]:
 
 
 def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
-    """How these ranks lie on nodes, in their order; None where nodes have different numbers of them."""
+    """Returns the shape of a group of `ranks` on its nodes.
+
+    Returns None if nodes hold different numbers of the ranks, or the ranks are not in the order of their nodes.
+    """
     nodes = [mesh.node(rank) for rank in ranks]
     shape = Shape(len(set(nodes)), len(ranks) // len(set(nodes)))
     alike = [node for node in sorted(set(nodes)) for _ in range(shape.per)]
@@ -55,8 +58,10 @@ def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
 
 
 def levels_of(division: RankPartition, mesh: Mesh) -> tuple[RankPartition, RankPartition] | None:
-    """Divisions into ranks of one place on each node, and those of one node; None unless all groups lie alike on several
-    nodes with several ranks each."""
+    """Divides every group of `division` into groups across nodes (ranks of one node rank) and groups within a node.
+
+    Returns None unless all groups have one shape of several nodes with several ranks each.
+    """
     table, *others = division.tables
     shape = shape_of(table[0].tolist(), mesh)
     if others or shape is None or min(shape) == 1:
@@ -70,7 +75,7 @@ def levels_of(division: RankPartition, mesh: Mesh) -> tuple[RankPartition, RankP
 
 
 def level_divisions(mesh: Mesh, *axes: str) -> list[PlannedGroups]:
-    """Those that `Groups.levels` needs."""
+    """Returns the groups that `Groups.levels` needs along `axes`."""
     levels, what = levels_of(mesh.groups(axes), mesh), " x ".join(axes)
     return (
         []
@@ -80,15 +85,15 @@ def level_divisions(mesh: Mesh, *axes: str) -> list[PlannedGroups]:
 
 
 class Groups:
-    """The groups of this rank: one for each division of the ranks, shared by all who ask.
+    """The groups of this rank: one for each partition of the ranks, shared by all users of that group.
 
-    `divisions` are made at once, by default those along all axes of the mesh; a run makes exactly those that it uses
-    (`resolve/groups.py`). A rank makes the groups that it is in, and no others. Whoever makes process groups beside these
-    must make as many on every rank: see `_handle`. NCCL, RCCL and oneCCL connect a group in its first collective; one
-    without costs no memory.
+    The constructor creates the groups of `divisions`, by default those along all axes of the mesh. A run creates exactly the
+    groups that it uses (`resolve/groups.py`). A rank creates only the groups that it belongs to. Code that creates other
+    process groups must create equally many on every rank; see `_handle`. NCCL, RCCL and oneCCL connect a group in its first
+    collective; a group without collectives costs no memory.
 
-    `timeout`, in seconds, is how long a rank of one waits for the others; by default torch's. `measured` and `partial_sums`
-    are of the collectives: which algorithms they use, and how sums go from node to node.
+    `timeout` is the time in seconds that a rank waits for the other ranks of a group, by default torch's. `measured` chooses
+    the algorithms of collectives. `partial_sums` is the form in which nodes send each other partial sums.
     """
 
     def __init__(
@@ -105,17 +110,17 @@ class Groups:
         self.watch, self.recorder = Watch(), Recorder()
         self._shared = Shared(self.recorder, self.watch, measured=measured, partial_sums=partial_sums)
         self.step = self._shared.step
-        self._uneven: list[Sequence[int]] = []  # groups that have different numbers of ranks on nodes
+        self._uneven: list[Sequence[int]] = []  # groups with different numbers of ranks on their nodes
         grace = 0.0 if self.tags else GRACE
         self._timeout = None if timeout is None else timedelta(seconds=timeout + grace)
         self._made: dict[RankPartition, Group] = {}
         self._apart: dict[RankPartition, list[Group]] = {}
-        self._numbers = count(1)  # of groups that are not shared
+        self._numbers = count(1)  # numbers of groups that are not shared
         self._along: dict[frozenset[str], Group] = {}
         self.make(divisions_of(mesh) if divisions is None else divisions)
 
     def make(self, divisions: Iterable[PlannedGroups]) -> None:
-        """Make the groups of these divisions that there are not yet; all ranks call with the same, in the same order."""
+        """Creates the groups of `divisions` that do not exist yet; all ranks pass the same divisions in the same order."""
         for _, division, apart, _ in divisions:
             if apart:
                 alone = [next(self._numbers) for _ in range(apart)]
@@ -125,7 +130,7 @@ class Groups:
 
     @property
     def notes(self) -> list[str]:
-        """What is not as one would expect of the collectives of this rank's groups."""
+        """Returns warnings about the collectives of this rank's groups, for users."""
         notes = []
         if self._uneven:
             ranks = ", ".join(map(str, self._uneven[0]))
@@ -140,40 +145,42 @@ class Groups:
 
     @property
     def measured(self) -> Measured | None:
-        """What algorithms are chosen by."""
+        """The measurements by which groups choose algorithms."""
         return self._shared.measured
 
     def choose_by(self, measured: Measured | None) -> None:
-        """Choose algorithms of collectives by what was measured, before groups are made."""
+        """Makes groups choose the algorithms of collectives by `measured`; must be called before groups are created."""
         self._shared.choose_by(measured)
 
     @property
     def tags(self) -> bool:
-        """Whether the backend tells messages in one group apart by tags; else they need groups of their own."""
+        """True if the backend tells messages in one group apart by tags; otherwise messages need groups of their own."""
         return not dist.is_initialized() or dist.get_backend() == "gloo"
 
     @property
     def world(self) -> Group:
-        """All ranks."""
+        """The group of all ranks."""
         return self.along("pp", "dp", "cp", "tp")
 
     def origin(self) -> str | None:
-        """In which collective of this step something not finite left this rank that had not come from another; None if it
-        did not. All ranks must ask."""
+        """Returns the collective of this step in which this rank first sent NaN or Inf that no other rank had sent to it.
+
+        Returns None if this rank is not the origin. All ranks must call.
+        """
         spread = self.world.all_gather_object(self.watch.spread())
         return self.watch.origin({place for rank, places in enumerate(spread) if rank != self.rank for place in places})
 
     def along(self, *axes: str) -> Group:
-        """The ranks that differ from this one on `axes` only."""
+        """Returns the group of the ranks that differ from this one on `axes` only."""
         key = frozenset(axes)
         if key not in self._along:
             self._along[key] = self.dividing(self.mesh.groups(axes))
         return self._along[key]
 
     def streams(self, number: int, *axes: str) -> list[Group]:
-        """The group along `axes` so many times; what is sent in one of them waits for nothing sent in another.
+        """Returns the group along `axes` `number` times; messages of one stream wait for no message of another.
 
-        They are apart from others where messages have no tags.
+        Streams share a process group and differ by tags, or are process groups of their own on backends without tags.
         """
         group = self.along(*axes)
         if group.size > 1 and self.tags:
@@ -181,8 +188,10 @@ class Groups:
         return self.apart(number, *axes)
 
     def apart(self, number: int, *axes: str) -> list[Group]:
-        """Groups along `axes` apart from all others, so many that nobody has asked for before: ranks may enter one of them
-        before or after another."""
+        """Returns `number` groups along `axes` that nothing else uses.
+
+        Ranks may call collectives of different groups in different orders.
+        """
         division = self.mesh.groups(axes)
         made = self._apart.get(division, [])
         if division.largest == 1:
@@ -192,29 +201,29 @@ class Groups:
         return [made.pop(0) for _ in range(number)]
 
     def dividing(self, division: RankPartition) -> Group:
-        """This rank's group of `division`."""
+        """Returns this rank's group of `division`."""
         if division not in self._made and len(division) > 1 and division.largest > 1:
             raise _not_made(f"a division of the ranks into {division.group(self.rank)} ...")
-        return self._shared_group(division)  # torch has the one of all ranks; one of a rank alone needs none
+        return self._shared_group(division)  # torch has the group of all ranks; a group of one rank needs none
 
     def _make(self, division: RankPartition, alone: int = 0) -> Group:
-        """This rank's group; where it is to be `alone`, with that number in its name."""
+        """Creates this rank's group of `division`; `alone` is the number in the name of an unshared group, or 0."""
         own = division.group(self.rank)
         shape, levels = shape_of(own, self.mesh), None if alone else self._levels(division)
         if shape is None:
             self._uneven.append(own)
         handle = self._handle(division, own, alone)
-        # Gloo moves nothing but memory of the host.
+        # Gloo moves only host memory.
         kind = HostStagedGroup if self.tags and torch.accelerator.is_available() else Group
         return kind(own, own.index(self.rank), Transport(handle, alone, shape, levels), self._shared)
 
     def levels(self, *axes: str) -> tuple[Group, Group] | None:
-        """For the group along `axes` of several ranks on several nodes those across and within nodes; else None."""
+        """Returns the groups across and within nodes for the group along `axes`; None if it has no two levels."""
         levels = levels_of(self.mesh.groups(axes), self.mesh)
         return None if levels is None else (self.dividing(levels[0]), self.dividing(levels[1]))
 
     def _levels(self, division: RankPartition) -> tuple[Group, Group] | None:
-        """Groups across and within nodes, for backends with collectives of their own, where two levels were measured."""
+        """Returns the groups across and within nodes if collectives on two levels were measured; None over Gloo."""
         measured = self._shared.measured
         if self.tags or measured is None:
             return None
@@ -233,14 +242,15 @@ class Groups:
         return self._made[division]
 
     def _handle(self, division: RankPartition, own: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
-        """A group of all ranks is torch's own, unless it is to be alone.
+        """Creates a process group of the ranks `own`, or returns None.
 
-        Only its members make a group. torch names it by its ranks and the number of groups that the process has made before:
-        so that members give it one name, every rank makes one of each division, be it of itself alone, unless all are.
+        The group of all ranks is torch's own, unless `alone`. Only its members create a group. torch names a group by its
+        ranks and the number of groups that the process has created before. All members must agree on the name, so every rank
+        creates one group for each division, even a group of itself alone. A division into single ranks needs no groups.
         """
         if division.largest == 1 or not (alone or len(own) < self.mesh.size):
             return None
-        backend = dist.get_backend().split(":")[-1]  # of several, the device's: hosts tell something to all ranks alone
+        backend = dist.get_backend().split(":")[-1]  # the device's: only the group of all ranks moves host tensors
         group: dist.ProcessGroup = dist.new_group(
             list(own), timeout=self._timeout, backend=backend, use_local_synchronization=True
         )

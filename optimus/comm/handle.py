@@ -1,4 +1,4 @@
-"""What has been begun and is waited for later: a collective, a copy, an update."""
+"""Handles of asynchronous work: a collective, a copy, an update."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -10,13 +10,13 @@ def _nothing() -> None: ...
 
 
 class Handle:
-    """Something that has been begun; `wait` is called to wait for it."""
+    """Asynchronous work that has begun; `wait` waits for its end."""
 
     def __init__(self, wait: Callable[[], None] = _nothing) -> None:
         self._wait = wait
 
     def wait(self) -> None:
-        """Returns when it is done, or raises what it has raised; as torch's works do."""
+        """Returns when the work is done, or raises the work's exception, like the works of torch."""
         self._wait()
 
 
@@ -24,7 +24,7 @@ DONE = Handle()
 
 
 class Result(Generic[T]):
-    """The same, of which `wait` returns what has come of it."""
+    """Asynchronous work with a result, which `wait` returns."""
 
     def __init__(self, wait: Callable[[], T]) -> None:
         self.wait = wait

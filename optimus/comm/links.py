@@ -1,4 +1,4 @@
-"""What a message takes between two ranks: of a node, or of two."""
+"""Latency, bandwidth and overhead of messages between two ranks, within a node or across nodes."""
 
 from typing import NamedTuple
 
@@ -11,17 +11,17 @@ class Link(NamedTuple):
 
 
 class Links(NamedTuple):
-    """Links of a group's ranks. By default those of a cluster whose nodes talk over TCP, from Python."""
+    """The links of a group's ranks. Defaults describe a cluster whose nodes communicate over TCP from Python."""
 
     overhead: float = 20e-6
-    """Seconds that a rank is busy with a message, on each side."""
+    """Seconds that a message keeps its sender busy, and likewise its receiver."""
     between: Link = Link(50e-6, 1.25e9)
-    """Of an adapter of a node."""
+    """The link of one network adapter of a node."""
     inside: Link = Link(15e-6, 3e9)
-    """Of a rank, to the others of its node."""
+    """The link of a rank to the other ranks of its node."""
     adapters: int = 1
-    """Of a node: its ranks share them evenly, neighbours first."""
+    """Number of network adapters of a node, which its ranks share evenly; neighbouring ranks share one adapter."""
 
     def adapter(self, place: int, per: int) -> int:
-        """Which one the rank at a place among `per` on a node sends and receives through."""
+        """Returns the index of the adapter of the node rank `place` among the `per` ranks of a node."""
         return place * self.adapters // per

@@ -1,4 +1,4 @@
-"""What is noted of a group's collectives: who has begun how many and waits in which, what leaves and comes, what fails."""
+"""Observation of a group's collectives: numbers of begun collectives, waits, sent and received tensors, and failures."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +16,17 @@ from optimus.errors import UserError
 from optimus.step_context import region
 
 Begin = Callable[[int], Any]
-"""Begins the collective of this number in its group: a work of torch's, a handle, or several."""
+"""Begins the collective with the given number in its group; returns a work of torch, a handle, or a list of either."""
 
 
 class CollectiveError(UserError):
-    """A collective did not come to its end. The ranks are not in step any more: nothing collective can follow."""
+    """Raised when a collective fails. The ranks are out of step afterwards, so no further collective is possible."""
 
 
 class Observer:
-    """Of the group of these `ranks`, of which this one is `ranks[rank]`; `tag` tells several of the same ranks apart.
+    """Observes the group of `ranks`, of which this process is `ranks[rank]`; `tag` separates groups of equal ranks.
 
-    `gloo`: its backend raises nothing more special than `RuntimeError` for a peer that is lost or late.
+    `gloo` says that the backend is Gloo, which raises a plain `RuntimeError` when a peer is lost or late.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Observer:
         self._ranks, self._rank, self._gloo = ranks, rank, gloo
         self._tag = f" ({tag})" if tag else ""
         self.name = _few(ranks) + self._tag
-        recorder.begun.setdefault(self.name, 0)  # who has begun none yet is behind those that have
+        recorder.begun.setdefault(self.name, 0)  # so that a rank without collectives counts as behind
 
     def begin(
         self,
@@ -48,10 +48,12 @@ class Observer:
         comes: bool = True,
         at: str | None = None,
     ) -> Handle:
-        """Begin a collective of `tensor` by `call`. What `leaves`, whether something `comes`, and `at`: whom it is of, as
-        the recorder knows it; else the group. A group of one has nothing to begin.
+        """Begins a collective of `tensor` by `call`. A group of one rank begins nothing.
 
-        The handle raises `CollectiveError`, which names it, where it fails on another rank.
+        `leaves` is the tensor that this rank sends, and `comes` says whether the rank receives something. `at` is the name
+        under which the recorder counts the collective, by default the group's name.
+
+        The handle raises a `CollectiveError` that names the collective when the collective fails on another rank.
         """
         if len(self._ranks) == 1:
             return DONE
@@ -59,7 +61,7 @@ class Observer:
         number = self.recorder.begins(place)
         if self.watch is not None and leaves is not None:
             self.watch.leaves(leaves, what, (place, number))
-        # To begin may be to wait: Gloo's threads and ours take turns.
+        # `call` may wait, since Gloo's threads and ours take turns.
         with self._waits(place, what, number, tensor):
             started = call(number)
         works = started if isinstance(started, list) else [started]
@@ -74,17 +76,20 @@ class Observer:
 
     @contextmanager
     def talking(self, what: str) -> Iterator[None]:
-        """A collective of Python objects inside."""
+        """Observes a collective of Python objects inside the context."""
         with self._waits(self.name, what, self.recorder.begins(self.name), torch.empty(0)):
             yield
 
     def between(self, source: int, target: int) -> str:
-        """The way of messages from one rank to another: both count those of theirs, and nobody else takes part."""
+        """Returns the name under which the two ranks count the messages from `source` to `target`."""
         return f"{self._ranks[source]} to {self._ranks[target]}{self._tag}"
 
     @contextmanager
     def _waits(self, place: str, what: str, number: int, tensor: Tensor) -> Iterator[None]:
-        """In a collective, which is named where it fails; what fails on this rank's own device is no failure of others."""
+        """Records a wait in a collective, and turns the failure of another rank into a `CollectiveError`.
+
+        Errors of this rank's own device pass unchanged.
+        """
         try:
             with region(lambda: what), self.recorder.waits(place, what, number):
                 yield
@@ -98,13 +103,13 @@ class Observer:
 
 
 def _cause(error: RuntimeError) -> str:
-    """The first line of what torch says, without the place in its sources and the advice behind it."""
+    """Returns the first line of torch's message, without the source location before it and the advice after it."""
     line = str(error).strip().splitlines()[0]
     return re.sub(r"^\[[^]]*\] ?|\. This is typically.*$", "", line)
 
 
 def _few(ranks: Sequence[int]) -> str:
-    """Ranks as text: all of a few, the ends of many."""
+    """Returns ranks as text: all if at most 8, otherwise the first two, the last and their number."""
     if len(ranks) <= 8:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]} ... {ranks[-1]} ({len(ranks)} of them)"

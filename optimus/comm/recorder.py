@@ -1,7 +1,8 @@
-"""What a rank is doing in collectives: how many it has begun with whom, which one it waits in, and how long it has waited.
+"""Record of a rank's collectives: the number begun in each group, the current wait, and the time waited.
 
-When the ranks do not go on, the last collective of each says who keeps whom waiting; when one is slow, the others' waiting
-says so. It costs two looks at the clock per collective; where the device waits instead of the host, two events (`device`).
+When the ranks hang, the last collective of each rank shows which ranks the others wait for. When one rank is slow, the
+waits of the others show it. A record costs two readings of the clock per collective, or two events where the device waits
+instead of the host (`device`).
 """
 
 import threading
@@ -15,35 +16,38 @@ from optimus.comm.device_waits import DeviceWaits, Place
 
 
 class Recorder:
-    """The collectives of this rank. Groups are named by their ranks and, where there are several of the same, a tag."""
+    """The collectives of this rank. A group's name is its ranks, and a tag if several groups have the same ranks."""
 
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
         self.waiting: Place | None = None
-        self.device: DeviceWaits | None = None  # where the host does not wait itself
+        self.device: DeviceWaits | None = None  # set where the device waits instead of the host
         self._seconds = 0.0
         self._by_kind: defaultdict[str, float] = defaultdict(float)
 
     @property
     def seconds(self) -> float:
-        """Waited in all, as far as is known."""
+        """Seconds waited in all collectives that are known to be over."""
         self._take_in()
         return self._seconds
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Seconds of them in each kind of collective; messages are one kind."""
+        """Seconds waited by kind of collective; all messages are one kind."""
         self._take_in()
         return dict(self._by_kind)
 
     def begins(self, group: str) -> int:
-        """A collective begins; returns its number in the group."""
+        """Counts a collective that begins, and returns its number in the group."""
         self.begun[group] += 1
         return self.begun[group]
 
     @contextmanager
     def waits(self, group: str, what: str, number: int) -> Iterator[None]:
-        """This rank waits for a collective inside the context; threads beside the training may always wait."""
+        """Records that this rank waits for a collective inside the context.
+
+        Waits of our background threads are not recorded.
+        """
         if _beside():
             yield
             return
@@ -55,7 +59,7 @@ class Recorder:
             self.waiting = None
 
     def wait(self, place: Place, works: Sequence[Any]) -> None:
-        """Wait for the works of a collective, inside `waits`."""
+        """Waits for the works of a collective; must be called inside `waits`."""
         if self.device is not None and not _beside():
             self.device.wait(place, works)
             return
@@ -63,7 +67,7 @@ class Recorder:
             work.wait()
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns the collectives begun and the current wait, for JSON."""
         on_device = None if self.device is None else self.device.waiting()
         return {"begun": dict(self.begun), "waiting": on_device or self.waiting}
 
@@ -77,5 +81,8 @@ class Recorder:
 
 
 def _beside() -> bool:
-    """Whether this thread is one of ours beside the training: not the main one, nor autograd's, which are not Python's."""
+    """Returns whether this thread is one of our background threads.
+
+    The main thread and autograd's threads, which Python has not created, are not background threads.
+    """
     return type(threading.current_thread()) is threading.Thread

@@ -1,9 +1,9 @@
-"""Collectives as data: for each rank a list of rounds, for each round who sends which blocks to whom.
+"""Schedules of collectives as data: a list of rounds for each rank; each round lists the messages sent and received.
 
-The ranks of a group lie on `nodes` nodes with `per` on each, node by node: rank r is on node r // per. Block b of an
-all-gather is what rank b gives; a reduce-scatter is an all-gather backwards, in which what came is sent, as partial sums,
-and what was sent comes and is added; an all-reduce is the one and then the other. Block (a, b) of an all-to-all, as the
-number a * ranks + b, is what rank a has for rank b.
+The ranks of a group lie on `nodes` nodes with `per` ranks on each, node by node: rank r is on node r // per. Block b of an
+all-gather is the part of rank b. A reduce-scatter is an all-gather backwards: a rank sends, as partial sums, the blocks that
+the all-gather receives, and receives and adds the blocks that the all-gather sends. An all-reduce is a reduce-scatter
+followed by an all-gather. Block a * ranks + b of an all-to-all is the block from rank a to rank b.
 
 Two levels: PCCL (dissertation on AxoNN, chapter 6; arXiv 2504.18658). Doubling: Bruck et al. 1997, for any number of ranks.
 """
@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 
 class Message(NamedTuple):
-    """Blocks that one of two ranks sends to the other, in this order."""
+    """The blocks that a rank sends to or receives from `peer`, in this order."""
 
     peer: int
     blocks: tuple[int, ...]
 
 
 class Round(NamedTuple):
-    """What a rank sends and receives at once: all of it is there before the next round begins.
+    """The messages that a rank sends and receives at once; all messages must arrive before the next round begins.
 
-    What comes in one round of an all-gather backwards is of the same blocks, from whomever it comes.
+    In a round of a reduce-scatter (an all-gather backwards), all received messages hold the same blocks.
     """
 
     sends: tuple[Message, ...]
@@ -30,7 +30,7 @@ class Round(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Ranks of a group, as they lie on nodes."""
+    """The number of nodes of a group and of its ranks on each node."""
 
     nodes: int
     per: int
@@ -44,18 +44,18 @@ class Shape(NamedTuple):
 
 
 RoundSchedule = Callable[[int, int], list[Round]]
-"""(rank, ranks) to its rounds."""
+"""Maps (rank, ranks) to the rank's rounds."""
 
 
 def direct(rank: int, ranks: int) -> list[Round]:
-    """All to all others in one round, beginning with the next, so that not all send to the same one first."""
+    """Sends the own block to all others in one round, to the next rank first, so that not all begin with one receiver."""
     others = [(rank + i) % ranks for i in range(1, ranks)]
     sends = tuple(Message(other, (rank,)) for other in others)
     return [Round(sends, tuple(Message(other, (other,)) for other in reversed(others)))] if others else []
 
 
 def ring(rank: int, ranks: int) -> list[Round]:
-    """To the next rank what came from the one before."""
+    """Sends to the next rank, in every round, the block received from the previous rank."""
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     return [
         Round(
@@ -67,7 +67,10 @@ def ring(rank: int, ranks: int) -> list[Round]:
 
 
 def doubling(rank: int, ranks: int) -> list[Round]:
-    """Ever more blocks to ever more distant ranks: ceil(log2 ranks) rounds. Backwards it is recursive halving."""
+    """Doubles the distance and the number of blocks in every round: ceil(log2 ranks) rounds.
+
+    Backwards, recursive doubling is recursive halving.
+    """
     rounds, distance = [], 1
     while distance < ranks:
         count = min(distance, ranks - distance)
@@ -79,15 +82,18 @@ def doubling(rank: int, ranks: int) -> list[Round]:
 
 
 def everyone(rank: int, ranks: int) -> list[Round]:
-    """Everything to all others in one round: an all-reduce of little, whose one block each rank adds up by itself."""
+    """Sends the whole tensor, as one block, to all others in one round: an all-reduce of few bytes.
+
+    Each rank adds up the blocks of all ranks itself.
+    """
     peers = tuple(Message(peer, (0,)) for peer in range(ranks) if peer != rank)
     return [Round(peers, peers)]
 
 
 def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, Shape], list[Round]]:
-    """Between nodes first, each rank with those of its place on the others; then on the node what has come.
+    """Combines an all-gather across nodes, among the ranks of one node rank, with one of the received blocks within a node.
 
-    So (nodes - 1) * per blocks leave a node, which is the least there can be, and all its ranks send some.
+    (nodes - 1) * per blocks leave each node, which is the minimum, and all ranks of the node share in sending the blocks.
     """
 
     def schedule(rank: int, shape: Shape) -> list[Round]:
@@ -110,12 +116,12 @@ def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, S
 
 
 def backwards(rounds: Sequence[Round]) -> list[Round]:
-    """The reduce-scatter of an all-gather."""
+    """Returns the reduce-scatter that belongs to an all-gather."""
     return [Round(each.receives, each.sends) for each in reversed(rounds)]
 
 
 def exchange(rank: int, ranks: int) -> list[Round]:
-    """An all-to-all in one round."""
+    """Returns the rounds of an all-to-all in one round."""
     return [
         Round(
             tuple(Message(peer, (rank * ranks + peer,)) for peer, _ in sends),
@@ -126,19 +132,20 @@ def exchange(rank: int, ranks: int) -> list[Round]:
 
 
 def exchange_on_two_levels(rank: int, shape: Shape) -> list[Round]:
-    """An all-to-all on the node first, to the rank that has the receiver's place there, then between nodes.
+    """Returns the rounds of an all-to-all on two levels.
 
-    A rank sends nodes - 1 messages between nodes instead of (nodes - 1) * per, each so many times as large.
+    A rank first sends blocks within its node, to the rank that has the receiver's node rank, and then across nodes. Each
+    rank sends nodes - 1 messages across nodes instead of (nodes - 1) * per; each message is `per` times as large.
     """
     nodes, per = shape
     node, place = divmod(rank, per)
 
     def inside(source: int, target: int) -> tuple[int, ...]:
-        """What one rank of the node has for all of another's place."""
+        """Returns the blocks from rank `source` of the node to all ranks of node rank `target`."""
         return tuple((node * per + source) * shape.ranks + other * per + target for other in range(nodes))
 
     def between(source: int, target: int) -> tuple[int, ...]:
-        """What the ranks of one node have for this place on another."""
+        """Returns the blocks from all ranks of node `source` to this node rank on node `target`."""
         return tuple((source * per + other) * shape.ranks + target * per + place for other in range(per))
 
     return [

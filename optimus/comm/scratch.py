@@ -1,23 +1,23 @@
-"""Memory that collectives need for a moment: kept for the next, as fresh pages cost more than what is written to them."""
+"""Scratch buffers of collectives, kept for reuse, since fresh pages cost more time than the writes to them."""
 
 import threading
 
 import torch
 from torch import Tensor
 
-KEPT = 64 << 20  # bytes, in all: what is larger, or of sizes that come once, is not held from what else a step needs
+KEPT = 64 << 20  # bytes of all free buffers; large buffers and sizes used once must not take memory from the step
 
 
 class Scratch:
-    """Buffers lent and given back, by several threads."""
+    """A pool of scratch buffers for several threads."""
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []  # the longest unused first
+        self._free: list[Tensor] = []  # least recently used first
         self._bytes = 0
         self._lock = threading.Lock()
 
     def lend(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """So many, uninitialised."""
+        """Returns a buffer of `elements` uninitialised elements."""
         with self._lock:
             for place, buffer in enumerate(self._free):
                 if len(buffer) == elements and buffer.dtype == dtype and buffer.device == device:
@@ -26,7 +26,7 @@ class Scratch:
         return torch.empty(elements, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """What was lent is not needed any more."""
+        """Returns a lent buffer to the pool, and frees the least recently used buffers beyond `KEPT` bytes."""
         with self._lock:
             self._free.append(buffer)
             self._bytes += buffer.nbytes

@@ -1,7 +1,7 @@
-"""Collectives of a device's tensors over Gloo, which moves those of the host alone: by way of copies there.
+"""Collectives of device tensors over Gloo, staged through host memory, since Gloo moves only host tensors.
 
-So several ranks can share a device, for which its own backend is not made. To begin a collective is to wait for what the
-device has been told to do; to wait for one is to copy its result back, on the stream of who waits.
+Host staging lets several ranks share a device, which the device's own backend does not support. Beginning a collective waits
+for the work enqueued on the device. `Handle.wait` copies the result back on the caller's stream.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from optimus.comm.handle import Handle
 
 
 class HostStagedGroup(Group):
-    """A group over Gloo whose ranks may give tensors of a device. Those of the host go as in any group."""
+    """A group over Gloo that accepts device tensors. Host tensors are not copied."""
 
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         if self._stays(tensor):
@@ -79,17 +79,17 @@ class HostStagedGroup(Group):
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """What the device has, on the host."""
+    """Copies `tensor` to the host."""
     return _room(tensor).copy_(tensor.detach())
 
 
 def _room(tensor: Tensor) -> Tensor:
-    """Memory of the host for it, in order."""
+    """Allocates contiguous pinned host memory with the shape and type of `tensor`."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
 def _then(handle: Handle, tensor: Tensor, host: Tensor) -> Handle:
-    """Wait, and give `tensor` what the host has got."""
+    """Returns a handle that waits for `handle`, then copies `host` to `tensor`."""
 
     @torch.no_grad()
     def finish() -> None:

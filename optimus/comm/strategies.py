@@ -1,9 +1,9 @@
-"""The ways in which a group's collectives are carried out; `algorithms.used` says which one is used for which tensor.
+"""Strategies by which a group carries out its collectives; `algorithms.used` chooses the algorithm for each tensor.
 
-`Backend`: the backend's own. `Rounds`: rounds of messages over Gloo. `TwoLevels`: the backend's own in groups across and
-within nodes. All begin a collective of a group with several ranks and return its handle; of parts, `parts` are the slices of
-dim 0 of the whole tensor, `even` if all are of one length. `beside`: what follows the first round goes on beside what this
-rank does meanwhile, else when the handle is waited for.
+`Backend` calls the backend's own collectives. `Rounds` sends rounds of messages over Gloo. `TwoLevels` calls the backend's
+own collectives in groups across nodes and within nodes. Every method begins a collective of a group with several ranks and
+returns its handle. `parts` are the slices of dim 0 of the whole tensor, and `even` says that all slices have one length.
+With `beside`, the rounds after the first run in a thread while the rank computes; otherwise `Handle.wait` runs them.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,23 +31,23 @@ from optimus.comm.observer import Observer
 from optimus.comm.schedules import Round, Shape, everyone
 from optimus.comm.scratch import Scratch
 
-TAGS = 1 << 16  # of messages of collectives that are under way in a group
+TAGS = 1 << 16  # message tags of a group, one for each collective under way
 
 
 class Strategy(Protocol):
-    """How collectives of whole tensors are carried out."""
+    """Carries out collectives of whole tensors."""
 
     def all_reduce(self, tensor: Tensor, beside: bool) -> Handle:
-        """Replace `tensor` by its sum over the ranks."""
+        """Replaces `tensor` by its sum over the ranks."""
 
     def reduce_scatter(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor, even: bool, beside: bool) -> Handle:
-        """Fill `out` with this rank's part of the sum."""
+        """Fills `out` with this rank's part of the sum."""
 
     def all_gather(self, tensor: Tensor, parts: Sequence[Tensor], part: Tensor, even: bool, beside: bool) -> Handle:
-        """Fill `tensor` with the `part` of every rank."""
+        """Fills `tensor` with the `part` of every rank."""
 
     def all_to_all(self, rows: Tensor, out: Tensor, beside: bool) -> Handle:
-        """Send an equal part of `rows` to every rank; fill `out` with theirs."""
+        """Sends an equal part of `rows` to every rank, and fills `out` with the parts from all ranks."""
 
 
 class Backend(NamedTuple):
@@ -59,7 +59,7 @@ class Backend(NamedTuple):
     def begin(
         self, what: str, tensor: Tensor, call: Callable[..., Any], leaves: Tensor | None, comes: bool = True
     ) -> Handle:
-        """Begin a collective of torch.distributed, of `tensor`; see `Observer.begin`."""
+        """Begins a collective of torch.distributed on `tensor`; see `Observer.begin`."""
         start = partial(call, group=self.process_group, async_op=True)
         return self.observer.begin(what, tensor, lambda _: start(), leaves, comes=comes)
 
@@ -83,43 +83,43 @@ class Backend(NamedTuple):
 
 
 class Level(Protocol):
-    """What is asked of the group of a level: `comm.group.Group`."""
+    """The part of `comm.group.Group` that `TwoLevels` uses."""
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks in the group."""
 
     @property
     def rank(self) -> int:
-        """Of this process in the group."""
+        """Rank of this process in the group."""
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """As `Group.all_reduce`."""
+        """See `Group.all_reduce`."""
 
     def all_gather(self, tensor: Tensor, part: Tensor) -> None:
-        """As `Group.all_gather`."""
+        """See `Group.all_gather`."""
 
     def all_gather_async(self, tensor: Tensor, part: Tensor) -> Handle:
-        """As `Group.all_gather_async`."""
+        """See `Group.all_gather_async`."""
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor) -> None:
-        """As `Group.reduce_scatter`."""
+        """See `Group.reduce_scatter`."""
 
     def reduce_scatter_async(self, tensor: Tensor, out: Tensor) -> Handle:
-        """As `Group.reduce_scatter_async`."""
+        """See `Group.reduce_scatter_async`."""
 
     def all_to_all(self, rows: Tensor) -> Tensor:
-        """As `Group.all_to_all`."""
+        """See `Group.all_to_all`."""
 
     def all_to_all_async(self, rows: Tensor) -> tuple[Tensor, Handle]:
-        """As `Group.all_to_all_async`."""
+        """See `Group.all_to_all_async`."""
 
 
 class TwoLevels(NamedTuple):
-    """Collectives of the groups of this rank's place on each node and of its node; each notes its own.
+    """Hierarchical collectives in two groups: `across` nodes, with the ranks of one node rank, and `within` this node.
 
-    NCCL's algorithm of few steps (PAT) runs only in groups with one rank on each node (PCCL, arXiv 2504.18658): those across
-    nodes have. All ranks begin the two in the same order.
+    NCCL's algorithm of few steps (PAT) runs only in groups with one rank on each node (PCCL, arXiv 2504.18658), as the
+    groups across nodes are. All ranks begin the two collectives in the same order. Each group observes its own collectives.
 
     Legend: N nodes, M ranks on each, S elements of a part.
     """
@@ -128,7 +128,7 @@ class TwoLevels(NamedTuple):
     within: Level
 
     def all_reduce(self, tensor: Tensor, beside: bool) -> Handle:
-        """Parts of it on the node, each of which is summed between nodes."""
+        """Reduce-scatters within the node, all-reduces each part across nodes, and all-gathers within the node."""
         flat = tensor.view(-1)
         part = flat.chunk(self.within.size)[self.within.rank]
         inside = self.within.reduce_scatter_async(flat, part)
@@ -141,7 +141,7 @@ class TwoLevels(NamedTuple):
         return Handle(wait)
 
     def reduce_scatter(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor, even: bool, beside: bool) -> Handle:
-        """On the node, then between nodes."""
+        """Reduce-scatters within the node, then across nodes."""
         all_MNS = tensor.view(self.across.size, self.within.size, -1).transpose(0, 1).contiguous()
         of_place_NS = all_MNS.new_empty(all_MNS.shape[1:])
         inside = self.within.reduce_scatter_async(all_MNS.view(-1), of_place_NS.view(-1))
@@ -153,7 +153,7 @@ class TwoLevels(NamedTuple):
         return Handle(wait)
 
     def all_gather(self, tensor: Tensor, parts: Sequence[Tensor], part: Tensor, even: bool, beside: bool) -> Handle:
-        """Between nodes, on the node, then in the order of the ranks."""
+        """All-gathers across nodes, then within the node, and puts the parts into rank order."""
         part_S = part.reshape(-1)
         of_place_NS = part_S.new_empty(self.across.size, len(part_S))
         between = self.across.all_gather_async(of_place_NS.view(-1), part_S)
@@ -167,9 +167,9 @@ class TwoLevels(NamedTuple):
         return Handle(wait)
 
     def all_to_all(self, rows: Tensor, out: Tensor, beside: bool) -> Handle:
-        """To the rank of the receiver's place on the node, then between nodes."""
+        """Sends rows to the rank of this node that has the receiver's node rank, then across nodes."""
         to_NMS = rows.view(self.across.size, self.within.size, -1)
-        here_MNS, inside = self.within.all_to_all_async(to_NMS.transpose(0, 1))  # what goes to this one's place
+        here_MNS, inside = self.within.all_to_all_async(to_NMS.transpose(0, 1))  # rows for this rank's node rank
 
         def wait() -> None:
             inside.wait()
@@ -179,13 +179,13 @@ class TwoLevels(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """What rounds take of a group over Gloo."""
+    """The attributes of a group over Gloo that `Rounds` uses."""
 
     ranks: Sequence[int]
     rank: int
     shape: Shape
     process_group: Any
-    first_tag: int  # of its collectives: each of those that are under way at once has its own
+    first_tag: int  # of the group's collectives; every collective under way has a tag of its own
     driver: Driver
     scratch: Scratch
     partial_sums: Codec
@@ -193,7 +193,7 @@ class Messages(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """Rounds of messages, by an algorithm of `comm/algorithms.py`."""
+    """Collectives as rounds of messages, by an algorithm of `comm/algorithms.py`."""
 
     algorithm: str
     over: Messages
@@ -254,7 +254,7 @@ class Rounds(NamedTuple):
         self, what: str, tensor: Tensor, blocks: Sequence[Tensor],
         go: Callable[[Sequence[Tensor], Channel], Exchange], leaves: Tensor, beside: bool,
     ) -> Handle:  # fmt: skip
-        """Begin the exchange of blocks of `tensor`, in pieces, each as `go` says."""
+        """Begins to exchange the blocks of `tensor`; `go` makes the exchange of one piece of all blocks."""
         over = self.over
 
         def call(number: int) -> Handle:
@@ -269,6 +269,6 @@ class Rounds(NamedTuple):
 
 
 def _newest(new: str, old: str) -> Callable[..., Any]:
-    """A function of torch.distributed that has another name since torch 2.13."""
+    """Returns the function of torch.distributed that is named `new` since torch 2.13 and `old` before."""
     found: Callable[..., Any] = getattr(dist, new if hasattr(dist, new) else old)
     return found

@@ -1,4 +1,4 @@
-"""Collectives one after the other, while something else goes on."""
+"""A queue of collectives that run one after the other during computation."""
 
 from collections import deque
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from optimus.comm.handle import Handle
 
 
 class InTurn(Handle):
-    """Collectives in turn: each begins when the one before has been waited for."""
+    """A queue of collectives: each begins after the wait for the previous one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,19 +18,19 @@ class InTurn(Handle):
         return self._under_way is not None
 
     def add(self, start: Callable[[], Handle]) -> None:
-        """Begin it when those before it are through: now, if there are none."""
+        """Enqueues a collective, and begins it at once if the queue is empty."""
         if self:
             self._starts.append(start)
         else:
             self._under_way = start()
 
     def advance(self) -> None:
-        """Wait for the one under way and begin the next."""
+        """Waits for the collective under way and begins the next one."""
         if self._under_way is not None:
             self._under_way.wait()
             self._under_way = self._starts.popleft()() if self._starts else None
 
     def wait(self) -> None:
-        """Wait for all that there are."""
+        """Waits for all collectives of the queue."""
         while self:
             self.advance()

@@ -1,10 +1,9 @@
-"""Where numbers that are not finite come from: what leaves a rank, looked at in passing.
+"""Origin of NaN and Inf, found from sums of the tensors that each rank sends.
 
-A faulty device gives NaN or Inf, and after the next collective every rank has them: tensor, expert and pipeline
-parallelism reduce inside the forward pass. So each rank sums what it is about to send, which costs one pass over it and no
-synchronisation, and looks at the sums only when the step has gone wrong. The ranks then tell each other in which
-collectives they have spread what is not finite: a rank from which it left before any had come from another is where it
-began.
+A faulty device produces NaN or Inf, and the next collective spreads them to every rank: tensor, expert and pipeline
+parallelism reduce inside the forward pass. Each rank therefore sums every tensor that it is about to send. A sum costs one
+pass over the tensor and no synchronisation; the rank reads the sums only when a step has failed. The ranks then tell each
+other in which collectives they have sent NaN or Inf. The origin is a rank that sent some before it received any.
 """
 
 from collections.abc import Collection, Iterator
@@ -15,32 +14,32 @@ import torch
 from torch import Tensor
 
 CollectiveId = tuple[str, int]
-"""A collective: among whom, and the how manieth of theirs. All who take part name it alike."""
+"""A collective: the name of its ranks, and its number among their collectives. All participants use the same id."""
 
 
 class _Note(NamedTuple):
-    """Something left in a collective, or has come by it."""
+    """A tensor that this rank has sent in a collective, or a collective whose result this rank has received."""
 
     place: CollectiveId | None
-    sum: Tensor | None  # of what left
+    sum: Tensor | None  # of the sent tensor; None: received
     what: str
 
 
 class Watch:
-    """What left and what came, in order, since `begin`; nothing is noted outside of `on`."""
+    """Records of sent and received tensors since `begin`, in order; nothing is recorded outside of `on`."""
 
     def __init__(self) -> None:
-        self.enabled = False  # whether anybody will ask
-        self._notes: list[_Note] = []  # by several threads
+        self.enabled = False  # whether anyone will read the records
+        self._notes: list[_Note] = []  # appended to by several threads
         self._on = False
 
     def begin(self) -> None:
-        """Forget what was; a step begins."""
+        """Forgets all records, at the beginning of a step."""
         self._notes = []
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Note what leaves and comes inside the context."""
+        """Records sent and received tensors inside the context."""
         self._on = self.enabled
         try:
             yield
@@ -48,24 +47,24 @@ class Watch:
             self._on = False
 
     def leaves(self, tensor: Tensor, what: str, place: CollectiveId | None = None) -> None:
-        """`tensor` is about to be sent."""
+        """Records the sum of `tensor`, which is about to be sent."""
         if self._on and tensor.is_floating_point():
-            # In its own type: bf16 reaches as far as fp32, and another type would cost a copy of everything.
+            # In the tensor's type: bf16 has the range of fp32, and another type would cost a copy of the tensor.
             self._notes.append(_Note(place, tensor.detach().sum(), what))
 
     def comes(self, place: CollectiveId) -> None:
-        """What the others sent has been received."""
+        """Records that this rank has received the tensors of the other ranks."""
         if self._on:
             self._notes.append(_Note(place, None, ""))
 
     def spread(self) -> list[CollectiveId]:
-        """The collectives to which this rank gave something not finite."""
+        """Returns the collectives in which this rank sent NaN or Inf."""
         return [note.place for note in self._spoilt() if note.place is not None]
 
     def origin(self, spread: Collection[CollectiveId]) -> str | None:
-        """In which collective something not finite left this rank before any had come; None if it did not.
+        """Returns the name of the collective in which this rank sent NaN or Inf before any arrived.
 
-        `spread` are the collectives to which other ranks gave something not finite.
+        Returns None if there is no such collective. `spread` are the collectives in which other ranks sent NaN or Inf.
         """
         spoilt = {id(note) for note in self._spoilt()}
         for note in self._notes:
@@ -76,7 +75,7 @@ class Watch:
         return None
 
     def _spoilt(self) -> list[_Note]:
-        """What left and was not finite."""
+        """Returns the records of sent tensors whose sums are not finite."""
         left = [(note, note.sum) for note in self._notes if note.sum is not None]
         if not left:
             return []

@@ -1,1 +1,1 @@
-"""Starting and ending the ranks of a run: `here.py` first, then `local.py` (this machine) or `nodes.py`, and `rank.py`."""
+"""Launch of a run's ranks. Read `here.py` first, then `local.py` (this machine) or `nodes.py` (several), and `rank.py`."""

@@ -1,4 +1,4 @@
-"""From a configuration to a finished run: checks, then one process here or several ranks."""
+"""Runs a configuration on this machine: checks the run, then trains in this process or starts several ranks."""
 
 import os
 import time
@@ -39,8 +39,8 @@ def run_here(
     check: bool,
     hooks: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """What `train` does with a configuration and data that make sense."""
-    users_hooks(tree.train.hooks, hooks)  # one that cannot be is said now; each rank makes its own
+    """Trains, or checks the run, as `train` does after it has validated the configuration and the data."""
+    users_hooks(tree.train.hooks, hooks)  # reports invalid hooks early; each rank makes its own hooks
     launched = "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks
     lease = Lease(Path(tree.train.output), uuid.uuid4().hex)
@@ -71,13 +71,13 @@ def run_here(
 
 
 def _begin_optimizer(run: Path) -> None:
-    """Let `run` go on from the weights of its newest checkpoint alone. Raises `UserError` as `rollback`."""
+    """Lets `run` resume from only the weights of its newest checkpoint. Raises `UserError` like `rollback`."""
     if points := resume_points(run):
         rollback(run, step_of(points[0].path), held=True)
 
 
 def verify_data(run: ResolvedRun, data: TrainingData) -> dict[str, Any]:
-    """Check every checksum of the data, the last that `--check` does; returns what it says of a run that is ready."""
+    """Verifies every checksum of the data, the last check of `--check`; returns the report of a run that is ready."""
     data.verify()
     folder = Path(run.config.train.output)
     holder, about = living_holder(folder), summarise(run, data.instances)
@@ -92,9 +92,11 @@ def verify_data(run: ResolvedRun, data: TrainingData) -> dict[str, Any]:
 
 
 def check_run(config: RunConfig, data: TrainingData, mesh: Mesh, resume: bool) -> ResolvedRun:
-    """The run, as far as it is known before its ranks have come together. Raises `UserError` for whatever would keep the
-    ranks of `mesh` from running."""
-    rank_here = mesh.size == 1 or "WORLD_SIZE" in os.environ  # else a launcher, which must take no memory of a device
+    """Checks a run, and returns the run as resolved before its ranks have started.
+
+    Raises `UserError` for any problem that would keep the ranks of `mesh` from running.
+    """
+    rank_here = mesh.size == 1 or "WORLD_SIZE" in os.environ  # else a launcher, which must not use device memory
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = (use_device if rank_here else find_device)(config.train.device, "train.device", local_rank)
     run = resolve_here(config, device, mesh, sequences=data.instances, resume=resume, touches=rank_here)

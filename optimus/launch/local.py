@@ -1,4 +1,4 @@
-"""The ranks of one machine: started under TorchElastic, they meet at a store in this process, which only it reaches."""
+"""Launch of ranks on one machine under TorchElastic, with a store in this process that only this machine reaches."""
 
 import logging
 import os
@@ -24,12 +24,12 @@ from optimus.launch.store import LOOPBACK, serve
 from optimus.observe.terminal import let_go_if_gone
 from optimus.resilience.exits import SAVING, STOPPED, told_torch_elastic
 
-RANK = "optimus.launch.rank"  # the program that is a rank
-BACKEND = "optimus-local"  # among those of TorchElastic
+RANK = "optimus.launch.rank"  # the module that runs a rank
+BACKEND = "optimus-local"  # name of the rendezvous backend in TorchElastic
 
 
 class LocalRendezvous(StaticTCPRendezvous):
-    """That of a single node. The store of its base listens on all interfaces."""
+    """The rendezvous of a single node, with a store on the loopback interface; that of the base listens on all."""
 
     def __init__(self, params: rendezvous.RendezvousParameters) -> None:
         self._served = serve(0)
@@ -43,25 +43,27 @@ class LocalRendezvous(StaticTCPRendezvous):
 
 
 def register() -> str:
-    """Make it known to TorchElastic; returns the name of the backend."""
+    """Registers `LocalRendezvous` with TorchElastic, and returns the name of the backend."""
     rendezvous.rendezvous_handler_registry.register(BACKEND, LocalRendezvous)
     return BACKEND
 
 
 def name_interface(address: str) -> None:
-    """Let Gloo use this machine's network of `address`; left to itself it looks up the machine's name, which may be of
-    another one."""
+    """Lets Gloo use the network interface that has `address`.
+
+    By default Gloo looks up the machine's name, which may belong to another network.
+    """
     for device, found in psutil.net_if_addrs().items():
         if any(each.address == address for each in found):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
 
 
 def start_ranks(config: str, resume: bool, ranks: int, holder: str, hooks: Sequence[Any] = ()) -> int:
-    """Start the ranks on this machine, each a program, and wait for them.
+    """Starts the ranks on this machine, each as a process, and waits for all ranks.
 
-    Returns the signal that has ended the run before its end, or 0.
+    Returns the signal that has ended the run early, or 0.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says of a failed rank, we say
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we report failed ranks ourselves
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(config, encoding="utf-8")
@@ -69,31 +71,31 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, hooks: Seque
         if hooks:
             words += ["--hooks", str(Path(folder) / "hooks")]
             Path(words[-1]).write_bytes(functions.dumps([*hooks], "a hook of `hooks`"))
-        launch = LaunchConfig(  # its endpoint is the store's own
+        launch = LaunchConfig(  # without an endpoint, which the store chooses
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=ranks,
-            logs_specs=DefaultLogsSpecs(folder),  # else it makes one of its own, and leaves it
+            logs_specs=DefaultLogsSpecs(folder),  # by default TorchElastic makes a folder and does not remove it
             run_id=uuid.uuid4().hex,
             rdzv_backend=register(),
             local_addr=LOOPBACK,
             max_restarts=0,
         )
-        # Attributes that older versions do not know.
+        # Set as attributes, since older versions of torch do not accept these arguments.
         launch.signals_to_handle = told_torch_elastic()
         launch.shutdown_timeout = SAVING
         try:
             elastic_launch(launch, sys.executable)("-m", RANK, *words)
         except SignalException as error:
             let_go_if_gone()
-            return error.sigval  # the ranks have had it too: they finish their step and save
+            return error.sigval  # the ranks have received the signal too, finish their step and save
         except ChildFailedError as error:
             if stopped := {failure.exitcode for failure in error.failures.values()} & set(STOPPED):
-                return max(stopped) - 128  # one of them was told to end, and they have agreed
+                return max(stopped) - 128  # one rank was signalled, and all have agreed to stop
             raise UserError(explain(error.failures)) from error
     return 0
 
 
 def rank_options(holder: str | None = None) -> list[str]:
-    """Those of every rank that this process starts: the token of the run folder's lease, and the parent to end with."""
+    """Returns the options of every rank that this process starts: the parent to end with, and the lease's token."""
     return ["--parent", str(os.getpid()), *([] if holder is None else ["--holder", holder])]

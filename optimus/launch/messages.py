@@ -1,4 +1,4 @@
-"""One message about ranks that failed."""
+"""Error messages about failed ranks."""
 
 import re
 import signal
@@ -10,16 +10,16 @@ from optimus.resilience.exits import error_in, how_ended
 
 
 def explain(failures: Mapping[int, ProcessFailure]) -> str:
-    """One message about the failed ranks: what was the cause, and where the others stopped when a rank was lost."""
+    """Returns one message about the failed ranks: the cause, and where the other ranks stopped if a rank was lost."""
     said = {rank: text for rank, failure in failures.items() if (text := error_in(failure.message)) is not None}
     stopped = {rank: text for rank, text in said.items() if text.startswith("CollectiveError: ")}
     first = min(failure.timestamp for failure in failures.values())  # whole seconds
     silent = [rank for rank in failures if rank not in said]
-    # The launcher ends the others with SIGTERM, and with SIGKILL, 30 s later, those that do not obey.
+    # The launcher ends the other ranks with SIGTERM and, 30 s later, those that still run with SIGKILL.
     lost = [r for r in silent if failures[r].exitcode != -signal.SIGTERM and failures[r].timestamp <= first + 1]
     causes = sorted(said.keys() - stopped.keys(), key=lambda rank: (failures[rank].timestamp, rank))
     if lost or not said:
-        # NCCL's watchdog aborts those that have lost another.
+        # NCCL's watchdog aborts ranks that have lost another rank.
         aborted = {rank: failures[rank].exitcode == -signal.SIGABRT for rank in silent}
         rank = min(lost or silent, key=lambda rank: (aborted[rank], failures[rank].timestamp))
         head = f"rank {rank} was lost ({how_ended(failures[rank].exitcode)})"

@@ -1,4 +1,4 @@
-"""One node of a launch: meets the others, runs its ranks, and decides with the others what to do when some have ended."""
+"""One node of a launch: joins the other nodes, runs its ranks, and agrees with the other nodes on failed ranks."""
 
 import json
 import math
@@ -33,16 +33,16 @@ from optimus.resilience.policy import Do, decide
 
 @dataclass(frozen=True)
 class NodeJob:
-    """What all nodes of a launch are told alike. Raises `UserError` for numbers that make no sense."""
+    """The settings that all nodes of a launch share. Raises `UserError` for numbers out of range."""
 
     config: str | Path
     overrides: Sequence[str] = ()
     nodes: int = 1
     spares: int = 0
     ranks_per_node: int = 1
-    keep_alive: tuple[int, int] = (5, 3)  # seconds between heartbeats, and how many are missing of a node that is dead
-    wait: float = 600.0  # seconds for enough nodes to come together
-    max_restarts: int = 5  # in a row without a new checkpoint in between
+    keep_alive: tuple[int, int] = (5, 3)  # seconds between heartbeats, and missing heartbeats of a dead node
+    wait: float = 600.0  # seconds for enough nodes to join
+    max_restarts: int = 5  # in a row without a new checkpoint
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1 or self.spares < 0:
@@ -53,32 +53,33 @@ class NodeJob:
 
     @property
     def ranks(self) -> int:
-        """Those that train."""
+        """Number of ranks that train."""
         return self.nodes * self.ranks_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch(NodeJob):
-    """A job on one of its nodes."""
+    """A job, as launched on one of its nodes."""
 
     run: Path
     node: str
     endpoint: str
-    name: str = "optimus"  # tells apart launches that use one store
-    aborts: bool = False  # whether the backend ends ranks that have lost another by SIGABRT
+    name: str = "optimus"  # distinguishes launches in one store
+    aborts: bool = False  # True: the backend ends ranks that have lost another rank by SIGABRT
 
 
 def run_node(
     launch: Launch, command: Sequence[str], announce: Callable[[str, str], object] = lambda event, detail: None
 ) -> Do | Exit | None:
-    """Run this node's ranks, each as `command`, until the job is done (None), this node has left, all have stopped, or a
-    signal has ended them (an `Exit`).
+    """Runs this node's ranks, each as `command`, until the run ends on this node.
 
-    What all nodes of the launch are in the lease of the run folder is the last argument of `command`, after `--holder`.
-    `announce(event, detail)` is called on one of the nodes when the run was `restarted`, and when it has `failed`.
+    Returns None when the job is done, `Do.LEAVE` when this node has left, `Do.STOP` when all nodes have stopped, and an
+    `Exit` when a signal has ended the ranks. `run_node` appends `--holder` to `command`, with the token under which all
+    nodes of the launch hold the lease of the run folder. One of the nodes calls `announce(event, detail)` with the event
+    `restarted` or `failed`.
 
-    Raises `UserError` when the node is excluded, another run holds the folder (`LeaseError`), nobody answers at the
-    rendezvous (any more), clocks are too far apart, too few nodes come together, or the run does not get on.
+    Raises `UserError` when the node is excluded, another run holds the folder (`LeaseError`), the rendezvous does not answer
+    (any more), clocks are too far apart, too few nodes join, or the run restarts without progress.
     """
     check_not_excluded(launch.run, launch.node)
 
@@ -104,7 +105,7 @@ def run_node(
 
 
 def check_not_excluded(run: Path, node: str) -> None:
-    """Raise `UserError` when the node is excluded from the run."""
+    """Raises `UserError` when the node is excluded from the run."""
     if node in excluded(run):
         raise UserError(
             f"node {node} is excluded from {run}: start another one, or take it out of {run / 'excluded.txt'} when it is "
@@ -113,7 +114,7 @@ def check_not_excluded(run: Path, node: str) -> None:
 
 
 class _Member:
-    """This node among the others."""
+    """This node as a member of the launch."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class _Member:
         announce: Callable[[str, str], object],
     ) -> None:
         self._launch, self._store, self._say, self._waiting, self._announce = launch, store, say, waiting, announce
-        self._round = 0  # of the world that this node takes part in
+        self._round = 0  # rendezvous round of this node's current world
         self._events = EventLog(launch.run)
         self._rendezvous = Rendezvous.of(
             store,
@@ -154,7 +155,7 @@ class _Member:
                 ).until_the_end()
         except api.RendezvousTimeoutError as error:
             why = f"fewer than {self._launch.nodes} nodes have come together within {self._launch.wait:g} s"
-            if self._store.add(self._key("few"), 1) == 1:  # no node is the first of a world that is not
+            if self._store.add(self._key("few"), 1) == 1:  # without a world there is no first node to report
                 self._note_silent(self._told("world") or [])
                 self._events.write("failure", node=self._launch.node, detail=why)
                 self._announce("failed", why)
@@ -166,7 +167,11 @@ class _Member:
         return outcome
 
     def _come_too_late(self) -> None:
-        """A spare does that may; to others the store of an earlier launch must not pass for a run that is done."""
+        """Ends a node that joins a closed launch.
+
+        A spare may join after the run has finished. Raises `UserError` if the run has not finished, since the store then
+        belongs to an earlier launch.
+        """
         why = f"the launch {self._launch.name} at {self._launch.endpoint} has ended already"
         cure = "to train on, give another --name or start `optimus rendezvous` anew"
         if [event["kind"] for event in self._events.read()][-1:] != ["finished"]:
@@ -174,7 +179,7 @@ class _Member:
         self._say(f"{why}, as the run had finished; {cure}")
 
     def _joined(self, number: int, place: int, nodes: int, store: Store) -> None:
-        """Say who is here; the first node says who was here before and is not any more."""
+        """Reports this node's ranks in a new world; the first node also logs nodes that have died and the restart."""
         self._waiting.over()
         first, each = place * self._launch.ranks_per_node, self._launch.ranks_per_node
         ranks = f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
@@ -189,7 +194,7 @@ class _Member:
         self._tell("world", here)
         if before is not None:
             self._note_silent(before)
-        for _, member in here:  # which may have been slow only, before they came
+        for _, member in here:  # nodes reported dead that were only slow
             self._store.delete_key(self._key(f"died/{member}"))
         if before is None:
             return
@@ -219,7 +224,7 @@ class _Member:
         detail = f"{decision.detail}: {said[0]}" if said else decision.detail
         if decision.culprit:
             self._store.add(self._key(f"crashes/{self._launch.node}"), 1)
-        has_told = Exit.BAD_NODE in codes.values()  # the rank itself
+        has_told = Exit.BAD_NODE in codes.values()  # the rank has logged the failure itself
         if (decision.culprit or decision.do is Do.STOP) and not has_told:
             self._events.write("failure", node=self._launch.node, rank=decision.rank, detail=detail)
         if decision.do is Do.STOP:
@@ -231,15 +236,15 @@ class _Member:
         return decision.do
 
     def _claim_spare(self) -> bool:
-        """Whether there is a spare for this node's place, besides those for other nodes that leave this world.
+        """Claims a spare for this node's place, and returns whether there is one besides those that other nodes claimed.
 
-        What is known of nodes may be seconds old, so one that has left may still be here. All claims are in the store.
+        The view of present nodes may be seconds old and include nodes that have left. The store therefore holds all claims.
         """
         claims = f"leaving/{self._round}"
         number = self._store.add(self._key(claims), 1)
         self._tell(f"{claims}/{number}", self._rendezvous.member)
         here = self._rendezvous.present()
-        # One that is not told yet counts; one that was in vain, as an empty name, does not.
+        # A claim whose name is not in the store yet counts; a failed claim, with an empty name, does not.
         told = [self._told(f"{claims}/{earlier}") for earlier in range(1, number)]
         claimed = sum(member is None or member in here for member in told)
         if self._rendezvous.spares() > claimed:
@@ -248,7 +253,7 @@ class _Member:
         return False
 
     def _check_progress(self) -> None:
-        """Raise `UserError` after too many restarts in a row that have led to nothing."""
+        """Raises `UserError` after more than `max_restarts` restarts in a row without a new checkpoint."""
         found = list_checkpoints(self._launch.run)
         newest = step_of(found[-1]) if found else 0
         step, restarts = self._told("progress") or (-1, 0)
@@ -263,7 +268,7 @@ class _Member:
             raise UserError(f"{why}: see {self._events.path} for what happened")
 
     def _stop(self, why: str) -> None:
-        """Tell all nodes that the run has ended by a failure; the first of those that see it announces it."""
+        """Tells all nodes that the run has failed; the first node that calls announces the failure."""
         self._tell("stopped", why)
         if self._store.add(self._key("stops"), 1) == 1:
             self._announce("failed", why)
@@ -287,8 +292,8 @@ _DOING: dict[Do | Exit, str] = {
 }
 
 
-_Named = tuple[str, str]  # a node, and what it is called in the rendezvous
-_SAID: dict[str, TypeAdapter[Any]] = {  # what nodes put into the store, by what it is about
+_Named = tuple[str, str]  # a node's name, and its name in the rendezvous
+_SAID: dict[str, TypeAdapter[Any]] = {  # types of the values that nodes put into the store, by key
     "member": TypeAdapter(_Named),
     "world": TypeAdapter(list[_Named]),
     "died": TypeAdapter(float),
@@ -300,7 +305,10 @@ _SAID: dict[str, TypeAdapter[Any]] = {  # what nodes put into the store, by what
 
 
 def _said(value: bytes, what: str) -> Any:
-    """What a node has put into the store. Raises `RendezvousStateError` for what none has: others may reach it, too."""
+    """Parses a value that a node has put into the store.
+
+    Raises `RendezvousStateError` for a value that no node has written, since others may reach the store too.
+    """
     try:
         return _SAID[what].validate_json(value)
     except ValidationError as error:
@@ -310,7 +318,10 @@ def _said(value: bytes, what: str) -> Any:
 
 @contextmanager
 def _holding(launch: Launch, store: Store) -> Iterator[str]:
-    """Hold the run folder together with the other nodes of the launch; the last to leave gives it up. Yields their token."""
+    """Holds the lease of the run folder together with the other nodes of the launch, and yields the token of the lease.
+
+    The last node to leave releases the lease.
+    """
     token = store.compare_set(f"{launch.name}/holder", "", uuid.uuid4().hex).decode("utf-8", "replace")
     if re.fullmatch("[0-9a-f]{32}", token) is None:
         raise api.RendezvousStateError(f"the store holds no holder of a run: {token!r}")
@@ -321,14 +332,14 @@ def _holding(launch: Launch, store: Store) -> Iterator[str]:
         finally:
             try:
                 lease.kept = store.add(f"{launch.name}/holders", -1) > 0
-            except DistError:  # nobody knows who is left
+            except DistError:  # unknown whether other nodes are left
                 lease.kept = True
 
 
 def _check_clocks(launch: Launch, store: Store) -> None:
-    """Raise `UserError` when this node's clock is too far from another's: heartbeats are compared by the time of day.
+    """Raises `UserError` when this node's clock is too far from another node's, since heartbeats carry the time of day.
 
-    The clock that all have in common is that of the file system of the run folder.
+    All nodes compare their clocks with the common clock of the run folder's file system.
     """
     with naming_disk_errors(launch.run, "Name a folder that all nodes share"):
         launch.run.mkdir(parents=True, exist_ok=True)

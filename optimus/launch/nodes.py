@@ -1,4 +1,4 @@
-"""A run on several nodes with spares: what `optimus launch` does on each of them."""
+"""Launch of a run on several nodes with spares: `optimus launch` on each node."""
 
 import platform
 import sys
@@ -33,15 +33,15 @@ from optimus.training.reading import read_run
 def launch(
     job: NodeJob, rendezvous: str, node: str | None = None, *, name: str = "optimus", program: Sequence[str] = ()
 ) -> Do | Exit | None:
-    """This node's part of the run of `job`, from the newest checkpoint on where there is one.
+    """Runs this node's part of `job`, from the newest checkpoint if there is one.
 
-    To be called on `nodes` + `spares` nodes alike, which share the file system of `train.output`. `rendezvous` is the
-    HOST:PORT of a store that all of them reach; `node` is this one's name, by default that of the machine; `name` is that of
-    the launch, where several use one store. `program` is a module that a rank is, and its first arguments, in the place of
+    Must be called on all `nodes` + `spares` nodes alike. The nodes share the file system of `train.output`.
+    `rendezvous` is the HOST:PORT of a store that all nodes reach. `node` is this node's name, by default the machine's.
+    `name` distinguishes launches that use one store. `program` is the module of a rank and its first arguments, in place of
     `optimus.launch.rank`.
 
-    Returns None when the job is done, `Do.LEAVE` when this node has been excluded, `Do.STOP` when the run ended by a
-    failure that no restart mends, and an `Exit` when a signal has ended it. Raises `UserError` for what can be mended here.
+    Returns None when the job is done, `Do.LEAVE` when this node has been excluded, `Do.STOP` when a failure has ended the
+    run for good, and an `Exit` when a signal has ended the run. Raises `UserError` for problems that the user can fix here.
     """
     node = node or platform.node()
     tree, _, _ = _check(job, node)
@@ -51,7 +51,7 @@ def launch(
     with (
         ended_by_signals("leaving"),
         tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder,
-        ThreadPoolExecutor(1) as beside,  # no node waits for a webhook before it restarts
+        ThreadPoolExecutor(1) as beside,  # so that no restart waits for a webhook
     ):
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(tree), encoding="utf-8")
@@ -61,16 +61,16 @@ def launch(
 
 
 def exit_code(outcome: Do | Exit | None) -> int:
-    """What `optimus launch` ends with on a node."""
+    """Returns the exit code of `optimus launch` on a node."""
     if isinstance(outcome, Exit):
         return outcome
-    return {None: 0, Do.STOP: Exit.USER}.get(outcome, 1)  # a failure that no restart mends is like bad input
+    return {None: 0, Do.STOP: Exit.USER}.get(outcome, 1)  # a permanent failure counts as bad input
 
 
 def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict[str, Any]:
-    """Validate all that `launch` would on this node, and every checksum of the data; starts and asks nobody.
+    """Validates a launch as `launch` does on this node, and every checksum of the data, without other nodes.
 
-    Returns what `train` does with `check`, `nodes` and `spares`. Raises `UserError` as `launch` does.
+    Returns the report of `train` with `check`, and `nodes` and `spares`. Raises `UserError` like `launch`.
     """
     _, resolved, data = _check(job, node or platform.node())
     own_address(rendezvous)
@@ -79,7 +79,10 @@ def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict
 
 
 def _check(job: NodeJob, node: str) -> tuple[RunConfig, ResolvedRun, TrainingData]:
-    """The configuration of a launch, its run and its data. Raises `UserError` for whatever would keep this node from it."""
+    """Returns the configuration of a launch, its run and its data.
+
+    Raises `UserError` for any problem that would keep this node from the run.
+    """
     tree, data = read_run(job.config, job.overrides)
     users_hooks(tree.train.hooks)
     resolved = check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)
@@ -96,12 +99,14 @@ def write_batch_script(
     directives: Sequence[str] = (),
     inject: str | Path | None = None,
 ) -> str:
-    """Write a batch script that runs `launch` on the nodes of a job, again and again until the run has finished.
+    """Writes a batch script that runs `launch` on the nodes of a job repeatedly until the run has finished.
 
-    `time` is the job's, as HOURS:MINUTES:SECONDS; `directives` are further lines for the batch system. Paths count from
-    where this is called, that of a plan of faults to `inject` as well. Returns the command that submits the script. Raises
-    `UserError` where ranks cannot share the work as configured, or the script cannot be written; what the nodes of the job
-    will have is not checked.
+    `time` is the job's time limit as HOURS:MINUTES:SECONDS. `directives` are further lines for the batch system. Paths,
+    including that of a plan of faults to `inject`, are relative to the current folder. Returns the command that submits the
+    script.
+
+    Raises `UserError` when ranks cannot divide the work as configured, or the script cannot be written. The hardware of the
+    job's nodes is not checked.
     """
     tree = load_config(job.config, job.overrides, read_model_folder)
     mesh = mesh_of(tree, job.ranks, job.ranks_per_node)
@@ -128,7 +133,7 @@ def write_batch_script(
 
 
 def parse_keep_alive(text: str) -> tuple[int, int]:
-    """Seconds and number of SECONDSxNUMBER. Raises `UserError`."""
+    """Parses SECONDSxNUMBER into seconds and a number. Raises `UserError` for other text."""
     seconds, _, number = text.partition("x")
     if not (seconds.isdecimal() and number.isdecimal() and int(seconds) and int(number)):
         raise UserError(f"--keep-alive {text}: give SECONDSxNUMBER, such as 5x3")

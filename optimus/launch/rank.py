@@ -1,7 +1,7 @@
-"""A rank of a run, in a process of its own or in this one. As a program: CONFIG and what `run_as_rank` takes.
+"""A rank of a run, in a process of its own or in the caller's. The program takes the arguments of `run_as_rank`.
 
-When a rank is lost, a collective fails on each of the others: `_last_words` lets each say in which step, `_ranks_together`
-has none wait for what never comes, and `messages.explain` tells the user which rank was lost and what the others said.
+When a rank is lost, a collective fails on every other rank. `_last_words` lets each rank report the step of the failure,
+`_ranks_together` keeps ranks from waiting for lost ones, and `messages.explain` tells the user which rank was lost.
 """
 
 import atexit
@@ -50,12 +50,12 @@ def run_rank(
     more: Sequence[Hook] = (),
     users: Sequence[Any] = (),
 ) -> int:
-    """One rank's whole run, under the launcher's environment where there is one.
+    """Runs one rank from start to end, in the launcher's environment if there is a launcher.
 
-    Returns the signal that has ended it before its end, or 0; the same on all ranks, when all have saved.
+    Returns the signal that has ended the run early, or 0; all ranks return the same, after all have saved.
 
-    `node` is the name of the node where a launcher watches nodes. `holder` is the token of the lease by which the run holds
-    its folder. `more` hooks are our own; those of `users` come beside those that `train.hooks` names.
+    `node` is the name of the node if a launcher watches nodes. `holder` is the token of the lease by which the run holds its
+    folder. `more` are our own hooks. `users` are users' hooks in addition to those that `train.hooks` names.
     """
     began, config = time.time(), load_config(parse_yaml(config_text, "the configuration"))
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -84,7 +84,7 @@ def run_rank(
             ):
                 ending = trainer.fit()
                 trainer.state.finish()
-            if ending.signal:  # launchers end the others when they see that one has ended with a code
+            if ending.signal:  # wait for all ranks: a launcher ends the others once one has ended with a code
                 trainer.groups.world.any(False)
         if node is not None and trainer.groups.rank == 0 and (trainer.ends or ending.signal):
             if not ending.signal:
@@ -94,19 +94,23 @@ def run_rank(
 
 
 def backend_of(device: torch.device, named: str, per_node: int) -> str:
-    """What moves a rank's tensors: the backend of its device; Gloo, by way of the host (`comm/staged.py`), where
-    `train.device` is `named` with its index, as `xpu:0`, so that all `per_node` ranks of a node share it, and for a device
-    that has none."""
+    """Returns the backend that moves a rank's tensors: the backend of the device, or Gloo.
+
+    Gloo moves the tensors through the host (`comm/staged.py`). Gloo is the backend of devices without one of their own.
+    Gloo is also used when `train.device` is `named` with an index, such as `xpu:0`, so that all `per_node` ranks of a node
+    share the device.
+    """
     shared = named == str(device) and per_node > 1
     return "gloo" if shared else dist.Backend.default_device_backend_map.get(device.type, "gloo")
 
 
 @contextmanager
 def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
-    """The process group of all ranks, inside the context.
+    """Creates the process group of all ranks, inside the context.
 
-    To destroy it is to wait for all that is under way. After a failure of this rank alone, or of another one, that would
-    last until the timeout, at the exit of Python too, which is therefore left out.
+    Destroying a process group waits for all collectives under way. After a failure of this rank alone, or of another rank,
+    the wait would last until the timeout, also at the exit of Python. After such a failure the process therefore exits
+    without destroying the group.
     """
     seconds = f"{timeout.total_seconds():g} s (resilience.timeout)"
     if os.environ.get("MASTER_ADDR") == LOOPBACK:  # all ranks are on this machine
@@ -131,14 +135,20 @@ def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
 
 
 def backends_of(backend: str, device: str) -> str:
-    """Those of the group of all ranks: `backend`, and Gloo for what hosts tell each other, lest they wait for devices."""
+    """Returns the backends of the group of all ranks: `backend` for device tensors, and Gloo for host tensors.
+
+    With Gloo, collectives of host tensors do not wait for devices.
+    """
     return backend if backend == "gloo" or device == "cpu" else f"cpu:gloo,{device}:{backend}"
 
 
 @contextmanager
 def _deadline(trainer: Trainer) -> Iterator[None]:
-    """Inside, end this rank with `LOST` where its device has waited in a collective for `resilience.timeout` seconds:
-    another rank is lost, or hangs. The backend would abort it later, as if it had crashed itself."""
+    """Ends this rank with `LOST` when its device waits in one collective for `resilience.timeout` seconds.
+
+    The watch lasts as long as the context. After such a wait another rank is lost or hangs. The backend would abort this
+    rank later, as if this rank had crashed.
+    """
     waits, seconds = trainer.groups.recorder.device or DeviceWaits(), trainer.config.resilience.timeout
     trainer.groups.recorder.device = waits
 
@@ -161,7 +171,10 @@ def _deadline(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _naming_lack_of_memory(trainer: Trainer) -> Iterator[None]:
-    """Say what to do where the device has no memory left; no other rank is at fault, nor is the node."""
+    """Turns an out-of-memory error of the device into an `EndedError` that says what to do.
+
+    Neither another rank nor the node is at fault.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -181,7 +194,7 @@ def _leave(code: int) -> None:
 
 
 def code_of(error: UserError) -> Exit:
-    """The exit code of a rank that ends with this error."""
+    """Returns the exit code of a rank that ends with this error."""
     if isinstance(error, EndedError):
         return Exit(error.code)
     return Exit.LOST if isinstance(error, CollectiveError) else Exit.USER
@@ -189,9 +202,9 @@ def code_of(error: UserError) -> Exit:
 
 @contextmanager
 def _last_words() -> Iterator[None]:
-    """Ignore SIGTERM where hooks do not handle it, and from then on if a collective fails.
+    """Ignores SIGTERM inside the context unless a hook handles the signal, and for good once a collective has failed.
 
-    One rank's message would otherwise be cut short when the launcher, seeing that another has ended, ends this one.
+    The launcher ends this rank once another rank has ended, which would otherwise cut this rank's error message short.
     """
     previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     speaking = False
@@ -206,24 +219,23 @@ def _last_words() -> Iterator[None]:
 
 
 def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:
-    """Be a rank that a launcher started, with `more` hooks: CONFIG [--resume] [--node NAME] --parent PID --holder TOKEN
-    [--hooks FILE].
+    """Runs a rank that a launcher has started, with `more` hooks, and exits.
 
-    Its error goes to the launcher.
+    `words` are CONFIG [--resume] [--node NAME] --parent PID --holder TOKEN [--hooks FILE]. Errors go to the launcher.
     """
     config, *options = words
     names = ("--node", "--parent", "--holder", "--hooks")
     node, parent, holder, hooks = (options[options.index(name) + 1] if name in options else None for name in names)
     if parent is not None:
         end_with(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a hook handles it: the launcher has said all
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a hook handles SIGINT; the launcher reports the interrupt
     text = Path(config).read_text(encoding="utf-8")
     try:
         users = [] if hooks is None else functions.loads(Path(hooks).read_bytes())
         stopped_by = record(run_rank)(text, "--resume" in options, node, holder, more, users)
     except UserError as error:
         sys.exit(code_of(error))
-    # All is written. torch's threads may outlive what would end them, and then abort the process as it ends.
+    # All files are written. An ordinary exit could abort, as torch's threads may outlive the objects that would stop them.
     _leave(Exit(128 + stopped_by) if stopped_by else Exit.DONE)
 
 

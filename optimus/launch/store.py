@@ -1,6 +1,7 @@
-"""The store where nodes meet: a server of its own, so that no node of the run is a single point of failure.
+"""The store for the rendezvous of nodes: a separate server, so that no node of the run is a single point of failure.
 
-Who reaches its port can read and change all that is in it (docs/security.md), so it listens on one address only.
+Anyone who reaches the store's port can read and change its contents (docs/security.md), so the store listens on one address
+only.
 """
 
 import errno
@@ -21,7 +22,7 @@ LOOPBACK = "127.0.0.1"  # reached from this machine alone
 
 
 def parse(endpoint: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT. Raises `UserError`."""
+    """Parses HOST:PORT into host and port. Raises `UserError` for other text."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"--rendezvous {endpoint}: give HOST:PORT, where `optimus rendezvous --port PORT` runs")
@@ -29,9 +30,10 @@ def parse(endpoint: str) -> tuple[str, int]:
 
 
 def serve(port: int, address: str = LOOPBACK) -> TCPStore:
-    """A store that others reach on this port of this machine's `address`, for as long as it is held; 0: any free port.
+    """Starts a store on `port` of this machine's `address`; port 0 takes any free port.
 
-    Raises `UserError` when the port is taken or the address is none of this machine.
+    The store serves as long as the returned object lives. Raises `UserError` when the port is taken or `address` does not
+    belong to this machine.
     """
     if not 0 <= port < 65536:
         raise UserError(f"--port {port}: give a number from 1 to 65535")
@@ -47,12 +49,12 @@ def serve(port: int, address: str = LOOPBACK) -> TCPStore:
             f"--address {address}: this machine has no such address ({error}); `hostname -I` lists those it has"
         ) from error
     port = listening.getsockname()[1]
-    # TCPStore itself listens on all interfaces.
+    # TCPStore would listen on all interfaces.
     return TCPStore(number, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def serve_until_ended(port: int, address: str = LOOPBACK, as_json: bool = False) -> None:
-    """`serve` until Ctrl-C or a termination signal, and say where, for people or as JSON. Raises as it does."""
+    """Runs `serve` until SIGINT or SIGTERM, and prints the address as text or JSON. Raises `UserError` like `serve`."""
     store = serve(port, address)
     alone = " of this machine alone (for others give --address)" if ip_address(_number_of(address)).is_loopback else ""
     text = f"nodes{alone} meet here on {address}:{store.port}; Ctrl-C ends it"
@@ -61,14 +63,14 @@ def serve_until_ended(port: int, address: str = LOOPBACK, as_json: bool = False)
 
 
 def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda _: None) -> TCPStore:
-    """The store at HOST:PORT; `waiting` is told, often, what is waited for.
+    """Connects to the store at HOST:PORT, and calls `waiting` with a description of the wait at every attempt.
 
-    Raises `UserError` when nobody answers within `wait` seconds.
+    Raises `UserError` when no store answers within `wait` seconds.
     """
     host, port = parse(endpoint)
     deadline = time.monotonic() + wait
     while True:
-        try:  # the store's own attempts are counted in minutes, and their message is a page
+        try:  # TCPStore retries for minutes, and its error message fills a page
             socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))).close()
             break
         except OSError as error:
@@ -83,7 +85,10 @@ def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda 
 
 
 def own_address(endpoint: str) -> str:
-    """The address by which this machine reaches the store, and others may reach it. Raises `UserError`."""
+    """Returns the address of this machine on the network of the store, where other nodes may reach this machine.
+
+    Raises `UserError` when there is no route to the store.
+    """
     host, port = parse(endpoint)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -94,7 +99,10 @@ def own_address(endpoint: str) -> str:
 
 
 def _number_of(address: str) -> str:
-    """Of this machine, by number or name. Raises `UserError` for a name by which others mean another machine."""
+    """Returns the IPv4 address for this machine's number or name.
+
+    Raises `UserError` for an unknown name, and for a name that only this machine resolves to its loopback address.
+    """
     try:
         number = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
     except OSError as error:

@@ -1,15 +1,16 @@
-"""All that is used of TorchElastic's private parts, and why. `tests/launch/test_torch_elastic.py` says when it changes.
+"""All uses of TorchElastic's private parts, with reasons; `tests/launch/test_torch_elastic.py` fails when the parts change.
 
-torchrun of torch 2.13 falls short of spare nodes in five ways, each mended here, and trusts its network in two more:
+torchrun of torch 2.13 lacks support for spare nodes in five respects, and trusts its network in two more. Each item states
+the problem and then the remedy:
 
-1. The ranks' store: a survivor that stays rank 0 does not tell the others its address again. Every world has one anew.
-2. A spare that waits makes a full world restart for ever. No node counts as waiting while the world is full.
-3. A spare that was never used ends with an error when the job is done. A closed rendezvous is its end.
-4. An agent that fails closes the rendezvous for everybody. Here a node that leaves just leaves.
-5. A spare that goes for a free place and comes too late stays on the list of those that wait for the next round, whose time
-   runs out. While the world is full, it is a spare again.
-6. It unpickles whatever the store holds. Here only what the state of a rendezvous is made of is admitted.
-7. The ranks' store listens on all interfaces. Here it does on the address of its node alone.
+1. A survivor that stays rank 0 does not publish the address of the ranks' store again. Every world gets a new store.
+2. A waiting spare makes a full world restart for ever. No node counts as waiting while the world is full.
+3. A spare that was never used ends with an error when the job is done. A closed rendezvous ends a spare without error.
+4. A failing agent closes the rendezvous for all nodes. A node that leaves does not close the rendezvous.
+5. A spare that competes for a free place and loses stays on the wait list of the next round, where it times out. While the
+   world is full, such a node becomes a spare again.
+6. torchrun unpickles anything in the store. Only the classes of a rendezvous state are admitted.
+7. The ranks' store listens on all interfaces. The store listens only on the address of its node.
 """
 
 import io
@@ -36,12 +37,12 @@ from optimus.launch.store import serve
 from optimus.resilience.exits import SAVING, Exit, told_torch_elastic
 from optimus.resilience.policy import Do
 
-_LEAVING = 60  # seconds for the others to learn that a node gives up its place; a busy machine stops for some
-_LAST_WORDS = 2  # seconds that ranks have to end by themselves
+_LEAVING = 60  # seconds to tell other nodes that a node leaves; a busy machine may stall for some seconds
+_LAST_WORDS = 2  # seconds that ranks have to exit by themselves
 
 
 class _Unpickler(pickle.Unpickler):
-    """Admits the classes that the state of a rendezvous is made of, none of which does anything when it is made."""
+    """Admits only the classes of a rendezvous state, whose constructors have no side effects."""
 
     _ADMITTED = {  # noqa: RUF012
         dynamic.__name__: ("_RendezvousState", "_NodeDesc"),
@@ -56,14 +57,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Backend(C10dRendezvousBackend):
-    """Looks at what the store holds before its base unpickles it."""
+    """Checks the contents of the store before the base class unpickles the state."""
 
     def _decode_state(self, base64_state: bytes) -> tuple[bytes, Any] | None:
         found = super()._decode_state(base64_state)
         if found is not None:
             try:
                 state = _Unpickler(io.BytesIO(found[0])).load()
-            except Exception as error:  # whatever bytes lead to
+            except Exception as error:  # arbitrary bytes may raise anything
                 raise RendezvousStateError(f"the store holds no state of a rendezvous: {error}") from error
             if not isinstance(state, dynamic._RendezvousState):
                 raise RendezvousStateError(f"the store holds no state of a rendezvous: a {type(state).__name__}")
@@ -71,15 +72,17 @@ class _Backend(C10dRendezvousBackend):
 
 
 class _StateHolder(dynamic._BackendRendezvousStateHolder):
-    """Tells of nodes that are taken out because they are silent; once that is written, no other node sees it. And whoever
-    waits while the world is full is a spare."""
+    """Reports nodes that are removed as silent, since no other node sees them once the state is written.
+
+    Also turns nodes that wait while the world is full into spares.
+    """
 
     def __init__(
         self, backend: C10dRendezvousBackend, settings: dynamic.RendezvousSettings, died: Callable[[str], None]
     ) -> None:
         super().__init__(backend, settings)
         self._died = died
-        self.seen: Callable[[dynamic._RendezvousState], None] | None = None  # is told of every state
+        self.seen: Callable[[dynamic._RendezvousState], None] | None = None  # called with every state
 
     def sync(self) -> bool | None:
         has_set = super().sync()
@@ -99,10 +102,10 @@ class _StateHolder(dynamic._BackendRendezvousStateHolder):
 
 
 class Rendezvous(dynamic.DynamicRendezvousHandler):
-    """Where nodes meet; what it gives to ask for more than its base does."""
+    """The rendezvous of nodes, with more information about nodes than the base class gives."""
 
     _state_holder: _StateHolder
-    _waiting: Callable[[str], None]  # is told what this node waits for
+    _waiting: Callable[[str], None]  # called with a description of what this node waits for
 
     @classmethod
     def of(
@@ -117,10 +120,11 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
         died: Callable[[str], None],
         waiting: Callable[[str], None] = lambda _: None,
     ) -> "Rendezvous":
-        """That of the launch `name`, of `nodes` nodes, which must come together within `wait` seconds.
+        """Returns the rendezvous of the launch `name` of `nodes` nodes, which must join within `wait` seconds.
 
-        `keep_alive`: seconds between heartbeats, and how many are missing of a node that is dead; `died` is told of it, by
-        `member`, on a node that has noticed. Spares wait for ever. `waiting` is told, often, what this node waits for.
+        `keep_alive` is the number of seconds between heartbeats, and the number of missing heartbeats of a dead node. The
+        node that notices a dead node calls `died` with the `member` name of the dead node. Spares wait for ever. The
+        rendezvous often calls `waiting` with a description of what this node waits for.
         """
         settings = dynamic.RendezvousSettings(
             name,
@@ -137,7 +141,7 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
         return made
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._shared_tcp_store_server = self._bootstrap_store_info = None  # those of the world before
+        self._shared_tcp_store_server = self._bootstrap_store_info = None  # of the previous world
         self._state_holder.seen = self._tell
         try:
             return super().next_rendezvous()
@@ -145,7 +149,7 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
             self._state_holder.seen = None
 
     def _tell(self, state: dynamic._RendezvousState) -> None:
-        """What this node waits for, which looks for a place."""
+        """Reports what this node waits for, while it has no place in the world."""
         here, places = len(state.participants), self._settings.max_nodes
         if state.closed or (state.complete and self._this_node in state.participants):
             return
@@ -161,7 +165,7 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
 
     @property
     def member(self) -> str:
-        """What this node is called in the rendezvous."""
+        """The name of this node in the rendezvous."""
         return repr(self._this_node)
 
     def num_nodes_waiting(self) -> int:
@@ -169,19 +173,19 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
         return 0 if len(self._state_holder.state.participants) >= self._settings.max_nodes else waiting
 
     def present(self) -> set[str]:
-        """All nodes, by `member`, so far as is known; it asks nobody."""
+        """Returns the `member` names of all nodes in the last known state, without asking the store."""
         state = self._state_holder.state
         return {repr(node) for node in (*state.participants, *state.wait_list, *state.redundancy_list)}
 
     def spares(self) -> int:
-        """Nodes that are left over, so far as is known.
+        """Returns the number of spare nodes in the last known state.
 
-        Those that wait are not all spares: a node that has lost another one waits, too, until the world is made anew.
+        Not all waiting nodes are spares: a node that has lost another node also waits until a new world forms.
         """
         return max(0, len(self.present()) - self._settings.max_nodes)
 
     def leave(self) -> None:
-        """Give up this node's place, which leaves the rendezvous open."""
+        """Gives up this node's place without closing the rendezvous."""
         self._stop_heartbeats()
         self._op_executor.run(dynamic._RendezvousExitOp(), time.monotonic() + _LEAVING)
 
@@ -189,9 +193,9 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
 class Agent(LocalElasticAgent):
     """Starts and watches the ranks of one node, together with the agents of the others.
 
-    `joined` is told of every new world before its ranks start: its number, this node's place among how many, the store.
-    `failed` is told of its own ranks that have ended, and says what to do; `say` is told what the agent does by
-    itself. `logs` is a folder for what TorchElastic writes of them.
+    The agent calls `joined` for every new world before the ranks start, with the number of the world, this node's place, the
+    number of nodes and the store. `failed` gets the node's own failed ranks and returns what to do. `say` prints messages
+    about the agent's own actions. `logs` is a folder for TorchElastic's logs of the ranks.
     """
 
     def __init__(
@@ -217,21 +221,21 @@ class Agent(LocalElasticAgent):
             monitor_interval=0.2,
             local_addr=rendezvous._this_node.addr,
         )
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says we say
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we report failures ourselves
         told_torch_elastic()
         super().__init__(spec, DefaultLogsSpecs(str(logs)), exit_barrier_timeout=60)
-        self._shutdown_timeout = SAVING  # what torch 2.13 calls `_shutdown` with; 2.11 gives it none
+        self._shutdown_timeout = SAVING  # torch 2.13 passes this value to `_shutdown`; 2.11 passes none
 
     def until_the_end(self) -> Do | Exit | None:
-        """Run until the job is done (None), this node has left or stopped, or a signal has ended it (an `Exit`)."""
+        """Runs until the job is done (None), this node has left or stopped (a `Do`), or a signal arrives (an `Exit`)."""
         try:
             self._outcome: Do | Exit | None = None
             self.run()
             return self._outcome
         except RendezvousClosedError:
             self._say("is not needed any more: the launch has ended")
-            return None  # a spare that was never used, or used no more
-        except SignalException as error:  # the ranks have had the signal too, and have saved what they could
+            return None  # a spare that is not needed, or not needed any more
+        except SignalException as error:  # the ranks have received the signal too, and have saved
             self._say(f"ends, as it was sent {error.sigval.name}; its ranks have finished their step and saved")
             return Exit(128 + error.sigval)
         finally:  # a thread that still uses the store when Python ends aborts the process
@@ -242,7 +246,10 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(death_sig, timeout)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """They wait in a collective for ranks that are gone, and would for as long as those that are told to end."""
+        """Stops the ranks within `_LAST_WORDS` seconds.
+
+        The ranks wait in a collective for lost ranks, so the longer time to finish a step and save would be wasted.
+        """
         self._shutdown(timeout=_LAST_WORDS)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -263,7 +270,7 @@ class Agent(LocalElasticAgent):
             if result.state == WorkerState.SUCCEEDED:
                 self._say("has come to the end: waits for the other nodes' ranks to do so")
                 self._exit_barrier()
-                self.rendezvous.shutdown()  # lets the spares go
+                self.rendezvous.shutdown()  # releases the spares
                 return result
             if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
                 self._stop_workers(group)

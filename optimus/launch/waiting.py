@@ -1,21 +1,24 @@
-"""What an agent says while it waits: a launch that stands still tells why."""
+"""Progress messages of a waiting agent, so that a launch that stands still says why."""
 
 import time
 from collections.abc import Callable
 
 
 class Waiting:
-    """Says what is waited for: at once, when it changes, and again every `every` seconds; after an hour, every minute."""
+    """Reports what an agent waits for: at every change, then every `every` seconds, and less often in long waits.
+
+    The interval is at least 1/60 of the time waited, so one minute after an hour.
+    """
 
     def __init__(
         self, say: Callable[[str], None], *, every: float = 10.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._say, self._every, self._clock = say, every, clock
-        self._what: str | None = None  # nothing is waited for
+        self._what: str | None = None  # None: no wait
         self._since = self._said = 0.0
 
     def on(self, what: str) -> None:
-        """`what` is waited for; to be called often."""
+        """Reports a wait for `what`; must be called often during the wait."""
         now = self._clock()
         if self._what is None:
             self._since = now
@@ -29,5 +32,5 @@ class Waiting:
         self._what, self._said = what, now
 
     def over(self) -> None:
-        """Nothing is waited for any more."""
+        """Ends the wait."""
         self._what = None

@@ -1,6 +1,6 @@
-"""The ranks of a job as a grid: axis names, rank arithmetic, nodes, and how a parameter lies on it.
+"""The device mesh: axis names, rank arithmetic, nodes, and the layout of parameters on the mesh.
 
-Pure arithmetic: no process group and no torch, so that 12,288 ranks can be reasoned about anywhere.
+Everything here is pure arithmetic without process groups and torch, so that any machine can reason about 12,288 ranks.
 """
 
 from optimus.mesh.layout import Layout

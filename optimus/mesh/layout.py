@@ -1,4 +1,4 @@
-"""How one parameter lives on the mesh: what every user of the model state reads, set once per parameter."""
+"""Layout of one parameter on the mesh, set once per parameter and read by all users of the model state."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,14 @@ from optimus.mesh.mesh import Mesh
 
 @dataclass(frozen=True)
 class Layout:
-    """`shape` is global. `sharded_dims` pairs a tensor dim with the mesh axis that it is split over, the coarser split of
-    a dim first; along `partial_axes` every rank holds the same part (Elixir's parallel pattern: a group of replicas and a
-    group of parts), and the part's gradient is the sum of what they have. Along `replicated_axes` they hold the same part,
-    and find the same gradient by themselves; those along `embedding` add theirs up at the end of a step. The parts of a dim
-    in `uneven` may differ by one in size; the first are the largest."""
+    """The layout of a parameter with the global shape `shape`.
+
+    `sharded_dims` pairs each split tensor dim with its mesh axis, the coarser split of a dim first. Along `partial_axes` all
+    ranks hold the same part, and the gradient is the sum of the ranks' gradients (Elixir's parallel pattern: a group of
+    replicas and a group of parts). Along `replicated_axes` all ranks hold the same part and compute the same gradient; ranks
+    along `embedding` add their gradients at the end of a step. Parts of a dim in `uneven` may differ by one in size, and
+    the first parts are the largest.
+    """
 
     shape: tuple[int, ...]
     sharded_dims: tuple[tuple[int, str], ...] = ()
@@ -21,7 +24,7 @@ class Layout:
     uneven: tuple[int, ...] = ()
 
     def region(self, mesh: Mesh, rank: int) -> tuple[slice, ...]:
-        """The part of the global tensor that `rank` holds. Raises `UserError` when a dim cannot be split as asked."""
+        """Returns the part of the global tensor that `rank` holds. Raises `UserError` when a dim is not divisible."""
         slices = [slice(0, size) for size in self.shape]
         for dim, axis in self.sharded_dims:
             parts, whole = mesh.axis_size(axis), slices[dim]
@@ -37,9 +40,9 @@ class Layout:
         return tuple(slices)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape of the largest part that a rank holds."""
+        """Returns the shape of the largest part that a rank holds."""
         return tuple(part.stop - part.start for part in self.region(mesh, 0))
 
     def first_holds(self, mesh: Mesh, rank: int) -> bool:
-        """Whether `rank`, which holds a part, is the first of all that hold the same."""
+        """Returns whether `rank` is the first of the ranks that hold the same part."""
         return rank == min(mesh.group(rank, (*self.partial_axes, *self.replicated_axes)))

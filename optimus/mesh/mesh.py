@@ -3,15 +3,15 @@
     dense view:   pp x dp  x cp x tp       with tp = tp_in x tp_out
     expert view:  pp x edp x ep x etp      with dp * cp * tp = edp * ep * etp
 
-`embedding` is no axis of its own: a group along it joins the first and the last rank along `pp`, which may hold the same
-embedding. `tp` is a grid: a weight's outputs are split over one of its axes and the inputs over the other (AxoNN's G_x and
-G_y).
+`embedding` is not a separate axis: a group along `embedding` joins the first and the last rank along `pp`, which may hold
+the same embedding. `tp` is a grid: the outputs of a weight are split over one axis of the grid and the inputs over the other
+(AxoNN's G_x and G_y).
 
-The last axis of a view is innermost: neighbours on it have consecutive ranks, so that the axis that talks most stays inside
-a node. `pp` is outermost, unless `pipeline_stride` says that the next stage is nearer: then a stage's ranks lie together in
-blocks of so many, the blocks of all stages follow each other, and only then comes a stage's next block.
+The last axis of a view is innermost: neighbours on the axis have consecutive ranks, so that the axis with most communication
+stays inside a node. `pp` is outermost by default. `pipeline_stride` brings stages closer: a stage's ranks then form blocks
+of `pipeline_stride` ranks, and one block of every stage comes before any stage's next block.
 
-A mesh is handed to what needs it; there is no global one.
+Functions take a mesh as an argument; no global mesh exists.
 """
 
 import math
@@ -30,8 +30,10 @@ EXPERT = ("pp", "edp", "ep", "etp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes. `edp` and `tp_out` follow from the others; `ranks_per_node` None means one node, `pipeline_stride`
-    None that all ranks of a stage lie together."""
+    """Sizes of the axes. `edp` and `tp_out` follow from the other sizes.
+
+    `ranks_per_node` None means one node. `pipeline_stride` None means that all ranks of a stage are consecutive.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -44,8 +46,7 @@ class Mesh:
     pipeline_stride: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises `UserError` when the expert view does not cover the ranks of a pipeline stage, or blocks of it would cut
-        through groups."""
+        """Raises `UserError` when the expert view does not cover a pipeline stage, or a stage's blocks cut groups apart."""
         if self.tp % self.tp_in:
             raise UserError(f"tp_in {self.tp_in} does not divide tp {self.tp}")
         stage, experts = self.stage, self.ep * self.etp
@@ -79,7 +80,7 @@ class Mesh:
         ranks_per_node: int | None = None,
         pipeline_stride: int | None = None,
     ) -> "Mesh":
-        """The mesh of `ranks` ranks; `data` is the size of dp, by default whatever the other axes leave.
+        """Returns the mesh of `ranks` ranks; `data` is the size of dp, by default `ranks` divided by the other axes.
 
         `tensor` is (tp_out, tp_in). Raises `UserError` when the product of the sizes is not `ranks`.
         """
@@ -111,42 +112,42 @@ class Mesh:
 
     @property
     def stage(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Number of ranks of a pipeline stage."""
         return self.dp * self.cp * self.tp
 
     @property
     def block(self) -> int:
-        """Of these, how many lie together; also the ranks from one stage to the next."""
+        """Number of consecutive ranks of a stage, which is also the distance in ranks from one stage to the next."""
         return self.pipeline_stride or self.stage
 
     @property
     def edp(self) -> int:
-        """Ranks that hold the same experts, of one pipeline stage."""
+        """Number of ranks of a pipeline stage that hold the same experts."""
         return self.stage // (self.ep * self.etp)
 
     @property
     def tp_out(self) -> int:
-        """Ranks that a grid of `tp` has along its inner axis."""
+        """Number of ranks along the inner axis of the `tp` grid."""
         return self.tp // self.tp_in
 
     @property
     def embedding(self) -> int:
-        """Ranks that a group along `embedding` joins, of those that it joins at all."""
+        """Number of ranks that a group along `embedding` joins: the first and the last along `pp`."""
         return min(self.pp, 2)
 
     def axis_size(self, *axes: str) -> int:
-        """Product of the sizes of `axes`."""
+        """Returns the product of the sizes of `axes`."""
         return math.prod(getattr(self, axis) for axis in axes)
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Index of `rank` on `axis`, of either view."""
+        """Returns the index of `rank` on `axis`, of either view."""
         if axis == "pp":
             return rank // self.block % self.pp
-        within = rank // (self.block * self.pp) * self.block + rank % self.block  # of the stage
+        within = rank // (self.block * self.pp) * self.block + rank % self.block  # rank within the stage
         return within // self._inner(axis) % self.axis_size(axis)
 
     def group(self, rank: int, axes: Sequence[str]) -> list[int]:
-        """The ranks that differ from `rank` on `axes` (of one view) at most, in rank order; its group."""
+        """Returns, in rank order, the ranks that differ from `rank` only on `axes` (of one view): the group of `rank`."""
         view, axes = _view(axes), _single(axes)
         ranges: list[Sequence[int]] = [
             range(self.axis_size(axis)) if axis in axes else (self.coordinate(rank, axis),) for axis in view
@@ -156,7 +157,7 @@ class Mesh:
         return sorted(map(sum, product(*map(self._offsets, view, ranges))))
 
     def groups(self, axes: Sequence[str]) -> RankPartition:
-        """Every group along `axes`; together they hold each rank once."""
+        """Returns all groups along `axes`; each rank is in exactly one group."""
         view, single = _view(axes), _single(axes)
         block, sizes = self.block, [self.axis_size(axis) for axis in view]
         ranks = np.arange(self.size, dtype=np.int32).reshape(-1, self.pp, block).swapaxes(0, 1).reshape(sizes)
@@ -168,17 +169,15 @@ class Mesh:
 
         if "embedding" not in single or self.pp == 1:
             return RankPartition([table(ranks)])
-        alone = [
-            table(stage[None]) for stage in ranks[1:-1]
-        ]  # between the first stage and the last one, which are joined
+        alone = [table(stage[None]) for stage in ranks[1:-1]]  # stages between the joined first and last stages
         return RankPartition([table(ranks[[0, -1]]), *alone])
 
     def node(self, rank: int) -> int:
-        """The node that holds `rank`."""
+        """Returns the node that holds `rank`."""
         return rank // (self.ranks_per_node or self.size)
 
     def _offsets(self, axis: str, indices: Sequence[int]) -> list[int]:
-        """What each of the indices on `axis`, of either view, adds to a rank."""
+        """Returns the number that each of `indices` on `axis`, of either view, adds to a rank."""
         block = self.block
         if axis == "pp":
             return [index * block for index in indices]
@@ -186,13 +185,13 @@ class Mesh:
         return [index * inner // block * blocks + index * inner % block for index in indices]
 
     def _inner(self, axis: str) -> int:
-        """Ranks of a stage from one index on `axis` to the next."""
+        """Returns the distance, in ranks of a stage, from one index on `axis` to the next."""
         view = _view((axis,))
         return 1 if axis == "tp" else self.axis_size(*view[view.index(axis) + 1 :])
 
 
 def _view(axes: Sequence[str]) -> tuple[str, ...]:
-    """The view that has all of `axes`."""
+    """Returns the view that has all of `axes`."""
     for view in (DENSE, EXPERT):
         if set(_single(axes)) - {"embedding"} <= set(view):
             return view
@@ -200,5 +199,5 @@ def _view(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _single(axes: Sequence[str]) -> list[str]:
-    """`axes` with both axes of its grid in place of `tp`."""
+    """Replaces `tp` in `axes` by both axes of the `tp` grid."""
     return [single for axis in axes for single in (("tp_in", "tp_out") if axis == "tp" else (axis,))]

@@ -1,4 +1,4 @@
-"""All ranks divided into groups, as tables: what is done with thousands of groups is done with all of them at once."""
+"""Partitions of all ranks into groups, as NumPy tables, so that operations on thousands of groups are vectorised."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Table = NDArray[np.int32]
-"""Groups of as many ranks each, [groups, ranks]."""
+"""Groups of equal size, [groups, ranks]."""
 
 
 class RankPartition:
-    """Every rank in one group; groups may have different numbers of ranks.
+    """A partition of the ranks into groups, which may differ in size.
 
-    Partitions are equal when their groups are, in whatever order these were given. The order of the ranks in a group counts.
+    Partitions are equal if their groups are equal, in any order of the groups. The order of the ranks in a group matters.
     """
 
     def __init__(self, tables: Iterable[Table]) -> None:
@@ -26,7 +26,7 @@ class RankPartition:
 
     @classmethod
     def of(cls, groups: Iterable[Sequence[int]]) -> "RankPartition":
-        """From each group's ranks."""
+        """Makes a partition from the ranks of each group."""
         return cls(np.array([group], np.int32) for group in groups)
 
     def __eq__(self, other: object) -> bool:
@@ -36,21 +36,21 @@ class RankPartition:
         return hash(self._key)
 
     def __len__(self) -> int:
-        """Number of groups."""
+        """Returns the number of groups."""
         return sum(map(len, self.tables))
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The ranks of each group, the smallest groups first, and of these by their first rank."""
+        """Yields the ranks of each group, the smallest groups first; groups of equal size are ordered by first rank."""
         for table in self.tables:
             yield from table.tolist()
 
     @property
     def largest(self) -> int:
-        """Ranks of the largest group."""
+        """Number of ranks of the largest group."""
         return max((table.shape[1] for table in self.tables), default=0)
 
     def group(self, rank: int) -> list[int]:
-        """The ranks of the group that `rank` is in."""
+        """Returns the ranks of the group that `rank` is in."""
         for table in self.tables:
             if len(places := np.flatnonzero(table == rank)):
                 found: list[int] = table[places[0] // table.shape[1]].tolist()
@@ -58,9 +58,9 @@ class RankPartition:
         raise ValueError(f"rank {rank} is in none of the groups")
 
     def size_of(self, rank: int) -> int:
-        """Ranks of the group that `rank` is in."""
+        """Returns the number of ranks of the group that `rank` is in."""
         return self.largest if len(self.tables) == 1 else len(self.group(rank))
 
     def cut(self, into: Callable[[Table], Table]) -> "RankPartition":
-        """The same ranks in smaller groups: `into` makes a table of parts from each table of whole groups."""
+        """Divides groups into smaller ones: `into` makes a table of parts from each table of groups of equal size."""
         return RankPartition(map(into, self.tables))

@@ -1,17 +1,18 @@
-"""Where the groups of a mesh lie: which ranks they are made of, and which of them reach over the borders of nodes.
+"""Placement of a mesh's groups on nodes: the ranks of each group, and the groups that cross nodes.
 
-An axis that talks much should not cross nodes. The order of the ranks decides which do, so it is shown before a run begins.
+An axis with much communication should not cross nodes. The order of the ranks decides which axes cross nodes, so a run shows
+the placement before training begins.
 """
 
 from typing import NamedTuple
 
 from optimus.mesh.mesh import DENSE, EXPERT, Mesh
 
-_SHOWN = 8  # ranks of an example; of a longer group the ends
+_SHOWN = 8  # ranks shown of an example group; a longer group is abbreviated
 
 
 class AxisPlacement(NamedTuple):
-    """The groups along one axis: each of `size` ranks, of which `first` is that of rank 0."""
+    """The groups of `size` ranks along one axis; `first` is the group of rank 0."""
 
     axis: str
     size: int
@@ -21,7 +22,7 @@ class AxisPlacement(NamedTuple):
 
 
 def placement(mesh: Mesh) -> list[AxisPlacement]:
-    """The axes of both views that have more than one rank, the outermost of each view first."""
+    """Returns the placement of all axes of both views with more than one rank, the outermost axis of each view first."""
     found = []
     for axis in dict.fromkeys(axis for axis in DENSE + EXPERT if mesh.axis_size(axis) > 1):
         groups = list(mesh.groups((axis,)))
@@ -31,7 +32,7 @@ def placement(mesh: Mesh) -> list[AxisPlacement]:
 
 
 def describe(mesh: Mesh) -> str:
-    """`placement` as a table for people, under the order of the ranks."""
+    """Formats `placement` as a table, headed by the order of the ranks."""
     nodes = mesh.node(mesh.size - 1) + 1
     table = [("axis", "ranks", "groups", "across nodes", "group of rank 0")]
     table += [(p.axis, str(p.size), str(p.groups), str(p.crossing), _few(p.first)) for p in placement(mesh)]

@@ -1,4 +1,4 @@
-"""Where the ranks of a group lie, in numbers: every so-many-th rank of the job."""
+"""Groups of ranks in arithmetic form: a size and strides between ranks."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -7,9 +7,10 @@ from optimus.mesh.mesh import Mesh
 
 
 class StridedGroup(NamedTuple):
-    """A group of `size` ranks, each `stride` after the one before: the ranks on the inner axes of the mesh lie between.
+    """A group of `size` ranks, each `stride` after the previous rank; ranks of inner mesh axes lie between.
 
-    Where the stages of a pipeline lie side by side, only `near` of them do, and the next so many begin `far` after those.
+    Where pipeline stages are interleaved in blocks, the stride holds only within runs of `near` ranks, and each run begins
+    `far` ranks after the previous run.
     """
 
     size: int
@@ -19,11 +20,11 @@ class StridedGroup(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Ranks from the first to the first of the next such group."""
+        """Distance, in ranks, from the group's first rank to the first rank of the next group of this form."""
         return self.size // self.near * self.far if self.near else self.size * self.stride
 
     def on_a_node(self, ranks_per_node: int) -> int:
-        """How many of the ranks share a node."""
+        """Returns the number of the group's ranks that share a node."""
         near = self.near or self.size
         here = min(near, max(1, ranks_per_node // self.stride))
         if self.near and here == near:
@@ -31,23 +32,23 @@ class StridedGroup(NamedTuple):
         return here
 
     def nodes(self, ranks_per_node: int) -> int:
-        """Over how many nodes they lie."""
+        """Returns the number of nodes that the group spans."""
         return -(-self.size // self.on_a_node(ranks_per_node))
 
     def groups_on_a_node(self, ranks_per_node: int) -> int:
-        """Groups of its kind that leave each node."""
+        """Returns the number of groups of this form that communicate out of each node."""
         if self.near and self.near * self.stride <= ranks_per_node:
             return max(1, ranks_per_node // self.on_a_node(ranks_per_node))
         return min(ranks_per_node, self.stride)
 
     def inner(self, count: int) -> "StridedGroup":
-        """The first `count` of the ranks, and each `count` that follow."""
+        """Returns the subgroup of the first `count` ranks; each further `count` ranks form a like subgroup."""
         if not self.near or count > self.near:
             return self._replace(size=count)
         return StridedGroup(count, self.stride)
 
     def outer(self, count: int) -> "StridedGroup":
-        """Every `count`-th of the ranks."""
+        """Returns the subgroup of every `count`-th rank."""
         if not self.near:
             return StridedGroup(self.size // count, self.stride * count)
         if count >= self.near:
@@ -57,7 +58,10 @@ class StridedGroup(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def group_along(mesh: Mesh, axes: tuple[str, ...]) -> StridedGroup:
-    """That of rank 0 along `axes` of `mesh`; the others' lie alike. Ranks between its own are on inner axes."""
+    """Returns the group of rank 0 along `axes` of `mesh`; the groups of all ranks have this form.
+
+    Ranks between the group's ranks are on inner axes.
+    """
     if axes == ("pp",):
         return StridedGroup(mesh.pp, mesh.block)
     inner = {

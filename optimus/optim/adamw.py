@@ -23,14 +23,14 @@ class AdamW(UpdateRule):
     eps: float
 
     def update(self, now: OptimizerStep, tile: Tile) -> None:
-        """As `UpdateRule.update`: a kernel does all of it in one pass over memory."""
+        """Updates the tile, like `UpdateRule.update`, by a kernel in one pass over memory where there is one."""
         weight, gradient, (m, v), copy, _ = tile
         factors = self.beta1, self.beta2, self.eps, self.weight_decay
         if backend.use_triton(weight):
             from optimus.kernels.triton import adamw as kernels
 
             kernels.adamw(factors, now.step, self.rate(now), weight, gradient, m, v, now.gradient_scale, copy)
-        # State on the host; where all is on a CPU, every update is the same function.
+        # Offloaded state. On a machine without accelerators, every update goes through the same function below.
         elif weight.device.type == "cpu" and torch.accelerator.is_available():
             numbers = AdamWFactors.of(now.step, self.rate(now), *factors, now.gradient_scale)
             adamw_in_one_pass(weight, gradient, m, v, copy, numbers)
@@ -38,7 +38,7 @@ class AdamW(UpdateRule):
             super().update(now, tile)
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
-        """As `UpdateRule.apply`."""
+        """See `UpdateRule.apply`."""
         weight, gradient, (m, v), *_ = tile
         steps = [torch.tensor(float(now.step), device=weight.device)]
         torch._fused_adamw_(
@@ -49,7 +49,7 @@ class AdamW(UpdateRule):
 
 
 def adamw_reference(rule: AdamW, step: int, lr: float, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
-    """The same update of an fp32 gradient, line by line, for tests."""
+    """Applies the update of `AdamW.apply` for an fp32 gradient, line by line, for tests."""
     weight.mul_(1 - lr * rule.weight_decay)
     m.lerp_(gradient, 1 - rule.beta1)
     v.mul_(rule.beta2).addcmul_(gradient, gradient, value=1 - rule.beta2)

@@ -7,4 +7,4 @@ from optimus.optim.rule import Rule
 
 @dataclass(frozen=True)
 class Frozen(Rule):
-    """No update: the weights keep their values, in the type of computation, and nothing is kept beside them."""
+    """No update: the weights keep their values, in the type of computation, without master weights or moments."""

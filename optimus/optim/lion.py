@@ -8,7 +8,7 @@ from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(UpdateRule):
-    """Keeps the momentum m. Its updates are signs: it takes a lower learning rate than AdamW and a higher decay."""
+    """Keeps the momentum m. Updates are signs, so Lion needs a lower learning rate and a higher decay than AdamW."""
 
     kinds: ClassVar[tuple[str, ...]] = ("lion.m",)
 
@@ -16,7 +16,7 @@ class Lion(UpdateRule):
     beta2: float
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
-        """As `UpdateRule.apply`."""
+        """See `UpdateRule.apply`."""
         weight, gradient, (m,), *_ = tile
         sign = m.lerp(gradient, 1 - self.beta1).sign_()
         weight.mul_(1 - self.rate(now) * self.weight_decay).sub_(sign, alpha=self.rate(now))

@@ -1,6 +1,6 @@
-"""Muon (Jordan 2024): momentum that is orthogonalised, of matrices. Scaled as in Moonlight (arXiv 2502.16982, eq. 4).
+"""Muon (Jordan 2024): orthogonalised momentum of matrices, scaled as in Moonlight (arXiv 2502.16982, eq. 4).
 
-Legend: N matrices of R rows and C columns, of which r is the smaller and c the larger.
+Legend: N matrices of R rows and C columns; r is the smaller and c the larger of R and C.
 """
 
 import math
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from optimus.optim.rule import OptimizerStep, Tile, TilingName, UpdateRule
 
-STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315  # of the iteration: Jordan's, steepest at zero
+STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315  # Jordan's iteration, steepest at zero
 _LEAST_NORM = 1e-7
-_ROOT_MEAN_SQUARE = 0.2  # of the update, which is AdamW's: it takes the same learning rate and decay
+_ROOT_MEAN_SQUARE = 0.2  # of the update, as in AdamW, so that Muon uses AdamW's learning rate and decay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,16 @@ class Muon(UpdateRule):
     momentum: float
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
-        """As `UpdateRule.apply`. Products are of the type that the model computes with, that of `copy`, and so is what
-        `whole` takes and gives: bf16 where it is fast. fp32 without `copy`, so that every layout gives the same numbers."""
+        """See `UpdateRule.apply`. Matrix products and `whole` use the type of `copy`, in which the model computes.
+
+        That type is bf16 where bf16 is fast. Without `copy` the products are in fp32, so that every layout gives the same
+        numbers.
+        """
         weight, gradient, (momentum,), copy, whole = tile
         scale = 0.0
 
         def direction(x_NRC: Tensor) -> Tensor:
-            nonlocal scale  # of the whole matrices, and not rounded to that type
+            nonlocal scale  # of the whole matrices, not rounded to the type of the products
             scale = _ROOT_MEAN_SQUARE * math.sqrt(max(x_NRC.shape[-2:]))
             return orthogonalise(x_NRC)
 
@@ -44,8 +47,11 @@ class Muon(UpdateRule):
 
 
 def orthogonalise(x_NRC: Tensor) -> Tensor:
-    """U V^T of U S V^T = X for each of N matrices, its singular values between about 0.7 and 1.2 where those of X are not
-    far smaller than its norm: five steps of Newton and Schulz, in the type of X. Of zeros: zeros."""
+    """Approximates U V^T for each of N matrices X = U S V^T, by five Newton-Schulz steps in the type of X.
+
+    Singular values of the result are between about 0.7 and 1.2 where those of X are not far smaller than the norm of X.
+    Zeros give zeros.
+    """
     tall = x_NRC.shape[-2] > x_NRC.shape[-1]
     x_Nrc = x_NRC.mT if tall else x_NRC
     x_Nrc = x_Nrc / torch.linalg.vector_norm(x_Nrc, dim=(-2, -1), keepdim=True).clamp_min(_LEAST_NORM)

@@ -10,9 +10,10 @@ from optimus.optim.rule import OptimizerStep, Tile, TilingName, UpdateRule
 
 @dataclass(frozen=True, kw_only=True)
 class Reptile(UpdateRule):
-    """`inner`, and every so many updates back to a `share` of the way from where the last such step has ended.
+    """Applies `inner`, and after every `every` updates moves the weights back towards the previous Reptile step.
 
-    Keeps these weights beside what `inner` keeps, whose decay and rate are its own.
+    The new weights lie at the fraction `share` of the way from the weights after the previous Reptile step to the current
+    weights. Keeps those earlier weights in addition to the buffers of `inner`, which has its own decay and learning rate.
     """
 
     inner: UpdateRule
@@ -21,21 +22,21 @@ class Reptile(UpdateRule):
 
     @property
     def kinds(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the inner rule, and where the weights were."""
+        """The buffers of the inner rule, and the weights after the previous Reptile step."""
         return *self.inner.kinds, "reptile.start"
 
     @property
     def tiling(self) -> TilingName:  # type: ignore[override]
-        """As the inner rule."""
+        """The tiling of the inner rule."""
         return self.inner.tiling
 
     def begin(self, weight: Tensor, kept: Sequence[Tensor]) -> None:
-        """From these weights on."""
+        """Initialises the buffers of the inner rule, and stores `weight` as the first starting point."""
         self.inner.begin(weight, kept[:-1])
         kept[-1].copy_(weight)
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
-        """As `UpdateRule.apply`."""
+        """See `UpdateRule.apply`."""
         *kept, start = tile.moments
         self.inner.apply(now, tile._replace(moments=kept))
         if now.step % self.every == 0:

@@ -9,7 +9,7 @@ Cooldown = Literal["linear", "sqrt", "cosine"]
 
 
 class LrSchedule(NamedTuple):
-    """What a learning rate follows from. Steps count from 1; of `steps`, the last `cooldown_steps` are the cooldown."""
+    """The parameters of a learning-rate schedule. Steps count from 1; the last `cooldown_steps` steps are the cooldown."""
 
     name: Name
     peak: float
@@ -20,7 +20,8 @@ class LrSchedule(NamedTuple):
     cooldown_steps: int = 0
 
 
-# From a share of the way to a share of the fall: linear and 1 - sqrt (Hägele et al. 2024, section 3), cosine (SGDR, eq. 5).
+# Maps the elapsed fraction of the decay to the remaining fraction of the range: linear and 1 - sqrt (Hägele et al. 2024,
+# section 3), cosine (SGDR, eq. 5).
 COOLDOWNS: dict[Cooldown, Callable[[float], float]] = {
     "linear": lambda share: 1 - share,
     "sqrt": lambda share: 1 - math.sqrt(share),
@@ -29,17 +30,17 @@ COOLDOWNS: dict[Cooldown, Callable[[float], float]] = {
 
 
 def _fall(rule: LrSchedule, step: int, shape: Cooldown, first: int) -> float:
-    """From the peak at step `first` to the minimum at the last step."""
+    """Decays from the peak at step `first` to the minimum at the last step."""
     share = min(1.0, max(0.0, (step - first) / max(1, rule.steps - first)))
     return rule.minimum + (rule.peak - rule.minimum) * COOLDOWNS[shape](share)
 
 
-# After the warm-up.
+# Learning rates after the warm-up.
 SCHEDULES: dict[Name, Callable[[LrSchedule, int], float]] = {
     "constant": lambda rule, step: rule.peak,
     "cosine": lambda rule, step: _fall(rule, step, "cosine", rule.warmup_steps),
     "linear": lambda rule, step: _fall(rule, step, "linear", rule.warmup_steps),
-    # Of the step, from the peak at the end of the warm-up (Vaswani et al. 2017, section 5.3).
+    # Inverse square root of the step, from the peak at the end of the warm-up (Vaswani et al. 2017, section 5.3).
     "inverse-sqrt": lambda rule, step: max(rule.minimum, rule.peak * math.sqrt(max(1, rule.warmup_steps) / step)),
     # Constant until the cooldown (MiniCPM, section 4).
     "wsd": lambda rule, step: _fall(rule, step, rule.cooldown, rule.steps - rule.cooldown_steps),
@@ -47,7 +48,7 @@ SCHEDULES: dict[Name, Callable[[LrSchedule, int], float]] = {
 
 
 def learning_rate(rule: LrSchedule, step: int) -> float:
-    """Learning rate of `step`, which counts from 1 to `rule.steps`."""
+    """Returns the learning rate of `step`, which counts from 1 to `rule.steps`."""
     if step <= rule.warmup_steps:
         return rule.peak * step / rule.warmup_steps
     return SCHEDULES[rule.name](rule, step)

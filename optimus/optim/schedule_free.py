@@ -1,8 +1,8 @@
 """Schedule-free AdamW (Defazio et al. 2024, algorithm 1) on flat tensors.
 
-The weights are x, an average of the iterates z; gradients are those at y, between the two. It is meant for a constant
-learning rate after a warm-up. Others are allowed, as the average is weighted by the squares of the rates: one that decays
-gives late iterates less weight.
+The weights are x, an average of the iterates z. Gradients are taken at y, between x and z. The algorithm is meant for a
+constant learning rate after a warm-up. Other schedules are allowed, since the average is weighted by the squares of the
+learning rates: a decaying learning rate gives late iterates less weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,13 @@ class ScheduleFree(UpdateRule):
     eps: float
 
     def begin(self, weight: Tensor, kept: Sequence[Tensor]) -> None:
-        """z is the weights, v zero."""
+        """Sets z to the weights and v to zero."""
         z, v = kept
         z.copy_(weight)
         v.zero_()
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
-        """As `UpdateRule.apply`."""
+        """See `UpdateRule.apply`."""
         weight, gradient, (z, v), *_ = tile
         lr = self._corrected(now.step, self.rate(now))
         v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
@@ -44,16 +44,18 @@ class ScheduleFree(UpdateRule):
         weight.lerp_(z, self._average_weight(now))
 
     def computed(self, weight: Tensor, kept: Sequence[Tensor], out: Tensor) -> None:
-        """Fill `out` with y."""
+        """Fills `out` with y."""
         out.copy_(kept[0].lerp(weight, self.beta1))
 
     def count(self, counters: Mapping[str, float], step: int, lr: float) -> dict[str, float]:
-        """The sum of the weights of all steps in the average: the squares of their learning rates, corrected as the second
-        moment is biased."""
+        """Returns the sum of the weights of all steps in the average.
+
+        The weight of a step is the square of its learning rate, corrected for the bias of the second moment.
+        """
         return {"weight_sum": counters["weight_sum"] + self._corrected(step, lr) ** 2}
 
     def _average_weight(self, now: OptimizerStep) -> float:
-        """The algorithm's c: the step's share of all weights."""
+        """Returns the algorithm's c: the step's fraction of the sum of weights."""
         weight = self._corrected(now.step, now.lr) ** 2
         return weight / now.counters["weight_sum"] if weight else 0.0
 

@@ -1,4 +1,4 @@
-"""The event log of a run, `events.jsonl`: every failure, exclusion, restart and recovery, whoever sees it."""
+"""The event log of a run, `events.jsonl`: every failure, exclusion, restart and recovery, on whichever node."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ EventKind = Literal[
 
 
 class EventLog:
-    """`events.jsonl` of a run folder on a file system that all nodes share; every line is one write at its end."""
+    """The file `events.jsonl` of a run folder on a file system that all nodes share; one write appends each event."""
 
     def __init__(self, run: str | Path) -> None:
         self.path = Path(run) / "events.jsonl"
@@ -33,7 +33,7 @@ class EventLog:
         seconds: float | None = None,
         detail: str = "",
     ) -> None:
-        """Append an event. `seconds` is the time that it took, such as from a failure to the next step."""
+        """Appends an event. `seconds` is the duration of the event, such as from a failure to the next step."""
         event = {
             "time": time.time(),
             "kind": kind,
@@ -45,9 +45,9 @@ class EventLog:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b", buffering=0) as file:
-            with suppress(OSError):  # no locks on some file systems: a line more, an empty one, is all that can happen
+            with suppress(OSError):  # some file systems have no locks; the worst case is an empty line
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # What a dying node has written in part must not take this event with it.
+            # A dying node may have left a partial line, which must not corrupt this event.
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
             whole = file.read(1) in (b"", b"\n")
@@ -55,12 +55,12 @@ class EventLog:
             os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """All events so far; a line that is not complete yet is left out, and so is what is no event."""
+        """Returns all events so far, without incomplete lines and lines that are not events."""
         records = read_json_lines(self.path) if self.path.exists() else []
         return [each for each in records if _is_event(each)]
 
     def unrecovered(self) -> list[dict[str, Any]]:
-        """Failures and rollbacks since the run last went on."""
+        """Returns the failures and rollbacks since the run last recovered or finished."""
         found: list[dict[str, Any]] = []
         for event in self.read():
             if event["kind"] in ("recovered", "finished"):
@@ -71,7 +71,7 @@ class EventLog:
 
 
 def _is_event(record: Mapping[str, Any]) -> bool:
-    """Whether it has what whoever reads events asks for."""
+    """Returns whether `record` has all fields that readers of events need, with usable values."""
     seconds = record.get("seconds", "unsaid")
     numbers = [record.get("time"), 0.0 if seconds is None else seconds]
     usable = all(isinstance(each, int | float) and abs(each) <= sys.float_info.max for each in numbers)

@@ -1,4 +1,4 @@
-"""Nodes that take no part in a run any more: `excluded.txt` in its folder, a name a line, for people and batch scripts."""
+"""Nodes excluded from a run: `excluded.txt` in the run folder, one name a line, for users and batch scripts."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ _FILE = "excluded.txt"
 
 
 def excluded(run: str | Path) -> list[str]:
-    """The names of the nodes that are excluded from `run`."""
+    """Returns the names of the nodes that are excluded from `run`."""
     path = Path(run) / _FILE
     return path.read_text(encoding="utf-8", errors="replace").split() if path.exists() else []
 
 
 def exclude(run: str | Path, node: str) -> None:
-    """Exclude a node from now on."""
+    """Excludes a node from now on."""
     if node not in excluded(run):
         path = Path(run) / _FILE
         with path.open("a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""What the exit code of a rank tells the launcher."""
+"""Exit codes by which a rank tells its launcher why it ended."""
 
 import os
 import signal
@@ -9,24 +9,24 @@ from optimus.observe.signals import ending_signals
 
 
 class Exit(IntEnum):
-    """Codes that a rank ends with; any other, or a signal, is a crash."""
+    """Exit codes of a rank; any other code, or a signal, is a crash."""
 
     DONE = 0
-    USER = 2  # bad input: running it again will not help
-    LOST = 75  # another rank is lost; nothing is wrong here
+    USER = 2  # bad input: a restart will not help
+    LOST = 75  # another rank is lost; this rank is healthy
     BAD_NODE = 76  # this rank's node is at fault
-    DIVERGED = 77  # the training is at fault, no node
-    HANGUP = 128 + signal.SIGHUP  # the run was told to end by this signal, and has saved
+    DIVERGED = 77  # the training has diverged; no node is at fault
+    HANGUP = 128 + signal.SIGHUP  # the run received this signal and has saved
     INTERRUPT = 128 + signal.SIGINT
     TERMINATED = 128 + signal.SIGTERM
 
 
-SAVING = 100  # seconds that ranks have to end their step and save, when their launcher is told to end
+SAVING = 100  # seconds that ranks have to finish their step and save after their launcher is signalled
 STOPPED = (Exit.HANGUP, Exit.INTERRUPT, Exit.TERMINATED)
 
 
 class EndedError(UserError):
-    """Ends a rank with a code that says what the others shall do; nothing collective can follow."""
+    """Ends a rank with an exit code that decides what the other ranks do; no further collective is possible."""
 
     def __init__(self, code: Exit, message: str) -> None:
         super().__init__(message)
@@ -34,24 +34,30 @@ class EndedError(UserError):
 
 
 def told_torch_elastic() -> str:
-    """The signals for TorchElastic to hand on to ranks, as it wants them. It has no other switch than the environment."""
+    """Sets and returns the signals that TorchElastic forwards to ranks, as names separated by commas.
+
+    TorchElastic reads the signals from an environment variable only.
+    """
     names = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in ending_signals())
     return names
 
 
 def how_ended(code: int) -> str:
-    """What a process's exit code (negative: a signal) says, for people."""
+    """Describes a process's exit code (negative: a signal) for users."""
     return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
 
 def signal_name(number: int) -> str:
-    """Such as SIGTERM."""
+    """Returns the name of a signal, such as SIGTERM."""
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal, which has none
+    except ValueError:  # real-time signals have no names
         return f"signal {number}"
 
 
 def error_in(message: object) -> str | None:
-    """`Type: message` of the exception that ended a rank, if it could leave one, in what TorchElastic has of its failure."""
+    """Returns `Type: message` of the exception that ended a rank, from TorchElastic's record of the failure.
+
+    Returns None if the rank left no exception.
+    """
     return str(message["message"]) if isinstance(message, dict) else None

@@ -1,4 +1,4 @@
-"""Who keeps the others waiting, when the ranks of a run do not go on (MegaScale, C4: the last collective of every rank)."""
+"""Attribution of hangs to culprit ranks, from the last collective of every rank (as in MegaScale and C4)."""
 
 import json
 import os
@@ -13,40 +13,43 @@ from typing import Any, NamedTuple
 from optimus.comm.recorder import Recorder
 from optimus.disk import parse_json
 
-_GATHERING = 5.0  # seconds for all ranks to say where they are
+_GATHERING = 5.0  # seconds that all ranks have to report their states
 _FOLDER = ".hang"
 
 
 def meeting_place(run: Path, incarnation: str) -> Path:
-    """Where the ranks of a run that hangs say where they are; `incarnation` is unique, so nobody reads an earlier one's."""
+    """Returns the folder where the ranks of a hung run report their states.
+
+    `incarnation` is unique, so that no rank reads the reports of an earlier attempt.
+    """
     return run / _FOLDER / incarnation
 
 
 def clear(run: Path) -> None:
-    """Remove what ranks that hung have said; none of them is asked any more."""
+    """Removes the reports of earlier hangs, which no rank reads any more."""
     shutil.rmtree(run / _FOLDER, ignore_errors=True)
 
 
 class Verdict(NamedTuple):
-    """The ranks at fault, and what the others wait in."""
+    """The culprit ranks, and the collective that the other ranks wait in."""
 
     culprits: list[int]
     collective: str
 
 
 def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
-    """Of the state of every rank's `Recorder` (None: it did not say anything), who keeps whom waiting.
+    """Finds the culprit ranks of a hang from the state of every rank's `Recorder` (None: the rank did not report).
 
-    A rank that says nothing is at fault, or else one that waits in no collective while others do. Where all wait, or none
-    does (with an accelerator the host goes ahead), it is who has begun fewest of the collectives that others wait in or
-    have begun.
+    Ranks that did not report are culprits, unless most ranks did not. Otherwise the culprits are the ranks that wait in no
+    collective while others wait. If all ranks wait, or none does (with an accelerator the host runs ahead), the culprits are
+    the ranks that lag most behind the others in the number of collectives begun in a group.
     """
     silent = [rank for rank, state in states.items() if state is None]
     waiting = {rank: state["waiting"] for rank, state in states.items() if state is not None and state["waiting"]}
     what = next(
         (f"{name} (number {number} of ranks {group})" for group, name, number in waiting.values()), "no collective"
     )
-    if silent:  # most of them: it is who asks that nobody reaches any more
+    if silent:  # if most are, the asking rank itself is cut off
         return Verdict(silent if len(silent) <= len(states) / 2 else [], what)
     idle = [rank for rank in states if rank not in waiting]
     if idle and waiting:
@@ -64,7 +67,7 @@ def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
 class Watchdog:
     """A thread that ends this rank when no step has been completed for `seconds`.
 
-    `ended` is told the verdict, on every rank that can still say something, and must not return.
+    The watchdog of every rank that still responds calls `ended` with the verdict; `ended` must not return.
     """
 
     def __init__(
@@ -83,11 +86,11 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def progress(self) -> None:
-        """A step has been completed."""
+        """Notes that a step has been completed."""
         self._last = time.monotonic()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stops the watchdog."""
         self._stopped.set()
 
     def _watch(self) -> None:
@@ -97,8 +100,8 @@ class Watchdog:
                 return
 
     def _gather(self) -> dict[int, Any]:
-        """The states of all ranks, by files in the run folder; None of those that do not write any in time."""
-        with suppress(OSError):  # who cannot write, as its disk is full or it has been replaced, is silent
+        """Exchanges the states of all ranks through files in the run folder; the state of a rank without a file is None."""
+        with suppress(OSError):  # a rank that cannot write, with a full disk or replaced, stays silent
             self._folder.mkdir(parents=True, exist_ok=True)
             own = self._folder / f"{self._rank}.json"
             partial = own.with_suffix(".partial")
@@ -108,7 +111,7 @@ class Watchdog:
         states: dict[int, Any] = dict.fromkeys(self._ranks)
         while None in states.values() and time.monotonic() < deadline:
             for rank in (rank for rank, state in states.items() if state is None):
-                with suppress(OSError, ValueError):  # a file system may show a part of it first
+                with suppress(OSError, ValueError):  # a shared file system may first show a partial file
                     states[rank] = parse_json((self._folder / f"{rank}.json").read_bytes())
             time.sleep(0.05)
         return states

@@ -1,4 +1,4 @@
-"""What a node does when ranks of its own have ended: arithmetic on exit codes, apart from whoever carries it out."""
+"""Policy for failed ranks: decides from exit codes what a node does, separately from the code that does it."""
 
 import signal
 from collections.abc import Mapping
@@ -7,20 +7,22 @@ from typing import NamedTuple
 
 from optimus.resilience.exits import STOPPED, Exit, how_ended, signal_name
 
-CRASHES = 2  # of a node's own ranks, after which it is taken to be at fault
+CRASHES = 2  # crashes of a node's ranks after which the node counts as faulty
 
 
 class Do(Enum):
-    """What to do."""
+    """The action of a node."""
 
     RESTART = "restart"  # together with the other nodes, from the newest checkpoint
-    LEAVE = "leave"  # and let a spare take the place
-    STOP = "stop"  # for all nodes
+    LEAVE = "leave"  # and let a spare take the node's place
+    STOP = "stop"  # stop all nodes
 
 
 class Response(NamedTuple):
-    """What a node does, or the code that all nodes end with, where a signal has ended the run; `culprit`: whether this node
-    is at fault; `detail`: what happened, for people."""
+    """The action of a node, or the exit code of all nodes if a signal has ended the run.
+
+    `culprit` says that this node is at fault. `detail` describes the failure for users.
+    """
 
     do: Do | Exit
     culprit: bool
@@ -29,11 +31,11 @@ class Response(NamedTuple):
 
 
 def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = False) -> Response:
-    """Of a node's own ranks that failed, by exit code (negative: signal), and its own crashes before.
+    """Decides from the exit codes of a node's own failed ranks (negative: signal) and the node's earlier crashes.
 
-    A node is excluded only where a spare can take its place: numbers that are not finite, or a second crash. An ordinary
-    crash alone is no reason: most are of software. Where the backend `aborts` ranks that have lost another, as NCCL's
-    watchdog does, SIGABRT says no more than that.
+    A node is excluded for NaN or Inf, for not answering, and for a second crash, and only if a spare can take its place. One
+    crash is no reason to exclude a node, since software causes most crashes. `aborts` says that the backend aborts ranks
+    that have lost another rank, as NCCL's watchdog does; SIGABRT then means only that another rank was lost.
     """
     by_code = {code: rank for rank, code in sorted(codes.items(), reverse=True)}
     if Exit.USER in by_code:
@@ -45,7 +47,7 @@ def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = F
         return Response(do, True, by_code[Exit.BAD_NODE], "its numbers are not finite, or it does not answer")
     if Exit.DIVERGED in by_code:
         return Response(Do.RESTART, False, by_code[Exit.DIVERGED], "the training has diverged")
-    # A rank that was ended by SIGTERM beside others is one that the launcher has ended after them.
+    # The launcher ends the remaining ranks with SIGTERM after others have failed.
     lost = {Exit.LOST, *([-signal.SIGABRT] if aborts else [])}
     own = {code: rank for code, rank in by_code.items() if code not in (*lost, -signal.SIGTERM)}
     if not own and lost & by_code.keys():

@@ -1,10 +1,10 @@
-"""A batch script that keeps a training going: a job with spare nodes, and in it a loop that launches again without bad ones.
+"""Batch script of a fault-tolerant run: a job with spare nodes, and a loop that relaunches the run without bad nodes.
 
-The script is `job.sh` beside this file; `slurm.sh` and `pbs.sh` are what differs. Words in capitals between two @ are filled
-in here. What it relies on:
+The template is `job.sh` beside this file; `slurm.sh` and `pbs.sh` hold the parts for each batch system. This module fills in
+words in capitals between two @. The script relies on two facts:
 
-- exclusions are names of nodes in the run folder (`exclusion.py`), and its event log says when the run has finished;
-- each attempt is a launch of its own in the store, as a rendezvous that is closed stays so.
+- the run folder holds the names of excluded nodes (`exclusion.py`) and an event log that says when the run has finished;
+- each attempt is a separate launch in the store, since a closed rendezvous stays closed.
 """
 
 import re
@@ -19,18 +19,18 @@ from optimus.errors import UserError, naming_disk_errors
 
 Scheduler = Literal["slurm", "pbs"]
 
-_WARNING = 120  # seconds before the end of the job's time in which ranks finish their step and save
+_WARNING = 120  # seconds before the job's time limit in which ranks finish their step and save
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What the script is made of. `command` is that of a node, but for what differs between attempts and nodes."""
+    """The parameters of the script. `command` is the command of a node without what differs between attempts and nodes."""
 
     scheduler: Scheduler
     command: Sequence[str]
-    run: Path  # its folder, absolute
-    folder: Path  # where the command is run, absolute
-    programs: Path  # where an `optimus` is, should the job's PATH have none
+    run: Path  # the run folder, absolute
+    folder: Path  # working directory of the command, absolute
+    programs: Path  # folder with an `optimus` program, in case the job's PATH has none
     nodes: int
     spares: int
     time: str = "12:00:00"  # HOURS:MINUTES:SECONDS
@@ -38,9 +38,9 @@ class BatchJob:
 
 
 def write_script(job: BatchJob, path: Path) -> str:
-    """Write the script; returns the command that submits it.
+    """Writes the script, and returns the command that submits the script.
 
-    Raises `UserError` when `path` exists or cannot be written, and for a time or directives that make no job.
+    Raises `UserError` when `path` exists or cannot be written, or when `time` or a directive is invalid.
     """
     path = user_path(path)
     text = script(job, submit := f"{_SUBMIT[job.scheduler]} {shlex.quote(str(path))}")
@@ -55,7 +55,7 @@ def write_script(job: BatchJob, path: Path) -> str:
 
 
 def script(job: BatchJob, submit: str) -> str:
-    """The text of the script, which names `submit` as the command for it. Raises `UserError` as `write_script` does."""
+    """Returns the text of the script, which names `submit` as its command. Raises `UserError` like `write_script`."""
     _check(job)
     filled = {
         "DIRECTIVES": "\n".join(_directives(job)),
@@ -92,9 +92,9 @@ def _check(job: BatchJob) -> None:
 
 
 def _directives(job: BatchJob) -> list[str]:
-    """Lines for the batch system: ours, those that the user gives as well left out, then the user's."""
+    """Returns the lines for the batch system: ours that the user does not override, then the user's."""
     count = job.nodes + job.spares
-    name = f"o-{re.sub(r'[^A-Za-z0-9]+', '-', job.run.name).strip('-')}"[:15]  # both systems take no more than this
+    name = f"o-{re.sub(r'[^A-Za-z0-9]+', '-', job.run.name).strip('-')}"[:15]  # the limit of both batch systems
     if job.scheduler == "slurm":
         head = "#SBATCH"
         ours = [
@@ -104,7 +104,7 @@ def _directives(job: BatchJob) -> list[str]:
             "--exclusive",
             f"--time={job.time}",
             f"--signal=B:TERM@{_WARNING}",
-            "--no-kill",  # the job, when a node fails
+            "--no-kill",  # keep the job alive when a node fails
         ]
     else:
         head = "#PBS"
