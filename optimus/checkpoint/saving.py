@@ -2,9 +2,9 @@
 
 Saving has three phases. All ranks end each phase together, so that a failure of one rank is reported by all:
 
-1. Rank 0 creates the partial folder. 2. One rank of each replica group writes: every writing rank puts its slices into a
-file of its own, and sends their
-   positions to rank 0.
+1. Rank 0 creates the partial folder.
+2. One rank of each replica group writes: every writing rank puts its slices into a file of its own. The positions of the
+   slices go to rank 0.
 3. Rank 0 adds metadata, description and manifest, and renames the folder to its final name.
 
 In background saving, the second and third phases run in a thread, from copies (`staging.py`). At the end of every step the
