@@ -9,7 +9,7 @@ from optimus.disk import parse_json
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint. It loses its name first, so that it disappears for all readers at once."""
+    """Deletes a checkpoint; a rename comes first, so that the checkpoint disappears for all readers at once."""
     shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
 
 

@@ -36,8 +36,8 @@ def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]
 def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool) -> list[int]:
     """Returns the writer of each chunk of `rank`, one of the ranks that hold the same shard of it.
 
-    `scattered`: the writer is on the node with the least to write so far, so that nodes share the writing (the Optimus
-    paper, section 4: DP-scattered, where part m is written by rank m % DP of its holders). Otherwise the first holder
+    `scattered`: the writer is on the node with the least to write so far, so that nodes share the writing. (The Optimus
+    paper, section 4: DP-scattered, where part m is written by rank m % DP of its holders.) Otherwise the first holder
     writes. All ranks of a stage have shards of the same chunks, so each of them knows the writers of all shards.
     """
     found, _ = _shared_writing(plans, mesh, rank, options, scattered)

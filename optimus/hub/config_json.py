@@ -113,7 +113,7 @@ def further_layers(path: Path) -> tuple[str, range]:
 
 
 def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of config.json that neither affect the computation nor follow from the model."""
+    """Returns the fields of config.json that do not affect the computation and hold for derived models too."""
     family = families()[raw["model_type"]]
     kept = {*_OF_ANY, *family.without_effect} - {*_OF_THE_FILE, *_known(family)}
     return {name: value for name, value in raw.items() if name in kept}

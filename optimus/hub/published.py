@@ -38,7 +38,7 @@ class Remarks(NamedTuple):
     """The metadata in an export of a model; see `published_again`."""
 
     config: dict[str, Any]  # fields of config.json
-    generation: dict[str, Any]  # fields of config.json
+    generation: dict[str, Any]  # fields of generation_config.json
     files: dict[str, Any]  # other files, by name
 
 

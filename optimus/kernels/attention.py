@@ -325,7 +325,7 @@ class _Path(NamedTuple):
 
 
 def flash_fits(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Returns True if the device has flash attention for these tensors. Head sizes must be multiples of 8, else padded."""
+    """Returns True if the device has flash attention for these tensors. Head sizes not divisible by 8 would need padding."""
     if q.device.type != "cuda" or q.shape[-1] % 8 != 0:
         return False
     return bool(can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])))

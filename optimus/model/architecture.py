@@ -76,7 +76,7 @@ class ModelConfig(Section):
     model_config = ConfigDict(frozen=True)  # frozen, therefore hashable: functions cache results by configuration
 
     family: str
-    """Family of published models. It sets the defaults below and the format of the export."""
+    """Family of published models. The family sets the defaults below and the export format."""
     hidden: int = Field(gt=0, description="Width of the residual stream.")
     layers: int = Field(gt=0, le=10_000, description="Number of transformer blocks.")
     heads: int = Field(gt=0, description="Attention heads.")

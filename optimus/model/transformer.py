@@ -229,9 +229,8 @@ class Transformer(nn.Module):
         """Returns the output of the final norm [B, S, H], whole on every device. For evaluation, without gradients."""
         length, start = tokens_BS.shape[1], cache.length if cache is not None else 0
         self.check_length(start + length)
-        tokens_BS = F.pad(
-            tokens_BS, (0, -length % self.head.vocabulary.multiple)
-        )  # a causal model does not see the padding
+        # A causal model does not see the padding.
+        tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))
         _, places = self.full_positions(tokens_BS, start)
         x_TH, _ = self.blocks(self.embedded(tokens_BS.flatten(), places), places, cache)
         x_TH = self.normalise(x_TH)

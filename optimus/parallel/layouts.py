@@ -72,5 +72,5 @@ def _layout(declared: Declaration, shape: tuple[int, ...], differs: tuple[str, .
     differs = (*differs, *(RULES[of] for of in declared.factor_of if of in RULES))
     summed = tuple(axis for axis in whole if axis in differs)
     same = tuple(axis for axis in whole if axis not in differs)
-    uneven = tuple(dim for dim, of in enumerate(declared.dims) if of == "vocab")  # any sizes
+    uneven = tuple(dim for dim, of in enumerate(declared.dims) if of == "vocab")  # may be uneven
     return Layout(shape, splits, ("dp", "cp", *summed), same, uneven)

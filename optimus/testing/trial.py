@@ -13,8 +13,10 @@ from optimus.kernels.triton.tuning import Kernel, Tiles
 
 @contextmanager
 def trial(kernel: Kernel, tiles: Tiles) -> Iterator[None]:
-    """Makes `kernel` use `tiles`, limited to its size, inside the context: to time a candidate, or to test
-    several tiles."""
+    """Makes `kernel` use `tiles`, limited to its size, inside the context.
+
+    Serves to time a candidate, or to split a small product into many tiles.
+    """
     usual = tuning.preferred
 
     def preferred(of: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:

@@ -18,7 +18,7 @@ from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import by_descriptors, precision, programs, tiles
 
 _AT_ONCE = tl.constexpr(64)  # columns per step of the epilogue of a clamped activation
-_BIAS_ROWS, _BIAS_COLUMNS = 32, 128  # of one step of a program's sum
+_BIAS_ROWS, _BIAS_COLUMNS = 32, 128  # per step of a program's sum
 
 
 def expert_up(

@@ -48,7 +48,7 @@ def weight_gradient(
     """Computes for each expert the sum over its rows of the outer product of the token's `tokens_TG` and the row's
     `rows_PO`.
 
-    The result is [E, G, O], or [E, O, G] with `rows_first`. It is written or added to `into`, which is returned. One
+    The result is [E, G, O], or [E, O, G] with `rows_first`, and is written or added to `into`, which is returned. One
     program owns a tile of one expert's gradient, sums over the expert's rows in order, in registers, and adds to every
     element once: the bits are the same every time.
     """

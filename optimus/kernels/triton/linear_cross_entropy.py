@@ -1,7 +1,7 @@
 """Output layer and cross-entropy, a block of rows at a time; see `kernels.linear_cross_entropy` for the idea.
 
 Products come from the library. Between them, one kernel replaces a block's logits by their gradient in place, so one block
-is the only memory needed: the loss is a sum over rows, and a row's gradient depends on that row alone.
+is the only memory needed. The loss is a sum over rows, and a row's gradient depends on that row alone.
 
 Legend: T rows (tokens), H hidden, V vocabulary.
 """

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 class Key(NamedTuple):
     """The published tensors of one kind of parameter.
 
-    Each tensor is a view of our parameter, obtained by indexing leading dims: [e] for the expert, if the name contains {e};
-    then [n] for the n-th name, if the parameter stacks several tensors. {i} is the layer. `fused` is the name under which
-    newer `transformers` may save the parameter as one tensor: the experts of a layer with their middle dims flattened.
+    Each tensor is a view of our parameter, obtained by indexing leading dims. The first index is [e], the expert, if the
+    name contains {e}; the next one is [n], the n-th name, if the parameter stacks several tensors. {i} is the layer.
+    `fused` is the name under which newer `transformers` may save the parameter as one tensor: the experts of a layer with
+    their middle dims flattened.
     """
 
     names: tuple[str, ...]

@@ -83,9 +83,7 @@ class MoeLayer(nn.Module):
         self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial=0.0) if biased else None
         self.tokens: TokenSplit = TokenSplit()
         self.dispatch: Dispatch = local_dispatch
-        self._model = (
-            config if len(config.expert_counts) > 1 else None
-        )  # else statistics of all layers have the same length
+        self._model = config if len(config.expert_counts) > 1 else None  # else all statistics have the same length
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """Returns (output in the shape of x, with any leading dims; statistics of all tokens that the losses cover).

@@ -47,11 +47,7 @@ def dispatcher(
     everyone, ranks = shape_of(group, mesh), shape_of(group[:: mesh.etp], mesh)
     if experts is None or chosen is None or everyone is None or ranks is None or everyone.ranks == 1:
         return "alltoall"
-    widths = [
-        model.hidden * itemsize,
-        chosen * itemsize,
-        chosen * _INDEX,
-    ]  # bytes of a token, its weights and its choices
+    widths = [model.hidden * itemsize, chosen * itemsize, chosen * _INDEX]  # bytes: a token, its weights, its choices
 
     def together(kind: CollectiveKind, shape: Shape, rows: float) -> float:
         """Returns the seconds to dispatch tokens, weights and choices, and to combine the results."""
