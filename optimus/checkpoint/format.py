@@ -38,8 +38,7 @@ AnySlice = TypeVar("AnySlice", StoredSlice, TensorSlice)
 
 
 class _Summing(io.RawIOBase):
-    """A file that computes a CRC-32 of what is written to it, which detects every flipped bit at a tenth of the writing
-    time."""
+    """A file that computes a CRC-32 of its content: every flipped bit is detected, at a tenth of the writing time."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -95,10 +94,10 @@ def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> li
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """Returns the tensor on the host with a storage of its bytes alone, because `torch.save` writes the whole storage of a
-    view.
+    """Returns the tensor on the host, with a storage of its bytes alone.
 
-    Memory is shared, because copying each slice would take longer than its two checksums.
+    `torch.save` would write the whole storage of a view. Memory is shared, because copying each slice would take longer
+    than its two checksums.
     """
     here = tensor.detach().cpu().contiguous()
     start = here.storage_offset() * here.itemsize
@@ -142,8 +141,10 @@ def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
 
 
 def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
-    """Yields the slices in `.metadata`, with zero checksums. Raises `pickle.UnpicklingError` for anything that DCP does not
-    write."""
+    """Yields the slices in `.metadata`, with zero checksums.
+
+    Raises `pickle.UnpicklingError` for anything that DCP does not write.
+    """
     metadata = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(metadata, _Plain) or metadata.name != "Metadata":
         raise pickle.UnpicklingError(f"a {type(metadata).__name__} is no metadata")
@@ -161,8 +162,10 @@ def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
 
 
 class _Plain:
-    """A stand-in for an instance of a DCP class, with the class's name and the pickled state. Importing the classes takes
-    longer than importing torch."""
+    """A stand-in for an instance of a DCP class, with the class's name and the pickled state.
+
+    Importing the classes takes longer than importing torch.
+    """
 
     name = ""
 

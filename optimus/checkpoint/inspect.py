@@ -40,8 +40,7 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
 
 
 def verify_all(path: str | Path) -> dict[str, list[str]]:
-    """Reads a checkpoint, or each of a run's, completely, and returns the problems by path; the list is empty for an intact
-    one.
+    """Reads a checkpoint, or each of a run's, completely; returns a list of problems by path, empty if intact.
 
     Raises `UserError` if there is no checkpoint at `path`.
     """

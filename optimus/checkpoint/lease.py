@@ -69,8 +69,10 @@ class Holder:
 
 
 def living_holder(run: Path) -> Holder | None:
-    """Returns the current holder of `run`, as far as visible at once; a holder silent for less than a minute counts as
-    alive."""
+    """Returns the current holder of `run`, as far as visible at once.
+
+    A holder silent for less than a minute counts as alive.
+    """
     found = _look(run / LEASE)
     if found is None or found.holder.lives is False:
         return None

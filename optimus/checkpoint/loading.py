@@ -61,13 +61,12 @@ def load_slices(
     pruned: bool = False,
     factors: bool = False,
 ) -> int:
-    """Fills the weights, and with `full` the state of the update rules, which is otherwise reset; refreshes the compute
-    copies.
+    """Fills the weights, and with `full` the state of the update rules; refreshes the compute copies.
 
-    Collective. Of the ranks with the same parameters, one reads each chunk, in turns, and sends it to the others by
-    broadcast or all-reduce (the Optimus paper, section 4: model broadcasting). With "none", every rank reads its own shard.
-    `read` fills the tensors of slices. `pruned`: the weights must be zero where the state is pruned. Low-rank factors are
-    read only with `factors`; otherwise they are zero.
+    Collective. Without `full`, the state of the update rules is reset. Of the ranks with the same parameters, one reads
+    each chunk, in turns, and sends it to the others by broadcast or all-reduce (the Optimus paper, section 4: model
+    broadcasting). With "none", every rank reads its own shard. `read` fills the tensors of slices. `pruned`: the weights
+    must be zero where the state is pruned. Low-rank factors are read only with `factors`; otherwise they are zero.
 
     Returns the number of ranks that have read anything. A `UserError` of `read` is raised on all ranks alike; the state is
     unusable then.
@@ -117,10 +116,10 @@ def _read_own(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
 
 
 def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> UserError | None:
-    """Reads and sends all transfers. A rank that fails keeps sending, so that no rank waits for it; returns its first
-    failure.
+    """Reads and sends all transfers.
 
-    Each rank reads its next chunk while other chunks are sent.
+    A rank that fails keeps sending, so that no rank waits for it; returns its first failure. Each rank reads its next chunk
+    while other chunks are sent.
     """
     failure = None
     with ThreadPoolExecutor(1) as pool:
@@ -152,8 +151,7 @@ def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> Us
 
 
 def _read_buffers(state: ModelState, read: Read, send: Send) -> UserError | None:
-    """Lets the first rank of a stage read the stage's buffers, which are short, and send them to the others; or lets each
-    rank read."""
+    """Reads a stage's buffers, which are short, on its first rank and sends them to the others, or reads on each rank."""
     failure = None
     if send == "none" or not state.buffers or state.team.rank == 0:
         try:

@@ -29,11 +29,10 @@ SLICES = "boxes"  # the key of a file's slices, kept from the first manifests
 
 
 def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
-    """Writes the manifest of all files in `folder`; `stored` are the slices of its files of tensors, as reported by their
-    writers.
+    """Writes the manifest of all files in `folder`.
 
-    Raises `UserError` if such a file is not as long as its slices. Then its writer and this process do not see the same
-    file system, or part of the file was lost.
+    `stored` are the slices of its files of tensors, as reported by their writers. Raises `UserError` if such a file is not
+    as long as its slices. Then its writer and this process do not see the same file system, or part of the file was lost.
     """
     slices: dict[str, list[list[int]]] = {}
     for each in stored:
@@ -124,8 +123,7 @@ def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
 
 
 def _size_of(path: Path) -> int | None:
-    """Returns the size of an opened file: only on opening does a network file system ask the server for other nodes'
-    writes."""
+    """Returns the size of a file after opening it, because only then network file systems ask for other nodes' writes."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size

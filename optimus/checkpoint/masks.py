@@ -79,8 +79,7 @@ def masks_in(
 
 
 def check_fits(where: Path, key: str, shape: tuple[int, ...], whole: tuple[int, ...] | None) -> None:
-    """Raises `UserError` if a mask's shape does not fit a parameter of shape `whole`; `whole` is None if there is no
-    parameter."""
+    """Raises `UserError` if a mask's shape does not fit a parameter of shape `whole` (None if there is no parameter)."""
     packed = None if whole is None else (*whole[:-1], -(-whole[-1] // _BYTE))
     if whole is None or shape not in (whole, packed):
         raise UserError(
@@ -95,8 +94,10 @@ def booleans(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
 
 
 def share_of(masks: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Returns the unpruned fraction of the masked parameters; `masks` are by key, `shapes` by name. Returns 1 without
-    masks."""
+    """Returns the unpruned fraction of the masked parameters; `masks` are by key, `shapes` by name.
+
+    Returns 1 without masks.
+    """
     left = elements = 0
     for key, mask in masks.items():
         unpruned = booleans(mask, shapes[key.removeprefix(PREFIX)])

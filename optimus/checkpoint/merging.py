@@ -27,14 +27,13 @@ _PREFIX = "model."
 def merge(
     checkpoints: Mapping[str, float] | Sequence[str | Path], output: str | Path, *, last: int | None = None
 ) -> dict[str, Any]:
-    """Writes the weighted average of the weights of `checkpoints` (or of the newest of each run) as a checkpoint of
-    weights.
+    """Writes the weighted average of the weights of `checkpoints`, or of the newest of each run, as a new checkpoint.
 
     A mapping gives weights, which are normalised by their sum; a sequence gives equal weights. With `last`, the one entry
-    of `checkpoints` is a run, and its last `last` checkpoints are averaged. Sums are in float64, the result is fp32, tile
-    by tile: the bytes do not depend on the layouts that wrote the checkpoints, and memory holds one tile of each. Returns
-    `output`, `parameters` and `weights`, by path. Raises `UserError` for different models or tokenizers, weights without a
-    positive sum, and an existing `output`.
+    of `checkpoints` is a run, and its last `last` checkpoints are averaged. The result is a checkpoint of weights. Sums are
+    in float64, the result is fp32, tile by tile: the bytes do not depend on the layouts that wrote the checkpoints, and
+    memory holds one tile of each. Returns `output`, `parameters` and `weights`, by path. Raises `UserError` for different
+    models or tokenizers, weights without a positive sum, and an existing `output`.
 
     Example:
         optimus.merge({"runs/web": 0.3, "runs/math": 0.7}, "merged")

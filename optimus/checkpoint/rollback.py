@@ -35,8 +35,7 @@ def resume_points(run: Path) -> list[ResumePoint]:
 
 
 def marker_of(run: Path) -> Path:
-    """Returns the path of the file that names the checkpoint that `run` was rolled back to; the file exists after a
-    rollback only."""
+    """Returns the path of the file that names the checkpoint that `run` was rolled back to, if it was."""
     return run / "checkpoints" / _FILE
 
 

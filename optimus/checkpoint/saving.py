@@ -78,8 +78,7 @@ class Target(NamedTuple):
         return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:
-        """Returns True if background saving copies this buffer first: only device buffers, as host memory has no room for
-        two copies."""
+        """Returns True if background saving copies this buffer first: device buffers only, as host memory is limited."""
         return chunk.plan.rule.trains and chunk.residency(prefix, weights=not self.description.full) == "device"
 
 
@@ -155,8 +154,8 @@ class Saver:
         return done
 
     def complete(self) -> str:
-        """Runs `finish` when the run ends for another reason with all ranks alive, so that the checkpoint in progress is
-        not lost.
+        """Completes checkpoints in progress, which would be lost, when the run ends for another reason with all ranks
+        alive.
 
         Returns an addition to the message of that reason, if a disk fails.
         """
@@ -271,8 +270,10 @@ class Saver:
     # ---- Beside the training ----
 
     def _stage(self) -> None:
-        """Plans the copies of the device buffers that this rank writes. Other buffers are written in place, and not updated
-        until then."""
+        """Plans the copies of the device buffers that this rank writes.
+
+        Other buffers are written in place, and not updated until then.
+        """
         buffers, self._written = dict[Chunk, list[Tensor]](), {}
         for chunk in self._chunks:
             if not chunk.plan.rule.trains:  # frozen chunks do not change

@@ -59,8 +59,7 @@ def tiles(shape: Sequence[int], longest: int = LONGEST) -> Iterator[tuple[tuple[
 
 
 def range_slices(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields (offsets, sizes) of the slices that cover elements `start` to `end` of a row-major block, in order; none if
-    empty."""
+    """Yields (offsets, sizes) of slices that cover elements `start` to `end` of a row-major block, in order."""
     if start >= end:
         return
     if len(shape) <= 1:
@@ -86,8 +85,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[tu
 def _capped(
     shape: Sequence[int], start: int, end: int, longest: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields the slices of a range, with at most `longest` elements each; the range is cut at whole rows if
-    rows are short."""
+    """Yields the slices of a range, cut at whole rows if rows are short, with at most `longest` elements each."""
     if start >= end:  # includes tensors without elements, whose rows have none
         return
     row = next(size for size in (math.prod(shape[dim:]) for dim in range(len(shape) + 1)) if size <= longest)

@@ -37,8 +37,7 @@ def retire(run: Path, keep: int, new: Path | None = None) -> None:
 
 
 def retire_weights(run: Path, every: int, new: Path) -> None:
-    """Deletes weights checkpoints older than `new`, except steps that are multiples of `every` and the target of a
-    rollback."""
+    """Deletes weights older than `new`, except those of steps divisible by `every` and the target of a rollback."""
     marked = rolled_back_to(run)
     for path in list_checkpoints(run, "weights"):
         if step_of(path) < step_of(new) and step_of(path) % every and path != marked:
@@ -46,16 +45,14 @@ def retire_weights(run: Path, every: int, new: Path) -> None:
 
 
 def place_of_frozen(run: Path, name: str | None) -> tuple[str, bool]:
-    """Returns (the name of a folder for the run's frozen parameters, True if it is complete): `name` if complete, else a
-    new name."""
+    """Returns (folder name for the run's frozen parameters, True if complete): `name` if complete, else a new name."""
     if name is not None and (run / "checkpoints" / name / MANIFEST).is_file():
         return name, True
     return f"frozen-{max(map(step_of, frozen_folders(run)), default=0) + 1}", False
 
 
 def retire_frozen(run: Path, name: str | None) -> None:
-    """Deletes folders of frozen parameters other than `name` that no checkpoint refers to, abandoned
-    checkpoints included."""
+    """Deletes folders of frozen parameters except `name` and those that any checkpoint refers to, abandoned or not."""
     others = {path.name: path for path in frozen_folders(run) if path.name != name}
     try:
         for file in (run / "checkpoints").rglob(DESCRIPTION) if others else ():

@@ -67,8 +67,7 @@ def load_state(
     masks: bool = True,
     reader_type: type[Reader] = Reader,
 ) -> tuple[Description, int]:
-    """Fills `state` from checkpoint `path`; returns the description and the number of ranks that have read files of
-    tensors.
+    """Fills `state` from checkpoint `path`; returns the description and the number of ranks that read tensors.
 
     Collective. Rank 0 reads everything but the tensors and tells the others; `load_slices` reads the tensors.
 

@@ -47,10 +47,9 @@ def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateCon
 def bytes_copied(
     plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool
 ) -> Counter[int]:
-    """Returns the bytes that each rank of `rank`'s stage, with chunks `plans`, copies for a full checkpoint in the
-    background.
+    """Returns the bytes that each rank of a stage copies for a full checkpoint in the background.
 
-    Only device buffers are copied; the rest is written in place.
+    The stage is that of `rank`, with chunks `plans`. Only device buffers are copied; the rest is written in place.
     """
     stage = mesh.coordinate(rank, "pp")
     _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)

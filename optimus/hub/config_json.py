@@ -21,8 +21,7 @@ FILE = "config.json"
 
 
 def read_model_folder(path: Path) -> dict[str, Any]:
-    """Returns the config sections that a Hugging Face folder implies: `model`, and `checkpoint` if the folder holds
-    weights.
+    """Returns the config sections that a Hugging Face folder implies: `model`, and `checkpoint` if it holds weights.
 
     Raises `UserError` naming the field of config.json that is missing or that our models cannot express.
     """
@@ -269,8 +268,7 @@ def _layer_types(name: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_parameters(name: str, model: ModelConfig) -> dict[str, Any]:
-    """Writes rotary parameters for both kinds of layers: `transformers` 5 would not take those of windows from
-    rope_theta."""
+    """Returns rotary parameters of both kinds of layers, as `transformers` 5 would not take windows' from rope_theta."""
     full = {"rope_theta": model.rope_theta, **(_published_scaling(model) or {"rope_type": "default"})}
     windows = {"rope_type": "default", "rope_theta": model.window_rope_theta}
     own = {} if name == "rope_theta" else {name: model.window_rope_theta}

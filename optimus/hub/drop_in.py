@@ -42,13 +42,13 @@ def register_experts() -> None:
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Runs the forward pass of an experts module of `transformers`, with its signature; [T, H] in the dtype of
-    `hidden_states`.
+    """Runs the forward pass of an experts module of `transformers`, with its signature.
 
-    `experts` is a module decorated with `use_experts_implementation`; `hidden_states` is [T, H], the others are [T, K]. An
-    index of E or more marks a choice of another rank in `transformers`' expert parallelism, and adds nothing. Products are
-    computed in the dtype of the weights or, under autocast, in autocast's, like the eager form. Routing weights are rounded
-    to that dtype too: Mixtral's router gives fp32 weights.
+    The result is [T, H] in the dtype of `hidden_states`. `experts` is a module decorated with `use_experts_implementation`;
+    `hidden_states` is [T, H], the others are [T, K]. An index of E or more marks a choice of another rank in
+    `transformers`' expert parallelism, and adds nothing. Products are computed in the dtype of the weights or, under
+    autocast, in autocast's, like the eager form. Routing weights are rounded to that dtype too: Mixtral's router gives fp32
+    weights.
 
     Raises `UserError` for experts of another form, before computing anything.
     """

@@ -142,8 +142,7 @@ def load_weights(model: Transformer, path: Path) -> None:
 
 
 def left_out(path: Path) -> str | None:
-    """Describes the multi-token prediction layers of the folder `path`, which are left out of the model; None if it has
-    none."""
+    """Describes the multi-token prediction layers of the folder `path`, which the model omits; None without any."""
     tensors = _further_tensors(path, FolderTensors(path))
     if not tensors:
         return None

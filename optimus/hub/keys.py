@@ -16,8 +16,7 @@ from optimus.model.families import Key, families
 
 
 class Published(NamedTuple):
-    """A published tensor, and the view of our parameter with the same elements in the same order; `shape` may differ from
-    the view's."""
+    """A published tensor, and a view of our parameter with the same elements in order; their shapes may differ."""
 
     name: str
     view: Tensor

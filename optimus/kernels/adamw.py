@@ -46,8 +46,7 @@ class AdamWFactors(NamedTuple):
 def adamw_in_one_pass(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, factors: AdamWFactors
 ) -> None:
-    """Updates flat fp32 `weight`, `m` and `v` on the CPU in place and fills `copy`, which may share the
-    gradient's memory."""
+    """Updates flat fp32 `weight`, `m` and `v` on the CPU in place, and fills `copy`, which may alias the gradient."""
     same = copy is not None and copy.data_ptr() == gradient.data_ptr()  # an in-place loop would be slower
     made = torch.empty_like(gradient) if same else copy
     (_compiled() or _update)(weight, gradient, m, v, made, *factors)

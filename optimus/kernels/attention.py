@@ -66,10 +66,9 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
 def attend_blocks(
     q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "Sequence[AttentionBlock]", sink_N: Tensor | None = None
 ) -> Tensor:
-    """Computes attention of all queries over the keys of their blocks, [B, S, N, D], without masks; shared keys are saved
-    once.
+    """Computes attention of all queries over the keys of their blocks, [B, S, N, D], without masks.
 
-    Every query is in exactly one causal block, which must precede the query's other blocks.
+    Shared keys are saved once. Every query is in exactly one causal block, which must precede the query's other blocks.
     """
     return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, sink_N, blocks)
 
@@ -97,10 +96,10 @@ def attention_block_backward(
     causal: bool,
     cap: float | None = None,
 ) -> Gradients:
-    """Returns a block's contribution to the gradient of q, and the gradients of its keys and values, in the tensors'
-    dtypes.
+    """Returns a block's contribution to the gradient of q, and the gradients of its keys and values.
 
-    `out_BSND` and `lse_BNS` are over all keys of the queries, not only over the keys of this block.
+    Gradients have the dtypes of their tensors. `out_BSND` and `lse_BNS` are over all keys of the queries, not only over the
+    keys of this block.
     """
     q, k, v, out, out_grad = _heads_first(q_BSND, k_BPMD, v_BPMD, out_BSND, out_grad_BSND)
     shared = k.shape[1]
@@ -143,8 +142,10 @@ def attention_reference(
     cap: float | None = None,
     sink_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Reference implementation for tests: (attention, log-sum-exp). If `causal`, the queries are the last S of
-    P positions."""
+    """Reference implementation for tests: (attention, log-sum-exp).
+
+    If `causal`, the queries are the last S of P positions.
+    """
     q, k, v = (t.to(compute_dtype(t.dtype)) for t in _heads_first(q_BSND, k_BPMD, v_BPMD))
     k, v = _for_each_head(q, k, v)
     scores_BNSP = q @ k.mT / math.sqrt(q.shape[-1])
@@ -225,8 +226,10 @@ class AttentionBlock(NamedTuple):
         return self._replace(queries=rows, keys=slice(seen.start + keys, seen.stop + keys))
 
     def attend(self, out_BSND: Tensor, lse_BNS: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor) -> None:
-        """Merges these keys into the attention and log-sum-exp of `no_attention`. A causal block is the first of its
-        queries."""
+        """Merges these keys into the attention and log-sum-exp of `no_attention`.
+
+        A causal block is the first of its queries.
+        """
         q, k, v = self._rows(self.queries, q_BSND), self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
         out, lse = attention_block(q, k, v, self.mask != "none", self.cap)
         if self.mask == "window":
@@ -259,8 +262,7 @@ def capped(blocks: "Iterable[AttentionBlock]", cap: float | None) -> "list[Atten
 
 
 def no_attention(q_BSND: Tensor, merged: bool = True) -> tuple[Tensor, Tensor]:
-    """Allocates attention and log-sum-exp [B, N, S] for blocks to be merged into: uninitialised, fp32 (float64 for
-    float64).
+    """Allocates uninitialised attention and log-sum-exp [B, N, S] for blocks to be merged into, in fp32 (or float64).
 
     Attention that is not `merged` has one block per query, and the dtype of q.
     """
@@ -270,8 +272,7 @@ def no_attention(q_BSND: Tensor, merged: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(new: int, seen: int, window: int | None) -> Iterator[AttentionBlock]:
-    """Yields the blocks for the last `new` of `seen` positions, each attending to up to `window` positions including its
-    own.
+    """Yields the blocks for the last `new` of `seen` positions, which attend to `window` positions including their own.
 
     Queries are divided at multiples of the window; the causal block of each division comes first.
     """
@@ -303,8 +304,7 @@ def _heads_first(*tensors_BSND: Tensor) -> list[Tensor]:
 
 
 def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Iterator[AttentionBlock]:
-    """Yields the blocks of `new` positions over `seen` positions that begin `distance` before them; `seen` is at least
-    `new`."""
+    """Yields the blocks of `new` positions over `seen` >= `new` positions that begin `distance` before them."""
     reach = new if window is None else min(window - distance, new)  # query i attends to key j where i - j < reach
     if reach > 0:
         yield AttentionBlock(slice(0, reach), slice(0, seen), "none")

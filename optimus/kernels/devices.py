@@ -40,8 +40,7 @@ UNKNOWN = Chip("unknown", "", 64, 48 * _KIB, 32, 255, False, False, 16 * _GIB)
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Returns the properties of a device: the row of its architecture, updated with the properties that the
-    device reports."""
+    """Returns the properties of a device: its architecture's row, updated with what the device reports."""
     if device.type in ("cpu", "meta"):  # kernels are interpreted
         return UNKNOWN
     return _chip(
@@ -55,8 +54,7 @@ def _chip(device: torch.device) -> Chip:
 
 
 def chip_from(properties: Any) -> Chip:
-    """Returns the chip for torch's device `properties`; missing properties come from the architecture's row or from
-    `UNKNOWN`."""
+    """Returns the chip for torch's device `properties`; its architecture's row or `UNKNOWN` fills the gaps."""
     chip = CHIPS.get(_architecture(properties), UNKNOWN._replace(architecture=_architecture(properties)))
     said: dict[str, Any] = {
         "processors": getattr(properties, "multi_processor_count", 0) or getattr(properties, "gpu_subslice_count", 0),

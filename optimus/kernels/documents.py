@@ -53,8 +53,7 @@ class Documents:
         return torch.arange(len(starts)) - starts
 
     def offsets(self, device: torch.device) -> Tensor:
-        """Returns the first token of each document and the total number of tokens: int32 [documents + 1]; cached per
-        device."""
+        """Returns the first token of each document and the number of all tokens, int32 [documents + 1]; cached."""
         if device not in self._offsets:
             self._offsets[device] = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
         return self._offsets[device]

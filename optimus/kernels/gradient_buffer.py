@@ -41,8 +41,10 @@ class GradientBuffer(ABC):
 
     @abstractmethod
     def found(self) -> None:
-        """Signals that the backward pass no longer needs the parameter: its gradient is added now or later. Called once per
-        pass."""
+        """Signals that the backward pass no longer needs the parameter: its gradient is added now or later.
+
+        Called once per pass.
+        """
 
     def add(self, write: Callable[[Tensor], object]) -> None:
         """Adds a gradient by `write`, which gets the tensor to add to. Runs later if weight gradients are deferred.

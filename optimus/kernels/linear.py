@@ -53,8 +53,10 @@ _PLAIN = MatrixProduct()
 def linear(
     x: Tensor, w_NL: Tensor, buffer: GradientBuffer | None = None, product: MatrixProduct | None = None
 ) -> Tensor:
-    """Computes x @ w.T: [..., L] to [..., N]. With a `buffer`, the gradient of `w_NL` is added there and autograd gets
-    None."""
+    """Computes x @ w.T: [..., L] to [..., N].
+
+    With a `buffer`, the gradient of `w_NL` is added there and autograd gets None.
+    """
     return _Linear.apply(x, w_NL, buffer, product or _PLAIN)
 
 

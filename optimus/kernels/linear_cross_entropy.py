@@ -52,13 +52,12 @@ def linear_cross_entropy(
     cap: float | None = None,
     rows_T: Tensor | None = None,
 ) -> Tensor:
-    """Returns the sum of the cross-entropies of `x_TH @ w_VH.T` against `target_T`, over `count` (by default T); an fp32
-    scalar.
+    """Returns the sum of the cross-entropies of `x_TH @ w_VH.T` against `target_T`, over `count`, as an fp32 scalar.
 
-    Rows with a negative target are ignored. Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`.
-    With a `part`, the loss is over the whole vocabulary, and the gradient of x is this shard's contribution. `forms`
-    chooses the forms of products. With a `cap`, the logits are `soft_capped`. `rows_T` (fp32), if given, is filled with the
-    cross-entropy of each row.
+    By default `count` is T. Rows with a negative target are ignored. Softmax and loss are computed in fp32. Gradients flow
+    to `x_TH` and `w_VH`. With a `part`, the loss is over the whole vocabulary, and the gradient of x is this shard's
+    contribution. `forms` chooses the forms of products. With a `cap`, the logits are `soft_capped`. `rows_T` (fp32), if
+    given, is filled with the cross-entropy of each row.
     """
     count = float(len(x_TH)) if count is None else count
     find = partial(_in_blocks, target_T=target_T, count=count, part=part, forms=forms, cap=cap, rows_T=rows_T)

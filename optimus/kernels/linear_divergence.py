@@ -26,11 +26,10 @@ class SoftTargets(NamedTuple):
 def linear_divergence(
     x_TH: Tensor, w_VH: Tensor, soft: SoftTargets, target_T: Tensor, count: float, cap: float | None = None
 ) -> Tensor:
-    """Returns the sum of KL(teacher || student) at the temperature, times the squared temperature, over `count`; an fp32
-    scalar.
+    """Returns the sum of KL(teacher || student) at the temperature, times the temperature squared, over `count`.
 
-    See Hinton et al. 2015, section 2. The student's logits are `x_TH @ w_VH.T`, `soft_capped` if there is a `cap`. Rows
-    with a negative target are ignored.
+    The result is an fp32 scalar; see Hinton et al. 2015, section 2. The student's logits are `x_TH @ w_VH.T`, `soft_capped`
+    if there is a `cap`. Rows with a negative target are ignored.
     """
     find = partial(_in_blocks, soft=soft, target_T=target_T, count=count, cap=cap)
     return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled())

@@ -57,8 +57,7 @@ class MatmulForms:
         self._chosen |= {product: clear_choice(product.form, each) for product, each in timings.items()}
 
     def form(self, shape: MatmulShape, a_ML: Tensor, b_LN: Tensor) -> Form:
-        """Returns the form for a product, and times the product first if measuring is on and the product has not been
-        timed."""
+        """Returns the form for a product; while measuring, first times a product that has not been timed."""
         if self.measuring and 2 * shape.m * shape.l * shape.n >= _LEAST_WORK:
             self.made.add(shape)
             if shape not in self.timings:
@@ -99,8 +98,7 @@ def matmul(
 
 
 def wide_matmul(a_ML: Tensor, b_LN: Tensor, forms: Forms | None = None) -> Tensor:
-    """Computes A @ B, to be added to an fp32 matrix later: in fp32 if the device adds without rounding, else in their
-    dtype."""
+    """Computes A @ B, to be added to an fp32 matrix later: in fp32 if the device adds unrounded, else in their dtype."""
     if a_ML.dtype.itemsize > 2 or not _adds_wide(a_ML.device.type):
         return matmul(a_ML, b_LN, forms=forms)
     out_MN = a_ML.new_zeros(len(a_ML), b_LN.shape[1], dtype=torch.float32)
@@ -109,8 +107,7 @@ def wide_matmul(a_ML: Tensor, b_LN: Tensor, forms: Forms | None = None) -> Tenso
 
 @cache
 def _adds_wide(device: str) -> bool:
-    """Returns True if a device adds a product to an fp32 matrix without rounding the product to the operands'
-    dtype first."""
+    """Returns True if a device adds a product to an fp32 matrix without first rounding to the operands' dtype."""
     key = torch._C._dispatch_key_for_device(device)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", key)
 
@@ -139,8 +136,10 @@ def _shape(form: Form, a_ML: Tensor, b_LN: Tensor, rows_vary: bool) -> MatmulSha
 
 
 def _seconds(form: Form, a_ML: Tensor, b_LN: Tensor, out_MN: Tensor) -> float:
-    """Returns the seconds of one product in this form, including transposition; waits for all earlier work of an
-    accelerator."""
+    """Returns the seconds of one product in this form, including transposition.
+
+    Waits for all earlier work of an accelerator.
+    """
     began = time.perf_counter()
     torch.mm(*in_form(form, a_ML, b_LN), out=out_MN)
     if out_MN.device.type != "cpu":

@@ -303,8 +303,7 @@ class ModelConfig(Section):
         return self.latent.value if self.latent else self.head_size
 
     def window_of(self, layer: int) -> int | None:
-        """Returns the number of positions that a token of layer `layer`, counted from 0, attends to; None for full
-        attention."""
+        """Returns the number of positions that a token of layer `layer` (counted from 0) attends to; None for all."""
         return (
             None
             if self.full_attention_every is not None and (layer + 1) % self.full_attention_every == 0

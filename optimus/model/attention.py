@@ -78,8 +78,10 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (None if size is None else norm_of(config, size) for size in normed)
 
     def forward(self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
-        """Returns [T, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue the cached
-        positions."""
+        """Returns [T, H].
+
+        The tokens are those of `places`, sequence by sequence; with a `cache` they continue the cached positions.
+        """
         q, k, v = (self.q(x_TH), *self.kv(x_TH).chunk(2, -1)) if self.grouped else self.qkv(x_TH).chunk(3, -1)
         if not self.norms_heads:
             q, k = self._normed(q, k)

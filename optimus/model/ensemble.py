@@ -45,8 +45,7 @@ class Ensemble:
 
     @torch.no_grad()
     def soft_targets(self, batch: Batch, positions_S: Tensor, temperature: float) -> SoftTargets:
-        """Returns the soft targets of the tokens at these positions of each sequence [T]; every member reads the whole
-        sequences."""
+        """Returns the soft targets of the tokens at these positions [T]; every member reads the whole sequences."""
         hidden_TH = torch.cat([each.outputs(batch)[:, positions_S].flatten(0, 1) for each in self._members], -1)
         return SoftTargets(lambda rows: self.head(hidden_TH[rows]), temperature)
 

@@ -62,8 +62,10 @@ def _key(seed: int, name: str) -> int:
 
 
 def _hash(index: Tensor, key: int) -> Tensor:
-    """SplitMix64's finaliser of key + index * golden ratio. The int64 products wrap around, and masks make the shifts
-    logical."""
+    """SplitMix64's finaliser of key + index * golden ratio.
+
+    The int64 products wrap around, and masks make the shifts logical.
+    """
     z = index * _GOLDEN + key
     z = (z ^ (z >> 30 & ((1 << 34) - 1))) * _MIX1
     z = (z ^ (z >> 27 & ((1 << 37) - 1))) * _MIX2

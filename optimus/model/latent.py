@@ -28,10 +28,10 @@ _EPS = 1e-6  # as published, independent of the model's `norm_eps`
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention. The cache holds the latent vectors and rotary keys, `keys` + `rotary` numbers per
-    position.
+    """Multi-head latent attention.
 
-    `all_rows` maps this rank's rows of the residual stream to the rows that this rank's heads need.
+    The cache holds the latent vectors and rotary keys, `keys` + `rotary` numbers per position. `all_rows` maps this rank's
+    rows of the residual stream to the rows that this rank's heads need.
     """
 
     replaceable = ("all_rows",)
@@ -59,8 +59,10 @@ class LatentAttention(nn.Module):
         self._scale = scale * math.sqrt(self._widest / query)  # attention divides by the square root of the widest
 
     def forward(self, x_RH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
-        """Returns [R, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue the cached
-        positions."""
+        """Returns [R, H].
+
+        The tokens are those of `places`, sequence by sequence; with a `cache` they continue the cached positions.
+        """
         low, table = self.latent, places.table
         positions, query = len(table[0]), self.plain + low.rotary
         q_TX = self.q(x_RH) if low.queries is None else self.q_up(self.q_norm(self.q_down(x_RH)))

@@ -59,10 +59,9 @@ class Linear(ProjectionModule):
         self.lora_a: nn.Parameter | None = None
 
     def add_factors(self, rank: int) -> None:
-        """Adds low-rank factors to the weight, which should be frozen: `lora_b` [*outputs, rank] and `lora_a` [rank,
-        inputs].
+        """Adds low-rank factors `lora_b` [*outputs, rank] and `lora_a` [rank, inputs] to the weight.
 
-        See `low_rank.py`.
+        The weight should be frozen; see `low_rank.py`.
         """
         dims = declaration(self, "weight").dims
         *outputs, inputs = map(Size, dims, self.weight.shape)

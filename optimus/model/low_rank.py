@@ -1,5 +1,6 @@
-"""Low-rank factors of a frozen weight (LoRA) that preserve its sparsity: W + B A where W is not zero (MaskLoRA, in PERP,
-Zimmer et al. 2023).
+"""Low-rank factors of a frozen weight (LoRA) that preserve its sparsity: W + B A where W is not zero.
+
+The method is MaskLoRA (in PERP, Zimmer et al. 2023).
 
 Legend: T rows, L inputs, N outputs, R rank.
 """

@@ -57,8 +57,7 @@ class Declaration:
 
     @property
     def applied_to(self) -> Input:
-        """The kind of input of the parameter: the (projected) residual stream, whole tokens, or activations inside a
-        module."""
+        """The kind of the parameter's input: the residual stream or its projection, whole tokens, or inner activations."""
         dims = self.factor_of or self.dims
         if "residual" in dims or "latent" in dims:
             return "residual"
@@ -87,15 +86,19 @@ def declare(
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of all parameters and buffers of a model. Buffers are trained by rules of their own and are
-    replicated on every rank that has their module."""
+    """Yields (name, tensor) of all parameters and buffers of a model.
+
+    Buffers are trained by rules of their own and are replicated on every rank that has their module.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor.detach()
 
 
 def declaration(module: nn.Module, name: str) -> Declaration:
-    """Returns the declaration of the parameter `name` of `module` itself. Raises `LookupError` for one made without
-    `declare`."""
+    """Returns the declaration of the parameter `name` of `module` itself.
+
+    Raises `LookupError` for one made without `declare`.
+    """
     declared: dict[str, Declaration] = module.__dict__.get("declared", {})
     if name not in declared:
         raise LookupError(f"parameter {name} of {type(module).__name__} has no declared dims: make it by declare()")

@@ -13,8 +13,10 @@ from optimus.kernels.documents import Documents, document_attention
 
 
 class SequenceSplit:
-    """The positions of every sequence on this device, and their attention to all positions. Here the device has all
-    positions."""
+    """The positions of every sequence on this device, and their attention to all positions.
+
+    Here the device has all positions.
+    """
 
     parts: int = 1  # number of ranks that share each sequence; all have equally many positions
 

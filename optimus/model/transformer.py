@@ -172,12 +172,12 @@ class Head(nn.Module):
         rows_T: Tensor | None = None,
         soft: SoftTargets | None = None,
     ) -> Tensor:
-        """Maps x [..., H] to logits [..., V]. With `target_T`, maps x [T, H] to the summed cross-entropy over `count`, an
-        fp32 scalar.
+        """Maps x [..., H] to logits [..., V].
 
-        `rows_T`, if given, is filled with the cross-entropy of each row. With `soft`, the result is [2]: the cross-entropy
-        and the divergence from the soft targets; the vocabulary must not be sharded. With `part`, maps the residual stream
-        [T, H], sharded as in the blocks, to the logits of the vocabulary entries on this rank.
+        With `target_T`, maps x [T, H] to the summed cross-entropy over `count`, an fp32 scalar. `rows_T`, if given, is
+        filled with the cross-entropy of each row. With `soft`, the result is [2]: the cross-entropy and the divergence from
+        the soft targets; the vocabulary must not be sharded. With `part`, maps the residual stream [T, H], sharded as in
+        the blocks, to the logits of the vocabulary entries on this rank.
         """
         if target_T is not None:
             loss = self.vocabulary.loss(x, self.weight, target_T, count, self.cap, rows_T)
@@ -243,8 +243,7 @@ class Transformer(nn.Module):
         return self.placed(self.embed(tokens_T), places)
 
     def placed(self, x_TH: Tensor, places: AttentionPositions) -> Tensor:
-        """Turns the embedding's output into the first block's input: scales it and adds learned positions, if the model
-        does so."""
+        """Turns the embedding's output into the first block's input: scales and adds learned positions as configured."""
         if self.config.embedding_scale:  # rounded to the dtype, as in the training of the published models
             x_TH = x_TH * torch.tensor(math.sqrt(self.config.hidden), dtype=x_TH.dtype).item()
         return x_TH if self.add_positions is None else x_TH + self.add_positions(places.position_T)
@@ -256,8 +255,10 @@ class Transformer(nn.Module):
             raise UserError(f"a sequence has {length} tokens, but the model only learned {limit} positions: shorten it")
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns `find` of the hidden states [N, H] at the tokens `at_N`, indices into the flattened [B * S]. For
-        evaluation."""
+        """Returns `find` of the hidden states [N, H] at the tokens `at_N`, indices into the flattened [B * S].
+
+        For evaluation.
+        """
         return find(self.hidden_states(tokens_BS).flatten(0, 1)[at_N])
 
     def losses(self, given: Tensor | Batch, count: float | None = None) -> Losses:
@@ -298,8 +299,7 @@ class Transformer(nn.Module):
         return batch.target_BS[:, positions_S].flatten()
 
     def places(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
-        """Returns the positions [S] of the batch's sequences on this device, and the same positions in the form that blocks
-        take."""
+        """Returns this device's positions [S] of the batch's sequences, as numbers and in the form that blocks take."""
         tokens_BS, documents = batch.tokens_BS, batch.documents()
         self.check_length(tokens_BS.shape[1] if documents is None else documents.longest)
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)

@@ -39,8 +39,7 @@ class Unit:
 
 
 def in_turn(calls: Sequence[tuple[Callable[..., Any], bool]], x: Any, *args: Any) -> Any:
-    """Runs the calls in turn, each on the result of the call before; a call with a true flag also takes the further
-    arguments."""
+    """Runs the calls in turn, each on the result of the call before; calls with a true flag also take `args`."""
     rest: tuple[Any, ...] = ()
     for call, takes in calls:
         made = call(x, *args) if takes else call(x)

@@ -45,9 +45,9 @@ class Vocabulary:
         self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None,
         rows_T: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Returns the sum of the cross-entropies of the residual stream against targets, over `count`. Negative targets are
-        ignored.
+        """Returns the sum of the cross-entropies of the residual stream against targets, over `count`.
 
-        With a `cap`, the logits are `soft_capped`. `rows_T`, if given, is filled with the cross-entropy of each row.
+        Negative targets are ignored. With a `cap`, the logits are `soft_capped`. `rows_T`, if given, is filled with the
+        cross-entropy of each row.
         """
         return linear_cross_entropy(x_TH, weight, target_T, count, forms=self._step.forms, cap=cap, rows_T=rows_T)

@@ -66,14 +66,13 @@ def activation_bytes(
     teachers: tuple[ModelConfig, ...] = (),
     splits: bool = False,
 ) -> Activations:
-    """Returns the activation bytes for one microbatch of `micro_batch` sequences of `context` tokens, at `itemsize` bytes
-    each.
+    """Returns the activation bytes of one microbatch of `micro_batch` sequences of `context` tokens.
 
-    `mesh` and `options` describe the parallelization, and whether results of collectives are cached for recomputation.
-    `layers` are the numbers of this rank's blocks, by default all. `first` and `last` are true if the rank has the
-    embedding or the output layer; `teachers` run at the output layer. `load` is the load imbalance: the tokens of this
-    rank's experts, relative to the mean. `splits`: weight gradients are computed in a later part of the backward pass (Zero
-    Bubble Pipeline Parallelism).
+    `itemsize` is the bytes of a number. `mesh` and `options` describe the parallelization, and whether results of
+    collectives are cached for recomputation. `layers` are the numbers of this rank's blocks, by default all. `first` and
+    `last` are true if the rank has the embedding or the output layer; `teachers` run at the output layer. `load` is the
+    load imbalance: the tokens of this rank's experts, relative to the mean. `splits`: weight gradients are computed in a
+    later part of the backward pass (Zero Bubble Pipeline Parallelism).
     """
     mesh, options = mesh or Mesh(), options or StageOptions()
     setting = ModuleSetting.of(config, mesh, options, context, itemsize, load, teachers, splits)

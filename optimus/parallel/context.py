@@ -115,8 +115,7 @@ class UlyssesSequence(SequenceSplit):
         return came.split([t.shape[3] for t in per_rank], 2)
 
     def _to_sequence(self, y_BLND: Tensor) -> Tensor:
-        """Returns all heads of this rank's positions, [B, S, N, D], from this rank's heads of the whole sequence [B, L, N /
-        n, D]."""
+        """Returns all heads of this rank's positions [B, S, N, D] from its heads of the whole sequence [B, L, N / n, D]."""
         came = self._exchange(y_BLND.unflatten(1, (self.parts, -1)).transpose(0, 1))
         return came.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
@@ -165,8 +164,10 @@ def _ring_backward(
     out_BSND: Tensor,
     lse_BNS: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v. The gradients of k and v follow their keys and values around the ring, one step
-    behind."""
+    """Returns the gradients of q, k and v.
+
+    The gradients of k and v follow their keys and values around the ring, one step behind.
+    """
     wide = lse_BNS.dtype
     q_grad = torch.zeros_like(q_BSND, dtype=wide)
     arriving = Result(partial(q_grad.new_zeros, (2, *k_BSMD.shape)))
@@ -184,8 +185,10 @@ def _ring_backward(
 
 
 def _going_round(own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Yields (rank, its tensor) of every rank, starting with `own`. The next tensor arrives while the current one is in
-    use."""
+    """Yields (rank, its tensor) of every rank, starting with `own`.
+
+    The next tensor arrives while the current one is in use.
+    """
     here = own
     for step in range(group.size - 1):
         arriving = shift_async(here, group)
@@ -228,10 +231,10 @@ def _seen(
 def _seen_in_piece(
     mine: tuple[int, int], theirs: tuple[int, int], size: int, ranks: int, documents: Documents, window: int | None
 ) -> Iterator[AttentionBlock]:
-    """Yields the blocks by which one piece of every sequence attends to another piece, or to itself; pieces have `size`
-    tokens.
+    """Yields the blocks by which one piece of every sequence attends to another piece or to itself.
 
-    A piece is given as (start among the rank's positions of a sequence, index among the 2n pieces of the sequence).
+    Pieces have `size` tokens. A piece is given as (start among the rank's positions of a sequence, index among the 2n
+    pieces of the sequence).
     """
     (at, piece), (there, other) = mine, theirs
     if other > piece:

@@ -81,8 +81,7 @@ class ModuleSetting(NamedTuple):
 
     @property
     def of_experts(self) -> "ModuleSetting":
-        """The same setting for experts, which treat a context-parallel rank like a data-parallel rank with shorter
-        sequences."""
+        """The same setting for experts: a context-parallel rank is like a data-parallel rank with shorter sequences."""
         mesh = self.mesh
         alone = replace(mesh, cp=1, dp=lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp)
         return self._replace(mesh=alone, context=self.context // mesh.cp)
@@ -113,10 +112,10 @@ class ModuleBytes(NamedTuple):
 def block_bytes(
     setting: ModuleSetting, layer: int, sequences: int, *, experts: bool, again: bool = False
 ) -> dict[Place, ModuleBytes]:
-    """Returns the bytes of block `layer` with `sequences` sequences: of its experts, if any, or of its other modules in
-    order.
+    """Returns the bytes by place of the experts of block `layer`, if any, or of its other modules in order.
 
-    `again`: each module is recomputed in the backward pass, with cached results of collectives.
+    The block runs with `sequences` sequences. `again`: each module is recomputed in the backward pass, with cached results
+    of collectives.
     """
     config, mesh, least = setting.model, setting.mesh, 1
     if not experts:  # modules that do not depend on expert parallelism are measured once
@@ -291,8 +290,7 @@ class _Measuring:
         return in_turn(calls, x, *args)
 
     def _run(self, place: Place, kind: str, module: nn.Module, x: Tensor, *args: Any) -> Any:
-        """Runs a module, or replaces a module that is not measured by one that saves nothing and has the same output
-        shapes."""
+        """Runs a module, or in place of an unmeasured module an operation with its output shapes that saves nothing."""
         if self._again:  # results of collectives are cached, but not other modules' inputs
             x = x * 1
         if (kind == "moe") == self._experts:

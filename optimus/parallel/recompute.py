@@ -24,8 +24,7 @@ from optimus.step_context import CollectiveCache, StepContext
 
 
 class Recomputation(NamedTuple):
-    """The modules to recompute: norm, attention, mlp or moe of every `every`-th block; or block: segments of `every`
-    blocks."""
+    """The modules to recompute, in every n-th block: norm, attention, mlp or moe; or block, for segments of n blocks."""
 
     kinds: tuple[str, ...] = ()
     every: int = 1

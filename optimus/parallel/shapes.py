@@ -129,8 +129,10 @@ class Shapes(TorchDispatchMode):
         return tuple(self._made(each, columns) for each in made)
 
     def _made(self, made: "_Specification | None", columns: int | None) -> Tensor | None:
-        """Creates a result. Integers get values: drawn ones if they are the top of `columns` columns, since they route
-        tokens, else 0."""
+        """Creates a result.
+
+        Integers get values: drawn ones if they are the top of `columns` columns, since they route tokens, else 0.
+        """
         if made is None or made.dtype.is_floating_point:
             return (
                 None if made is None else torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)

@@ -26,11 +26,10 @@ from optimus.parallel.options import StageOptions
 
 
 class SplitTokens(TokenSplit):
-    """A `TokenSplit` over a grid of ranks, `rows` x `columns`, and over `parts`, the ranks with other parts of the
-    sequences.
+    """A `TokenSplit` over a `rows` x `columns` grid of ranks.
 
-    `sequence`: the rows of the residual stream are sharded over `rows`. `duplicates`: all ranks of the grid process the
-    same tokens.
+    `parts` are the ranks with other parts of the sequences. `sequence`: the rows of the residual stream are sharded over
+    `rows`. `duplicates`: all ranks of the grid process the same tokens.
     """
 
     def __init__(self, rows: Group, columns: Group, parts: Group, *, sequence: bool, duplicates: bool) -> None:
@@ -52,8 +51,7 @@ class SplitTokens(TokenSplit):
         return y_TH if self.sequence else join_rows(y_TH, self.rows)
 
     def sum(self, stats: RouterStats) -> RouterStats:
-        """Sums over the grid, whose ranks compute the same loss, and over the parts, each of which contributes its share of
-        the loss."""
+        """Sums over the grid, whose ranks compute the same loss, and over the parts, which share the loss."""
         sums = torch.cat([stats.counts_E, stats.probabilities_E, stats.z[None]])
         tokens = stats.tokens * self.parts.size
         if not self.duplicates:

@@ -31,12 +31,12 @@ from optimus.step_context import StepContext
 
 
 class SplitVocabulary(Vocabulary):
-    """A `Vocabulary` sharded over `parts`, with the hidden dim sharded over `columns`; `tokens` are the entries of each
-    shard.
+    """A `Vocabulary` sharded over `parts`, with the hidden dim sharded over `columns`.
 
-    `sequence`: the rows of the residual stream are sharded over `parts`; otherwise every rank has all rows. If every
-    pipeline rank has a shard of the vocabulary, `everyone` are all ranks with other entries, and ranks of `parts` are
-    adjacent in it. Only `logits` covers the shards of `everyone`; `loss` must not be used then.
+    `tokens` are the entries of each shard. `sequence`: the rows of the residual stream are sharded over `parts`; otherwise
+    every rank has all rows. If every pipeline rank has a shard of the vocabulary, `everyone` are all ranks with other
+    entries, and ranks of `parts` are adjacent in it. Only `logits` covers the shards of `everyone`; `loss` must not be used
+    then.
     """
 
     def __init__(

@@ -41,8 +41,10 @@ class Allocations:
         self._lock = RLock()  # a storage may be freed in another thread, or in this one while it counts
 
     def allocated(self, storage: UntypedStorage) -> None:
-        """Counts the current memory of `storage`. Its previous memory is alive until then, because a resize copies the
-        contents."""
+        """Counts the current memory of `storage`.
+
+        Its previous memory is alive until then, because a resize copies the contents.
+        """
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
             self.current += size

@@ -193,8 +193,10 @@ class _Pool:
 
     @contextlib.contextmanager
     def lend(self, n: int, kept: bool = True) -> Iterator[tuple[list[_Worker], str]]:
-        """Lends `n` workers, and a file for their rendezvous. After any exception the workers are killed, not
-        taken back."""
+        """Lends `n` workers, and a file for their rendezvous.
+
+        After any exception the workers are killed, not taken back.
+        """
         store = Path(self.folder.name) / f"call{next(self.calls)}"
         self.idle = [worker for worker in self.idle if worker.process.is_alive()]
         taken = n if kept else 0

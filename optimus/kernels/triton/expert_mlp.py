@@ -78,8 +78,7 @@ class ExpertMLP(torch.autograd.Function):
 
 
 def _gradient(weight: Tensor, buffer: GradientBuffer | None, write: Callable[..., Tensor]) -> Tensor | None:
-    """Returns the gradient for autograd to add, or adds it to the buffer and returns None; a buffer can be
-    reduced at once."""
+    """Returns the gradient for autograd, or adds it to the buffer, which can be reduced at once, and returns None."""
     if buffer is None:
         return write(torch.empty_like(weight), accumulate=False)
     buffer.add(lambda grad: write(grad.view(weight.shape), accumulate=True))

@@ -1,5 +1,4 @@
-"""Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and the sums of its backward pass (lines
-98-113).
+"""Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and sums of its backward pass (lines 98-113).
 
 With the dense inverse index, one program computes every output element as a sum over k, in the order of the choices. The
 same kernel, without weights, sums the gradient of the block's input. `expert_down` implements the scaling of line 107 and
@@ -17,8 +16,10 @@ _CHOICES = 256  # choices per program in the summation of parts
 
 
 def expert_reduce(y_PH: Tensor, weights_TK: Tensor | None, position_TK: Tensor) -> Tensor:
-    """Returns for each token the sum over k of weights[t, k] * y[position[t, k]]; [T, H] in y's dtype. Skips positions of
-    -1."""
+    """Returns for each token the sum over k of weights[t, k] * y[position[t, k]]; [T, H] in y's dtype.
+
+    Skips positions of -1.
+    """
     (T, K), H = position_TK.shape, y_PH.shape[1]
     out_TH = y_PH.new_empty(T, H)
     columns = min(_COLUMNS, triton.next_power_of_2(H))
@@ -30,8 +31,7 @@ def expert_reduce(y_PH: Tensor, weights_TK: Tensor | None, position_TK: Tensor) 
 
 
 def expert_reduce_backward(weight_grad_PC: Tensor, weights_TK: Tensor, position_TK: Tensor) -> Tensor:
-    """Returns the gradient of the routing weights in their dtype: the sum of each row's parts; 0 for experts of other
-    ranks."""
+    """Returns the gradient of the routing weights in their dtype: the sum of each row's parts, 0 without a row."""
     weights_grad_TK = weights_TK.new_empty(weights_TK.shape)
     choices = weights_TK.numel()
     _sum_parts[(max(1, triton.cdiv(choices, _CHOICES)),)](

@@ -30,10 +30,9 @@ def expert_up(
     *,
     clamped: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (z_PJ, h_PI) in x's dtype: gate and up projection of every row's token, with optional bias, and the
-    activation.
+    """Returns (z_PJ, h_PI) in x's dtype: gate and up projections of every row's token, and their activation.
 
-    The activation is `clamped_silu` or silu.
+    `bias_EJ` is an optional bias of the projections. The activation is `clamped_silu` or silu.
     """
     J, H = gate_up_EJH.shape[1:]
     I, P = J // 2, len(token_P)
@@ -51,8 +50,7 @@ def expert_up(
 
 
 def expert_up_backward(z_grad_PJ: Tensor, gate_up_EJH: Tensor, routes: TokenIndex) -> Tensor:
-    """Returns the gradient of x [T, H]: a product per row, then for each token the sum of its rows in the order of its
-    choices."""
+    """Returns the gradient of x [T, H]: a product per row, then per token the sum of its rows in order of choice."""
     x_grad_PH = grouped_product("up_backward", z_grad_PJ, gate_up_EJH, routes, transposed=False)
     return expert_reduce(x_grad_PH, None, routes.position_TK)
 

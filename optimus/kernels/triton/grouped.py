@@ -45,8 +45,7 @@ def weight_gradient(
     tokens_TG: Tensor, rows_PO: Tensor, token_P: Tensor, routes: TokenIndex, *, rows_first: bool, into: Tensor,
     accumulate: bool,
 ) -> Tensor:  # fmt: skip
-    """Computes for each expert the sum over its rows of the outer product of the token's `tokens_TG` and the row's
-    `rows_PO`.
+    """Computes for each expert the sum over its rows of outer products of `tokens_TG` and `rows_PO`.
 
     The result is [E, G, O], or [E, O, G] with `rows_first`, and is written or added to `into`, which is returned. One
     program owns a tile of one expert's gradient, sums over the expert's rows in order, in registers, and adds to every
@@ -67,8 +66,7 @@ def weight_gradient(
 
 @triton.jit
 def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Clamps columns to readable ones; returns them unchanged if tiles divide N, so that the compiler sees contiguous
-    loads."""
+    """Clamps columns to readable ones. If tiles divide N, nothing changes and the compiler sees contiguous loads."""
     if N % COLUMNS == 0:
         return columns
     else:
@@ -77,8 +75,7 @@ def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def halves(x, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """Returns the left and right halves of the columns of [ROWS, 2 HALF]; both are in the same threads, so no
-    data moves."""
+    """Returns the two halves of the columns of [ROWS, 2 HALF]; each thread has both, so no data moves."""
     return x.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
 
 

@@ -15,8 +15,10 @@ _BLOCK_ELEMENTS = 4096
 
 
 def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (x normalised over its last dim and scaled, 1 / root mean square of each row). `x_TH`, of any dims, is
-    contiguous."""
+    """Returns (x normalised over its last dim and scaled, 1 / root mean square of each row).
+
+    `x_TH`, of any dims, is contiguous.
+    """
     T, H = x_TH.numel() // len(w_H), len(w_H)
     y_TH, r_T = torch.empty_like(x_TH), x_TH.new_empty(T, dtype=torch.float32)
     rows, blocks = _blocks(T, H)

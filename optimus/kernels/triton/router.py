@@ -32,11 +32,11 @@ class Routed(NamedTuple):
 def router(
     logits_TE: Tensor, experts_per_token: int, *, forced_T: Tensor | None = None, renormalise: bool = False
 ) -> Routed:
-    """Computes a softmax over E in fp32 and chooses the K largest, or with `forced_T` (int64) experts f*K ... f*K + K-1
-    modulo E.
+    """Computes a softmax over E in fp32 and chooses the K largest.
 
-    Ties go to the expert with the lower index. `renormalise` makes a token's weights sum to 1. Gradients flow from weights,
-    probabilities and z to the logits.
+    With `forced_T` (int64), f for each token, the chosen experts are f*K ... f*K + K-1 modulo E. Ties go to the expert with
+    the lower index. `renormalise` makes a token's weights sum to 1. Gradients flow from weights, probabilities and z to the
+    logits.
     """
     return Routed(*_Router.apply(logits_TE, experts_per_token, forced_T, renormalise))
 

@@ -41,10 +41,10 @@ class TokenIndex(NamedTuple):
 
 
 def token_index(indices_TK: Tensor, experts: int, row_tile: int, rows: int | None = None) -> TokenIndex:
-    """Sorts the choices of `experts` local experts; see `token_count` for the indices. There must be fewer than 2^31
-    choices.
+    """Sorts the choices of `experts` local experts; see `token_count` for the indices.
 
-    `rows` is the number of local choices, if the host knows it; otherwise buffers have room for all choices.
+    There must be fewer than 2^31 choices. `rows` is the number of local choices, if the host knows it; otherwise buffers
+    have room for all choices.
     """
     indices_TK = indices_TK.contiguous()
     T, K = indices_TK.shape

@@ -82,8 +82,7 @@ def tiles(kernel: Kernel, x: Tensor, row_tile: int, columns: int, inner: int) ->
 
 
 def row_tile(x: Tensor, choices: int, experts: int) -> int:
-    """Returns the rows of one tile of routed rows. All products of a layer use the same tile, and share the
-    table of tiles."""
+    """Returns the rows of one tile of routed rows; a layer's products share this size and the table of tiles."""
     return min(preferred("up", x.dtype, devices.chip_of(x.device)).rows, pow2(choices // experts))
 
 
@@ -123,8 +122,7 @@ def stage_bytes(tiles: Tiles, kernel: Kernel, element_size: int) -> int:
 
 
 def by_descriptors(*tensors: Tensor) -> bool:
-    """Returns True if the chip's TMA can read tiles of these tensors with contiguous last dims: 16 bits, strides of 16
-    bytes."""
+    """Returns True if the chip's TMA can read tiles of these tensors: 16 bits, contiguous last dim, strides of 16 bytes."""
     return devices.chip_of(tensors[0].device).tma and all(
         t.element_size() == 2 and t.numel() and not any(n % 8 for n in (*t.stride()[:-1], t.storage_offset()))
         for t in tensors
@@ -137,7 +135,6 @@ def adds_in_memory(into: Tensor) -> bool:
 
 
 def programs(x: Tensor, work: int) -> int:
-    """Returns the number of programs for `work` tiles: one per processor if TMA prefetches the next tile, else one per
-    tile."""
+    """Returns the number of programs for `work` tiles: one per processor if TMA prefetches, else one per tile."""
     chip = devices.chip_of(x.device)
     return max(1, min(work, chip.processors) if chip.tma else work)

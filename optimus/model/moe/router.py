@@ -18,13 +18,12 @@ from optimus.step_context import StepContext
 
 
 class Router(ProjectionModule):
-    """Scores all experts and chooses the K with the largest scores, which are also their weights; `choosing` has further
-    settings.
+    """Scores all experts and chooses the K with the largest scores, which also become the weights.
 
     Scores are a softmax or a sigmoid of the logits. With `groups`, a token chooses experts in the `groups_per_token` groups
     whose two largest scores have the largest sums. Weights are normalised to sum to 1 (`renormalise`) and multiplied by
     `scale`. A `bias` per expert is added to the scores for the choice only (DeepSeek-V3, section 2.1.2); `move_biases`
-    updates the bias. A `logit_bias` is a parameter of the projection.
+    updates the bias. A `logit_bias` is a parameter of the projection. All these settings are in `choosing`.
 
     `force_balanced` forces the paper's uniform routing (section 2.3), with the router's scores as weights: token t of a
     sequence goes to experts t*K ... t*K + K-1 modulo E. All experts get the same number of tokens of a sequence, or one

@@ -13,10 +13,10 @@ from optimus.model.architecture import ModelConfig
 
 
 class RouterStats(NamedTuple):
-    """Sums over the tokens of one or more layers, from which the router losses are computed; statistics of layers are
-    added.
+    """Sums over the tokens of one or more layers, from which the router losses are computed.
 
-    Both losses are functions of these sums, so their values do not depend on how the layers are distributed.
+    Statistics of layers are added. Both losses are functions of these sums, so their values do not depend on how the layers
+    are distributed.
     """
 
     counts_E: Tensor  # how often each expert was chosen; fp32, no gradient

@@ -16,8 +16,7 @@ class TokenSplit:
         return x_TH
 
     def own(self, of_T: Tensor) -> Tensor:
-        """Selects [U]: from one number per token, replicated on the devices that share a microbatch, the numbers of
-        `take`'s tokens."""
+        """Selects [U], the values of `take`'s tokens, from a value per token that all ranks of a microbatch have."""
         return of_T
 
     def put_back(self, y_UH: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""All-gather dispatch: every rank gets every token and computes its own experts. Stage 1 of the Optimus paper (section
+"""All-gather dispatch: every rank gets every token and computes its own experts (stage 1 of the Optimus paper, section
 3.1).
 
 One regular collective in each direction moves (N - 1) times the tokens of a rank, for any routing. Regular collectives take

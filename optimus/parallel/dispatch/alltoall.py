@@ -102,10 +102,9 @@ class AllToAllDispatch:
     def __call__(
         self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute, overlapped: Overlapped = NOTHING
     ) -> Tensor:
-        """Dispatches and combines by five all-to-alls: counts, for which the host waits; tokens, weights and choices;
-        results.
+        """Dispatches and combines by five all-to-alls: counts, then tokens, weights and choices, then results.
 
-        The result is [T, H].
+        The host waits for the counts. The result is [T, H].
         """
         rank_TK = indices_TK // self.experts_per_rank
         rows_N = needed_by(rank_TK, self.group.size).sum(0)
@@ -114,8 +113,10 @@ class AllToAllDispatch:
         return self.exchange(x_TH, weights_TK, indices_TK, experts, ExchangeCounts(*counts), overlapped)
 
     def exchange_counts(self, send_N2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchanges (rows, choices) for each rank. Returns the sent ones, the received ones, and the totals of each of the
-        parts."""
+        """Exchanges (rows, choices) for each rank.
+
+        Returns the sent ones, the received ones, and the totals of each of the parts.
+        """
         receive_N2 = self.group.all_to_all(send_N2)
         totals_P2 = receive_N2.sum(0, keepdim=True)
         if self.parts.size > 1 and not self.duplicates:

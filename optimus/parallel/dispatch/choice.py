@@ -72,15 +72,16 @@ def dispatcher(
 
 
 def copies(experts: int, parts: int, chosen: int) -> float:
-    """Returns the expected number of `parts`, equal parts of the experts, that contain any of a token's randomly chosen
-    experts."""
+    """Returns the expected number of equal `parts` of the experts with any of a token's randomly chosen experts."""
     elsewhere = comb(experts - experts // parts, chosen) / comb(experts, chosen)
     return parts * (1 - elsewhere)
 
 
 def dispatch_of(groups: Groups, options: StageOptions, experts: int) -> Dispatch:
-    """Returns the dispatcher of a layer with `experts` experts. Raises `UserError` if the experts cannot be
-    divided evenly."""
+    """Returns the dispatcher of a layer with `experts` experts.
+
+    Raises `UserError` if the experts cannot be divided evenly.
+    """
     ranks, parts = groups.along("ep"), groups.along("etp")
     if ranks.size * parts.size == 1:
         return local_dispatch

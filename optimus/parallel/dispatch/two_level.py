@@ -34,10 +34,9 @@ class TwoLevelDispatch:
     def __call__(
         self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: Overlapped = NOTHING
     ) -> Tensor:
-        """Dispatches and combines by ten all-to-alls, half of them within the node; the host waits once for the counts of
-        both levels.
+        """Dispatches and combines by ten all-to-alls, half of them within the node.
 
-        The result is [T, H].
+        The host waits once for the counts of both levels. The result is [T, H].
         """
         across, within = cached(lambda: read_counts(*self._exchange_counts(indices_TK)), self.across.group)
         on_node = partial(self._on_node, experts, ExchangeCounts(*within))
@@ -55,8 +54,10 @@ class TwoLevelDispatch:
         return self.within.exchange(x_RH, weights_RK, local_RK, experts, counts)
 
     def _exchange_counts(self, indices_TK: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields the counts of both levels. Other nodes tell this rank the rows to send within its node: the rows they send
-        to it."""
+        """Yields the counts of both levels.
+
+        Other nodes tell this rank the rows to send within its node: the rows they send to it.
+        """
         nodes, ranks = self.across.group.size, self.within.group.size
         rank_TK = indices_TK // self.within.experts_per_rank
         needed_TNM = needed_by(rank_TK, nodes * ranks).view(-1, nodes, ranks)
