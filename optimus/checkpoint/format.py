@@ -164,7 +164,7 @@ def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
 class _Plain:
     """A stand-in for an instance of a DCP class, with the class's name and the pickled state.
 
-    Importing the classes takes longer than importing torch.
+    Importing DCP's own classes would take longer than importing torch.
     """
 
     name = ""

@@ -154,9 +154,9 @@ class Saver:
         return done
 
     def complete(self) -> str:
-        """Completes checkpoints in progress, which would be lost, when the run ends for another reason with all ranks
-        alive.
+        """Completes checkpoints in progress when the run ends for another reason with all ranks alive.
 
+        Without completion the checkpoints would be lost, and with them the steps since the one before.
         Returns an addition to the message of that reason, if a disk fails.
         """
         try:

@@ -59,7 +59,10 @@ def tiles(shape: Sequence[int], longest: int = LONGEST) -> Iterator[tuple[tuple[
 
 
 def range_slices(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields (offsets, sizes) of slices that cover elements `start` to `end` of a row-major block, in order."""
+    """Yields (offsets, sizes) of slices that cover elements `start` to `end` of a row-major block, in order.
+
+    Yields nothing for an empty range.
+    """
     if start >= end:
         return
     if len(shape) <= 1:

@@ -65,7 +65,7 @@ class KVCache:
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)). The norm may be before the module, after the module, or both.
 
-    `forward` may call its units in any order: neither parameter gathering nor recomputation nor memory accounting depends
+    `forward` may call its units in any order: parameter gathering, recomputation and memory accounting do not depend
     on the order.
     """
 
