@@ -1,1 +1,1 @@
-"""Checkpoints: what is written where, atomically, and reading it back. Begin with `folder.py`."""
+"""Checkpoints: atomic writing, and checked reading. Start with `folder.py`."""

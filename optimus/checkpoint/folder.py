@@ -1,14 +1,14 @@
 """The folder of a checkpoint and its description.
 
-    checkpoint.json         what it is: model, step, precision, data, configuration
-    tokenizer.json          the tokenizer of its data
+    checkpoint.json         the description: model, step, precision, data, configuration
+    tokenizer.json          the tokenizer of the training data
     .metadata, *.distcp     the tensors; see `format.py`
-    manifest.json           sizes and sums of all that; written last; see `manifest.py`
+    manifest.json           sizes and checksums of all these files; written last; see `manifest.py`
 
-A run keeps in `checkpoints/` full checkpoints `step-N`, of which the newest can be resumed, and `weights-N`, which are
-weights only. What is frozen is written once, into `frozen-K`, which full checkpoints refer to; `weights-N` have everything
-themselves, as they may be kept for ever and elsewhere. A folder appears under its name only when it is complete: it is
-written as `.NAME.partial` and renamed. What a run leaves behind when it goes back is kept in `checkpoints/abandoned-K`.
+A run keeps in `checkpoints/` full checkpoints `step-N`, of which the newest is resumed, and `weights-N` with weights only.
+Frozen parameters are written once, into `frozen-K`, which full checkpoints refer to. `weights-N` are self-contained,
+because they may be kept for ever and elsewhere. A folder gets its name only when complete: it is written as `.NAME.partial`
+and renamed. A rollback moves later checkpoints to `checkpoints/abandoned-K`.
 """
 
 import json
@@ -38,69 +38,70 @@ _NAME = re.compile(r"^(step|weights)-(\d+)$")
 
 
 class DamagedError(UserError):
-    """A checkpoint is not what was written: another one may be."""
+    """A checkpoint differs from what was written; another checkpoint may be intact."""
 
 
 def damaged(folder: Path, reason: str) -> DamagedError:
-    """The error that says so."""
+    """Returns the `DamagedError` for a checkpoint and a reason."""
     return DamagedError(f"checkpoint {folder} is damaged: {reason}. Use another one")
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint says of itself. `full` ones can be resumed; the others hold weights only."""
+    """The description of a checkpoint. `full` checkpoints can be resumed; others hold weights only."""
 
     model: ModelConfig
-    context: int  # the longest sequences that it has been trained on, here or before
+    context: int  # the longest sequences in training so far, in this run or before
     step: int
     full: bool
     precision: str = "float32"
     eos_id: int | None = None
     tokenizer: Path | None = None  # the file inside the folder
-    run: dict[str, Any] = field(default_factory=dict)  # what a resumed run must share: seed, batch, data fingerprint
-    progress: dict[str, Any] = field(default_factory=dict)  # what a resumed run continues: counters, place in the data
-    config: dict[str, Any] = field(default_factory=dict)  # the whole configuration of the run, as it was
+    run: dict[str, Any] = field(default_factory=dict)  # must match in a resumed run: seed, batch, data fingerprint
+    progress: dict[str, Any] = field(default_factory=dict)  # continued by a resumed run: counters, position in the data
+    config: dict[str, Any] = field(default_factory=dict)  # the run's whole configuration, as it was
     random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64
-    written: dict[str, Any] = field(default_factory=dict)  # by how many ranks, and how many of them were on a node
-    published: dict[str, Any] = field(default_factory=dict)  # what the folder says that it began with; hub/published.py
-    chat: dict[str, Any] = field(
-        default_factory=dict
-    )  # how its data has conversations as text: `data.chat.ChatTemplate`
-    frozen: str | None = None  # the folder beside this one that has the parameters that are not here
+    written: dict[str, Any] = field(default_factory=dict)  # number of ranks that wrote, and ranks per node
+    published: dict[str, Any] = field(default_factory=dict)  # metadata of the imported folder; see hub/published.py
+    chat: dict[str, Any] = field(default_factory=dict)  # chat template of the training data: `data.chat.ChatTemplate`
+    frozen: str | None = None  # the sibling folder with the frozen parameters that are not in this one
 
     @property
     def unpruned(self) -> float:
-        """The share that is left of what is pruned."""
+        """The unpruned fraction of the pruned parameters."""
         return float(self.progress.get("unpruned", 1.0))
 
     @property
     def prunings(self) -> int:
-        """How often its run has pruned."""
+        """Number of prunings in the run."""
         return int(self.progress.get("prunings", self.unpruned < 1))
 
     def weights_only(self, precision: str) -> "Description":
-        """That of a checkpoint of the same weights in `precision`, and of nothing else."""
+        """Returns the description of a checkpoint of the same weights in `precision`, without any other state."""
         return replace(self, full=False, precision=precision, random={}, written={}, frozen=None)
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Where a run keeps the full checkpoint of `step`."""
+    """Returns the path of the full checkpoint of `step` in a run."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
 def weights_folder(run: Path, step: int) -> Path:
-    """Where a run keeps the weights of `step`."""
+    """Returns the path of the weights-only checkpoint of `step` in a run."""
     return run / "checkpoints" / f"weights-{step:08d}"
 
 
 def frozen_folders(run: Path) -> list[Path]:
-    """Where a run keeps, or has kept, its frozen parameters, oldest first."""
+    """Returns the run's folders of frozen parameters, oldest first."""
     return sorted((run / "checkpoints").glob("frozen-*"), key=step_of)
 
 
 def frozen_beside(path: Path, description: Description) -> Path | None:
-    """The folder of frozen parameters that the checkpoint `path` refers to, if any: beside it, or beside the folder of what
-    has been abandoned. Raises `DamagedError` where it is in neither."""
+    """Returns the folder of frozen parameters that the checkpoint `path` refers to, or None.
+
+    The folder is a sibling of the checkpoint, or of the folder of abandoned checkpoints. Raises `DamagedError` if it is in
+    neither place.
+    """
     if description.frozen is None:
         return None
     for place in (path.absolute().parent, path.absolute().parent.parent):
@@ -110,32 +111,32 @@ def frozen_beside(path: Path, description: Description) -> Path | None:
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Returns the step in a checkpoint's name."""
     return int(path.name.rpartition("-")[2])
 
 
 def list_checkpoints(run: Path, *kinds: str) -> list[Path]:
-    """Complete checkpoints of a run folder, oldest first: `step` (the default), full ones, and `weights`."""
+    """Returns the complete checkpoints of a run folder, oldest first: `step` (the default), full ones, and `weights`."""
     return [path for path in all_folders(run, *(kinds or ("step",))) if (path / MANIFEST).is_file()]
 
 
 def all_folders(run: Path, *kinds: str) -> list[Path]:
-    """What has the name of a checkpoint (of these kinds) in a run folder, oldest first; a damaged one may have lost all."""
+    """Returns all folders in a run named like a checkpoint (of these kinds), oldest first, whether damaged or not."""
     found = [path for path in (run / "checkpoints").glob("*-*") if _NAME.match(path.name)]
     wanted = [path for path in found if not kinds or path.name.partition("-")[0] in kinds]
     return sorted(wanted, key=lambda path: (step_of(path), path.name))
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint folder that `path` names: itself, or the newest one of a run folder.
+    """Returns the checkpoint folder that `path` names: itself, or the newest one of a run folder.
 
-    Raises `UserError` when there is none.
+    Raises `UserError` if there is none.
     """
     path = user_path(path)
     if (path / DESCRIPTION).is_file() or (path / MANIFEST).is_file():
         return path
     if path.is_dir() and _NAME.match(path.name) and not (path / "checkpoints").is_dir():
-        return path  # and damaged, as will be said
+        return path  # a damaged one, as its reader will report
     found = list_checkpoints(path, "step", "weights")
     if found:
         return max(found, key=lambda path: (step_of(path), path.name < "t"))
@@ -149,7 +150,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def _of_another_program(path: Path) -> str | None:
-    """What a file or folder is that no run of ours has written, and what to do with it; None where that is not known."""
+    """Describes a file or folder that no run of ours has written, with a remedy; None if it is not recognised."""
     cure = "save the model as a Hugging Face folder (save_pretrained) and turn that into a checkpoint with `optimus import`"
     if path.is_file():
         if _is_of_torch_save(path):
@@ -172,16 +173,16 @@ def _is_of_torch_save(file: Path) -> bool:
         with zipfile.ZipFile(file) as archive:
             return any(name.endswith("/data.pkl") for name in archive.namelist())
     except (OSError, zipfile.BadZipFile):
-        return file.suffix in (".pt", ".pth", ".ckpt")  # as torch has written them formerly
+        return file.suffix in (".pt", ".pth", ".ckpt")  # formats that older versions of torch wrote
 
 
 def read_description(path: Path) -> Description:
-    """The description of the checkpoint folder `path`.
+    """Reads the description of the checkpoint folder `path`.
 
-    Raises `UserError` when it is newer than this code, `DamagedError` when it cannot be read.
+    Raises `UserError` if it is newer than this code, `DamagedError` if it cannot be read.
     """
     if what := _of_another_program(path):
-        raise DamagedError(f"{path} is {what}")  # for a run that goes on from another one it is as good as damaged
+        raise DamagedError(f"{path} is {what}")  # a run may resume from another checkpoint
     file = path / DESCRIPTION
     try:
         raw = parse_json(file.read_text(encoding="utf-8"))
@@ -204,13 +205,13 @@ def read_description(path: Path) -> Description:
 
 
 def write_description(folder: Path, description: Description) -> None:
-    """Write `checkpoint.json` into `folder`."""
+    """Writes `checkpoint.json` into `folder`."""
     raw = {"format": FORMAT, "version": VERSION, **asdict(description), "model": description.model.model_dump()}
     raw["tokenizer"] = description.tokenizer is not None
     (folder / DESCRIPTION).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """`key a there, b here` for every key whose values differ, as part of a message; empty when all agree."""
+    """Returns `key a there, b here` for every key whose values differ, as part of a message; empty if all agree."""
     keys = [key for key in here if there.get(key) != here[key]]
     return ", ".join(f"{key} is {there.get(key)!r} there and {here[key]!r} here" for key in keys)

@@ -1,9 +1,9 @@
-"""The files of tensors, in the format of torch.distributed.checkpoint (DCP): any of its tools reads them.
+"""The files of tensors, in the format of torch.distributed.checkpoint (DCP), readable by any of its tools.
 
-Each writing rank has one file, `__RANK_0.distcp`, of slices end to end, each an archive as `torch.save` makes it.
-`.metadata` says where every slice of every global tensor lies. We write and read the format ourselves, because DCP's own
-writer neither sums what it writes nor lets each rank offer slices of one global tensor without a collective, and its reader
-checks neither sums nor whether everything wanted was there.
+Each writing rank has one file, `__RANK_0.distcp`, of slices end to end; each slice is an archive of `torch.save`.
+`.metadata` locates every slice of every global tensor. The format is implemented here, because DCP's writer computes no
+checksums and cannot let ranks contribute slices of one global tensor without a collective. Its reader checks neither
+checksums nor completeness.
 """
 
 import io
@@ -21,10 +21,10 @@ from optimus.checkpoint.slices import TensorSlice
 
 
 class StoredSlice(NamedTuple):
-    """A slice in a file: which part of which global tensor, and the bytes that it takes."""
+    """A slice in a file: its region of a global tensor, and its byte range."""
 
     key: str
-    dtype: str  # of torch, without its name in front
+    dtype: str  # torch's name, without the prefix
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -38,7 +38,7 @@ AnySlice = TypeVar("AnySlice", StoredSlice, TensorSlice)
 
 
 class _Summing(io.RawIOBase):
-    """A file that sums what is written to it (CRC-32, which sees every flipped bit and costs a tenth of the writing)."""
+    """A file that computes a CRC-32 of its content: every flipped bit is detected, at a tenth of the writing time."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -61,14 +61,14 @@ class _Summing(io.RawIOBase):
 
 
 def file_of(rank: int) -> str:
-    """The name of the file that `rank` writes, as DCP names it."""
+    """Returns the name of the file that `rank` writes, in DCP's convention."""
     return f"__{rank}_0.distcp"
 
 
 def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> list[StoredSlice]:
-    """Append `slices` to a new file of that name, and bring them onto the disk; returns where each one lies.
+    """Appends `slices` to a new file of that name and syncs them to disk; returns their positions.
 
-    While a slice is summed, those before it are already on their way to the disk.
+    Earlier slices are flushed to disk while the checksum of the next one is computed.
     """
     stored, start = [], 0
     with ThreadPoolExecutor(1) as pool:
@@ -77,7 +77,7 @@ def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> li
             summing = _Summing(file)
             try:
                 torch.save(_with_own_storage(slice_.tensor), summing)  # type: ignore[arg-type]
-            except RuntimeError as error:  # its archive cannot be ended, it says, and not that the disk is full
+            except RuntimeError as error:  # torch reports an unfinished archive, not that the disk is full
                 raise summing.failure or error from None
             dtype = str(slice_.tensor.dtype).removeprefix("torch.")
             at = tuple(slice_.tensor.shape), name, start, summing.length, summing.crc
@@ -94,8 +94,11 @@ def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> li
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """The tensor on the host, with a storage of its bytes alone: of a view, `torch.save` writes the whole storage. Memory
-    is shared: a copy of each slice takes longer than its two sums."""
+    """Returns the tensor on the host, with a storage of its bytes alone.
+
+    `torch.save` would write the whole storage of a view. Memory is shared, because copying each slice would take longer
+    than its two checksums.
+    """
     here = tensor.detach().cpu().contiguous()
     start = here.storage_offset() * here.itemsize
     own = here.untyped_storage()[start : start + here.nbytes]
@@ -103,7 +106,7 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
 
 
 def read_slice(content: bytes) -> Tensor:
-    """The tensor of a slice's bytes. Nothing but a tensor is admitted."""
+    """Returns the tensor of a slice's bytes. Refuses anything but a tensor."""
     tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     if not isinstance(tensor, Tensor):
         raise ValueError(f"a {type(tensor).__name__} where a tensor should be")
@@ -111,7 +114,7 @@ def read_slice(content: bytes) -> Tensor:
 
 
 def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
-    """Slices, in a file or not, by the tensor that they are of."""
+    """Groups slices, stored or not, by tensor."""
     found: dict[str, list[AnySlice]] = {}
     for each in slices:
         found.setdefault(each.key, []).append(each)
@@ -119,8 +122,8 @@ def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
 
 
 def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
-    """What `.metadata` holds."""
-    from torch.distributed.checkpoint import metadata as dcp  # a second to import, which only who writes needs
+    """Returns the content of `.metadata`."""
+    from torch.distributed.checkpoint import metadata as dcp  # takes a second to import, and only writers need it
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
     tensors: dict[str, Any] = {}
@@ -138,7 +141,10 @@ def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
 
 
 def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
-    """The slices that `.metadata` tells of, sums still zero. Raises `pickle.UnpicklingError` at whatever is not DCP's."""
+    """Yields the slices in `.metadata`, with zero checksums.
+
+    Raises `pickle.UnpicklingError` for anything that DCP does not write.
+    """
     metadata = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(metadata, _Plain) or metadata.name != "Metadata":
         raise pickle.UnpicklingError(f"a {type(metadata).__name__} is no metadata")
@@ -156,8 +162,10 @@ def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
 
 
 class _Plain:
-    """An instance of a class of DCP's, by the class's name: its attributes, or what it has in their place. To import the
-    classes takes longer than to import torch."""
+    """A stand-in for an instance of a DCP class, with the class's name and the pickled state.
+
+    Importing DCP's own classes would take longer than importing torch.
+    """
 
     name = ""
 
@@ -169,7 +177,7 @@ class _Plain:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Admits the classes that `.metadata` is made of, as plain ones."""
+    """Admits only the classes that `.metadata` consists of, as stand-ins."""
 
     _METADATA = (
         "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",

@@ -1,4 +1,4 @@
-"""What the commands `optimus checkpoint ...` do: list a run's checkpoints, check, describe and convert one."""
+"""The commands `optimus checkpoint ...`: list a run's checkpoints; verify, describe and convert one."""
 
 import re
 from collections import Counter
@@ -24,10 +24,10 @@ To = Literal["weights", "torch", "safetensors"]
 
 
 def list_run(run: str | Path) -> list[dict[str, Any]]:
-    """The checkpoints of a run, oldest first: `path`, `step`, `kind` (full or weights), `bytes`, `problem` (None where all
-    files are there, of their sizes and readable) and `resumes` (whether `--resume` would begin with it).
+    """Lists the checkpoints of a run, oldest first.
 
-    Raises `UserError` when `run` is no run folder.
+    Each has `path`, `step`, `kind` (full or weights), `bytes`, `problem` (None if all files are present, readable and of
+    the right size) and `resumes` (True if `--resume` would start from it). Raises `UserError` if `run` is no run folder.
     """
     run = user_path(run)
     if not (run / "checkpoints").is_dir() and not (run / "config.yaml").is_file():
@@ -40,9 +40,9 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
 
 
 def verify_all(path: str | Path) -> dict[str, list[str]]:
-    """What is wrong with a checkpoint, or with each of a run's, everything being read; nothing where it is whole.
+    """Reads a checkpoint, or each of a run's, completely; returns a list of problems by path, empty if intact.
 
-    Raises `UserError` when there is no checkpoint at `path`.
+    Raises `UserError` if there is no checkpoint at `path`.
     """
     path = user_path(path)
     found = all_folders(path) or [find_checkpoint(path)]
@@ -50,10 +50,10 @@ def verify_all(path: str | Path) -> dict[str, list[str]]:
 
 
 def show(path: str | Path) -> dict[str, Any]:
-    """What a checkpoint (or the newest of a run) says of itself, and who wrote how much of it.
+    """Describes a checkpoint (or the newest of a run) and the distribution of its bytes over writers.
 
-    Besides the description: `bytes`, `tensors` (global ones), `parameters`, `slices`, `writers` (ranks that wrote a file)
-    and `bytes_by_node`. Raises `UserError` when it cannot be read.
+    In addition to the description: `bytes`, `tensors` (global ones), `parameters`, `slices`, `writers` (ranks that wrote a
+    file) and `bytes_by_node`. Raises `UserError` if the checkpoint cannot be read.
     """
     path = find_checkpoint(path)
     reader = Reader.open(path)
@@ -85,11 +85,12 @@ def show(path: str | Path) -> dict[str, Any]:
 
 
 def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str | None = None) -> dict[str, Any]:
-    """Turn a checkpoint (or the newest of a run) into another form; returns `output`, `bytes` and `tensors`.
+    """Converts a checkpoint (or the newest of a run) into another form; returns `output`, `bytes` and `tensors`.
 
-    weights: a checkpoint of the weights alone, as a run keeps it; torch: one file that `torch.load(weights_only=True)`
-    reads, of all tensors by key; safetensors: likewise. `dtype` (float32, bfloat16) is that of the weights; by default
-    they stay as they are. Everything is held in memory. Raises `UserError`; nothing that exists is touched.
+    weights: a checkpoint of the weights alone, as a run keeps it; torch: one file of all tensors by key, for
+    `torch.load(weights_only=True)`; safetensors: the same as a safetensors file. `dtype` (float32, bfloat16) is the dtype
+    of the weights; by default it is unchanged. Everything is held in memory. Raises `UserError`, and never touches existing
+    files.
     """
     if to not in get_args(To):
         raise UserError(f"`to` is {to!r}: it is one of {', '.join(get_args(To))}")
@@ -131,7 +132,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def _tensors(reader: Reader, dtype: str | None) -> dict[str, Tensor]:
-    """All global tensors by key, the weights in `dtype`."""
+    """Returns all global tensors by key, the weights in `dtype`."""
     tensors = {}
     for key, stored in reader.stored.items():
         type_ = dtype if dtype and key.startswith("model.") else stored[0].dtype
@@ -151,7 +152,7 @@ def _write_file(tensors: dict[str, Tensor], output: Path, to: To) -> None:
 
                 partial.touch()
                 ordinary = partial.stat().st_mode
-                save_file(tensors, partial)  # which nobody but the owner may read
+                save_file(tensors, partial)  # creates the file readable by its owner only
                 partial.chmod(ordinary)
             sync(partial)
             partial.rename(output)

@@ -1,10 +1,9 @@
-"""Who may write into a run folder: one run at a time, which holds a lease on it for as long as it lives.
+"""Leases on run folders: one run at a time may write into a folder, and holds a lease on it for as long as it lives.
 
-`lease.json` names the holder: its token, host and process. All processes of a run have one token, the nodes of a launch and
-its restarts too, so that any of them goes on at once where another has ended. A holder writes the file again every few
-seconds. That works on file systems that nodes share and that have no locks: a lease that nobody has renewed for a minute, by
-the clock of the file system or by ours while we look on, is taken over; so is that of a process of this machine that is no
-more.
+`lease.json` names the holder: its token, host and process. All processes of a run share one token, including the nodes of a
+launch and its restarts, so any of them may continue at once when another has ended. A holder rewrites the file every few
+seconds. The scheme needs no locks on shared file systems. A lease is taken over if nobody has renewed it for a minute, by
+the file system's clock or by ours while we watch, or if its process was on this machine and is dead.
 """
 
 import fcntl
@@ -26,30 +25,30 @@ from optimus.disk import file_system_time, parse_json
 from optimus.errors import UserError, naming_disk_errors
 
 LEASE = "lease.json"
-BEAT, SILENCE = 5.0, 60.0  # seconds between renewals; without one, after which a holder is taken for dead
-_BYTES = 512  # of the file, written at once: who reads it without a lock sees one holder or another
+BEAT, SILENCE = 5.0, 60.0  # seconds between renewals; seconds without one until a holder counts as dead
+_BYTES = 512  # of the file, written at once: a reader without a lock sees one holder or another
 
 
 class LeaseError(UserError):
     """Another run holds the folder."""
 
-    code = 75  # as sysexits.h has it: not now, perhaps later
+    code = 75  # EX_TEMPFAIL of sysexits.h: not now, perhaps later
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds a folder, `several` of its run perhaps at once."""
+    """A process that holds a folder. With `several`, several processes of its run may hold the folder at once."""
 
     token: str
     host: str
-    machine: str  # on which process numbers mean what they mean here
+    machine: str  # the scope of process ids
     pid: int
     started: float
     several: bool
 
     @classmethod
     def here(cls, token: str, several: bool) -> "Holder":
-        """This process."""
+        """Returns this process as a holder."""
         return cls(token, socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time(), several)
 
     def __str__(self) -> str:
@@ -57,7 +56,7 @@ class Holder:
 
     @property
     def lives(self) -> bool | None:
-        """Whether it does; None where that cannot be told from here."""
+        """True if the holder lives, False if it is dead, None if this process cannot tell."""
         if self.machine != _machine():
             return None
         try:
@@ -70,7 +69,10 @@ class Holder:
 
 
 def living_holder(run: Path) -> Holder | None:
-    """Who holds `run` now, as far as can be told at once; who has fallen silent less than a minute ago seems to."""
+    """Returns the current holder of `run`, as far as visible at once.
+
+    A holder silent for less than a minute counts as alive.
+    """
     found = _look(run / LEASE)
     if found is None or found.holder.lives is False:
         return None
@@ -78,16 +80,16 @@ def living_holder(run: Path) -> Holder | None:
 
 
 def check_free(run: Path) -> None:
-    """Raise `LeaseError` when a run holds the folder `run`."""
+    """Raises `LeaseError` if a run holds the folder `run`."""
     if (holder := living_holder(run)) is not None:
         raise _held(run, holder)
 
 
 def check_lease(run: Path, token: str) -> None:
-    """Raise `LeaseError` when the run with this token does not hold the folder `run` any more."""
+    """Raises `LeaseError` if the run with this token no longer holds the folder `run`."""
     try:
         found = _look(run / LEASE)
-    except OSError:  # the file system is away for a while
+    except OSError:  # the file system is temporarily unavailable
         return
     if found is None or found.holder.token != token:
         now = "has been" if found is None else f"is held by {found.holder}: it was"
@@ -98,12 +100,12 @@ def check_lease(run: Path, token: str) -> None:
 
 
 class Lease:
-    """The lease of `run` for the run that has this `token`, inside the context; others are kept out.
+    """The lease of `run` for the run with this `token`, inside the context; other runs are kept out.
 
-    Entering raises `LeaseError` where another run that lives has it. Whether it lives may take a minute to see; a line on
-    stderr says so, and whose lease is taken over. With `kept`, as at first where `several` processes of the run may hold it,
-    the lease stays when the context ends, for the others. A lease that another run has taken in spite of all, from a process
-    that was stopped for long, is not renewed: who writes asks `check_lease`.
+    Entering raises `LeaseError` if another live run holds the lease. Detecting its death may take a minute; lines on stderr
+    report the wait and the takeover. With `kept`, initially true if `several` processes of the run may hold the lease, the
+    lease stays after the context for the others. A lease that another run has taken from a long-stopped process is not
+    renewed: writers call `check_lease`.
     """
 
     def __init__(
@@ -112,12 +114,12 @@ class Lease:
         self.run, self.token, self.kept = run, token, several
         self._path, self._beat, self._silence = run / LEASE, beat, silence
         self._own = Holder.here(token, several)
-        self._dead = ""  # the lease of a holder that is no more
+        self._dead = ""  # the lease of a dead holder
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def wait(self) -> None:
-        """Wait until it is clear that nobody else holds the folder. Raises `LeaseError` as entering does."""
+        """Waits until it is clear that nobody else holds the folder. Raises `LeaseError` like entering the context."""
         began, first = time.monotonic(), None
         while (found := _look(self._path)) is not None and found.holder.token != self.token:
             first = first or found
@@ -142,7 +144,7 @@ class Lease:
             with naming_disk_errors(self.run, "Mend its permissions, or choose another train.output"):
                 self._take()
             self._thread.start()
-        except BaseException:  # such as a signal that ends the process
+        except BaseException:  # for example a signal that ends the process
             if not self.kept:
                 self._abandon()
             raise
@@ -168,16 +170,16 @@ class Lease:
             if there is None or there.token == self.token:
                 self._path.unlink()
         with suppress(OSError):
-            self.run.rmdir()  # where nothing has come of the run
+            self.run.rmdir()  # if the run has left nothing there
 
     def _renew(self) -> None:
-        """Of several holders, who finds that none has since it last looked."""
+        """Renews the lease periodically. With several holders, a holder renews if no other one has since its last look."""
         seen = 0
         while not self._ended.wait(self._beat):
             with (
                 suppress(OSError),
                 _exclusive(self._path, make=False) as file,
-            ):  # the file system may be away for a while
+            ):  # the file system may be temporarily unavailable
                 there, changed = _parse(_read(file)), os.fstat(file).st_mtime_ns
                 if there is not None and there.token != self.token:
                     return
@@ -188,7 +190,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class _Found:
-    """A lease as it is: its text, when it has been renewed, by the file system, and how many seconds ago that was."""
+    """A lease as read: its text, the time of its last renewal by the file system's clock, and seconds since then."""
 
     text: str
     changed: int
@@ -196,7 +198,7 @@ class _Found:
 
     @property
     def holder(self) -> Holder:
-        unknown = Holder("", "a host that it does not name", "", 0, 0.0, True)  # it is being written, or damaged
+        unknown = Holder("", "a host that it does not name", "", 0, 0.0, True)  # being written, or damaged
         return _parse(self.text) or unknown
 
 
@@ -208,7 +210,7 @@ def _look(path: Path) -> _Found | None:
         return None
     try:
         now = file_system_time(path.parent)
-    except OSError:  # it is not ours to write, as will be said
+    except OSError:  # the folder is not writable, which will be reported later
         now = time.time()
     return _Found(text, changed, max(0.0, now - changed / 1e9))
 
@@ -221,14 +223,17 @@ def _held(run: Path, holder: Holder) -> LeaseError:
 
 @contextmanager
 def _exclusive(path: Path, *, make: bool) -> Iterator[int]:
-    """The file, for this process alone where the file system has locks. Where it has none, two that take a lease in the same
-    moment both go on, until one finds that it has lost it."""
+    """Opens the file exclusively for this process, if the file system has locks.
+
+    Without locks, two processes that take a lease at the same moment both continue until one finds that it has lost the
+    lease.
+    """
     while True:
         file = os.open(path, os.O_RDWR | (os.O_CREAT if make else 0), 0o644)
         try:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if os.fstat(file).st_nlink:  # else its last holder has just removed it
+            if os.fstat(file).st_nlink:  # else its last holder has just removed the file
                 yield file
                 return
         finally:
@@ -255,7 +260,7 @@ def _parse(text: str) -> Holder | None:
 
 
 def _machine() -> str:
-    """Of this start of this machine, and of the container that this process is in."""
+    """Identifies this boot of the machine and the container (process namespace) of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""Filling the state from slices that somebody can read: once for all ranks that hold the same, or by each of them."""
+"""Fills the state from slices: one rank of each replica group reads and sends, or every rank reads for itself."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ Read = Callable[[Iterable[TensorSlice]], None]
 
 
 def _check_pruned(chunk: Chunk, whole: Tensor, first: int) -> None:
-    """Raise `UserError` where weights, from element `first` of the chunk on, are not zero though they are pruned."""
+    """Raises `UserError` if pruned weights, from element `first` of the chunk on, are not zero."""
     assert chunk.plan.mask is not None
     extent = chunk.plan.shard if len(whole) < chunk.plan.size else slice(0, chunk.plan.mask.unpruned)
     left = chunk.elements.compressed(whole, extent, first)
@@ -33,7 +33,7 @@ def _check_pruned(chunk: Chunk, whole: Tensor, first: int) -> None:
 
 
 class _Transfer(NamedTuple):
-    """One kind of buffer of a chunk on its way from the rank of `group` that reads it."""
+    """The transfer of one kind of buffer of a chunk from the rank of `group` that reads it."""
 
     chunk: Chunk
     kind: str
@@ -46,7 +46,7 @@ class _Transfer(NamedTuple):
         return self.group.rank == self.reader
 
     def fill(self, whole: Tensor, read: Read, first: int = 0) -> None:
-        """Read what `whole` has of the chunk, from element `first` on."""
+        """Reads the elements of the chunk in `whole`, which starts at element `first`."""
         read(slices(self.chunk.plan, self.kind, whole, first=first))
         if self.pruned and self.kind == "model" and self.chunk.elements.prunes:
             _check_pruned(self.chunk, whole, first)
@@ -61,15 +61,15 @@ def load_slices(
     pruned: bool = False,
     factors: bool = False,
 ) -> int:
-    """Fill the weights, and with `full` what the update rules keep, which else begins anew; make the compute copies anew.
+    """Fills the weights, and with `full` the state of the update rules; refreshes the compute copies.
 
-    All ranks must call. Of those that hold the same parameters, one reads each chunk, in turns, and sends it to the others,
-    by broadcast or by all-reduce (the Optimus paper, section 4: model broadcasting). With "none" every rank reads its own
-    part. `read` fills the tensors of slices. `pruned`: the weights must be zero where the state has them pruned. Low-rank
-    factors are read only with `factors`; else they are zero.
+    Collective. Without `full`, the state of the update rules is reset. Of the ranks with the same parameters, one reads
+    each chunk, in turns, and sends it to the others by broadcast or all-reduce (the Optimus paper, section 4: model
+    broadcasting). With "none", every rank reads its own shard. `read` fills the tensors of slices. `pruned`: the weights
+    must be zero where the state is pruned. Low-rank factors are read only with `factors`; otherwise they are zero.
 
-    Returns how many ranks have read anything. Raises what `read` raises, of type `UserError`, on all ranks alike; the
-    state is of no use then.
+    Returns the number of ranks that have read anything. A `UserError` of `read` is raised on all ranks alike; the state is
+    unusable then.
     """
     device, world = state.chunks[0].parameter.device, state.groups.world
     if not factors:
@@ -116,9 +116,10 @@ def _read_own(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
 
 
 def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> UserError | None:
-    """A rank that fails goes on sending, so that none waits for it; returns its first failure.
+    """Reads and sends all transfers.
 
-    Each rank reads its next chunk while others are sent.
+    A rank that fails keeps sending, so that no rank waits for it; returns its first failure. Each rank reads its next chunk
+    while other chunks are sent.
     """
     failure = None
     with ThreadPoolExecutor(1) as pool:
@@ -150,7 +151,7 @@ def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> Us
 
 
 def _read_buffers(state: ModelState, read: Read, send: Send) -> UserError | None:
-    """The first rank of a stage reads its buffers, which are short, and sends them to the others; or each reads them."""
+    """Reads a stage's buffers, which are short, on its first rank and sends them to the others, or reads on each rank."""
     failure = None
     if send == "none" or not state.buffers or state.team.rank == 0:
         try:

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: every file with its size and sums, written last.
+"""The manifest of a checkpoint: every file with its size and checksums, written last.
 
-A folder without one is not complete. Sums are CRC-32: of each slice of a file of tensors, so that who reads one can check
-it without reading the rest of the file; of any other file as a whole; and of the manifest itself.
+A folder without a manifest is not complete. Checksums are CRC-32: of each slice in a file of tensors, so that a reader can
+check one slice without reading the rest; of any other file as a whole; and of the manifest itself.
 """
 
 import json
@@ -25,14 +25,14 @@ from optimus.disk import parse_json, plain_name
 from optimus.errors import UserError
 
 _FORMAT, _VERSION = "optimus-manifest", 1
-SLICES = "boxes"  # the entry of a file's slices: what the first manifests call it, all do
+SLICES = "boxes"  # the key of a file's slices, kept from the first manifests
 
 
 def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
-    """Write the manifest of all files in `folder`; `stored` are the slices of its files of tensors, as their writers tell.
+    """Writes the manifest of all files in `folder`.
 
-    Raises `UserError` when such a file is not here as long as its slices are: those who wrote it and this process do not see
-    the same file system, or part of it was lost.
+    `stored` are the slices of its files of tensors, as reported by their writers. Raises `UserError` if such a file is not
+    as long as its slices. Then its writer and this process do not see the same file system, or part of the file was lost.
     """
     slices: dict[str, list[list[int]]] = {}
     for each in stored:
@@ -57,9 +57,9 @@ def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The files of the checkpoint in `folder` as its manifest has them, all there and of their sizes.
+    """Returns the files in the manifest of the checkpoint in `folder`, after checking that all exist with the right sizes.
 
-    Raises `DamagedError` naming what is not as it was written.
+    Raises `DamagedError` naming the file that differs.
     """
     path = folder / MANIFEST
     try:
@@ -89,16 +89,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]:
-    """The description of the checkpoint in `folder`, as it was written, and the files that its manifest names.
+    """Returns the checked description of the checkpoint in `folder`, and the files that its manifest names.
 
-    Raises `DamagedError` where that is not so, or files that it refers to are not there, and `UserError` when it is so and
-    newer than this code.
+    Raises `DamagedError` if the description is not as written or files that it refers to are missing. Raises `UserError` if
+    it is as written but newer than this code.
     """
     try:
         description = read_description(folder)
     except DamagedError:
         raise
-    except UserError as error:  # of another version or kind of model: was it written so?
+    except UserError as error:  # another version or kind of model: is this what was written?
         try:
             read_checked(folder, DESCRIPTION, read_manifest(folder))
         except DamagedError:
@@ -112,7 +112,7 @@ def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]
 
 
 def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
-    """The content of a file that is no file of tensors. Raises `DamagedError` when it is not what was written."""
+    """Returns the content of a file that holds no tensors. Raises `DamagedError` if the content is not what was written."""
     try:
         content = (folder / name).read_bytes()
     except OSError as error:
@@ -123,7 +123,7 @@ def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
 
 
 def _size_of(path: Path) -> int | None:
-    """Of a file, opened, as network file systems ask the server only then what another node has written."""
+    """Returns the size of a file after opening it, because only then network file systems ask for other nodes' writes."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size

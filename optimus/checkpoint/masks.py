@@ -1,9 +1,9 @@
-"""Masks of pruned parameters in checkpoints: `mask.NAME`, a bit for each weight, beside dense weights with zeros.
+"""Masks of pruned parameters in checkpoints: `mask.NAME`, one bit per weight, beside dense weights with zeros.
 
-Bits are packed along the last dim, eight to a byte, the first in the lowest bit. Where ranks have parts of rows that do not
-begin at whole bytes, a mask is written with a byte for each weight instead. So whatever layout has written them, any other
-reads them, and who knows nothing of masks reads the weights. Full checkpoints have `drawn.NAME`, too: the masks that a run
-has drawn last, while it looks for an early-bird ticket.
+Bits are packed along the last dim, eight to a byte, the first in the lowest bit. If shards of rows do not begin at whole
+bytes, a mask is written with one byte per weight instead. So any layout can read masks of any other layout, and readers
+without masks read the dense weights. Full checkpoints also have `drawn.NAME`: the masks drawn last by a run that looks for
+an early-bird ticket.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _BYTE = 8
 
 
 def mask_slices(state: ModelState, masks: Mapping[str, Tensor], prefix: str) -> Iterator[TensorSlice]:
-    """Those of `masks` that this rank writes, by keys with `prefix`: it is the first of those that have the same part."""
+    """Yields the slices of `masks` that this rank writes, with keys of `prefix`: a shard's first holder writes it."""
     mesh, rank = state.groups.mesh, state.groups.rank
     for chunk in state.chunks:
         for slot in chunk.plan.slots:
@@ -48,10 +48,10 @@ def _slice(
 def masks_in(
     source: WeightSource, layouts: Mapping[str, Layout], mesh: Mesh, rank: int, prefix: str = PREFIX
 ) -> dict[str, Tensor]:
-    """Packed bits of the parts of `rank` of the masks of a checkpoint, in row-major order, by the parameter's name: of those
-    with `layouts`, the parameters that it has of the model's.
+    """Reads this rank's shards of the masks in a checkpoint: packed bits in row-major order, by parameter name.
 
-    Raises `UserError` for a mask that is of no parameter, or of one of another shape.
+    `layouts` are the layouts of the rank's parameters. Raises `UserError` for a mask that belongs to no parameter, or to
+    one of another shape.
     """
     found, shapes = dict[str, Tensor](), source.shapes
     for key, shape in shapes.items():
@@ -59,7 +59,7 @@ def masks_in(
             continue
         name = key.removeprefix(prefix)
         if name not in layouts and f"model.{name}" in shapes:
-            continue  # on other ranks
+            continue  # its parameter is on other ranks
         whole = tuple(layouts[name].shape) if name in layouts else None
         check_fits(source.path, key, shape, whole)
         assert whole is not None
@@ -79,7 +79,7 @@ def masks_in(
 
 
 def check_fits(where: Path, key: str, shape: tuple[int, ...], whole: tuple[int, ...] | None) -> None:
-    """Raise `UserError` where a mask of this shape is not one of a parameter, of shape `whole`; None where there is none."""
+    """Raises `UserError` if a mask's shape does not fit a parameter of shape `whole` (None if there is no parameter)."""
     packed = None if whole is None else (*whole[:-1], -(-whole[-1] // _BYTE))
     if whole is None or shape not in (whole, packed):
         raise UserError(
@@ -89,12 +89,15 @@ def check_fits(where: Path, key: str, shape: tuple[int, ...], whole: tuple[int, 
 
 
 def booleans(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
-    """A mask as a checkpoint has it of a parameter of shape `whole`: where it is unpruned."""
+    """Returns a checkpoint's mask of a parameter of shape `whole` as booleans, true for unpruned elements."""
     return mask.bool() if tuple(mask.shape) == whole else unpacked_bits(mask, whole[-1])
 
 
 def share_of(masks: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """The share that masks, by key, leave of their parameters, whose `shapes` are by name; 1 without masks."""
+    """Returns the unpruned fraction of the masked parameters; `masks` are by key, `shapes` by name.
+
+    Returns 1 without masks.
+    """
     left = elements = 0
     for key, mask in masks.items():
         unpruned = booleans(mask, shapes[key.removeprefix(PREFIX)])
@@ -103,7 +106,7 @@ def share_of(masks: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]])
 
 
 def whole_masks(reader: Reader) -> dict[str, Tensor]:
-    """All masks of a checkpoint as it has them, by key; none where nothing is pruned."""
+    """Returns all masks of a checkpoint in their stored form, by key; empty if nothing is pruned."""
     masks = {
         key: torch.zeros(stored[0].shape, dtype=torch.uint8)
         for key, stored in reader.stored.items()
@@ -114,9 +117,9 @@ def whole_masks(reader: Reader) -> dict[str, Tensor]:
 
 
 def follow_masks(state: ModelState, source: WeightSource) -> bool:
-    """Let `state`, which has no values yet, be pruned as the checkpoint is; whether that is pruned. All ranks must call.
+    """Prunes `state`, which has no values yet, like the checkpoint. Returns True if the checkpoint is pruned. Collective.
 
-    Raises `UserError` on all of them for masks that do not fit.
+    Raises `UserError` on all ranks for masks that do not fit.
     """
     there = any(key.startswith(PREFIX) for key in source.shapes)
     if not (there or any(share is not None for share in state.recipe.unpruned.values())):
@@ -139,7 +142,7 @@ def follow_masks(state: ModelState, source: WeightSource) -> bool:
 
 
 def follow_drawn(state: ModelState, reader: Reader) -> None:
-    """Let `state` have the masks that were drawn last, if any. All ranks must call. Raises `UserError` on all of them."""
+    """Loads the masks that were drawn last into `state`, if any. Collective. Raises `UserError` on all ranks."""
     if not any(key.startswith(DRAWN) for key in reader.stored):
         return
     failure = None
@@ -160,5 +163,5 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def shares_in(source: WeightSource) -> dict[str, float]:
-    """About the share of each pruned parameter of a checkpoint that is unpruned."""
+    """Returns the approximate unpruned fraction of each pruned parameter of a checkpoint."""
     return {key.removeprefix(PREFIX): source.unpruned for key in source.shapes if key.startswith(PREFIX)}

@@ -1,7 +1,7 @@
 """Weighted averages of the weights of checkpoints: `optimus merge`.
 
-Averages of models that began from one checkpoint predict what a model trained on the mixture would be like, and averages of
-the last checkpoints of a run stand in for a cooldown.
+Averages of models that started from one checkpoint predict a model trained on the mixture of their data. Averages of the
+last checkpoints of a run stand in for a cooldown.
 """
 
 import math
@@ -27,13 +27,13 @@ _PREFIX = "model."
 def merge(
     checkpoints: Mapping[str, float] | Sequence[str | Path], output: str | Path, *, last: int | None = None
 ) -> dict[str, Any]:
-    """Write the weighted average of the weights of `checkpoints` (or of the newest of each run) as a checkpoint of weights.
+    """Writes the weighted average of the weights of `checkpoints`, or of the newest of each run, as a new checkpoint.
 
-    A mapping gives weights, which are divided by their sum; else all weigh alike. With `last`, the one entry of
-    `checkpoints` is a run, of which the last so many checkpoints are averaged. Sums are in float64, the result is fp32, tile
-    by tile: the same bytes whatever layouts have written the checkpoints, with memory for one tile of each. Returns
-    `output`, `parameters` and `weights`, by path. Raises `UserError` for other models or tokenizers, weights that sum to
-    nothing, and an `output` that exists.
+    A mapping gives weights, which are normalised by their sum; a sequence gives equal weights. With `last`, the one entry
+    of `checkpoints` is a run, and its last `last` checkpoints are averaged. The result is a checkpoint of weights. Sums are
+    in float64, the result is fp32, tile by tile: the bytes do not depend on the layouts that wrote the checkpoints, and
+    memory holds one tile of each. Returns `output`, `parameters` and `weights`, by path. Raises `UserError` for different
+    models or tokenizers, weights without a positive sum, and an existing `output`.
 
     Example:
         optimus.merge({"runs/web": 0.3, "runs/math": 0.7}, "merged")
@@ -75,7 +75,7 @@ def merge(
 
 
 def _found(given: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
-    """The checkpoints that are named, each with its weight. Raises `UserError` where two names are of one."""
+    """Returns the named checkpoints with their weights. Raises `UserError` if two names refer to the same checkpoint."""
     weights, names = dict[Path, float](), dict[Path, str | Path]()
     for name, weight in given:
         path = find_checkpoint(name)
@@ -87,7 +87,7 @@ def _found(given: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
 
 
 def _last_of(given: Sequence[str | Path], last: int) -> dict[Path, float]:
-    """The last checkpoints of the one run of `given`, each step once."""
+    """Returns the last checkpoints of the single run in `given`, one per step."""
     if len(given) != 1 or last < 2:
         raise UserError(f"`last` {last} averages checkpoints of one run, at least 2: {len(given)} are named")
     (run,) = given
@@ -104,7 +104,7 @@ def _last_of(given: Sequence[str | Path], last: int) -> dict[Path, float]:
 def _averaged(
     readers: Sequence[Reader], weights: Sequence[float], masks: Mapping[str, torch.Tensor]
 ) -> Iterator[TensorSlice]:
-    """The averages, a tile at a time, in the order of their keys; and `masks`."""
+    """Yields the averages, one tile at a time, in the order of their keys, and then `masks`."""
     stored = readers[0].stored
     for key in sorted(key for key in stored if key.startswith(_PREFIX) and not is_factor(key)):
         shape = stored[key][0].shape
@@ -119,7 +119,7 @@ def _averaged(
 
 
 def _masks_of_all(readers: Sequence[Reader]) -> dict[str, torch.Tensor]:
-    """Masks where all checkpoints have been pruned alike, whatever layouts have written them."""
+    """Returns the masks if all checkpoints are pruned alike, regardless of the layouts that wrote them; else no masks."""
     masks, *others = map(whole_masks, readers)
     shapes = readers[0].shapes
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: every byte that is read is checked, and everything that is wanted must be there."""
+"""Reads checkpoints: every byte read is checked, and every tensor requested must exist completely."""
 
 import math
 import zlib
@@ -19,30 +19,30 @@ from optimus.errors import UserError
 from optimus.model.count import too_large
 from optimus.model.low_rank import merged
 
-_MANY, _FEW = 4, 1 << 26  # elements of a byte, and beyond that, of what is a lie: memory is taken before all is read
+_MANY, _FEW = 4, 1 << 26  # plausible elements: _MANY per byte plus _FEW; memory is allocated before reading
 
 
 class WeightSource(Protocol):
-    """What weights, and masks beside them, are read from."""
+    """A source of weights and masks."""
 
     @property
     def path(self) -> Path: ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Those of its tensors, by key."""
+        """Shapes of its tensors, by key."""
 
     @property
     def unpruned(self) -> float:
-        """The share that is left of what is pruned in it."""
+        """The unpruned fraction of its pruned parameters."""
 
     def fill(self, slices: Iterable[TensorSlice]) -> None:
-        """Fill the tensors of `slices` in place. Raises `UserError`."""
+        """Fills the tensors of `slices` in place. Raises `UserError`."""
 
 
 @dataclass
 class Reader:
-    """Fills slices from the checkpoint in `path`, of which it knows what lies where."""
+    """Fills slices from the checkpoint in `path`, whose stored slices it has indexed."""
 
     path: Path
     description: Description
@@ -50,8 +50,10 @@ class Reader:
 
     @classmethod
     def open(cls, path: Path) -> "Reader":
-        """Read all but the tensors. Raises `DamagedError` where anything is not as it was written, and `UserError` when it
-        is newer than this code."""
+        """Reads everything but the tensors. Raises `DamagedError` if anything is not as written.
+
+        Raises `UserError` if the checkpoint is newer than this code.
+        """
         description, stored = _read_all_but_tensors(path)
         if (beside := frozen_beside(path, description)) is not None:
             _, frozen = _read_all_but_tensors(beside)
@@ -61,31 +63,31 @@ class Reader:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of its tensors, by key."""
+        """Shapes of its tensors, by key."""
         return {key: tuple(slices[0].shape) for key, slices in self.stored.items()}
 
     @property
     def unpruned(self) -> float:
-        """The share that is left of what is pruned in it."""
+        """The unpruned fraction of its pruned parameters."""
         return self.description.unpruned
 
     def check_size(self) -> None:
-        """Raise `DamagedError` where the files cannot hold the model that the description is of; see `too_large`."""
+        """Raises `DamagedError` if the files cannot hold the described model; see `too_large`."""
         weights = [slices[0].shape for key, slices in self.stored.items() if key.startswith("model.")]
         if too_large(self.description.model, len(weights), sum(map(math.prod, weights))):
             raise damaged(self.path, f"{DESCRIPTION} is of a model of many times the parameters that are in it")
 
     def fill(self, slices: Iterable[TensorSlice], *, apart: bool = False) -> None:
-        """Fill the tensors of `slices` in place, whatever their type and device. A weight that has low-rank factors is their
-        sum, unless these are read `apart`.
+        """Fills the tensors of `slices` in place, for any dtype and device. Low-rank factors are added to their weights.
 
-        Raises `UserError` when the checkpoint lacks any of them, and `DamagedError` when bytes are not as they were written.
+        With `apart`, the factors are not added. Raises `UserError` if the checkpoint lacks any of the slices, and
+        `DamagedError` if bytes are not as written.
         """
         wanted = by_key(slices)
         for key, targets in wanted.items():
             there = self.stored.get(key)
             if there is None and not math.prod(targets[0].shape):
-                continue  # nothing is written of tensors without elements
+                continue  # tensors without elements are not stored
             if there is None or there[0].shape != tuple(targets[0].shape):
                 others = sum(other not in self.stored for other in wanted)
                 raise UserError(
@@ -97,7 +99,7 @@ class Reader:
                     self._add_factors(target)
 
     def _add_factors(self, target: TensorSlice) -> None:
-        """Add to a slice of a weight what its factors say of these rows and columns."""
+        """Adds the product of a weight's factors, for these rows and columns, to a slice of the weight."""
         b_key, a_key = factors_of(target.key)
         (*outer, _), (*rows, columns) = target.offsets, target.tensor.shape
         b_shape, a_shape = (self.stored[key][0].shape for key in (b_key, a_key))
@@ -108,7 +110,7 @@ class Reader:
         target.tensor.copy_(merged(target.tensor.cpu(), b.tensor, a.tensor))
 
     def read(self, stored: StoredSlice) -> Tensor:
-        """The tensor of a slice in a file. Raises `DamagedError` when its bytes are not as they were written."""
+        """Returns the tensor of a stored slice. Raises `DamagedError` if its bytes are not as written."""
         where = f"{stored.file}, bytes {stored.start:,} to {stored.start + stored.length:,} ({stored.key})"
         try:
             with (self.path / stored.file).open("rb") as file:
@@ -120,7 +122,7 @@ class Reader:
             raise damaged(self.path, f"{where}: not what was written")
         try:
             tensor = read_slice(content)
-        except Exception as error:  # whatever torch raises at bytes that have the right sum and are no tensor
+        except Exception as error:  # any exception of torch, for bytes with the right checksum that are no tensor
             raise damaged(self.path, f"{where}: no tensor ({repr(error).splitlines()[0][:200]})") from error
         if tuple(tensor.shape) != stored.sizes or tensor.dtype != getattr(torch, stored.dtype):
             raise damaged(self.path, f"{where}: of another shape or type than {METADATA} says")
@@ -141,7 +143,7 @@ class Reader:
 
 
 def verify(path: Path) -> list[str]:
-    """What is wrong with the checkpoint in `path`, everything read again: a line each, none if it is whole."""
+    """Reads everything in the checkpoint at `path`, and returns its problems, one line each; empty if it is intact."""
     try:
         reader = Reader.open(path)
     except UserError as error:
@@ -157,7 +159,7 @@ def verify(path: Path) -> list[str]:
 
 
 def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[StoredSlice]]]:
-    """The description of a folder, and by key the slices in its files."""
+    """Returns the description of a folder, and the slices in its files by key."""
     description, files = read_checked_description(path)
     for name, file in files.items():
         if "crc" in file and name != METADATA:
@@ -169,11 +171,10 @@ def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Store
             slice_._replace(crc=crcs[slice_.file, slice_.start, slice_.length]) for slice_ in unpack_metadata(content)
         ]
         stored = by_key(slices)
-        there = {
-            key: sum(math.prod(slice_.sizes) for slice_ in found) for key, found in stored.items()
-        }  # do not overlap
+        # Stored slices do not overlap.
+        there = {key: sum(math.prod(slice_.sizes) for slice_ in found) for key, found in stored.items()}
         lacking = {key: math.prod(found[0].shape) - there[key] for key, found in stored.items()}
-    except Exception as error:  # whatever comes of bytes that have the right sum and are no metadata
+    except Exception as error:  # any exception, for bytes with the right checksum that are no metadata
         raise damaged(path, f"{METADATA} cannot be read ({error!r})") from error
     for key, found in stored.items():
         if math.prod(found[0].shape) > _MANY * sum(each.length for each in found) + _FEW:
@@ -185,7 +186,7 @@ def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Store
 
 
 def _overlap(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What both have, as a part of the one and of the other; None if there is none."""
+    """Returns the intersection as a region of `stored` and a region of `target`; None if it is empty."""
     source, place = [], []
     for a, length, b, target_length in zip(stored.offsets, stored.sizes, target.offsets, target.tensor.shape):
         start, end = max(a, b), min(a + length, b + target_length)

@@ -1,8 +1,8 @@
-"""Where a run goes on: at its newest checkpoint, or at the weights that it has been rolled back to.
+"""The checkpoint that a run resumes from: its newest one, or the weights that it has been rolled back to.
 
-A rolled back run restarts from weights with fresh moments (the Optimus paper, section 4: persistent model checkpoints). What
-it had done after them is moved to `checkpoints/abandoned-K`, not deleted. `rollback.json` names the weights, and nothing
-deletes what it names: they are what the run rests on until there are full checkpoints enough after them (`slots.py`).
+A rolled-back run restarts from weights with fresh moments (the Optimus paper, section 4: persistent model checkpoints). Its
+later work is moved to `checkpoints/abandoned-K`, not deleted. `rollback.json` names the weights, which nothing deletes: the
+run depends on them until there are enough full checkpoints after them (`slots.py`).
 """
 
 import shutil
@@ -20,14 +20,14 @@ _FILE = "rollback.json"
 
 
 class ResumePoint(NamedTuple):
-    """A checkpoint to go on from: with all its state, or with its weights only."""
+    """A checkpoint to resume from: with all its state, or with its weights only."""
 
     path: Path
     full: bool
 
 
 def resume_points(run: Path) -> list[ResumePoint]:
-    """Where `run` could go on, the newest first; whether they are whole is not known yet."""
+    """Returns the checkpoints that `run` could resume from, newest first; they may turn out to be damaged."""
     marked = rolled_back_to(run)
     points = [ResumePoint(path, full=True) for path in all_folders(run, "step") if path != marked]
     points += [] if marked is None else [ResumePoint(marked, full=False)]
@@ -35,12 +35,12 @@ def resume_points(run: Path) -> list[ResumePoint]:
 
 
 def marker_of(run: Path) -> Path:
-    """The file that names the checkpoint that `run` has been rolled back to; there is none where it has not been."""
+    """Returns the path of the file that names the checkpoint that `run` was rolled back to, if it was."""
     return run / "checkpoints" / _FILE
 
 
 def rolled_back_to(run: Path) -> Path | None:
-    """The checkpoint that `run` has been rolled back to. Raises `UserError` where the file that names it is damaged."""
+    """Returns the checkpoint that `run` was rolled back to. Raises `UserError` if the file that names it is damaged."""
     marker = marker_of(run)
     if not marker.exists():
         return None
@@ -53,12 +53,13 @@ def rolled_back_to(run: Path) -> Path | None:
 
 
 def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any]:
-    """Set up `run` so that `--resume` restarts it from the weights of `step`, with fresh moments.
+    """Sets up `run` so that `--resume` restarts it from the weights of `step`, with fresh moments.
 
-    `held`: the caller holds the run folder. Else raises `LeaseError` when a run that goes on does.
+    `held`: the caller holds the run folder. Otherwise raises `LeaseError` if a live run holds it.
 
-    Returns `checkpoint`, `step`, `moved` (what is newer, with the metrics so far) and `to`, where that is now. Raises
-    `UserError`, nothing having been touched, when there are no weights of that step or they are damaged.
+    Returns `checkpoint`, `step`, `moved` (the names of newer checkpoints) and `to`, their new folder, which also gets a
+    copy of the metrics so far. Raises `UserError`, without touching anything, if there are no weights of that step or they
+    are damaged.
     """
     run = user_path(run)
     if not held:

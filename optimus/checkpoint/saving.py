@@ -1,14 +1,14 @@
-"""Writing the state of a run, at once or beside the training.
+"""Writes the state of a run, synchronously or in the background of the training.
 
-A checkpoint comes about in three phases, each ended by all ranks together, so that a failure of one is everybody's:
+Saving has three phases. All ranks end each phase together, so that a failure of one rank is reported by all:
 
-1. Rank 0 makes the partial folder.
-2. Of the ranks that hold the same part, one writes it: every rank that has to puts its slices into a file of its own. What
-   lies where goes to rank 0.
-3. Rank 0 adds metadata, description and manifest, and renames the folder into its place.
+1. Rank 0 creates the partial folder.
+2. One rank of each replica group writes: every writing rank puts its slices into a file of its own. The positions of the
+   slices go to rank 0.
+3. Rank 0 adds metadata, description and manifest, and renames the folder to its final name.
 
-Beside the training, the second and third phase run in a thread, from copies (`staging.py`). At the end of every step the
-ranks see whether all their threads are done.
+In background saving, the second and third phases run in a thread, from copies (`staging.py`). At the end of every step the
+ranks check whether all their threads are done.
 """
 
 import shutil
@@ -44,21 +44,21 @@ Write = Callable[[BinaryIO, str, Iterable[TensorSlice]], list[StoredSlice]]
 
 
 class Target(NamedTuple):
-    """A checkpoint to be written: of the whole state if its description says `full`, else of the weights alone, or of the
-    `frozen` ones among them, to which the descriptions of others may refer.
+    """A checkpoint to be written: of the whole state if its description says `full`, otherwise of the weights alone.
 
-    Weights alone are in the type of the computation: 2 bytes per parameter in bf16, where the whole state takes 12.
+    With `frozen`, it has the frozen weights only, to which the descriptions of others may refer. Weights alone are in the
+    compute dtype: 2 bytes per parameter in bf16, where the whole state takes 12.
     """
 
     folder: Path
     description: Description
-    keep: int | None = None  # full ones that stay in the run, this one included
-    every: int | None = None  # older weights stay where their step is a multiple of this
+    keep: int | None = None  # number of full checkpoints to keep in the run, including this one
+    every: int | None = None  # older weights are kept if their step is a multiple of this
     frozen: bool = False
 
     @property
     def partial(self) -> Path:
-        """Where it is until it is complete."""
+        """The path of the checkpoint until it is complete."""
         return self.folder.with_name(f".{self.folder.name}.partial")
 
     @property
@@ -67,26 +67,26 @@ class Target(NamedTuple):
         return self.folder.parent.parent
 
     def prefixes(self, chunk: Chunk) -> Sequence[str]:
-        """Of the keys of what it takes of a chunk."""
+        """Returns the key prefixes of the buffers that the checkpoint takes from a chunk."""
         elsewhere = self.frozen if chunk.plan.rule.trains else self.description.frozen is not None
         if elsewhere:
             return ()
         return ("model", *chunk.plan.rule.kinds) if self.description.full else ("model",)
 
     def buffer(self, chunk: Chunk, prefix: str, states: Mapping[str, Tensor]) -> Tensor:
-        """What it takes of a chunk with such a prefix; the `states` of the chunk are in memory."""
+        """Returns the buffer of a chunk that the checkpoint stores with this prefix; the chunk's `states` are in memory."""
         return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:
-        """Whether that is written from a copy beside the training: the host's memory has no room for a second one."""
+        """Returns True if background saving copies this buffer first: device buffers only, as host memory is limited."""
         return chunk.plan.rule.trains and chunk.residency(prefix, weights=not self.description.full) == "device"
 
 
 class Saver:
-    """Writes checkpoints of `state`, one after another; all ranks make one and call its methods together.
+    """Writes checkpoints of `state`, one after another. Collective: all ranks create a saver and call its methods together.
 
-    `scattered` spreads the writing over the ranks that hold the same (`writers.py`); with `beside` it goes on beside the
-    training.
+    `scattered` spreads the writing over the ranks of replica groups (`writers.py`). With `beside`, saving runs in the
+    background of the training.
     """
 
     def __init__(self, state: ModelState, *, scattered: bool = True, beside: bool = False) -> None:
@@ -97,28 +97,28 @@ class Saver:
         self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
         self._short: list[tuple[str, Tensor]] = []  # copies of the buffers
         self._state = state
-        self._drawn: Mapping[str, Tensor] = {}  # as they were then; masks stay, as pruning waits for `finish`
+        self._drawn: Mapping[str, Tensor] = {}  # as at the save; masks do not change, since pruning waits for `finish`
         self._staging = Staging()
-        self._updates: dict[Chunk, Handle] = {}  # under way when the checkpoint was asked for
-        self._written: dict[Chunk, threading.Event] = {}  # of those that are written from where they lie
-        self._targets: Sequence[Target] = ()  # under way
-        self._stored: list[list[StoredSlice]] = []  # of each: what this rank has written
+        self._updates: dict[Chunk, Handle] = {}  # in flight at the save
+        self._written: dict[Chunk, threading.Event] = {}  # for chunks that are written without a copy
+        self._targets: Sequence[Target] = ()  # in progress
+        self._stored: list[list[StoredSlice]] = []  # for each target: the slices written by this rank
         self._committing = False  # in the last phase
         self._thread: threading.Thread | None = None
         self._failure: UserError | None = None
         self._abandoned = threading.Event()
-        self.seconds = 0.0  # for which the training, or the worker that updates, has waited, in all
-        self._counting = threading.Lock()  # both of them
-        self.write: Write = lambda *file: write_slices(*file)  # a rehearsal of a full disk has another
+        self.seconds = 0.0  # total time that the training, or the worker of updates, has waited
+        self._counting = threading.Lock()  # guards `seconds`
+        self.write: Write = lambda *file: write_slices(*file)  # replaced in rehearsals of a full disk
 
     def save(self, *targets: Target) -> list[Path]:
-        """Write checkpoints; beside the training, only begin to, when those under way are complete.
+        """Writes checkpoints. In the background, completes the checkpoints in progress first, and then only starts.
 
-        Returns what is complete now and was not before. Raises `UserError` on all ranks when the disk of one refuses; older
+        Returns newly completed checkpoints. Raises `UserError` on all ranks if the disk of one rank fails; older
         checkpoints are untouched.
         """
         done = self.finish()
-        self._state.skip()  # a step that was not finished
+        self._state.skip()  # discards a step that was not finished
         with self._waiting():
             self._targets = targets
             self._drawn = self._state.drawn or {}
@@ -135,7 +135,7 @@ class Saver:
         return done if self._beside else done + self.finish()
 
     def poll(self) -> list[Path]:
-        """What has been completed, on all ranks; to be called after every step. Raises as `save`."""
+        """Returns the checkpoints completed on all ranks. Must be called after every step. Raises like `save`."""
         if not self._targets:
             return []
         with self._waiting():
@@ -144,7 +144,7 @@ class Saver:
             return self._next()
 
     def finish(self) -> list[Path]:
-        """Wait until all that is under way is complete; returns it. Raises as `save`."""
+        """Waits until everything in progress is complete, and returns the completed checkpoints. Raises like `save`."""
         done: list[Path] = []
         while self._targets:
             with self._waiting():
@@ -154,8 +154,11 @@ class Saver:
         return done
 
     def complete(self) -> str:
-        """`finish`, where the run ends for another reason with all ranks alive: what is under way would be lost, and with it
-        the steps since the checkpoint before. Returns what there is to add to that reason where a disk refuses."""
+        """Completes checkpoints in progress when the run ends for another reason with all ranks alive.
+
+        Without completion the checkpoints would be lost, and with them the steps since the one before.
+        Returns an addition to the message of that reason, if a disk fails.
+        """
         try:
             self.finish()
         except CollectiveError:
@@ -165,17 +168,17 @@ class Saver:
         return ""
 
     def abandon(self) -> None:
-        """Let nothing be written any more but what rank 0 is completing: this rank alone may have failed."""
+        """Stops all writing except rank 0's final phase, because this rank alone may have failed."""
         self._abandoned.set()
         if self._thread is None or self._world.size > 1:
-            return  # with other ranks, this process ends, and has to say why at once
+            return  # with other ranks, this process ends and must report its reason at once
         self._thread.join()
         self._abandon_write(remove=not self._committing)
 
     # ---- Phases ----
 
     def _next(self) -> list[Path]:
-        """All ranks are through with a phase: begin the next one; returns what is complete."""
+        """Starts the next phase after all ranks have ended one; returns completed checkpoints."""
         self._thread = None
         self._agree()
         if self._committing:
@@ -190,15 +193,15 @@ class Saver:
         return []
 
     def _agree(self) -> None:
-        """Go on if no rank has failed; else give up what is under way."""
+        """Continues if no rank has failed; otherwise abandons the checkpoints in progress."""
         try:
             self._world.agree(self._failure)
         except UserError:
-            self._abandon_write(remove=self._world.rank == 0)  # on a full disk it would be in everything's way
+            self._abandon_write(remove=self._world.rank == 0)  # it would block later writes to a full disk
             raise
 
     def _abandon_write(self, remove: bool) -> None:
-        """Forget what is under way, and remove what is there of it."""
+        """Forgets the checkpoints in progress, and removes their partial folders if `remove`."""
         for target in self._targets if remove else ():
             shutil.rmtree(target.partial, ignore_errors=True)
         self._targets, self._committing, self._failure, self._thread = (), False, None, None
@@ -212,7 +215,7 @@ class Saver:
                 target.partial.mkdir(parents=True)
 
     def _write(self, held: Callable[[Tensor], Tensor]) -> None:
-        """Write this rank's file of every target; `held` maps a buffer to what holds its values."""
+        """Writes this rank's file of every target; `held` maps a buffer to the tensor with its values."""
         self._stored = []
         for target in self._targets:
             with naming_disk_errors(target.folder, _CURE):
@@ -250,7 +253,7 @@ class Saver:
             return self.write(file, path.name, found())
 
     def _last_target(self, chunk: Chunk) -> Target:
-        """The last that takes anything of a chunk."""
+        """Returns the last target that takes anything of a chunk."""
         return next(target for target in reversed(self._targets) if target.prefixes(chunk))
 
     def _commit(self, stored: Sequence[Sequence[StoredSlice]]) -> None:
@@ -267,11 +270,13 @@ class Saver:
     # ---- Beside the training ----
 
     def _stage(self) -> None:
-        """Let copies be made of what this rank will write and the device has; the rest is written from where it lies, and is
-        not updated until then."""
+        """Plans the copies of the device buffers that this rank writes.
+
+        Other buffers are written in place, and not updated until then.
+        """
         buffers, self._written = dict[Chunk, list[Tensor]](), {}
         for chunk in self._chunks:
-            if not chunk.plan.rule.trains:  # it stays as it is
+            if not chunk.plan.rule.trains:  # frozen chunks do not change
                 continue
             taken = [(target, prefix) for target in self._targets for prefix in target.prefixes(chunk)]
             if not all(target.copied(chunk, prefix) for target, prefix in taken):
@@ -321,8 +326,10 @@ class Saver:
 
 
 def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], description: Description) -> None:
-    """Make of `partial`, which holds the files of tensors, the checkpoint `folder`: its description, metadata and manifest,
-    everything on the disk, and then the name."""
+    """Turns `partial`, which holds the files of tensors, into the checkpoint `folder`.
+
+    Writes description, metadata and manifest, syncs everything to disk, and then renames the folder.
+    """
     (partial / METADATA).write_bytes(pack_metadata(stored))
     if description.tokenizer is not None:
         shutil.copyfile(description.tokenizer, partial / "tokenizer.json")
@@ -331,15 +338,17 @@ def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], descrip
     for file in partial.iterdir():
         sync(file)
     sync(partial)
-    if folder.exists():  # the same step, before the run went back; if killed here, it will come to it again
+    if folder.exists():  # the same step from before a rollback; if killed here, the run reaches this step again
         remove(folder)
     partial.rename(folder)
     sync(folder.parent)
 
 
 def write_alone(folder: Path, slices: Iterable[TensorSlice], description: Description, cure: str) -> list[StoredSlice]:
-    """Write the checkpoint `folder` from this process alone; returns where its slices lie. Raises `UserError`, with its
-    `cure`, when the disk refuses."""
+    """Writes the checkpoint `folder` from this process alone; returns the positions of its slices.
+
+    Raises `UserError`, with `cure`, if the disk fails.
+    """
     partial, name = folder.with_name(f".{folder.name}.partial"), file_of(0)
     with naming_disk_errors(folder, cure):
         partial.mkdir(parents=True, exist_ok=True)
@@ -351,10 +360,10 @@ def write_alone(folder: Path, slices: Iterable[TensorSlice], description: Descri
 
 @contextmanager
 def _short_turns() -> Iterator[None]:
-    """Let Python's threads take turns often.
+    """Makes Python's threads switch often.
 
-    Each of the many short calls of the writing thread waits for a turn; beside a training that is bound by Python, 300 MB in
-    slices of 1 MB took 27 s with turns of 5 ms, and 2.5 s with these.
+    The writing thread makes many short calls, each of which waits for its turn. Beside a training that is bound by Python,
+    300 MB in slices of 1 MB took 27 s with switches every 5 ms, and 2.5 s with this setting.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH))

@@ -1,7 +1,7 @@
-"""Parts of flat buffers as slices of global tensors: how state is described to whoever writes it, reads it or compares it.
+"""Shards of flat buffers as slices of global tensors, the common form for writing, reading and comparing state.
 
-A contiguous range of a row-major block of d dims is at most 2d - 1 slices, each contiguous itself. So every rank's part of a
-chunk, whatever its borders, is a few slices per parameter, and what one layout has written another can read.
+A contiguous range of a row-major block of d dims consists of at most 2d - 1 slices, each contiguous itself. So a rank's
+shard of a chunk is a few slices per parameter for any borders, and one layout can read what another has written.
 """
 
 import math
@@ -13,11 +13,11 @@ from torch import Tensor
 from optimus.state.chunk import Chunk
 from optimus.state.plan import ChunkPlan
 
-LONGEST = 1 << 23  # elements of a slice: a reader must take the whole of each slice that it needs anything of
+LONGEST = 1 << 23  # elements of a slice: a reader must read every slice that it needs any part of as a whole
 
 
 class TensorSlice(NamedTuple):
-    """A part of the global tensor `key`, of `shape`: what lies there from `offsets` on, in `tensor`'s shape."""
+    """A region of the global tensor `key` of `shape`: it starts at `offsets` and has the shape of `tensor`."""
 
     key: str
     shape: tuple[int, ...]
@@ -26,16 +26,16 @@ class TensorSlice(NamedTuple):
 
 
 def part_slices(chunk: Chunk, kind: str, part: Tensor) -> Iterator[TensorSlice]:
-    """The slices of this rank's part of a chunk, or a copy of it; zero where it is pruned."""
+    """Yields the slices of this rank's shard of a chunk, or of a copy of it; pruned elements are zero."""
     return slices(chunk.plan, kind, chunk.dense_part(part), first=chunk.dense_extent.start)
 
 
 def slices(
     plan: ChunkPlan, kind: str, buffer: Tensor, longest: int = LONGEST, *, first: int = 0
 ) -> Iterator[TensorSlice]:
-    """The slices of a flat `buffer`, which has the elements of a chunk from `first` on.
+    """Yields the slices of a flat `buffer`, which holds the elements of a chunk from `first` on.
 
-    `kind` is the prefix of their keys. The padding between parameters is in no slice.
+    `kind` is the prefix of their keys. Padding between parameters is in no slice.
     """
     for slot in plan.slots:
         start, end = max(slot.start, first), min(slot.end, first + len(buffer))
@@ -48,26 +48,29 @@ def slices(
 
 
 def whole_slices(tensors: Iterable[tuple[str, Tensor]], prefix: str = "model.") -> Iterator[TensorSlice]:
-    """The slices of whole tensors, by their names behind `prefix`."""
+    """Yields one slice per whole tensor, with `prefix` before its name."""
     for name, tensor in tensors:
         yield TensorSlice(prefix + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def tiles(shape: Sequence[int], longest: int = LONGEST) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the slices that a whole tensor is cut into, none of more than `longest` elements."""
+    """Yields (offsets, sizes) of slices that cover a whole tensor, with at most `longest` elements each."""
     return _capped(shape, 0, math.prod(shape), longest)
 
 
 def range_slices(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the slices that elements `start` to `end` of a row-major block are, in order; none if empty."""
+    """Yields (offsets, sizes) of slices that cover elements `start` to `end` of a row-major block, in order.
+
+    Yields nothing for an empty range.
+    """
     if start >= end:
         return
     if len(shape) <= 1:
         yield ((start,), (end - start,)) if shape else ((), ())
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # rows of which everything is there
-    if first > last:  # begins and ends in one row
+    first, last = -(-start // row), end // row  # complete rows
+    if first > last:  # the range begins and ends within one row
         yield from _in_row(shape, last, start, end)
         return
     yield from _in_row(shape, first - 1, start, first * row)
@@ -85,8 +88,8 @@ def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[tu
 def _capped(
     shape: Sequence[int], start: int, end: int, longest: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The slices of a range, none of more than `longest` elements: it is cut first, at whole rows where they are short."""
-    if start >= end:  # of a tensor without elements, too, whose rows have none
+    """Yields the slices of a range, cut at whole rows if rows are short, with at most `longest` elements each."""
+    if start >= end:  # includes tensors without elements, whose rows have none
         return
     row = next(size for size in (math.prod(shape[dim:]) for dim in range(len(shape) + 1)) if size <= longest)
     step = longest // row * row

@@ -1,7 +1,7 @@
-"""Copies of state in host memory, made beside the training and finished before the optimizer changes the originals.
+"""Copies of state in host memory, made in the background and finished before the optimizer changes the originals.
 
-What lies between two updates is immutable, so nothing has to be copied while the training waits; the optimizer waits for a
-chunk only where its copy is late (DataStates-LLM: lazy asynchronous checkpoints).
+State is immutable between two updates, so the training need not wait for copies. The optimizer waits for a chunk only if
+its copy is late (DataStates-LLM: lazy asynchronous checkpoints).
 """
 
 import threading
@@ -16,7 +16,7 @@ from optimus.state.chunk import Chunk
 
 
 class Staging:
-    """Host memory for copies of buffers; it is kept and used again."""
+    """Host memory for copies of buffers, reused by later checkpoints."""
 
     def __init__(self) -> None:
         self._copies: dict[int, Tensor] = {}  # by the identity of the buffer
@@ -30,8 +30,11 @@ class Staging:
         weights: bool,
         waiting: Callable[[Callable[[], object]], None],
     ) -> None:
-        """Promise the copies of `buffers`, as they are now; the chunks will wait for them, by way of `waiting`, and until
-        they are `written` where the rest is written from where it lies. `weights`: some are what is computed with."""
+        """Schedules copies of `buffers` in their current state, and blocks updates of the chunks until the copies are made.
+
+        Chunks wait by means of `waiting`, and also until they are `written`, if part of them is written in place.
+        `weights`: some of the buffers are compute copies.
+        """
         self._plan = []
         for chunk, those in buffers.items():
             copied = threading.Event()
@@ -45,14 +48,14 @@ class Staging:
             self._plan.append((chunk.updated, list(those), copied))
             chunk.hold(Handle(until), weights)
         there = {id(buffer): buffer.shape for those in buffers.values() for buffer in those}
-        # Of buffers that are no more others may have the identity.
+        # A new buffer may have the identity of a freed one.
         self._copies = {key: copy for key, copy in self._copies.items() if there.get(key) == copy.shape}
         first = next(iter(buffers), None)
         on_device = first is not None and first.parameter.device.type != "cpu"
         self._ready = torch.accelerator.current_stream().record_event() if on_device else None
 
     def run(self) -> None:
-        """Make the copies, in the order of the chunks; in another thread than the training's."""
+        """Makes the copies in the order of the chunks. Runs in another thread than the training."""
         try:
             for updated, buffers, copied in self._plan:
                 if buffers:
@@ -65,7 +68,7 @@ class Staging:
                 copied.set()
 
     def copy_of(self, buffer: Tensor) -> Tensor:
-        """The copy of a buffer."""
+        """Returns the copy of a buffer."""
         return self._copies[id(buffer)]
 
     def _copy(self, buffer: Tensor) -> None:
@@ -74,7 +77,7 @@ class Staging:
         if copy is None:
             copy = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=on_device)
             self._copies[id(buffer)] = copy
-        if not on_device:  # by one thread: torch would take the cores that compute
+        if not on_device:  # single-threaded: torch would take the cores that compute
             np.copyto(copy.view(torch.uint8).numpy(), buffer.detach().view(torch.uint8).numpy())
             return
         stream = torch.Stream(buffer.device)

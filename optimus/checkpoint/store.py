@@ -1,4 +1,4 @@
-"""Reading checkpoints into a state or a model, and writing a model."""
+"""Loads checkpoints into a state or a model, and saves models."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -33,9 +33,9 @@ def save_model(
     masks: Mapping[str, Tensor] | None = None,
     published: dict[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint of weights, and `masks` by key; `published` as in a `Description`.
+    """Writes a checkpoint of weights, and of `masks` by key; see `Description` for `published`.
 
-    Raises `UserError` when `folder` exists or the disk refuses.
+    Raises `UserError` if `folder` exists or the disk fails.
     """
     precision = str(next(model.parameters()).dtype).removeprefix("torch.")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
@@ -49,7 +49,7 @@ def save_model(
 def write_model(
     model: Transformer, folder: Path, description: Description, masks: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the parameters of `model`, as they are, with a description and `masks`. Raises as `save_model`."""
+    """Writes the parameters of `model` unchanged, with a description and `masks`. Raises like `save_model`."""
     if folder.exists():
         raise UserError(f"{folder} exists already: choose another output folder or remove it")
     slices = [*whole_slices(named_tensors(model)), *whole_slices((masks or {}).items(), prefix="")]
@@ -67,15 +67,15 @@ def load_state(
     masks: bool = True,
     reader_type: type[Reader] = Reader,
 ) -> tuple[Description, int]:
-    """Fill `state` from checkpoint `path`; returns the description and how many ranks have read files of tensors.
+    """Fills `state` from checkpoint `path`; returns the description and the number of ranks that read tensors.
 
-    All ranks must call. Rank 0 reads everything but the tensors and tells the others; these are read as `load_slices` does.
+    Collective. Rank 0 reads everything but the tensors and tells the others; `load_slices` reads the tensors.
 
-    `model` is the architecture that `state` was made for. With `run`, the checkpoint must agree with it in every key (it is
-    continued); without, low-rank factors in it are added to their weights, and the state's are zero. Without `full`, the
-    weights alone are loaded, and what the update rules keep begins anew. `state` is pruned
-    as the checkpoint is; without `masks` it stays as it is. `reader_type` may count what is read. Raises `UserError` on all
-    ranks alike, `DamagedError` where another checkpoint may do.
+    `model` is the architecture of `state`. With `run`, the checkpoint is resumed and must agree with every key of `run`.
+    Without `run`, low-rank factors of the checkpoint are added to their weights, and the state's factors are zero. Without
+    `full`, only the weights are loaded, and the state of the update rules is reset. `state` is pruned like the checkpoint;
+    without `masks` its masks stay unchanged. `reader_type` may count reads. Raises `UserError` on all ranks alike,
+    `DamagedError` if another checkpoint may be intact.
     """
 
     def open_it() -> Reader:
@@ -103,7 +103,7 @@ def load_state(
 def load_model(
     checkpoint: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Transformer:
-    """The model of a checkpoint or of a run's newest one, in evaluation mode; it maps `tokens_BS` to `logits_BSV`.
+    """Loads the model of a checkpoint, or of a run's newest one, in evaluation mode; it maps `tokens_BS` to `logits_BSV`.
 
     Example:
         model = optimus.load_model("runs/first")
@@ -117,7 +117,7 @@ def load_model(
 
 
 def _check_factors(reader: Reader, names: Iterable[str]) -> None:
-    """Raise `UserError` when the checkpoint has other low-rank factors than the run, whose parameters have these names."""
+    """Raises `UserError` if the checkpoint and the run, with these parameter names, have different low-rank factors."""
     there = {key.removeprefix("model.") for key in reader.stored if key.startswith("model.") and is_factor(key)}
     if there != (here := {name for name in names if is_factor(name)}):
         raise UserError(
@@ -127,7 +127,7 @@ def _check_factors(reader: Reader, names: Iterable[str]) -> None:
 
 
 def _check_kept(reader: Reader, rules: Mapping[str, Rule]) -> None:
-    """Raise `UserError` when the checkpoint lacks what `rules`, by parameter, keep: it was written with others."""
+    """Raises `UserError` if the checkpoint lacks state of the update `rules`, by parameter: it was written with others."""
     missing: dict[str, list[str]] = {}
     for name, rule in rules.items():
         for kind in rule.kinds:
@@ -143,7 +143,7 @@ def _check_kept(reader: Reader, rules: Mapping[str, Rule]) -> None:
 
 
 def check_same_model(there: ModelConfig, here: ModelConfig, path: Path) -> None:
-    """Raise `UserError` naming what differs when the weights in `path` are of another architecture than `here`."""
+    """Raises `UserError` naming the differences if the weights in `path` have another architecture than `here`."""
     unasked = {"init_std", *(there.derived & here.derived)}
     if not (there.has_dense_layers or here.has_dense_layers):
         unasked = unasked - {"expert_intermediate"} | {"intermediate"}
@@ -152,6 +152,6 @@ def check_same_model(there: ModelConfig, here: ModelConfig, path: Path) -> None:
 
 
 def check_same_run(description: Description, run: dict[str, Any], path: Path) -> None:
-    """Raise `UserError` when the checkpoint `path` cannot be continued by a run with the fingerprint `run`."""
+    """Raises `UserError` if a run with the fingerprint `run` cannot continue the checkpoint `path`."""
     if changed := differences(description.run, run):
         raise UserError(f"{path} belongs to another run: {changed}. Use those values or another train.output")

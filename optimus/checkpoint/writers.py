@@ -1,4 +1,4 @@
-"""Who writes what of a state into a checkpoint: arithmetic on plans of chunks, which every rank does alike."""
+"""Assigns the writing of a state to ranks: arithmetic on plans of chunks, with the same result on every rank."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,16 @@ from optimus.state.plan import ChunkPlan, divisions, sharding_of
 
 
 def written_here(state: ModelState, *, scattered: bool) -> list[Chunk]:
-    """The chunks of which this rank writes its part; see `writers`."""
+    """Returns the chunks whose shard this rank writes; see `writers`."""
     plans, groups = [chunk.plan for chunk in state.chunks], state.groups
     found = writers(plans, groups.mesh, groups.rank, state.options, scattered=scattered)
     return [chunk for chunk, writer in zip(state.chunks, found) if writer == groups.rank]
 
 
 def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]:
-    """All ranks divided into those that keep the same part of a chunk of such parameters; each in order.
+    """Returns all ranks in groups that hold the same shard of a chunk of such parameters, each group in order.
 
-    The stages of a pipeline that do not hold the parameters are divided likewise.
+    Pipeline stages without these parameters are grouped in the same way.
     """
     *_, copies = divisions(mesh, layout.partial_axes, options)
     together = list(copies)
@@ -34,11 +34,11 @@ def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]
 
 
 def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool) -> list[int]:
-    """For each chunk of `rank`, which of those that keep the same part of it writes it into a checkpoint.
+    """Returns the writer of each chunk of `rank`, one of the ranks that hold the same shard of it.
 
-    `scattered`: one on the node that has least to write so far, so that the nodes share the writing (the Optimus paper,
-    section 4: DP-scattered, where part m is written by rank m % DP of those that have it); else the first. All ranks of a
-    stage have other parts of the same chunks, so that each of them knows what the others will write.
+    `scattered`: the writer is on the node with the least to write so far, so that nodes share the writing. (The Optimus
+    paper, section 4: DP-scattered, where part m is written by rank m % DP of its holders.) Otherwise the first holder
+    writes. All ranks of a stage have shards of the same chunks, so each of them knows the writers of all shards.
     """
     found, _ = _shared_writing(plans, mesh, rank, options, scattered)
     return found
@@ -47,21 +47,25 @@ def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateCon
 def bytes_copied(
     plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool
 ) -> Counter[int]:
-    """Bytes that each rank of the stage of `rank`, whose chunks are `plans`, copies for a full checkpoint that is written
-    beside the training: what the device has; the rest is written from where it lies."""
+    """Returns the bytes that each rank of a stage copies for a full checkpoint in the background.
+
+    The stage is that of `rank`, with chunks `plans`. Only device buffers are copied; the rest is written in place.
+    """
     stage = mesh.coordinate(rank, "pp")
     _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)
     return Counter({each: size for each, size in of_rank.items() if mesh.coordinate(each, "pp") == stage})
 
 
 def saved_bytes(plan: ChunkPlan) -> int:
-    """Bytes of a rank's part of a chunk as checkpoints have it: fp32 weights and what the update rule keeps; of what is
-    frozen, the weights in the type of computation."""
+    """Returns the bytes of a rank's shard of a chunk in checkpoints: fp32 weights and the state of the update rule.
+
+    Frozen chunks have only the weights, in the compute dtype.
+    """
     return plan.length * sum(size for size, _ in _saved(plan))
 
 
 def _saved(plan: ChunkPlan) -> Iterator[tuple[int, Residency]]:
-    """(bytes of an element, where it is) of the weights and of what the update rule keeps."""
+    """Yields (bytes of an element, residency) of the weights and of each state of the update rule."""
     yield plan.model_dtype.itemsize, plan.residency("master" if plan.has_master else "parameters.shard")
     yield from ((each.dtype.itemsize, each.residency) for each in plan.buffers if each.reported == "moments")
 
@@ -69,10 +73,10 @@ def _saved(plan: ChunkPlan) -> Iterator[tuple[int, Residency]]:
 def _shared_writing(
     plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, scattered: bool
 ) -> tuple[list[int], Counter[int]]:
-    """(the writer of each chunk of `rank`, the bytes that each rank of its stage copies of those that are trained)."""
+    """Returns (the writer of each chunk of `rank`, the bytes of trained chunks that each rank of its stage copies)."""
     stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
     known: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[list[int]]] = {}
-    of_node, of_rank, copied = Counter[int](), Counter[int](), Counter[int]()  # bytes to write, and to copy first
+    of_node, of_rank, copied = Counter[int](), Counter[int](), Counter[int]()  # bytes to write, and bytes to copy first
     for number, plan in sorted(enumerate(plans), key=lambda each: -saved_bytes(each[1])):
         layout = plan.slots[0].layout
         axes = layout.partial_axes, layout.replicated_axes, plan.rule.trains
@@ -82,7 +86,7 @@ def _shared_writing(
         for place, ranks in enumerate(known[axes]):
             if not scattered:
                 writer = ranks[0]
-            elif "embedding" in layout.replicated_axes:  # on stages whose other chunks differ
+            elif "embedding" in layout.replicated_axes:  # held by stages whose other chunks differ
                 writer = ranks[place * len(ranks) // len(known[axes])]
             else:
                 writer = min(ranks, key=lambda each: (of_node[mesh.node(each)], of_rank[each], each))

@@ -1,8 +1,8 @@
-"""Hugging Face folders in and out: weights, configs and tokenizers of known families, bit for bit.
+"""Import and export of Hugging Face folders: weights, configs and tokenizers of known families, bit for bit.
 
-`keys.py` is the key table, one per family; `config_json.py` the architecture; `tensors.py` the safetensors files;
-`published.py` what else a folder says of a model.
-`drop_in.py` is another matter: the expert kernels inside models of `transformers`.
+`keys.py` applies the key table of a family; `config_json.py` translates the architecture; `tensors.py` reads and writes
+safetensors files; `published.py` handles a folder's other metadata. Independently, `drop_in.py` puts the expert kernels
+into models of `transformers`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""The architecture in `config.json`, from and to our `ModelConfig`, by the fields that its family names.
+"""Translates the architecture in `config.json` from and to our `ModelConfig`, by the fields that the family declares.
 
-What our models cannot express is refused by name, because a model that loads and computes something else is the worst
-outcome. `transformers` itself is not needed for any of this.
+Fields that our models cannot express are refused by name, because a model that loads and computes something else would be
+the worst outcome. Nothing here needs `transformers`.
 """
 
 import json
@@ -21,7 +21,7 @@ FILE = "config.json"
 
 
 def read_model_folder(path: Path) -> dict[str, Any]:
-    """Sections of the config tree that a Hugging Face folder stands for: `model`, and `checkpoint` if it holds weights.
+    """Returns the config sections that a Hugging Face folder implies: `model`, and `checkpoint` if it holds weights.
 
     Raises `UserError` naming the field of config.json that is missing or that our models cannot express.
     """
@@ -35,7 +35,7 @@ def read_model_folder(path: Path) -> dict[str, Any]:
 
 
 def has_weights(path: Path) -> bool:
-    """Whether `path` holds safetensors. Raises `UserError` when there are pickled weights only."""
+    """Returns True if `path` holds safetensors. Raises `UserError` if it holds pickled weights only."""
     if any(path.glob("*.safetensors")):
         return True
     if pickled := sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]):
@@ -47,7 +47,7 @@ def has_weights(path: Path) -> bool:
 
 
 def read_model(path: Path) -> ModelConfig:
-    """The architecture of the folder `path`. Raises `UserError` as `read_model_folder` does."""
+    """Reads the architecture of the folder `path`. Raises `UserError` like `read_model_folder`."""
     file, raw = path / FILE, read_config(path)
     family = _family(raw, file)
     raw = {family.aliases.get(name, name): value for name, value in raw.items()}
@@ -67,7 +67,7 @@ def read_model(path: Path) -> ModelConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json as it is. Raises `UserError` when it is not there or not an object."""
+    """Reads config.json unchanged. Raises `UserError` if it is missing or not an object."""
     file = path / FILE
     try:
         raw = parse_json(file.read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def whole_number(raw: dict[str, Any], field: str, file: Path) -> int:
-    """`raw[field]`. Raises `UserError` unless it is there and a whole number that a size or count may be."""
+    """Returns `raw[field]`. Raises `UserError` unless it is present and a whole number in the range of sizes and counts."""
     value = raw.get(field)
     if type(value) is not int:
         raise UserError(f"{file}: {field} is {'missing' if value is None else repr(value)}: it must be a whole number")
@@ -92,16 +92,19 @@ def whole_number(raw: dict[str, Any], field: str, file: Path) -> int:
 
 
 def context_of(path: Path) -> int:
-    """The longest sequence that the model of the folder `path` is said to be for, in tokens.
+    """Returns the longest sequence, in tokens, that the folder `path` states for its model.
 
-    Raises `UserError` as `read_model`, and where it is not said.
+    Raises `UserError` like `read_model`, and if the folder does not state it.
     """
     return read_model(path).learned_positions or whole_number(read_config(path), "max_position_embeddings", path / FILE)
 
 
 def further_layers(path: Path) -> tuple[str, range]:
-    """What the names of tensors begin with, {i} being the layer, and of which layers, that predict further tokens and are
-    no part of the model of the folder `path`; often none. Raises `UserError` as `read_model`."""
+    """Returns (prefix of tensor names, with {i} for the layer; range of layers) of the extra multi-token prediction layers.
+
+    These layers are no part of the model of the folder `path`; the range is often empty. Raises `UserError` like
+    `read_model`.
+    """
     raw, model = read_config(path), read_model(path)
     family = families()[model.family]
     count = _further_count(family, raw, path / FILE)
@@ -109,14 +112,17 @@ def further_layers(path: Path) -> tuple[str, range]:
 
 
 def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of config.json without effect on what is computed, which say the same of what follows from the model."""
+    """Returns the fields of config.json that do not affect the computation and hold for derived models too."""
     family = families()[raw["model_type"]]
     kept = {*_OF_ANY, *family.without_effect} - {*_OF_THE_FILE, *_known(family)}
     return {name: value for name, value in raw.items() if name in kept}
 
 
 def no_export(model: ModelConfig) -> str | None:
-    """Why `model` cannot be exported: its family has no class in `transformers` that computes the same. None if it has."""
+    """Returns the reason why `model` cannot be exported, or None if it can.
+
+    A model cannot be exported if its family has no class in `transformers` that computes the same.
+    """
     family = families()[model.family]
     if family.architecture is None:
         return f"transformers has no model of family {model.family}: it cannot be exported"
@@ -134,13 +140,13 @@ def no_export(model: ModelConfig) -> str | None:
 def write_config(
     model: ModelConfig, folder: Path, *, context: int, dtype: str, further: Mapping[str, Any] = {}
 ) -> None:
-    """Write config.json for `transformers` 4 and 5 alike (so no `rope_parameters`), with the `further` fields.
+    """Writes config.json for `transformers` 4 and 5 alike (so without `rope_parameters`), with the `further` fields.
 
-    The `model` is one that can be exported (`no_export`).
+    The `model` must be exportable (`no_export`).
     """
     family = families()[model.family]
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    # No padding token unless it is said: `transformers` would give that row of the embedding no gradient.
+    # No padding token unless stated: `transformers` would give that row of the embedding no gradient.
     raw |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **further}
     raw |= dict.fromkeys(family.dropout, 0.0) | _constants(family, dict(model))
     raw |= {family.further.field: 0} if family.further else {}
@@ -162,7 +168,7 @@ def _family(raw: dict[str, Any], file: Path) -> Family:
 
 
 def _constants(family: Family, model: dict[str, Any]) -> dict[str, Any]:
-    """What config.json must have if it has it, of this model."""
+    """Returns the values that fields of config.json must have, if present, for this model."""
     return {name: model[value.ours] if isinstance(value, Same) else value for name, value in family.constants.items()}
 
 
@@ -202,7 +208,7 @@ def _refuse_unknown(family: Family, raw: dict[str, Any], file: Path) -> None:
 
 
 def _known(family: Family) -> set[str]:
-    """The fields of config.json that are read, or must have a value."""
+    """Returns the fields of config.json that are read, or must have a certain value."""
     known = {"head_dim", "layer_types", *_ONLY, *family.constants, *family.dropout, *family.aliases}
     known |= {family.further.field} if family.further else set()
     for ours, theirs in {**family.fields, **family.optional}.items():
@@ -215,7 +221,7 @@ def _name(theirs: Field) -> str:
 
 
 def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optional: bool = False) -> Any:
-    """What config.json says of our field `ours`, in its type; None where it is `optional` and not there."""
+    """Returns the value of our field `ours` in config.json, in our type; None if it is `optional` and absent."""
     if ours in _SPECIAL:
         return _SPECIAL[ours].read(raw, file)
     name = _name(theirs)
@@ -227,7 +233,7 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
     if optional and (unsaid or _is_null(ours, raw, theirs)):
         return None
     if isinstance(theirs, Choice):
-        if value not in [*theirs.values]:  # which asks for no hash of a list
+        if value not in [*theirs.values]:  # a list, because a value may be unhashable
             known = " and ".join(map(repr, theirs.values))
             raise UserError(f"{file}: {name} is {value!r}: only {known} are supported here")
         return theirs.values[value]
@@ -239,8 +245,8 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
 
 
 def _is_null(ours: str, raw: dict[str, Any], theirs: Field) -> bool:
-    """Whether config.json says that our field `ours`, which may be None, is."""
-    if ours == "rope_scaling":  # null leaves it to the family
+    """Returns True if config.json explicitly sets our field `ours`, which may be None, to null."""
+    if ours == "rope_scaling":  # null leaves the field to the family's default
         return bool(raw.get("rope_parameters") or raw.get("rope_scaling"))
     name = _name(theirs)
     types = get_args(ModelConfig.model_fields[ours].annotation)
@@ -248,7 +254,7 @@ def _is_null(ours: str, raw: dict[str, Any], theirs: Field) -> bool:
 
 
 def _published(ours: str, theirs: Field, model: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json that say our field `ours`."""
+    """Returns the fields of config.json that express our field `ours`."""
     value, name = getattr(model, ours), _name(theirs)
     if isinstance(theirs, Choice):
         return {name: {ours: theirs for theirs, ours in theirs.values.items()}[value]}
@@ -262,7 +268,7 @@ def _layer_types(name: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_parameters(name: str, model: ModelConfig) -> dict[str, Any]:
-    """Of both kinds of layers: `transformers` 5 would not take those of windows from rope_theta."""
+    """Returns rotary parameters of both kinds of layers, as `transformers` 5 would not take windows' from rope_theta."""
     full = {"rope_theta": model.rope_theta, **(_published_scaling(model) or {"rope_type": "default"})}
     windows = {"rope_type": "default", "rope_theta": model.window_rope_theta}
     own = {} if name == "rope_theta" else {name: model.window_rope_theta}
@@ -286,11 +292,11 @@ _RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("facto
 
 
 def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention", base: str = "rope_theta") -> dict[str, Any]:
-    """The rotary positions of the `layers` of a kind: `rope_theta`, if it is said, and the scaling's fields beside it.
-    `base` is what version 4 calls the former.
+    """Reads the rotary parameters of one kind of `layers`: `rope_theta`, if stated, and the fields of the scaling.
 
-    `transformers` 5 keeps them in rope_parameters, of one kind of layers or of each; version 4 beside the other fields,
-    where the scaling is not for layers with a window.
+    `base` is the name of `rope_theta` in version 4. `transformers` 5 stores the parameters in rope_parameters, for one kind
+    of layers or for each; version 4 stores them among the other fields, and its scaling does not apply to layers with a
+    window.
     """
     whole, scaling = (_object(raw, name, file) for name in ("rope_parameters", "rope_scaling"))
     of = _object(whole, layers, file) if layers in whole else whole
@@ -307,7 +313,7 @@ def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention", base:
 
 
 def _object(raw: dict[str, Any], field: str, file: Path) -> dict[str, Any]:
-    """`raw[field]`, which is empty where it is null or not there. Raises `UserError` for what is no JSON object."""
+    """Returns `raw[field]`, or an empty object if it is null or absent. Raises `UserError` if it is no JSON object."""
     value = raw.get(field)
     if value is not None and not isinstance(value, dict):
         raise UserError(f"{file}: {field} is {value!r}: it must be an object")
@@ -391,7 +397,7 @@ _LATENT = {"queries": "q_lora_rank", "keys": "kv_lora_rank", "rotary": "qk_rope_
 
 
 class _Special(NamedTuple):
-    """How a field of ours is read from config.json, from fields of these names, and how written there, under a name."""
+    """Conversion of a field of ours from config.json (fields `names`), and to config.json under a given name."""
 
     read: Callable[[dict[str, Any], Path], Any]
     write: Callable[[str, ModelConfig], dict[str, Any]]
@@ -411,8 +417,8 @@ _SPECIAL: dict[str, _Special] = {
     "dense_layers": _Special(_dense_layers, _which_are_dense, {"first_k_dense_replace", "mlp_only_layers"}),
 }
 
-# Of any model: what it must have where it is there, what is true of the folder alone, and what has no effect here. The last
-# are those of the general class of `transformers` 5 and 4, which kept there what generation_config.json has now.
+# For all models: fields with a required value, fields that describe only the folder, and fields without effect here. The
+# last are fields of the base class of `transformers` 4 and 5, some of which moved to generation_config.json.
 _ONLY: dict[str, Any] = {"is_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}}
 _OF_THE_FILE = {
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"),
@@ -444,11 +450,11 @@ def _number(raw: dict[str, Any], field: str, file: Path) -> float:
     value = raw.get(field)
     if type(value) is not int and type(value) is not float:
         raise UserError(f"{file}: {field} is {value!r}: it must be a number")
-    if not abs(value) <= sys.float_info.max:  # nor is NaN
+    if not abs(value) <= sys.float_info.max:  # false for NaN too
         raise UserError(f"{file}: {field} is {value}: it must be a finite number")
     return float(value)
 
 
 def write_json(file: Path, raw: Mapping[str, Any]) -> None:
-    """Write a JSON object as the files of a folder have it."""
+    """Writes a JSON object in the formatting of a folder's files."""
     file.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

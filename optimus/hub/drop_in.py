@@ -1,7 +1,8 @@
-"""The expert kernels inside models of `transformers`: as an experts implementation, and as a block in place of OLMoE's.
+"""The expert kernels inside models of `transformers`: as an experts implementation, and as a replacement of OLMoE's block.
 
-`transformers` 5 keeps a layer's experts in `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I]: the layout
-of `kernels.expert_mlp`, so nothing is copied or converted. It is imported only when a function below is called.
+`transformers` 5 stores a layer's experts in `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I]. This is
+the layout of `kernels.expert_mlp`, so nothing is copied or converted. `transformers` is imported only by calls of the
+functions below.
 
 Legend: B batch, S sequence, T tokens, K experts per token, E experts, H hidden, I intermediate.
 """
@@ -23,10 +24,10 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def register_experts() -> None:
-    """Make `experts_implementation="optimus"` known to `transformers`, for models loaded from then on.
+    """Registers `experts_implementation="optimus"` with `transformers`, for models loaded afterwards.
 
-    It serves every model whose experts are two bias-free projections with SwiGLU in between, OLMoE, Qwen3-MoE and Mixtral
-    among them; another model raises `UserError` in its first forward pass. Calling it again changes nothing. Raises
+    The implementation serves every model whose experts are two bias-free projections with SwiGLU in between, such as OLMoE,
+    Qwen3-MoE and Mixtral; another model raises `UserError` in its first forward pass. Repeated calls have no effect. Raises
     `UserError` without `transformers` 5.17 or newer.
 
     Example:
@@ -36,17 +37,18 @@ def register_experts() -> None:
     _check_version()
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    # The compiler is to leave the layer alone: the number of rows of an expert is data, and it has nothing to gain there.
+    # The compiler must skip the layer: the number of rows of an expert is data-dependent, and nothing is gained.
     ALL_EXPERTS_FUNCTIONS.register(NAME, torch.compiler.disable(experts_forward, reason="kernels of its own"))
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward pass of an experts module of `transformers`, with its signature; [T, H] in the type of `hidden_states`.
+    """Runs the forward pass of an experts module of `transformers`, with its signature.
 
-    `experts` is a module under its decorator `use_experts_implementation`; `hidden_states` is [T, H], the others [T, K]. An
-    index of E or more is a choice of another rank, as its expert parallelism marks them, and adds nothing. The products are
-    computed in the type of the weights or, under autocast, in autocast's, as by the eager form. Routing weights are rounded
-    to that type too: Mixtral's router gives them in fp32.
+    The result is [T, H] in the dtype of `hidden_states`. `experts` is a module decorated with `use_experts_implementation`;
+    `hidden_states` is [T, H], the others are [T, K]. An index of E or more marks a choice of another rank in
+    `transformers`' expert parallelism, and adds nothing. Products are computed in the dtype of the weights or, under
+    autocast, in autocast's, like the eager form. Routing weights are rounded to that dtype too: Mixtral's router gives fp32
+    weights.
 
     Raises `UserError` for experts of another form, before computing anything.
     """
@@ -60,11 +62,11 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 class FastSparseMoEBlock(nn.Module):
-    """`OlmoeSparseMoeBlock` of `transformers` on these kernels, whatever experts implementation the model has.
+    """Replaces `OlmoeSparseMoeBlock` of `transformers` with these kernels, for any experts implementation of the model.
 
-    Parameters, state dict, initial values, recorded router logits, arguments and result are those of the original. The
-    source of the name is the Optimus paper, section 3.1. Raises `UserError` when the config's activation is not SiLU, and
-    without `transformers` 5.17 or newer.
+    Parameters, state dict, initial values, recorded router logits, arguments and result equal those of the original. The
+    name comes from the Optimus paper, section 3.1. Raises `UserError` if the config's activation is not SiLU, and without
+    `transformers` 5.17 or newer.
 
     Example:
         block = optimus.FastSparseMoEBlock(model.config)
@@ -72,19 +74,19 @@ class FastSparseMoEBlock(nn.Module):
     """
 
     def __init__(self, config: Any) -> None:
-        """`config` is an `OlmoeConfig`."""
+        """Builds the block for `config`, an `OlmoeConfig`."""
         super().__init__()
         register_experts()
         from transformers.models.olmoe.modeling_olmoe import OlmoeExperts, OlmoeTopKRouter
 
-        fast = copy.copy(config)  # what the model's own config names is left alone
+        fast = copy.copy(config)  # the model's own config stays unchanged
         fast._experts_implementation = NAME
         self.gate = OlmoeTopKRouter(config)
         self.experts = OlmoeExperts(fast)
         _check(self.experts)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]."""
+        """Maps [B, S, H] to [B, S, H]."""
         x_TH = hidden_states.flatten(0, 1)
         _, weights_TK, indices_TK = self.gate(x_TH)
         return self.experts(x_TH, indices_TK, weights_TK).view_as(hidden_states)
@@ -105,7 +107,7 @@ def _check_version() -> None:
 
 
 def _check(experts: Any) -> None:
-    """Raise `UserError` where the kernels would compute something else than the experts' own forward pass."""
+    """Raises `UserError` if the kernels would not compute the experts' own forward pass."""
     found = _differences(experts)
     if found:
         raise UserError(
@@ -115,7 +117,7 @@ def _check(experts: Any) -> None:
 
 
 def _differences(experts: Any) -> list[str]:
-    """What sets these experts apart from bias-free SwiGLU with weights [E, 2 I, H] and [E, H, I]."""
+    """Returns the differences of these experts from bias-free SwiGLU with weights [E, 2 I, H] and [E, H, I]."""
     from transformers.activations import SiLUActivation
     from transformers.integrations.moe import _default_apply_gate
 
@@ -129,7 +131,7 @@ def _differences(experts: Any) -> list[str]:
         "its experts have biases": experts.has_bias,
         "its weights are stored transposed": experts.is_transposed,
         "its gate and up projections are interleaved": not experts.is_concatenated,
-        # Not known to transformers 5.17, which has no such model.
+        # Unknown to transformers 5.17, which has no such model.
         "its experts end in a norm": getattr(experts, "has_post_expert_norm", False),
         "it combines gate and up projection in a way of its own": own_gating,
         f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU": not (

@@ -1,6 +1,6 @@
-"""From a model or a checkpoint to a folder that `transformers` loads.
+"""Exports a model or a checkpoint to a folder that `transformers` loads.
 
-The folder is written as `.NAME.partial` beside its place and renamed when it is complete.
+The folder is written as `.NAME.partial` next to its final path and renamed when complete.
 """
 
 import shutil
@@ -27,15 +27,15 @@ from optimus.hub.tensors import MASKS, OutputTensor, stored_bytes, write_tensors
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
 
-_MAX_FILE = 5_000_000_000  # bytes: what `transformers` itself cuts large models into
+_MAX_FILE = 5_000_000_000  # bytes: the size of `transformers`' own shards
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PADDING = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
 
 def export_checkpoint(checkpoint: str | Path, output: str | Path, dtype: str = "float32") -> dict[str, Any]:
-    """Write a checkpoint (or a run's newest one) in Hugging Face format; returns what `export_model` does.
+    """Writes a checkpoint (or a run's newest one) in Hugging Face format; returns the result of `export_model`.
 
-    `dtype` is float32 (exact) or bfloat16. Raises `UserError`; nothing that exists is touched.
+    `dtype` is float32 (exact) or bfloat16. Raises `UserError`, and never touches existing files.
 
     Example:
         optimus.export("runs/first", "huggingface")
@@ -73,16 +73,15 @@ def export_model(
     said: Mapping[str, Any] | None = None,
     chat: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write `model` as a Hugging Face folder: config, tokenizer (a tokenizer.json, if given) and safetensors.
+    """Writes `model` as a Hugging Face folder: config, tokenizer (a tokenizer.json, if given) and safetensors.
 
-    `context` becomes max_position_embeddings. With `dtype` None the weights are written as they are. `masks` of pruned
-    parameters go into a file of their own, which `optimus import` reads. `said` is what the folder that training began with
-    said of its model (`Description.published`), and `chat` how conversations were written in training
-    (`Description.chat`): the folder says so, too.
+    `context` becomes max_position_embeddings. With `dtype` None, the weights keep their dtype. `masks` of pruned parameters
+    go into a separate file, which `optimus import` reads. `said` is the metadata of the folder that training started from
+    (`Description.published`), and `chat` is the chat template of the training data (`Description.chat`); the exported
+    folder repeats both.
 
-    Returns `output`, `files` (name to bytes), `bytes`, `tensors`, `parameters`
-    and `dtype`. Raises `UserError` when `output` holds anything, the disk is too small or the
-    architecture has no equal in `transformers`.
+    Returns `output`, `files` (name to bytes), `bytes`, `tensors`, `parameters` and `dtype`. Raises `UserError` if `output`
+    is not empty, the disk is too small or the architecture has no equivalent in `transformers`.
     """
     output = output.absolute()
     _check_free(output)
@@ -142,7 +141,7 @@ def export_model(
 
 
 class SpecialTokens(NamedTuple):
-    """What generation needs of a tokenizer; padding is the end-of-text token where it has none of its own."""
+    """A tokenizer's special tokens for generation. The end-of-text token serves as padding if there is no padding token."""
 
     eos: str | None
     pad: str | None
@@ -150,7 +149,7 @@ class SpecialTokens(NamedTuple):
 
 
 def _tensors(model: Transformer, dtype: torch.dtype | None) -> list[OutputTensor]:
-    """All tensors; buffers stay in their type."""
+    """Returns all tensors to write; buffers keep their dtype."""
     buffers, family = dict(model.named_buffers()), model.config.family
     return [
         OutputTensor(*each, tensor.dtype if dtype is None or name in buffers else dtype)
@@ -171,7 +170,7 @@ def _special_tokens(tokenizer: Path | None, eos_id: int | None) -> SpecialTokens
 
     try:
         loaded = Tokenizer.from_file(str(tokenizer))
-    except Exception as error:  # the library raises nothing more precise
+    except Exception as error:  # the library raises no more specific exception
         raise UserError(f"tokenizer {tokenizer} cannot be read: {error}") from error
     eos = None if eos_id is None else loaded.id_to_token(eos_id)
     if eos_id is not None and eos is None:
@@ -183,7 +182,7 @@ def _special_tokens(tokenizer: Path | None, eos_id: int | None) -> SpecialTokens
 
 
 def _tokenizer_config(special: SpecialTokens, context: int) -> dict[str, Any]:
-    """Of a tokenizer of which nothing was said."""
+    """Returns the configuration of a tokenizer that came without one."""
     raw: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a model or a checkpoint. Nothing is rounded and nothing is left out silently."""
+"""Imports a Hugging Face folder as a model or a checkpoint. Nothing is rounded and nothing is left out silently."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -27,11 +27,11 @@ from optimus.model.parameters import named_tensors
 
 
 def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
-    """Turn a Hugging Face folder into a checkpoint of weights, in the type they have there (float16 becomes float32).
+    """Converts a Hugging Face folder into a checkpoint of weights in their original dtype (float16 becomes float32).
 
-    Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (whether there was one) and
-    `left_out` (what of the folder, in words; mostly None).
-    Raises `UserError` naming the field, tensor or file at fault, or when `output` exists.
+    Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (true if there was one) and
+    `left_out` (a description of omitted parts of the folder; usually None). Raises `UserError` naming the field, tensor or
+    file at fault, or if `output` exists.
 
     Example:
         optimus.import_folder("huggingface", "imported")
@@ -76,8 +76,10 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
 
 
 class FolderReader:
-    """Fills slices of the weights of a Hugging Face folder, and of the masks beside them, all of which it reads when it is
-    first asked. Raises `UserError` for masks that do not fit `model`."""
+    """Fills slices of the weights, and of the masks beside them, of a Hugging Face folder.
+
+    The weights are read completely on first use. Raises `UserError` for masks that do not fit `model`.
+    """
 
     def __init__(self, path: Path, model: ModelConfig) -> None:
         self.path, self._model = path, model
@@ -91,7 +93,7 @@ class FolderReader:
         self._tensors: dict[str, Tensor] = {}
 
     def fill(self, slices: Iterable[TensorSlice]) -> None:
-        """Fill the tensors of `slices` in place. Raises `UserError` as `load_weights`."""
+        """Fills the tensors of `slices` in place. Raises `UserError` like `load_weights`."""
         if not self._tensors:
             model = Transformer(self._model)
             load_weights(model, self.path)
@@ -103,8 +105,11 @@ class FolderReader:
 
 
 def read_masks(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Masks beside the weights of a Hugging Face folder, by key; none where nothing is pruned. `shapes` are those of the
-    model's parameters. Raises `UserError` for a file that is damaged or no export's, and for masks of other parameters."""
+    """Reads the masks beside the weights of a Hugging Face folder, by key; empty if nothing is pruned.
+
+    `shapes` are the shapes of the model's parameters. Raises `UserError` for a file that is damaged or was not exported by
+    Optimus, and for masks of other parameters.
+    """
     file = path / MASKS
     if not file.is_file():
         return {}
@@ -127,17 +132,17 @@ def _shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(model: Transformer, path: Path) -> None:
-    """Fill the parameters of `model` from the safetensors of a Hugging Face folder; everything is checked first.
+    """Fills the parameters of `model` from the safetensors of a Hugging Face folder; everything is checked first.
 
-    Both forms of the experts are read: one tensor per expert (published) and one per layer (fused). Raises `UserError`
-    for another architecture, for missing, unexpected or mis-shaped tensors, and for a parameter type that would round.
+    Both forms of experts are supported: one tensor per expert (published) and one per layer (fused). Raises `UserError` for
+    another architecture, for missing, unexpected or mis-shaped tensors, and for a dtype that would be rounded.
     """
     check_same_model(read_model(path), model.config, path / FILE)
     _fill(model, FolderTensors(path), path)
 
 
 def left_out(path: Path) -> str | None:
-    """What of the folder `path` is no part of the model: layers that predict further tokens. None where it has none."""
+    """Describes the multi-token prediction layers of the folder `path`, which the model omits; None without any."""
     tensors = _further_tensors(path, FolderTensors(path))
     if not tensors:
         return None
@@ -171,7 +176,7 @@ def _fill(model: Transformer, tensors: FolderTensors, path: Path) -> None:
 
 
 def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Published]:
-    """Tensor names of the folder to the views of our tensors that they fill."""
+    """Maps tensor names of the folder to the views of our tensors that they fill."""
     family = model.config.family
     targets: dict[str, Published] = {}
     for name, tensor in named_tensors(model):
@@ -182,12 +187,12 @@ def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Published]
 
 
 def _stored(name: str, family: str, tensors: FolderTensors) -> str:
-    """A published name as this folder has it, which may leave out the prefix."""
+    """Returns a published name in this folder's form, which may omit the prefix."""
     return name if name in tensors.where else name.removeprefix(families()[family].prefix)
 
 
 def _is_no_parameter(name: str, model: Transformer, tensors: FolderTensors) -> bool:
-    """Some folders hold masks, or those of models with tied embeddings the same weights under both names."""
+    """Returns True for tensors that are no parameters: masks, or a tied output layer stored under both names."""
     if any(re.fullmatch(pattern, name) for pattern in families()[model.config.family].no_parameters):
         return True
     ((embedding, *_),) = published(model.config.family, "embedding.weight", model.embedding.weight)
@@ -205,7 +210,7 @@ def _check_fits(name: str, target: Published, tensors: FolderTensors) -> None:
 
 
 def _eos_id(raw: dict[str, Any], vocab: int) -> int | None:
-    """The end-of-text token, the first where there are several; none where it is no token of this vocabulary."""
+    """Returns the end-of-text token, the first one of several; None if it is not in the vocabulary."""
     given = raw.get("eos_token_id")
     first = given[0] if isinstance(given, list) and given else given
     return first if type(first) is int and 0 <= first < vocab else None

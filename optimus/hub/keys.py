@@ -1,7 +1,7 @@
-"""Our parameters and the tensors they are in a Hugging Face folder, by the key table of the family.
+"""Maps our parameters to the tensors of a Hugging Face folder, by the key table of the family.
 
 Every published tensor is a view of one of our parameters (`model/families/family.py`). Export writes these views and import
-copies into them, so both directions are the same table and exact.
+copies into them, so both directions are exact and use the same table.
 
 Legend: E experts, I intermediate, H hidden.
 """
@@ -16,7 +16,7 @@ from optimus.model.families import Key, families
 
 
 class Published(NamedTuple):
-    """A published tensor, and a view of our parameter with its elements in its order, if not always in its `shape`."""
+    """A published tensor, and a view of our parameter with the same elements in order; their shapes may differ."""
 
     name: str
     view: Tensor
@@ -24,7 +24,7 @@ class Published(NamedTuple):
 
 
 def published(family: str, name: str, parameter: Tensor) -> Iterator[Published]:
-    """Every tensor that our parameter `name` is made of."""
+    """Yields every published tensor of our parameter `name`."""
     key, layer = _find(family, name)
     per_expert = "{e}" in key.names[0]
     for e, expert in enumerate(parameter) if per_expert else [(0, parameter)]:
@@ -39,7 +39,7 @@ def published(family: str, name: str, parameter: Tensor) -> Iterator[Published]:
 
 
 def fused(family: str, name: str, parameter: Tensor) -> Published | None:
-    """The fused form, of experts [E, 2 I, H] or [E, H, I]; None where there is none."""
+    """Returns the fused form of experts, [E, 2 I, H] or [E, H, I]; None if there is none."""
     key, layer = _find(family, name)
     if key.fused is None:
         return None

@@ -1,8 +1,8 @@
-"""What a Hugging Face folder says beside architecture and weights: those who serve the model read it.
+"""Metadata of a Hugging Face folder, besides architecture and weights, for programs that serve the model.
 
-A checkpoint keeps it (`Description.published`), as do all that follow from that one, and an export says it again: special
-tokens, the tokenizer's configuration, how to generate. What training makes untrue is left out: all of it that speaks of
-tokens, if the checkpoint has another tokenizer.
+A checkpoint keeps the metadata (`Description.published`), as do all checkpoints derived from it, and an export repeats it:
+special tokens, the tokenizer's configuration, generation settings. Metadata that training invalidates is left out:
+everything about tokens, if the checkpoint has another tokenizer.
 """
 
 import hashlib
@@ -15,14 +15,17 @@ from optimus.errors import UserError
 from optimus.hub.config_json import FILE, further_fields, read_config
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
-_OF_TOKENS = (TOKENIZER, "special_tokens_map.json", "chat_template.jinja")  # beside tokenizer.json
-_TOKEN, _LISTS = "_token_id", ("bad_words_ids", "suppress_tokens")  # what fields that name tokens end with
-_OF_A_FOLDER = ("transformers_version", "_from_model_config", "auto_map")  # true of the folder it was read from alone
+_OF_TOKENS = (TOKENIZER, "special_tokens_map.json", "chat_template.jinja")  # files beside tokenizer.json
+_TOKEN, _LISTS = "_token_id", ("bad_words_ids", "suppress_tokens")  # suffix and names of fields about tokens
+_OF_A_FOLDER = ("transformers_version", "_from_model_config", "auto_map")  # fields that describe only their own folder
 
 
 def read_published(path: Path) -> dict[str, Any]:
-    """Of the folder `path`: its files by name, of config.json what `further_fields` names, and `sha256` of its
-    tokenizer.json, if it has one. Raises `UserError` naming the file that cannot be read."""
+    """Reads the metadata of the folder `path`.
+
+    The result has the folder's files by name, the fields of config.json in `further_fields`, and `sha256` of
+    tokenizer.json, if any. Raises `UserError` naming the file that cannot be read.
+    """
     tokenizer = path / "tokenizer.json"
     found: dict[str, Any] = {FILE: further_fields(read_config(path))}
     for name in (GENERATION, *_OF_TOKENS):
@@ -32,23 +35,23 @@ def read_published(path: Path) -> dict[str, Any]:
 
 
 class Remarks(NamedTuple):
-    """What an export of a model says beside its architecture and weights; see `published_again`."""
+    """The metadata in an export of a model; see `published_again`."""
 
     config: dict[str, Any]  # fields of config.json
-    generation: dict[str, Any]  # those of generation_config.json
-    files: dict[str, Any]  # others, by name
+    generation: dict[str, Any]  # fields of generation_config.json
+    files: dict[str, Any]  # other files, by name
 
 
 def published_again(
     said: Mapping[str, Any], *, vocab: int, tokenizer: Path | None, eos_id: int | None, pad_id: int | None, context: int
 ) -> Remarks:
-    """What was `said` of the model that training began with, as it is true of a checkpoint with these tokens.
+    """Returns the metadata `said` of the model that training started from, adapted to a checkpoint with these tokens.
 
-    `eos_id` ends documents in training: where it is not among the published tokens that end a text, it is put before them.
+    `eos_id` ends documents in training. If it is not among the published stop tokens, it is put before them.
     """
     sha256 = said.get("sha256")
     same = tokenizer is not None and sha256 is not None and _sha256(tokenizer) == sha256
-    unknown = tokenizer is None or sha256 is None  # whether it is: what is said of tokens stays
+    unknown = tokenizer is None or sha256 is None  # tokenizers cannot be compared, so metadata about tokens is kept
     config, generation = (
         {
             field: _in_vocabulary(value, vocab) if field.endswith(_TOKEN) else value
@@ -86,14 +89,14 @@ def _sha256(file: Path) -> str:
 
 
 def _in_vocabulary(value: Any, vocab: int) -> Any:
-    """The token or tokens `value`, less what is no token of this vocabulary."""
+    """Returns the token or tokens in `value` that belong to the vocabulary."""
     if isinstance(value, list):
         return [token for token in value if _in_vocabulary(token, vocab) is not None] or None
     return value if type(value) is int and 0 <= value < vocab else None
 
 
 def _with(eos_id: int | None, stops: Any) -> Any:
-    """`stops`, a token, several or none, with `eos_id` among them."""
+    """Returns the stop tokens `stops` (one, several or none) including `eos_id`."""
     known = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if eos_id is None or eos_id in known:
         return stops

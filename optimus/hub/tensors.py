@@ -1,7 +1,7 @@
-"""Safetensors files: reading a folder of them, and writing one tensor after the other.
+"""Safetensors files: reads a folder of them, and writes them one tensor at a time.
 
-The safetensors library writes a whole file from memory. Here a file is streamed: its header follows from names and
-shapes alone, so that no more than one tensor, in the type it is written in, exists beside the model.
+The safetensors library writes a whole file from memory. Here a file is streamed: its header depends on names and shapes
+alone, so that only one tensor at a time is converted and held in addition to the model.
 """
 
 import json
@@ -17,7 +17,7 @@ from optimus.disk import parse_json, plain_name
 from optimus.errors import UserError
 from optimus.hub.config_json import has_weights
 
-MASKS = "masks.safetensors"  # of pruned parameters, beside the weights
+MASKS = "masks.safetensors"  # masks of pruned parameters, beside the weights
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
@@ -26,7 +26,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 class FolderTensors:
     """The tensors of a Hugging Face folder, in one file or in shards; read one at a time.
 
-    Raises `UserError` when files are missing or damaged. `where` says which file a tensor is in.
+    Raises `UserError` if files are missing or damaged. `where` maps a tensor's name to its file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,14 +44,14 @@ class FolderTensors:
 
     @property
     def elements(self) -> int:
-        """Of all tensors."""
+        """Number of elements of all tensors."""
         return sum(math.prod(self.shape(name)) for name in self.where)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._open[self.where[name]].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises `UserError` for a type that weights cannot have here (quantised ones)."""
+        """Returns the dtype of a tensor. Raises `UserError` for unsupported dtypes of weights (quantised ones)."""
         code = self._open[self.where[name]].get_slice(name).get_dtype()
         if code not in _DTYPES:
             raise UserError(f"{self.where[name]}: {name} has type {code}: only {', '.join(_DTYPES)} can be read")
@@ -67,7 +67,7 @@ def _weight_files(path: Path) -> list[Path]:
         return [path / SINGLE]
     index = path / INDEX
     if not index.is_file():
-        has_weights(path)  # speaks up about pickled weights
+        has_weights(path)  # reports pickled weights
         raise UserError(f"{path} holds no weights: neither {SINGLE} nor {INDEX} is there")
     try:
         named = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
@@ -77,7 +77,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 class OutputTensor(NamedTuple):
-    """A tensor to be written: its name, and the shape and type in which."""
+    """A tensor to be written: its name, and the shape and dtype in the file."""
 
     name: str
     tensor: Tensor
@@ -86,9 +86,9 @@ class OutputTensor(NamedTuple):
 
 
 def write_tensors(tensors: Iterable[OutputTensor], folder: Path, max_bytes: int) -> None:
-    """Write `tensors` into files of at most `max_bytes` or one tensor.
+    """Writes `tensors` into files of at most `max_bytes` each, or of one larger tensor.
 
-    One file is `model.safetensors`; several get an index.
+    A single file is `model.safetensors`; several files get an index.
     """
     shards = list(_shards(tensors, max_bytes))
     count = len(shards)
@@ -103,7 +103,7 @@ def write_tensors(tensors: Iterable[OutputTensor], folder: Path, max_bytes: int)
 
 
 def stored_bytes(stored: OutputTensor) -> int:
-    """Bytes of a tensor once written."""
+    """Returns the bytes of a tensor in the file."""
     return stored.tensor.numel() * stored.dtype.itemsize
 
 
@@ -121,7 +121,7 @@ def _shards(tensors: Iterable[OutputTensor], max_bytes: int) -> Iterator[list[Ou
 
 
 def _write_file(file: Path, tensors: list[OutputTensor]) -> None:
-    """The format: length of the header (8 bytes), the header in JSON, then the tensors' bytes end to end."""
+    """Writes the format: length of the header (8 bytes), the header in JSON, then the tensors' bytes end to end."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for each in tensors:

@@ -1,1 +1,1 @@
-"""One operation per file: the plain reference beside the path that runs, one signature for both."""
+"""Kernels, one operation per file: a plain reference and the optimized path, with one signature."""

@@ -1,6 +1,6 @@
-"""The activation of a feed-forward layer, which may gate the other half of its projection (Shazeer 2020).
+"""The activation of a feed-forward layer, optionally as a gate of the other half of its projection (Shazeer 2020).
 
-Only the projection is saved; the activation is computed again in the backward pass.
+Only the projection is saved; the backward pass recomputes the activation.
 
 Legend: T rows, I intermediate.
 """
@@ -22,8 +22,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
 
 class _Kind(NamedTuple):
     forward: Callable[[Tensor], Tensor]
-    backward: Callable[..., Tensor]  # (gradient of the result, input, grad_input=where the input's goes)
-    limit: float | None = None  # gates are at most this, what they are multiplied by is clamped to it, and one added
+    backward: Callable[..., Tensor]  # (gradient of the result, input, grad_input=output tensor)
+    limit: float | None = None  # gates are at most this; up is clamped to +-limit, then incremented by one
 
 
 _aten = torch.ops.aten
@@ -43,10 +43,10 @@ _KINDS: dict[Activation, _Kind] = {
 
 
 def activation(z: Tensor, kind: Activation, gated: bool) -> Tensor:
-    """[..., I] from `z` [..., I]; if `gated` from [..., 2 I], gate then up: the activated gate times up.
+    """Maps `z` [..., I] to [..., I]; if `gated`, maps [..., 2 I], gate then up, to the activated gate times up.
 
-    `clamped_silu`, which is gated, clamps both to 7, the gate from above only; its gate x is x * sigmoid(1.702 x), and one
-    is added to up.
+    `clamped_silu`, which is gated, clamps gate and up to 7, the gate from above only. The activation of its gate x is x *
+    sigmoid(1.702 x), and up is incremented by one.
     """
     if not gated:
         return _KINDS[kind].forward(z)
@@ -54,7 +54,7 @@ def activation(z: Tensor, kind: Activation, gated: bool) -> Tensor:
 
 
 def activation_reference(z: Tensor, kind: Activation, gated: bool) -> Tensor:
-    """The definition, for tests."""
+    """Reference implementation for tests."""
     gate, *up = z.chunk(2, -1) if gated else (z,)
     if kind == "clamped_silu":
         gate, up = gate.clamp(max=LIMIT), [up[0].clamp(-LIMIT, LIMIT) + 1]
@@ -63,14 +63,14 @@ def activation_reference(z: Tensor, kind: Activation, gated: bool) -> Tensor:
 
 
 def gated_activation(z_T2I: Tensor, kind: Activation, out: Tensor | None = None) -> Tensor:
-    """`activation`, of a gate; autograd does not see it."""
+    """Computes a gated `activation` without autograd."""
     gate, up = _gate_and_up(z_T2I, kind)
     act = _KINDS[kind].forward(gate)
     return torch.mul(act, up, out=act if out is None else out)
 
 
 def gated_activation_backward(h_grad_TI: Tensor, z_T2I: Tensor, kind: Activation) -> tuple[Tensor, Tensor]:
-    """(gradient of z [..., 2 I], the activation h [..., I] computed again)."""
+    """Returns (gradient of z [..., 2 I], recomputed activation h [..., I])."""
     gate, up = _gate_and_up(z_T2I, kind)
     z_grad = torch.empty_like(z_T2I)
     gate_grad, up_grad = z_grad.chunk(2, -1)
@@ -107,7 +107,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _kernels(z_T2I: Tensor, kind: Activation) -> Any:
-    """The module that has these as kernels, if there is one."""
+    """Returns the module with kernels for this activation, or None."""
     if kind != "silu" or not backend.use_triton(z_T2I):
         return None
     from optimus.kernels.triton import swiglu

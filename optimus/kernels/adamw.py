@@ -1,8 +1,8 @@
-"""AdamW on the host in one pass over memory: 28 bytes per element with gradients and copy in bf16.
+"""AdamW on the host in one pass over memory: 28 bytes per element with gradients and compute copy in bf16.
 
-The fused kernel of torch runs at memory speed, but gradients must be fp32 and scaled before it, and the copy be made after
-it: twice the bytes. Here `torch.compile` makes one loop of all of it. Where it cannot, as without a compiler of C++, the
-reference says so once and does the same arithmetic.
+The fused kernel of torch runs at memory speed, but needs fp32, scaled gradients and leaves the compute copy to another
+pass: twice the bytes. Here `torch.compile` fuses everything into one loop. If compilation fails, for example without a C++
+compiler, a warning is given once and the same arithmetic runs uncompiled.
 """
 
 import math
@@ -16,21 +16,21 @@ from torch import Tensor
 
 
 class AdamWFactors(NamedTuple):
-    """Numbers of one step, fp32 scalars: as tensors, or each step would be compiled anew."""
+    """Factors of one step as fp32 scalar tensors; Python numbers would recompile every step."""
 
     gradient_scale: Tensor
-    decay: Tensor  # what weights are multiplied by
+    decay: Tensor  # factor of the weights
     beta1: Tensor
     beta2: Tensor
-    step_size: Tensor  # learning rate over the correction of the first moment
-    correction: Tensor  # root of the correction of the second
+    step_size: Tensor  # learning rate divided by the bias correction of the first moment
+    correction: Tensor  # square root of the bias correction of the second moment
     eps: Tensor
 
     @classmethod
     def of(
         cls, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, gradient_scale: float
     ) -> "AdamWFactors":
-        """Of update `step`, which counts from 1 (Loshchilov and Hutter 2019, algorithm 2)."""
+        """Returns the factors of update `step`, counted from 1 (Loshchilov and Hutter 2019, algorithm 2)."""
         numbers = (
             gradient_scale,
             1 - lr * weight_decay,
@@ -46,8 +46,8 @@ class AdamWFactors(NamedTuple):
 def adamw_in_one_pass(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, factors: AdamWFactors
 ) -> None:
-    """Update fp32 `weight`, `m` and `v`, flat on the CPU, in place, and fill `copy`, which may be the gradient's memory."""
-    same = copy is not None and copy.data_ptr() == gradient.data_ptr()  # then a loop that reads and writes it is slower
+    """Updates flat fp32 `weight`, `m` and `v` on the CPU in place, and fills `copy`, which may alias the gradient."""
+    same = copy is not None and copy.data_ptr() == gradient.data_ptr()  # an in-place loop would be slower
     made = torch.empty_like(gradient) if same else copy
     (_compiled() or _update)(weight, gradient, m, v, made, *factors)
     if same and made is not None:
@@ -81,7 +81,7 @@ def _update(
 
 @cache
 def _compiled() -> Callable[..., Any] | None:
-    """`_update` as one loop, or nothing where it cannot be compiled."""
+    """Returns `_update` compiled to one loop, or None if compilation fails."""
     made: Callable[..., Any] = torch.compile(_update, dynamic=True)
     try:
         few = [torch.zeros(64) for _ in range(4)]

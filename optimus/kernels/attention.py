@@ -1,11 +1,12 @@
-"""Softmax attention over blocks of keys, from which attention over any longer sequence can be put together.
+"""Softmax attention over blocks of keys, from which attention over any longer sequence is assembled.
 
-The softmax over two sets of keys follows from those over each and their log-sum-exps (Rabe and Staats 2021; the blocks of
-ring attention, Liu et al. 2023), and so does its gradient, in which each block needs the log-sum-exp of all. Scores are
-q . k / sqrt(D), log-sum-exps are natural and in fp32 (float64 stays so); no path ever holds more than one block of scores.
+The softmax over two sets of keys follows from the softmax over each set and their log-sum-exps (Rabe and Staats 2021; ring
+attention, Liu et al. 2023). The gradient is assembled likewise: each block needs the log-sum-exp over all keys. Scores are
+q . k / sqrt(D). Log-sum-exps are natural and in fp32 (float64 stays float64). No path ever holds more than one block of
+scores.
 
-A sink is one more key that every query of a head sees, of a learned score and with no value (gpt-oss; Xiao et al. 2023): it
-takes its part of the softmax. So it is merged like a block's, and the gradients of the blocks need nothing else.
+A sink is an additional key that every query of a head attends to, with a learned score and no value (gpt-oss; Xiao et al.
+2023). A sink takes its share of the softmax, is merged like a block, and leaves the blocks' gradients unchanged.
 
 Legend: B batch, S queries, P keys, N heads, M heads of keys and values (N / M heads share one), D head size.
 """
@@ -25,13 +26,13 @@ from optimus.kernels.backend import compute_dtype
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
-_BLOCK_ELEMENTS = 1 << 22  # scores of one block, in the path that makes them itself
+_BLOCK_ELEMENTS = 1 << 22  # scores of one block in the path that materializes scores
 
 
 class Scoring(NamedTuple):
-    """How queries and keys are scored, beyond their products."""
+    """Options of attention scores beyond the products of queries and keys."""
 
-    window: int | None = None  # a position sees as many up to its own; None: all
+    window: int | None = None  # number of positions attended to, including a position's own; None: all
     cap: float | None = None  # scores s are cap * tanh(s / cap) (Gemma 2, section 2)
     sink_N: Tensor | None = None  # the scores of the sinks
 
@@ -40,7 +41,7 @@ PLAIN = Scoring()
 
 
 def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Attention of the last S of P positions over all positions up to their own, [B, S, N, D].
+    """Computes attention of the last S of P positions over all positions up to their own, [B, S, N, D].
 
     N is a multiple of M: consecutive heads share keys and values.
     """
@@ -52,12 +53,12 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
     blocks = cap is not None or sink_N is not None or 1 < new < seen or (window or seen) < seen
     q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
     grouped = q.shape[1] != k.shape[1]
-    if grouped and not blocks and flash_fits(q, k, v, new > 1):  # then whichever fused kernel torch finds fastest
+    if grouped and not blocks and flash_fits(q, k, v, new > 1):  # then the fused kernel that torch finds fastest
         return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, enable_gqa=True).transpose(1, 2)
     if blocks or (grouped and new > 1):
         return attend_blocks(q_BSND, k_BPMD, v_BPMD, capped(blocks_of(new, seen, window), cap), sink_N)
     k, v = _for_each_head(q, k, v)
-    if q.is_meta:  # else torch takes a path that holds all scores
+    if q.is_meta:  # else torch takes a path that materializes all scores
         return _cpu(q, k, v, new > 1)[0].transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1).transpose(1, 2)
 
@@ -65,9 +66,9 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
 def attend_blocks(
     q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "Sequence[AttentionBlock]", sink_N: Tensor | None = None
 ) -> Tensor:
-    """Attention of all queries over the keys of their blocks, [B, S, N, D]; no mask is held, shared keys are saved once.
+    """Computes attention of all queries over the keys of their blocks, [B, S, N, D], without masks.
 
-    Every query is in one causal block, which comes before its others.
+    Shared keys are saved once. Every query is in exactly one causal block, which must precede the query's other blocks.
     """
     return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, sink_N, blocks)
 
@@ -75,9 +76,9 @@ def attend_blocks(
 def attention_block(
     q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, causal: bool, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(attention of all queries over all keys [B, S, N, D], log-sum-exp of the scores [B, N, S]); autograd sees neither.
+    """Returns (attention of all queries over all keys [B, S, N, D], log-sum-exp of the scores [B, N, S]), without autograd.
 
-    `causal`: S is P, and query i has the keys up to i only. With a `cap`, scores s are cap * tanh(s / cap).
+    `causal`: S is P, and query i attends to keys up to i only. With a `cap`, scores s become cap * tanh(s / cap).
     """
     q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
     k, v = _for_each_head(q, k, v)
@@ -95,9 +96,10 @@ def attention_block_backward(
     causal: bool,
     cap: float | None = None,
 ) -> Gradients:
-    """What these keys and values contribute to the gradient of q, and their own gradients, each in its tensor's type.
+    """Returns a block's contribution to the gradient of q, and the gradients of its keys and values.
 
-    `out_BSND` and `lse_BNS` are those over all keys of the queries, of which the block has some.
+    Gradients have the dtypes of their tensors. `out_BSND` and `lse_BNS` are over all keys of the queries, not only over the
+    keys of this block.
     """
     q, k, v, out, out_grad = _heads_first(q_BSND, k_BPMD, v_BPMD, out_BSND, out_grad_BSND)
     shared = k.shape[1]
@@ -109,14 +111,14 @@ def attention_block_backward(
 
 
 def merge_block(out_BSND: Tensor, lse_BNS: Tensor, block_BSND: Tensor, block_lse_BNS: Tensor) -> None:
-    """Make `out_BSND` and `lse_BNS`, in place, those over their own keys and a further block's. `out_BSND` is fp32."""
+    """Merges a further block into `out_BSND` (fp32) and `lse_BNS`, in place."""
     weight_BNS = torch.sigmoid(block_lse_BNS - lse_BNS)
     out_BSND.lerp_(block_BSND.to(out_BSND.dtype), weight_BNS.transpose(1, 2)[..., None])
     lse_BNS.copy_(torch.logaddexp(lse_BNS, block_lse_BNS))
 
 
 def add_attention_sink(out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None) -> None:
-    """Make `out_BSND` and `lse_BNS`, in place, those over their own keys and one of this score whose value is 0."""
+    """Merges a key of score `sink_N` and value 0 into `out_BSND` and `lse_BNS`, in place."""
     if sink_N is not None:
         sink_N1 = sink_N[:, None].to(lse_BNS.dtype)
         out_BSND.mul_(torch.sigmoid(lse_BNS - sink_N1).transpose(1, 2)[..., None])
@@ -124,7 +126,7 @@ def add_attention_sink(out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None)
 
 
 def sink_gradient(out_grad_BSND: Tensor, out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None) -> Tensor | None:
-    """The gradient of `sink_N` [N]; `out_BSND` and `lse_BNS` are those over all keys, and it."""
+    """Returns the gradient of `sink_N` [N]. `out_BSND` and `lse_BNS` are over all keys, including the sink."""
     if sink_N is None:
         return None
     owed_BNS = torch.linalg.vecdot(out_grad_BSND.to(lse_BNS.dtype), out_BSND.to(lse_BNS.dtype)).transpose(1, 2)
@@ -140,7 +142,10 @@ def attention_reference(
     cap: float | None = None,
     sink_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition of (attention, log-sum-exp), for tests; if causal, of the last S of P positions."""
+    """Reference implementation for tests: (attention, log-sum-exp).
+
+    If `causal`, the queries are the last S of P positions.
+    """
     q, k, v = (t.to(compute_dtype(t.dtype)) for t in _heads_first(q_BSND, k_BPMD, v_BPMD))
     k, v = _for_each_head(q, k, v)
     scores_BNSP = q @ k.mT / math.sqrt(q.shape[-1])
@@ -184,7 +189,7 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, sink_N = ctx.saved_tensors  # once: what is recomputed gives them once
+        *saved, sink_N = ctx.saved_tensors  # read once: after recomputation, saved tensors can be unpacked only once
         sink_grad_N = sink_gradient(grads[0], saved[3], saved[4], sink_N)
         if len(ctx.blocks) == 1:
             given = [grads[0], *saved, True, ctx.blocks[0].cap]
@@ -199,14 +204,15 @@ class _Blocks(torch.autograd.Function):
 
 
 def _merged(blocks: "Sequence[AttentionBlock]") -> bool:
-    """Whether anything is added up: queries of causal blocks alone, and their keys, are in one block each."""
+    """True if any block's result is merged into another. Causal blocks alone never share queries or keys."""
     return any(block.mask != "causal" for block in blocks)
 
 
 class AttentionBlock(NamedTuple):
-    """Queries and the keys that they see: all of them; up to their own; or, of equally many, from their own next on.
+    """Queries and the keys that they attend to, by `mask`.
 
-    The last is causal when queries and keys are taken backwards, so that no path needs to know of it.
+    none: all keys; causal: keys up to the query's own; window: of equally many keys, the keys after the query's own. A
+    window block is causal when queries and keys are reversed, so that paths only implement causal blocks.
     """
 
     queries: slice
@@ -215,12 +221,15 @@ class AttentionBlock(NamedTuple):
     cap: float | None = None
 
     def moved(self, queries: int, keys: int) -> "AttentionBlock":
-        """The same, so many positions later."""
+        """Returns the same block, shifted by `queries` query positions and `keys` key positions."""
         rows, seen = slice(self.queries.start + queries, self.queries.stop + queries), self.keys
         return self._replace(queries=rows, keys=slice(seen.start + keys, seen.stop + keys))
 
     def attend(self, out_BSND: Tensor, lse_BNS: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor) -> None:
-        """Add these keys to attention and log-sum-exp (`no_attention`). A causal block is the first of its queries."""
+        """Merges these keys into the attention and log-sum-exp of `no_attention`.
+
+        A causal block is the first of its queries.
+        """
         q, k, v = self._rows(self.queries, q_BSND), self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
         out, lse = attention_block(q, k, v, self.mask != "none", self.cap)
         if self.mask == "window":
@@ -233,7 +242,7 @@ class AttentionBlock(NamedTuple):
     def backward(
         self, out_grad_BSND: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, out_BSND: Tensor, lse_BNS: Tensor
     ) -> Gradients:
-        """The gradients of these queries, keys and values; `out_BSND` and `lse_BNS` are those over all keys."""
+        """Returns the gradients of these queries, keys and values. `out_BSND` and `lse_BNS` are over all keys."""
         out_grad, q, out = (self._rows(self.queries, t) for t in (out_grad_BSND, q_BSND, out_BSND))
         k, v = self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
         lse = self._rows(self.queries, lse_BNS.mT).mT
@@ -243,19 +252,19 @@ class AttentionBlock(NamedTuple):
         return q_grad, k_grad, v_grad
 
     def _rows(self, rows: slice, t_BSX: Tensor) -> Tensor:
-        """As `attention_block` is to have them."""
+        """Selects rows, in the order that `attention_block` needs."""
         return t_BSX[:, rows].flip(1) if self.mask == "window" else t_BSX[:, rows]
 
 
 def capped(blocks: "Iterable[AttentionBlock]", cap: float | None) -> "list[AttentionBlock]":
-    """These blocks, with a `cap` on their scores."""
+    """Returns these blocks with a `cap` on their scores."""
     return list(blocks) if cap is None else [block._replace(cap=cap) for block in blocks]
 
 
 def no_attention(q_BSND: Tensor, merged: bool = True) -> tuple[Tensor, Tensor]:
-    """Where attention and log-sum-exp [B, N, S] of blocks come together: empty, in fp32 (float64 stays so).
+    """Allocates uninitialised attention and log-sum-exp [B, N, S] for blocks to be merged into, in fp32 (or float64).
 
-    Attention that is not `merged` is of one block for each query, and of the type of q.
+    Attention that is not `merged` has one block per query, and the dtype of q.
     """
     wide = compute_dtype(q_BSND.dtype)
     out_BSND = torch.empty_like(q_BSND, dtype=wide if merged else None, memory_format=torch.contiguous_format)
@@ -263,9 +272,9 @@ def no_attention(q_BSND: Tensor, merged: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(new: int, seen: int, window: int | None) -> Iterator[AttentionBlock]:
-    """What the last `new` of `seen` positions attend to, each to as many as `window` up to its own.
+    """Yields the blocks for the last `new` of `seen` positions, which attend to `window` positions including their own.
 
-    Queries come in pieces that begin at multiples of the window; each piece's causal block is its first.
+    Queries are divided at multiples of the window; the causal block of each division comes first.
     """
     before = seen - new
     if window is None or window >= seen:
@@ -284,22 +293,22 @@ def blocks_of(new: int, seen: int, window: int | None) -> Iterator[AttentionBloc
 
 
 def _for_each_head(q: Tensor, *shared: Tensor) -> list[Tensor]:
-    """Keys and values [B, M, P, D] for every head of q, [B, N, P, D]."""
+    """Repeats keys and values [B, M, P, D] for every head of q: [B, N, P, D]."""
     times = q.shape[1] // shared[0].shape[1]
     return [t if times == 1 else t.repeat_interleave(times, 1) for t in shared]
 
 
 def _heads_first(*tensors_BSND: Tensor) -> list[Tensor]:
-    """[B, N, S, D] each, with its last dim in order: the CPU's operator takes that for granted."""
+    """Transposes each tensor to [B, N, S, D] with a contiguous last dim, which the CPU operator assumes."""
     return [(t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors_BSND]
 
 
 def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Iterator[AttentionBlock]:
-    """What `new` positions attend to of `seen` that begin `distance` before them, at least as many as these are."""
-    reach = new if window is None else min(window - distance, new)  # query i sees key j where i - j < reach
+    """Yields the blocks of `new` positions over `seen` >= `new` positions that begin `distance` before them."""
+    reach = new if window is None else min(window - distance, new)  # query i attends to key j where i - j < reach
     if reach > 0:
         yield AttentionBlock(slice(0, reach), slice(0, seen), "none")
-    first, last = max(reach, 0), min(new, seen + reach - 1)  # queries that see some of the keys
+    first, last = max(reach, 0), min(new, seen + reach - 1)  # queries that attend to some of the keys
     if first < last:
         triangle = slice(first - reach + 1, last - reach + 1)
         yield AttentionBlock(slice(first, last), triangle, "window")
@@ -316,7 +325,7 @@ class _Path(NamedTuple):
 
 
 def flash_fits(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Whether the device has flash attention for these; other sizes of heads it wants padded."""
+    """Returns True if the device has flash attention for these tensors. Head sizes not divisible by 8 would need padding."""
     if q.device.type != "cuda" or q.shape[-1] % 8 != 0:
         return False
     return bool(can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])))
@@ -387,7 +396,7 @@ def _plain_backward(
     for rows, keys in _query_blocks(q, k, causal):
         q_rows, g_rows = q[:, :, rows].to(wide), out_grad[:, :, rows].to(wide)
         scores = _scores(q_rows, k[:, :, keys], rows, causal, cap)
-        # Of the cap; 0 where scores are hidden, which are infinite.
+        # The derivative of the cap; 0 where scores are masked, that is infinite.
         slope = None if cap is None else (scores / cap).square_().clamp_(max=1).neg_().add_(1)
         p = scores.sub_(lse_BNS[:, :, rows, None]).exp_()
         v_grad[:, :, keys] += p.mT @ g_rows
@@ -401,7 +410,7 @@ def _plain_backward(
 
 
 def _query_blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Queries whose scores are made at once, and the keys that they see."""
+    """Yields queries whose scores are computed at once, and the keys that they attend to."""
     (batch, heads, new, _), seen = q.shape, k.shape[2]
     rows = max(1, _BLOCK_ELEMENTS // (batch * heads * seen))
     for start in range(0, new, rows):

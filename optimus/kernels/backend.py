@@ -1,4 +1,4 @@
-"""Which path an operation takes: Triton on an accelerator, PyTorch on the CPU."""
+"""Selects the path of an operation: Triton on an accelerator, PyTorch on the CPU."""
 
 from functools import cache
 
@@ -8,10 +8,10 @@ from torch.utils._triton import has_triton_package
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether operations on `x` run as Triton kernels.
+    """Returns True if operations on `x` run as Triton kernels.
 
-    They compute in fp32, so float64, which only checks of precision use, stays with PyTorch. So does a device for which
-    this PyTorch comes without Triton, or whose module says that it runs none.
+    Kernels compute in fp32, so float64, used by precision checks only, stays with PyTorch. PyTorch also serves devices for
+    which this build has no Triton, and devices whose module sets `runs_triton` to false.
     """
     return x.device.type not in ("cpu", "meta") and x.dtype != torch.float64 and _has_kernels(x.device.type)
 
@@ -26,13 +26,13 @@ def _runs_triton(device: str) -> bool:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums and exponentials of tensors of `dtype` are made: fp32, or float64, which stays exact."""
+    """Returns the dtype for sums and exponentials of tensors of `dtype`: fp32, or float64 for float64."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """`x` times `scale`, a scalar of a wider type, in the type of x and rounded once.
+    """Returns `x` times `scale`, a scalar of a wider dtype, in the dtype of x, rounded once.
 
-    As a tensor without dims the scalar would be rounded to the type of x first: every element would be off alike.
+    A scalar tensor without dims would first be rounded to the dtype of x, with the same error in every element.
     """
     return torch.mul(x, scale.view((1,) * x.dim()), out=torch.empty_like(x))

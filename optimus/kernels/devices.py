@@ -1,4 +1,4 @@
-"""What kernels and their tests need to know of an accelerator, as data; importable without Triton.
+"""Properties of accelerators for kernels and their tests, as data; importable without Triton.
 
 Sources: CUDA C++ programming guide, "Technical specifications per compute capability"; AMD CDNA 2 and 3 instruction set
 references; Intel Data Center GPU Max architecture overview; data sheets for memory.
@@ -11,14 +11,14 @@ import torch
 
 
 class Chip(NamedTuple):
-    architecture: str  # as its compiler calls it
-    product: str  # one that has it, whose counts the rest of the row are
+    architecture: str  # the compiler's name
+    product: str  # a product of this architecture, which the other columns describe
     processors: int  # multiprocessors, compute units or Xe cores: each runs whole programs
     shared_memory: int  # bytes that one program may use (shared memory, LDS, SLM)
-    warp: int  # threads that run in step
-    registers: int  # of 32 bits that one thread may use
-    tma: bool  # whether a unit of its own copies tiles by descriptors (NVIDIA's tensor memory accelerator)
-    adds: bool  # whether its memory adds fp32 numbers by itself, so that the processor need not read them
+    warp: int  # threads that execute in lockstep
+    registers: int  # 32-bit registers that one thread may use
+    tma: bool  # has a unit that copies tiles by descriptors (NVIDIA's tensor memory accelerator)
+    adds: bool  # its memory adds fp32 numbers, so that the processor need not read them
     memory: int  # bytes
 
 
@@ -35,12 +35,12 @@ CHIPS = {
         Chip("pvc", "Data Center GPU Max 1550, one of two tiles", 64, 128 * _KIB, 16, 256, False, False, 64 * _GIB),
     )
 }
-# What may be relied on where nothing is known.
+# Conservative values for an unknown chip.
 UNKNOWN = Chip("unknown", "", 64, 48 * _KIB, 32, 255, False, False, 16 * _GIB)
 
 
 def chip_of(device: torch.device) -> Chip:
-    """What is known of a device: the row of its architecture, corrected by what the device says of itself."""
+    """Returns the properties of a device: its architecture's row, updated with what the device reports."""
     if device.type in ("cpu", "meta"):  # kernels are interpreted
         return UNKNOWN
     return _chip(
@@ -54,7 +54,7 @@ def _chip(device: torch.device) -> Chip:
 
 
 def chip_from(properties: Any) -> Chip:
-    """The chip with the `properties` that torch has of a device; what they leave out is that of its row, or the least."""
+    """Returns the chip for torch's device `properties`; its architecture's row or `UNKNOWN` fills the gaps."""
     chip = CHIPS.get(_architecture(properties), UNKNOWN._replace(architecture=_architecture(properties)))
     said: dict[str, Any] = {
         "processors": getattr(properties, "multi_processor_count", 0) or getattr(properties, "gpu_subslice_count", 0),
@@ -67,7 +67,7 @@ def chip_from(properties: Any) -> Chip:
 
 def _architecture(properties: Any) -> str:
     gfx = str(getattr(properties, "gcnArchName", "")).split(":")[0]
-    if gfx.startswith("gfx"):  # elsewhere it is the name of the product
+    if gfx.startswith("gfx"):  # other vendors put the product's name here
         return gfx
     if hasattr(properties, "major"):
         return f"sm_{properties.major}{properties.minor}"

@@ -1,7 +1,7 @@
-"""Causal attention inside documents that lie end to end: no score of a query and a key of two documents is computed.
+"""Causal attention within documents that lie end to end: no score between two documents is computed.
 
-Flash attention of an accelerator takes documents of any lengths at once (`torch.nn.attention.varlen`). Elsewhere documents
-of one length are a batch, and others are blocks of their own.
+Flash attention on an accelerator takes documents of any lengths at once (`torch.nn.attention.varlen`). Elsewhere documents
+of one length form a batch, and documents of several lengths become blocks.
 
 Legend: T tokens of all documents, N heads, M heads of keys and values, D head size.
 """
@@ -27,9 +27,9 @@ from optimus.kernels.attention import (
 
 
 class Documents:
-    """Where the documents of a batch begin and end, its sequences laid end to end: these begin documents of their own.
+    """The boundaries of a batch's documents, its sequences laid end to end. Every sequence begins a new document.
 
-    `lengths` are those of all documents, in tokens; every sequence has as many tokens.
+    `lengths` are the lengths of all documents in tokens; all sequences have the same length.
     """
 
     def __init__(self, lengths: Sequence[int], sequences: int) -> None:
@@ -38,22 +38,22 @@ class Documents:
 
     @cached_property
     def spans(self) -> Sequence[tuple[int, int]]:
-        """(first token, the one after the last) of each document."""
+        """(first token, end) of each document; the end is exclusive."""
         ends = list(accumulate(self.lengths))
         return list(zip([0, *ends], ends))
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest document."""
+        """Length of the longest document in tokens."""
         return max(self.lengths)
 
     def positions(self) -> Tensor:
-        """int64 [T]: of every token in its document, on the host."""
+        """Returns the position of every token in its document, int64 [T] on the host."""
         starts = torch.tensor([start for start, _ in self.spans]).repeat_interleave(torch.tensor(self.lengths))
         return torch.arange(len(starts)) - starts
 
     def offsets(self, device: torch.device) -> Tensor:
-        """int32 [documents + 1]: the first token of each document, and the number of all tokens; made once."""
+        """Returns the first token of each document and the number of all tokens, int32 [documents + 1]; cached."""
         if device not in self._offsets:
             self._offsets[device] = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
         return self._offsets[device]
@@ -62,7 +62,7 @@ class Documents:
 def document_attention(
     q_1TND: Tensor, k_1TMD: Tensor, v_1TMD: Tensor, documents: Documents, scoring: Scoring = PLAIN
 ) -> Tensor:
-    """Attention of every token over its document up to itself, or the last `window` of that; [1, T, N, D].
+    """Computes attention of every token over its document up to itself, limited to the last `window` tokens; [1, T, N, D].
 
     N is a multiple of M: consecutive heads share keys and values.
     """
@@ -82,11 +82,11 @@ def _blocks(documents: Documents, window: int | None) -> Iterator[AttentionBlock
 
 
 def _varlen(q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor, documents: Documents, window: int | None) -> Tensor:
-    """By flash attention of documents of other lengths; [T, N, D]."""
+    """Computes attention by flash attention for documents of varying lengths; [T, N, D]."""
     from torch.nn.attention.varlen import varlen_attn  # its import takes seconds
 
     offsets, longest = documents.offsets(q_TND.device), documents.longest
-    before = -1 if window is None else window - 1  # how many keys before its own a query sees; -1: all
+    before = -1 if window is None else window - 1  # keys before its own that a query attends to; -1: all
     given = q_TND, k_TMD, v_TMD, offsets, offsets, longest, longest
     out_TND = varlen_attn(*given, window_size=(before, 0), enable_gqa=q_TND.shape[1] != k_TMD.shape[1])
     return cast(Tensor, out_TND)

@@ -1,6 +1,6 @@
-"""Rows of a table by number, whose gradient is added up in fp32: a common token has thousands of them in one microbatch.
+"""Embedding look-up whose gradient is accumulated in fp32: a common token has thousands of gradients in one microbatch.
 
-In bf16 a sum of equal gradients ends at 256 of them: the next one is less than half of what the last digit stands for.
+In bf16, a sum of equal gradients stalls after 256 of them: the next one is below half a unit in the last place.
 
 Legend: T rows (tokens), V rows of the table, H hidden.
 """
@@ -16,14 +16,14 @@ from optimus.kernels.backend import compute_dtype
 
 
 def embedding(row_T: Tensor, w_VH: Tensor) -> Tensor:
-    """The rows `row_T` (int64, of any shape) of the table, [..., H]."""
+    """Returns the rows `row_T` (int64, of any shape) of the table, [..., H]."""
     if w_VH.dtype == compute_dtype(w_VH.dtype):
         return embedding_reference(row_T, w_VH)
     return _Embedding.apply(row_T, w_VH)
 
 
 def embedding_reference(row_T: Tensor, w_VH: Tensor) -> Tensor:
-    """The definition, for tests and for tables that are in fp32 themselves."""
+    """Reference implementation, for tests and for fp32 tables."""
     return F.embedding(row_T, w_VH)
 
 

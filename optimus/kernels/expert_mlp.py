@@ -1,19 +1,18 @@
 """The experts' feed-forward layers: gather, two products per expert, weighted sum; one autograd function for all of it.
 
-This is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which is the
-dispatcher's. On the CPU the other stages are: 2, token counting (lines 15-43), and 3, index generation (lines 45-72),
-`make_routes`; 4, expert computation (lines 75-79), the loop over experts; 5, output reduction (lines 81-96),
-`_sum_of_rows`. On an accelerator each is a kernel with a file of its own, in `kernels/triton`.
+This is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which the
+dispatcher implements. On the CPU the other stages are: 2, token counting (lines 15-43), and 3, index generation (lines
+45-72), `make_routes`; 4, expert computation (lines 75-79), the loop over experts; 5, output reduction (lines 81-96),
+`_sum_of_rows`. On an accelerator each stage is a kernel in a file of its own in `kernels/triton`.
 
 Rows are sorted by expert, so each expert's rows are one contiguous slice and every product is an ordinary matrix product.
-Each slice is padded to a multiple of 16 rows: CPU libraries compile a kernel for every shape that they meet, and the number
-of rows of an expert is different in every batch. Padding rows have weight zero and are read by nobody; they repeat a row of
-the same expert. What an expert reads and writes in between stays in cache: its rows are gathered just before they are used,
-and the gradients of its weights are added where they will stay.
+Each slice is padded to a multiple of 16 rows: CPU libraries compile a kernel for every shape, and the number of rows of an
+expert changes from batch to batch. Padding rows repeat a row of the same expert, have weight zero, and are never read. An
+expert's working set stays in cache: its rows are gathered just before use, and its weight gradients are added in place.
 
-Saved for the backward pass are x, the weights, the pre-activation z and indices. The gradient of a routing weight is
-<h, down^T g>, so the experts' outputs need not be kept; the input's gradient is a sum over the inverse index, so
-nothing is scattered and every addition has a fixed order.
+Saved for the backward pass are x, the weights, the pre-activation z and the indices. The gradient of a routing weight is
+<h, down^T g>, so the experts' outputs are not saved. The input's gradient is a sum over the inverse index, so nothing is
+scattered and every addition has a fixed order.
 
 Legend: T tokens, K experts per token, P padded routed rows, E experts, H hidden, I intermediate, J = 2 I.
 """
@@ -35,22 +34,22 @@ PADDING = 16  # rows of an expert are a multiple of this
 
 
 class Routes(NamedTuple):
-    """Where each choice (t, k) lies among the rows sorted by expert."""
+    """The positions of all choices (t, k) among the rows sorted by expert."""
 
-    choice_P: Tensor  # t * K + k of every row; of padding rows one of the same expert, of the spare row any
-    real_P: Tensor  # 1 for rows of a choice, 0 for padding; the type of the weights
+    choice_P: Tensor  # t * K + k of every row; padding rows repeat a choice of the same expert, the spare row has any
+    real_P: Tensor  # 1 for rows of a choice, 0 for padding; in the dtype of the weights
     position_TK: Tensor  # the row of every choice
-    skipped_TK: Tensor | None  # True where the choice is -1; None where there is none, and then no spare row either
-    slices: list[tuple[int, slice]]  # (expert, its rows), experts without rows left out
+    skipped_TK: Tensor | None  # True where the choice is -1; None if there is none, and then there is no spare row
+    slices: list[tuple[int, slice]]  # (expert, its rows), without experts that have no rows
 
     @property
     def most(self) -> int:
-        """Rows of the expert that has the most."""
+        """Rows of the expert with the most rows."""
         return max((rows.stop - rows.start for _, rows in self.slices), default=0)
 
     @property
     def fullest(self) -> list[tuple[int, slice]]:
-        """Four of `slices`, among them the longest and the longest two in a row: no others need more memory at a time."""
+        """Four of `slices`, including the longest and the longest consecutive pair, which determine the peak memory."""
         sizes = [rows.stop - rows.start for _, rows in self.slices]
         pairs = [sum(sizes[max(0, i - 1) : i + 1]) for i in range(len(sizes))]
         ends = [values.index(max(values)) for values in (sizes, pairs) if values]
@@ -59,8 +58,10 @@ class Routes(NamedTuple):
 
 
 def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype, here: int | None = None) -> Routes:
-    """Sort the choices by expert, stably, each expert's rows beginning at a multiple of the padding. `here` of them are not
-    -1, where that is known."""
+    """Sorts the choices by expert, stably; each expert's rows begin at a multiple of the padding.
+
+    `here` is the number of choices that are not -1, if known.
+    """
     choices = indices_TK.flatten()
     skipped = int((choices < 0).sum()) if here is None else len(choices) - here
     order = choices.argsort(stable=True)[skipped:]
@@ -97,13 +98,13 @@ def expert_mlp(
     bias_EJ: Tensor | None = None,
     choices: int | None = None,
 ) -> Tensor:
-    """Sum over k of weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = indices[t, k]; [T, H].
+    """Returns the sum over k of weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = indices[t, k]; [T, H].
 
-    Where e is -1 the choice is skipped: it adds nothing to the output or a gradient, whatever its token and weight hold.
-    `gate_up_EJH` holds gate then up. Gradients flow to x, the weights and the parameters; to a parameter with a
-    gradient buffer directly, and autograd is given none. `forms` says in which form to make a product, `kind` another
-    activation than silu, of which the kernels of accelerators have `clamped_silu`; `bias_EJ` is of the gates and ups.
-    `choices` are not -1, where the caller knows their number.
+    A choice with e = -1 is skipped: it adds nothing to the output or a gradient, for any values of its token and weight.
+    `gate_up_EJH` holds gate, then up. Gradients flow to x, the weights and the parameters. The gradient of a parameter with
+    a gradient buffer is added there, and autograd gets None. `forms` chooses the forms of products. `kind` is another
+    activation than silu; accelerator kernels support `clamped_silu`. `bias_EJ` is the bias of gate and up. `choices` is the
+    number of choices that are not -1, if the caller knows it.
     """
     if backend.use_triton(x_TH) and kind in ("silu", "clamped_silu"):
         from optimus.kernels.triton import expert_mlp as kernels
@@ -124,7 +125,7 @@ def expert_mlp_reference(
     bias_EJ: Tensor | None = None,
     kind: Activation = "silu",
 ) -> Tensor:
-    """The definition, for tests."""
+    """Reference implementation for tests."""
     z_ETJ = x_TH @ gate_up_EJH.mT + (0 if bias_EJ is None else bias_EJ[:, None])
     y_TEH = (activation_reference(z_ETJ, kind, gated=True) @ down_EHI.mT).transpose(0, 1)
     y_TKH = y_TEH.gather(1, indices_TK.clamp(min=0)[..., None].expand(-1, -1, x_TH.shape[1]))
@@ -150,7 +151,7 @@ class _ExpertMLP(torch.autograd.Function):
         y_PH = x_TH.new_empty(len(token_P), x_TH.shape[1])
         x_scratch = x_TH.new_empty(routes.most, x_TH.shape[1])
         h_scratch = x_TH.new_empty(routes.most, down_EHI.shape[2])
-        for e, rows in routes.fullest if x_TH.is_meta else routes.slices:  # few tell the memory that all would take
+        for e, rows in routes.fullest if x_TH.is_meta else routes.slices:  # a few slices suffice to measure memory
             x, h = (scratch[: rows.stop - rows.start] for scratch in (x_scratch, h_scratch))
             torch.index_select(x_TH, 0, token_P[rows], out=x)
             matmul(x, gate_up_EJH[e].T, out=z_PJ[rows], rows_vary=True, forms=forms)
@@ -158,7 +159,7 @@ class _ExpertMLP(torch.autograd.Function):
                 z_PJ[rows] += bias_EJ[e]
             gated_activation(z_PJ[rows], kind, out=h)
             matmul(h, down_EHI[e].T, out=y_PH[rows], rows_vary=True, forms=forms)
-        # The index too, so that recomputing the block frees it.
+        # The index is saved too, so that recomputing the block frees it.
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
         ctx.slices, ctx.buffers, ctx.forms = routes.slices, buffers, forms
         ctx.kind = kind
@@ -181,7 +182,7 @@ class _ExpertMLP(torch.autograd.Function):
         busy = [e for e, _ in slices]
         gate_up = WeightGradient(gate_up_EJH, ctx.buffers[0], busy, ctx.needs_input_grad[2], forms)
         down = WeightGradient(down_EHI, ctx.buffers[1], busy, ctx.needs_input_grad[3], forms)
-        for weight in (gate_up, down) if len(slices) < len(routes.slices) else ():  # what is deferred is of all
+        for weight in (gate_up, down) if len(slices) < len(routes.slices) else ():  # operands are deferred for all
             weight.add_shapes(sum(rows.stop - rows.start for e, rows in routes.slices if e not in busy))
         bias_grad_EJ = z_PJ.new_zeros(gate_up_EJH.shape[:2]) if ctx.needs_input_grad[4] else None
         x_scratch, g_scratch = x_TH.new_empty(2, routes.most, x_TH.shape[1])
@@ -207,7 +208,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _sum_of_rows(rows_PH: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """[T, H]: for each token the sum, weighted if asked, of its rows, in the order of its choices."""
+    """Returns for each token the sum of its rows in the order of its choices, weighted if given weights; [T, H]."""
     if not len(rows_PH):
         return rows_PH.new_zeros(len(position_TK), rows_PH.shape[1])
     return F.embedding_bag(position_TK, rows_PH, mode="sum", per_sample_weights=weights_TK)

@@ -1,10 +1,10 @@
-"""Gradient buffers: kernels add the gradients of weights where they accumulate, instead of handing autograd a fresh tensor.
+"""Gradient buffers: kernels accumulate weight gradients directly, instead of handing autograd a fresh tensor.
 
-For the experts of a large layer the fresh tensors are hundreds of megabytes a pass: to allocate, clear, write and read again
-costs more than many of the products.
+For the experts of a large layer, the fresh tensors would take hundreds of megabytes per pass. Allocating, clearing, writing
+and reading them again would cost more than many of the products.
 
-Such a gradient needs not be found where autograd passes by: it may be deferred, so that the backward pass finds the
-gradients of inputs alone, for which other ranks of a pipeline wait (Zero Bubble Pipeline Parallelism).
+A weight gradient that bypasses autograd can also be deferred. The backward pass then computes input gradients alone, which
+other pipeline ranks wait for (Zero Bubble Pipeline Parallelism).
 """
 
 from abc import ABC, abstractmethod
@@ -18,9 +18,9 @@ from optimus.step_context import Forms, StepContext
 
 
 class GradientBuffer(ABC):
-    """Where the gradient of one parameter accumulates (Megatron-Core's main_grad), in every backward pass once.
+    """Accumulates the gradient of one parameter (Megatron-Core's main_grad), once per backward pass.
 
-    What is added while `step` defers weight gradients is added later.
+    Additions are deferred while `step` defers weight gradients.
     """
 
     def __init__(self, step: StepContext | None = None) -> None:
@@ -28,24 +28,29 @@ class GradientBuffer(ABC):
 
     @property
     def deferred(self) -> bool:
-        """Whether what is added now is deferred."""
+        """True if additions are currently deferred."""
         return self._step.deferred is not None
 
     @abstractmethod
     def open(self) -> Tensor:
-        """The tensor to add to, of the parameter's shape, in the type of the gradients."""
+        """Returns the tensor to add to, of the parameter's shape, in the dtype of the gradients."""
 
     @abstractmethod
     def close(self) -> None:
-        """The gradient has been added; called once per backward pass."""
+        """Signals that the gradient has been added. Called once per backward pass."""
 
     @abstractmethod
     def found(self) -> None:
-        """The backward pass needs the parameter no more: its gradient will be added now or later. Once per pass, too."""
+        """Signals that the backward pass no longer needs the parameter: its gradient is added now or later.
+
+        Called once per pass.
+        """
 
     def add(self, write: Callable[[Tensor], object]) -> None:
-        """Have `write` add a gradient to the tensor that it is given; later, where weight gradients are deferred. From this
-        call on, the parameter may be without memory."""
+        """Adds a gradient by `write`, which gets the tensor to add to. Runs later if weight gradients are deferred.
+
+        From this call on, the parameter's memory may be freed.
+        """
 
         @torch.no_grad()
         def add() -> None:
@@ -60,12 +65,12 @@ class GradientBuffer(ABC):
 
 
 class TensorBuffer(GradientBuffer):
-    """A gradient buffer that is nothing but a tensor."""
+    """A gradient buffer that is a plain tensor."""
 
     def __init__(self, grad: Tensor, step: StepContext | None = None) -> None:
         super().__init__(step)
         self.grad = grad
-        self.added = 0  # times that something has been
+        self.added = 0  # number of additions
 
     def open(self) -> Tensor:
         return self.grad
@@ -77,9 +82,9 @@ class TensorBuffer(GradientBuffer):
 
 
 class WeightGradient:
-    """The gradient of `weight_EAB`, a matrix per expert, in a gradient buffer or in a fresh tensor.
+    """The gradient of `weight_EAB`, one matrix per expert, in a gradient buffer or in a fresh tensor.
 
-    `busy` are the experts for which something will be added, once each. Where it is not `wanted`, nothing is computed.
+    `busy` are the experts that get exactly one addition each. If the gradient is not `wanted`, nothing is computed.
     """
 
     def __init__(
@@ -105,7 +110,7 @@ class WeightGradient:
             self._grad_EAB = buffer.open().view(weight_EAB.shape)
 
     def add(self, expert: int, left_AP: Tensor, right_PB: Tensor) -> None:
-        """Add the product of the two, which may then be overwritten, to the gradient of an expert's matrix."""
+        """Adds the product of the two operands to an expert's gradient. The operands may be overwritten afterwards."""
         if not self._wanted:
             return
         if self._deferred is not None:
@@ -122,13 +127,13 @@ class WeightGradient:
             matmul(left_AP, right_PB, out=grad_AB, add=True, rows_vary=True, forms=forms)
 
     def add_shapes(self, rows: int) -> None:
-        """Of products of so many rows, which nobody computes, what would be deferred."""
+        """Allocates the deferred operands of products of `rows` rows that a run on shapes alone (meta device) skips."""
         if self._deferred is not None:
             _, a, b = self._weight_EAB.shape
             self._deferred.append((0, self._weight_EAB.new_empty(a, rows), self._weight_EAB.new_empty(rows, b)))
 
     def close(self) -> Tensor | None:
-        """What autograd is to add: nothing where a buffer has it or nobody wants it."""
+        """Returns the gradient for autograd to add, or None if a buffer has it or it is not wanted."""
         if not self._wanted:
             return None
         if self._buffer is None:

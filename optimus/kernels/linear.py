@@ -1,4 +1,4 @@
-"""A product with a weight matrix, whose gradient is added where it accumulates.
+"""A product with a weight matrix whose gradient is accumulated in a gradient buffer.
 
 Legend: L inputs, N outputs, T rows (tokens).
 """
@@ -16,28 +16,30 @@ from optimus.step_context import StepContext
 
 
 class MatrixProduct:
-    """The three products of a weight that is here, forward and backward, in the type of the operands.
+    """The three products with this rank's weight, forward and backward, in the dtype of the operands.
 
-    Whatever else is done for a projection is around it: autograd (`linear`), communication (`parallel.tensor`). Another
-    precision is a class with other products. All matrices are contiguous. `step` says in which forms products are made.
+    Other parts of a projection wrap these products: autograd (`linear`), communication (`parallel.tensor`). Another
+    precision is a subclass with other products. All matrices are contiguous. `step` chooses the forms of products.
     """
 
     def __init__(self, step: StepContext | None = None) -> None:
         self._step = step or StepContext()
 
     def forward(self, x_TL: Tensor, w_NL: Tensor) -> Tensor:
-        """x @ w.T, [T, N]."""
+        """Returns x @ w.T, [T, N]."""
         return matmul(x_TL, w_NL.T, forms=self._step.forms)
 
     def input_gradient(self, y_grad_TN: Tensor, w_NL: Tensor) -> Tensor:
-        """The gradient of x [T, L]."""
+        """Returns the gradient of x [T, L]."""
         return matmul(y_grad_TN, w_NL, forms=self._step.forms)
 
     def weight_gradient(
         self, y_grad_TN: Tensor, x_TL: Tensor, w_NL: Tensor, buffer: GradientBuffer | None
     ) -> Tensor | None:
-        """The gradient of w [N, L]; with a `buffer` it is added there, and None is left for autograd. It is rounded only
-        where the device can add nothing else."""
+        """Returns the gradient of w [N, L], or adds it to `buffer` and returns None.
+
+        The gradient is rounded only if the device cannot add unrounded products.
+        """
         forms = self._step.forms
         if buffer is None:
             return wide_matmul(y_grad_TN.T, x_TL, forms)
@@ -51,12 +53,15 @@ _PLAIN = MatrixProduct()
 def linear(
     x: Tensor, w_NL: Tensor, buffer: GradientBuffer | None = None, product: MatrixProduct | None = None
 ) -> Tensor:
-    """[..., L] to [..., N]: x @ w.T. With a `buffer`, the gradient of `w_NL` goes there and autograd is given none."""
+    """Computes x @ w.T: [..., L] to [..., N].
+
+    With a `buffer`, the gradient of `w_NL` is added there and autograd gets None.
+    """
     return _Linear.apply(x, w_NL, buffer, product or _PLAIN)
 
 
 def linear_reference(x: Tensor, w_NL: Tensor) -> Tensor:
-    """The definition, for tests."""
+    """Reference implementation for tests."""
     return F.linear(x, w_NL)
 
 

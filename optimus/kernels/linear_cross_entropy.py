@@ -1,12 +1,12 @@
 """Output layer and cross-entropy in one operation, a block of rows at a time.
 
-The logits of a long sequence over a vocabulary of 50304 are the largest tensor of a training step. Here no more than one
-block of rows exists at a time: its gradient is computed while it is there (the gradient of the mean loss does not depend on
-what comes after), so the backward pass only scales what the forward pass has left.
+The logits of a long sequence over a vocabulary of 50304 are the largest tensor of a training step. Here only one block of
+rows exists at a time. The gradient of a block is computed along with its loss, because the gradient of the mean loss does
+not depend on later rows; the backward pass only scales the saved gradients.
 
-The vocabulary may be divided: a device then has some of the weight's rows, and learns the normaliser from the others.
+The vocabulary may be sharded: a device then has some of the weight's rows, and gets the normaliser from the other devices.
 
-Legend: T rows (tokens), H hidden, V rows of the weight that are here.
+Legend: T rows (tokens), H hidden, V rows of the weight on this device.
 """
 
 from collections.abc import Callable
@@ -23,23 +23,23 @@ from optimus.kernels.backend import compute_dtype
 from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
 
-Gradients = tuple[Tensor | None, Tensor | None]  # of x and w; None where it is not wanted
+Gradients = tuple[Tensor | None, Tensor | None]  # of x and w; None if not wanted
 
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block: 8 MB, which stays in a CPU's cache
-_LEAST_ROWS = 512  # of a block all the same: with few, the time goes into reading and adding to the weight's gradient
+_LEAST_ROWS = 512  # of a block: with fewer rows, reading the weight and adding to its gradient dominate
 
 
 class VocabularyPart(Protocol):
-    """Which rows of the weight are here, and what connects them with the others."""
+    """A shard of the vocabulary: this device's rows of the weight, and the communication with the other shards."""
 
-    first: int  # the token of the first row
-    largest: int  # rows that the device with most of them has
+    first: int  # vocabulary entry of the first row
+    largest: int  # rows of the largest shard
 
     def complete(self, logits_TV: Tensor) -> None:
-        """Add, in place, what devices that have other columns of x and the same rows of the weight find for them."""
+        """Sums the logits in place over devices with the same rows of the weight and other columns of x."""
 
     def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-sum-exp, sum) over all parts of the vocabulary."""
+        """Returns (log-sum-exp, sum) over all shards of the vocabulary."""
 
 
 def linear_cross_entropy(
@@ -52,12 +52,12 @@ def linear_cross_entropy(
     cap: float | None = None,
     rows_T: Tensor | None = None,
 ) -> Tensor:
-    """Sum of the cross-entropies of `x_TH @ w_VH.T` against `target_T`, over `count` (by default T); an fp32 scalar.
+    """Returns the sum of the cross-entropies of `x_TH @ w_VH.T` against `target_T`, over `count`, as an fp32 scalar.
 
-    Rows with a target below 0 are left out. Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`. With
-    a `part` the loss is that of the whole vocabulary, and x gets what the gradient owes to this part. `forms` says
-    in which form to make a product. With a `cap` the cross-entropies are those of `soft_capped` logits. `rows_T` (fp32) is
-    filled with the cross-entropy of each row.
+    By default `count` is T. Rows with a negative target are ignored. Softmax and loss are computed in fp32. Gradients flow
+    to `x_TH` and `w_VH`. With a `part`, the loss is over the whole vocabulary, and the gradient of x is this shard's
+    contribution. `forms` chooses the forms of products. With a `cap`, the logits are `soft_capped`. `rows_T` (fp32), if
+    given, is filled with the cross-entropy of each row.
     """
     count = float(len(x_TH)) if count is None else count
     find = partial(_in_blocks, target_T=target_T, count=count, part=part, forms=forms, cap=cap, rows_T=rows_T)
@@ -69,7 +69,7 @@ def linear_cross_entropy(
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(logits / cap), in their type (Gemma 2, section 2); as they are without a `cap`."""
+    """Returns cap * tanh(logits / cap) in the logits' dtype (Gemma 2, section 2), or the logits if there is no `cap`."""
     if cap is None:
         return logits
     return (logits.to(compute_dtype(logits.dtype)) / cap).tanh().mul(cap).to(logits.dtype)
@@ -78,21 +78,21 @@ def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
 def linear_cross_entropy_reference(
     x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float | None = None, cap: float | None = None
 ) -> Tensor:
-    """The definition, for tests."""
+    """Reference implementation for tests."""
     logits_TV = soft_capped(F.linear(x_TH, w_VH).to(compute_dtype(x_TH.dtype)), cap)
     total = F.cross_entropy(logits_TV, target_T, ignore_index=-1, reduction="sum")
     return total / (len(x_TH) if count is None else count)
 
 
 def block_rows(vocab: int) -> int:
-    """Rows whose logits exist at a time, for a weight of `vocab` rows."""
+    """Returns the number of rows whose logits exist at a time, for a weight of `vocab` rows."""
     return max(_LEAST_ROWS, _BLOCK_ELEMENTS // vocab)
 
 
 class LinearLoss(torch.autograd.Function):
-    """A loss of x and w: `find` gives the loss and fills the gradients of x and w, as far as it gets them.
+    """A loss of x and w. `find` computes the loss and fills the gradients of x and w that are not None.
 
-    That of w stays in fp32: autograd rounds it where w is to have another type of gradient (`Tensor.grad_dtype`).
+    The gradient of w stays in fp32; autograd rounds it if w has another gradient dtype (`Tensor.grad_dtype`).
     """
 
     @staticmethod
@@ -121,9 +121,9 @@ def _in_blocks(
     part: VocabularyPart | None, forms: Forms | None, cap: float | None, rows_T: Tensor | None,
 ) -> Tensor:  # fmt: skip
     wide = compute_dtype(x_TH.dtype)
-    block = block_rows(len(w_VH) if part is None else part.largest)  # the parts meet after every block
+    block = block_rows(len(w_VH) if part is None else part.largest)  # the shards communicate after every block
     total = torch.zeros((), dtype=wide, device=x_TH.device)
-    # All blocks use the same memory: what is freed after each may go back to the system, and comes again page by page.
+    # All blocks reuse the same memory: freed memory may return to the system and be faulted in again page by page.
     logits_scratch = x_TH.new_empty(min(block, len(x_TH)), len(w_VH))
     p_scratch = torch.empty_like(logits_scratch, dtype=wide)
     for start in range(0, len(x_TH), block):
@@ -146,7 +146,7 @@ def _in_blocks(
 def _softmax_gradient(
     logits_TV: Tensor, target_T: Tensor, out_TV: Tensor, part: VocabularyPart | None, cap: float | None
 ) -> Tensor:
-    """The losses [T]; `out_TV` is the gradient of their sum with respect to the logits."""
+    """Returns the losses [T], and writes the gradient of their sum with respect to the logits to `out_TV`."""
     if part is not None:
         part.complete(logits_TV)
     if cap is not None:
@@ -162,19 +162,19 @@ def _softmax_gradient(
 
 
 class PartialSoftmax(NamedTuple):
-    """Softmax over a part of the vocabulary, with what it takes to make that of the whole of it."""
+    """Softmax over a shard of the vocabulary, with the values needed to complete it to the whole vocabulary."""
 
     p_TV: Tensor
     lse_T: Tensor
-    chosen_T: Tensor  # the target's logit; 0 where it is elsewhere
+    chosen_T: Tensor  # the target's logit; 0 if the target is in another shard
     target_T: Tensor
-    first: int  # the token of the first column
+    first: int  # the vocabulary entry of the first column
 
 
 def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Tensor) -> PartialSoftmax:
-    """Softmax over the tokens from `first` on, in the type of `out_TV`, where it is written.
+    """Computes the softmax over the entries from `first` on, in the dtype of `out_TV`, and writes it there.
 
-    The normaliser comes from the largest probability: that of the target may be too small for fp32.
+    The normaliser is computed from the largest probability, because the target's probability may underflow in fp32.
     """
     row_T = target_T - first
     here_T = (row_T >= 0) & (row_T < logits_TV.shape[1])
@@ -182,14 +182,17 @@ def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Ten
     wide, p_TV = out_TV.dtype, torch.softmax(out_TV.copy_(logits_TV), -1, out=out_TV)
     lse_T = (
         logits_TV.amax(-1).to(wide) - p_TV.amax(-1).log()
-    )  # of the same token; to find which takes ten times as long
+    )  # of the same token; the argmax would take ten times as long
     chosen_T = logits_TV.gather(1, row_T1)[:, 0].to(wide).masked_fill(~here_T, 0)
     return PartialSoftmax(p_TV, lse_T, chosen_T, target_T, first)
 
 
 def complete_softmax(part: PartialSoftmax, lse_T: Tensor) -> Tensor:
-    """The gradient of the losses' sum with respect to the logits [T, V], in place of `p_TV`: with the normaliser `lse_T` of
-    the whole vocabulary, probabilities minus 1 at the target, and 0 in rows that are left out."""
+    """Replaces `p_TV` by the gradient [T, V] of the losses' sum with respect to the logits.
+
+    `lse_T` is the normaliser of the whole vocabulary. The gradient is the probabilities minus 1 at the target, and 0 in
+    ignored rows.
+    """
     p_TV, own_T, _, target_T, first = part
     if lse_T is not own_T:
         p_TV *= (own_T - lse_T).exp_()[:, None]

@@ -17,19 +17,19 @@ from optimus.kernels.matmul import matmul
 
 
 class SoftTargets(NamedTuple):
-    """What a teacher says of the tokens."""
+    """A teacher's soft targets for the tokens."""
 
-    logits: Callable[[slice], Tensor]  # of these rows [rows, V], in fp32
-    temperature: float  # by which logits, the teacher's and the student's, are divided
+    logits: Callable[[slice], Tensor]  # of the given rows [rows, V], in fp32
+    temperature: float  # divisor of the teacher's and the student's logits
 
 
 def linear_divergence(
     x_TH: Tensor, w_VH: Tensor, soft: SoftTargets, target_T: Tensor, count: float, cap: float | None = None
 ) -> Tensor:
-    """Sum of KL(teacher || student) at the temperature, times its square (Hinton et al. 2015, section 2), over `count`; an
-    fp32 scalar.
+    """Returns the sum of KL(teacher || student) at the temperature, times the temperature squared, over `count`.
 
-    The student's logits are `x_TH @ w_VH.T`, with a `cap` `soft_capped`. Rows with a target below 0 are left out.
+    The result is an fp32 scalar; see Hinton et al. 2015, section 2. The student's logits are `x_TH @ w_VH.T`, `soft_capped`
+    if there is a `cap`. Rows with a negative target are ignored.
     """
     find = partial(_in_blocks, soft=soft, target_T=target_T, count=count, cap=cap)
     return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled())
@@ -38,7 +38,7 @@ def linear_divergence(
 def linear_divergence_reference(
     x_TH: Tensor, w_VH: Tensor, teacher_TV: Tensor, temperature: float, target_T: Tensor, cap: float | None = None
 ) -> Tensor:
-    """The definition, for tests; the sum over the rows."""
+    """Reference implementation for tests: the sum over the rows."""
     student_TV = soft_capped(F.linear(x_TH, w_VH).to(compute_dtype(x_TH.dtype)), cap) / temperature
     q_TV = torch.softmax(teacher_TV / temperature, -1)
     kl_T = (q_TV * (q_TV.log() - torch.log_softmax(student_TV, -1))).sum(-1)

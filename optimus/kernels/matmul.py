@@ -1,11 +1,11 @@
-"""Matrix products in the layout that is fastest on this chip.
+"""Matrix products in the operand layout that is fastest on the chip.
 
-A product is called NN, NT or TN after its operands: N lies row by row, T column by column. Libraries of matrix products are
-not equally good at the three: on one chip a TN product was found eight times slower than the same one as NN (AxoNN, section
-5.1.3). So while a `MatmulForms` measures, every product is timed in all three forms, the transposing of operands included;
-once the ranks have agreed (`choose`) a clearly faster one is used, for the same sizes and type. Until then, and without one,
-products are made as they come: forms differ in their last bits, and ranks that compute the same must find the same, or a
-token may go to other experts on one of them.
+A product is called NN, NT or TN after its operands: N is row-major, T is column-major. Libraries are not equally fast at
+the three: on one chip a TN product was eight times slower than the same product as NN (AxoNN, section 5.1.3). While a
+`MatmulForms` measures, every product is timed in all three forms, including the transposition of operands. Once the ranks
+have agreed (`choose`), a clearly faster form is used for the same sizes and dtype. Before that, and without a
+`MatmulForms`, products use their operands as given. Forms differ in their last bits, and ranks with the same computation
+must get the same result, or a token could go to other experts on one of the ranks.
 
 Legend: A [M, L] @ B [L, N] -> [M, N].
 """
@@ -23,11 +23,11 @@ from optimus.step_context import Forms
 Form = Literal["NN", "NT", "TN"]
 
 FORMS: tuple[Form, ...] = ("NN", "NT", "TN")
-_LEAST_WORK = 1 << 26  # floating point operations; what is shorter cannot be timed, and does not matter
+_LEAST_WORK = 1 << 26  # floating point operations; shorter products cannot be timed and do not matter
 
 
 class MatmulShape(NamedTuple):
-    """What a choice of form holds for. `form` is as the operands come; `type` their torch dtype's name."""
+    """The key of a choice of form. `form` is the form of the given operands; `type` is the name of their torch dtype."""
 
     form: Form
     m: int
@@ -40,24 +40,24 @@ FormTimings = dict[Form, Timing]
 
 
 class MatmulForms:
-    """The forms in which products are made: `timings` by product and form, as far as they have been measured.
+    """Chooses the forms of products. `timings` are the measurements so far, by product and form.
 
-    What is measured here changes no form before it is chosen.
+    A measurement changes no form until `choose` is called.
     """
 
     def __init__(self) -> None:
         self.timings: dict[MatmulShape, FormTimings] = {}
         self.measuring = False
-        self.made: set[MatmulShape] = set()  # while measuring, and large enough
+        self.made: set[MatmulShape] = set()  # large enough products seen while measuring
         self._chosen: dict[MatmulShape, Form] = {}
 
     def choose(self, timings: dict[MatmulShape, FormTimings]) -> None:
-        """Use these measurements, in place of own ones of the same products; they must be the same on all ranks."""
+        """Uses these measurements, which must be the same on all ranks, in place of this rank's own."""
         self.timings.update(timings)
         self._chosen |= {product: clear_choice(product.form, each) for product, each in timings.items()}
 
     def form(self, shape: MatmulShape, a_ML: Tensor, b_LN: Tensor) -> Form:
-        """The form in which to make a product, which is timed now if it is to be and has not been."""
+        """Returns the form for a product; while measuring, first times a product that has not been timed."""
         if self.measuring and 2 * shape.m * shape.l * shape.n >= _LEAST_WORK:
             self.made.add(shape)
             if shape not in self.timings:
@@ -75,11 +75,11 @@ def matmul(
     rows_vary: bool = False,
     forms: Forms | None = None,
 ) -> Tensor:
-    """A @ B, [M, N], of two matrices of one type, each contiguous or the transpose of a contiguous one.
+    """Computes A @ B, [M, N], of two matrices of one dtype, each contiguous or the transpose of a contiguous one.
 
-    With `out` it is written there, or with `add` added; `out` may then be of another type. `rows_vary`: the size that tokens
-    give (M, or L where A comes transposed) is another one in every batch; one choice holds up to the next power of two.
-    `forms` says in which form to make it.
+    With `out`, the product is written there, or added with `add`; `out` may then have another dtype. `rows_vary`: the size
+    given by tokens (M, or L if A is transposed) differs between batches, and one choice of form holds up to the next power
+    of two. `forms` chooses the form.
     """
     if forms is not None:
         form = form_of(a_ML, b_LN)
@@ -98,8 +98,7 @@ def matmul(
 
 
 def wide_matmul(a_ML: Tensor, b_LN: Tensor, forms: Forms | None = None) -> Tensor:
-    """A @ B of `matmul`, to be added to an fp32 matrix later: in fp32 where the device does not round it first, else in
-    their type."""
+    """Computes A @ B, to be added to an fp32 matrix later: in fp32 if the device adds unrounded, else in their dtype."""
     if a_ML.dtype.itemsize > 2 or not _adds_wide(a_ML.device.type):
         return matmul(a_ML, b_LN, forms=forms)
     out_MN = a_ML.new_zeros(len(a_ML), b_LN.shape[1], dtype=torch.float32)
@@ -108,20 +107,20 @@ def wide_matmul(a_ML: Tensor, b_LN: Tensor, forms: Forms | None = None) -> Tenso
 
 @cache
 def _adds_wide(device: str) -> bool:
-    """Whether a device adds a product to an fp32 matrix as it finds it, without rounding it to the operands' type first."""
+    """Returns True if a device adds a product to an fp32 matrix without first rounding to the operands' dtype."""
     key = torch._C._dispatch_key_for_device(device)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", key)
 
 
 def form_of(a_ML: Tensor, b_LN: Tensor) -> Form:
-    """The form in which two operands come."""
+    """Returns the form of two given operands."""
     if not a_ML.is_contiguous():
         return "TN"
     return "NN" if b_LN.is_contiguous() else "NT"
 
 
 def in_form(form: Form, a_ML: Tensor, b_LN: Tensor) -> tuple[Tensor, Tensor]:
-    """The same operands in another form, copied where they are not in it."""
+    """Returns the operands in another form; copies those that are not in that form."""
     a_ML = a_ML.T.contiguous().T if form == "TN" else a_ML.contiguous()
     b_LN = b_LN.T.contiguous().T if form == "NT" else b_LN.contiguous()
     return a_ML, b_LN
@@ -137,7 +136,10 @@ def _shape(form: Form, a_ML: Tensor, b_LN: Tensor, rows_vary: bool) -> MatmulSha
 
 
 def _seconds(form: Form, a_ML: Tensor, b_LN: Tensor, out_MN: Tensor) -> float:
-    """Of one product in this form, transposing included; on an accelerator all before it is done."""
+    """Returns the seconds of one product in this form, including transposition.
+
+    Waits for all earlier work of an accelerator.
+    """
     began = time.perf_counter()
     torch.mm(*in_form(form, a_ML, b_LN), out=out_MN)
     if out_MN.device.type != "cpu":

@@ -1,7 +1,7 @@
-"""Rotary position embedding (RoFormer, eq. 34), the half-split form of GPT-NeoX and OLMo.
+"""Rotary position embedding (RoFormer, eq. 34), in the half-split form of GPT-NeoX and OLMo.
 
-The pair (x[i], x[i + D/2]) is turned by the angle position * theta^(-2i/D). The backward pass is the turn by the opposite
-angle, so nothing but the table is saved.
+The pair (x[i], x[i + D/2]) is rotated by the angle position * theta^(-2i/D). The backward pass rotates by the opposite
+angle, so only the table is saved.
 
 Legend: B batch, S sequence, N heads, D head size.
 """
@@ -22,9 +22,9 @@ def rotary_table(
     theta: float,
     scaled: Callable[[Tensor], Tensor] = lambda frequencies_D: frequencies_D,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each fp32 [S, D/2], of the angles at integer `positions_S`.
+    """Returns (cos, sin), each fp32 [S, D/2], of the angles at integer `positions_S`.
 
-    `scaled` may make other frequencies [D/2] of theta^(-2i/D), in radians per position.
+    `scaled` maps the frequencies theta^(-2i/D) [D/2], in radians per position, to scaled ones.
     """
     exponent = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions_S.device) / head_size
     angle_SD = positions_S.float()[:, None] * scaled(1.0 / theta**exponent)
@@ -32,12 +32,12 @@ def rotary_table(
 
 
 def rotary(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn every head of `x_BSND` by its position's angles; the type of x is kept."""
+    """Rotates every head of `x_BSND` by the angles of its position, in the dtype of x."""
     return _Rotary.apply(x_BSND, *table)
 
 
 def rotary_reference(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """The definition as a product of complex numbers, for tests."""
+    """Reference implementation for tests, as a product of complex numbers."""
     real, imaginary = x_BSND.double().chunk(2, -1)
     turned = torch.complex(real, imaginary) * torch.complex(*(t.double()[:, None, :] for t in table))
     return torch.cat([turned.real, turned.imag], -1).to(x_BSND.dtype)

@@ -1,8 +1,7 @@
-"""The sum of squares of gradients, of which their norm is made: added up in float64 wherever there is float64.
+"""The sum of squares of gradients, for their norm: accumulated in float64 if the device has float64.
 
-Where fp32 numbers are added up one after the other the sum depends on how they lie: of 84,000 gradients the norm was off by
-2e-5, and pruned chunks have others of the same. What leaves its place is one number for some thousand gradients, so that a
-pass over memory is all it takes.
+A sequential fp32 sum depends on the memory layout: the norm of 84,000 gradients was off by 2e-5, and pruned chunks lay the
+same gradients out differently. A program writes one number for some thousand gradients, so one pass over memory suffices.
 """
 
 from functools import cache
@@ -14,7 +13,7 @@ from optimus.kernels.backend import use_triton
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Sum of the squares of all elements, a scalar of `square_dtype`."""
+    """Returns the sum of the squares of all elements, a scalar of `square_dtype`."""
     if use_triton(x):
         from optimus.kernels.triton.square_sum import square_sum
 
@@ -23,12 +22,12 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def square_sum_reference(x: Tensor) -> Tensor:
-    """The definition; on an accelerator it first writes all elements in the wider type."""
+    """Reference implementation; on an accelerator, it first writes all elements in the wider dtype."""
     return torch.linalg.vector_norm(x, dtype=square_dtype(x.device)).square()
 
 
 @cache
 def square_dtype(device: torch.device) -> torch.dtype:
-    """The type in which squares are added up: float64, which some accelerators lack; these add in a tree."""
+    """Returns the dtype for accumulating squares: float64, or fp32 on accelerators without float64, which sum in a tree."""
     known = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_properties", None)
     return torch.float64 if known is None or getattr(known(device), "has_fp64", True) else torch.float32

@@ -1,4 +1,4 @@
-"""Transformers as one device would run them: no communication here, and no knowledge of how they are split."""
+"""Transformers as one device would run them: this package neither communicates nor knows how models are sharded."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,8 @@
-"""What is computed: the `model` section of a configuration, filled by a preset, a Hugging Face folder or by hand.
+"""The model's architecture: the `model` section of a configuration, filled by a preset, a Hugging Face folder or by hand.
 
-Modules are built from these fields alone. The family gives the values that its models share, and the format of Hugging Face
-folders; nothing outside `model/` asks for it. No torch here: it is read where a configuration is.
+Modules are built from these fields alone. The family provides the values that its models share and the format of Hugging
+Face folders; nothing outside `model/` uses the family. This module does not import torch, because every reader of a
+configuration imports it.
 """
 
 from collections.abc import Mapping
@@ -15,10 +16,10 @@ from optimus.section import Section
 
 
 class RopeScaling(Section):
-    """Scaling of rotary frequencies, for longer contexts than the model was first trained on."""
+    """Scaling of rotary frequencies for contexts longer than the model was first trained on."""
 
     kind: Literal["linear", "llama3", "yarn"] = Field()
-    """linear: all frequencies alike; llama3: Llama 3's rule; yarn: YaRN."""
+    """linear: scale all frequencies alike; llama3: Llama 3's rule; yarn: YaRN."""
     factor: float = Field(ge=1, description="Divisor of the lowest frequencies.")
     original_context: int | None = Field(
         None, gt=0, description="llama3, yarn: context length before scaling, in tokens."
@@ -50,9 +51,10 @@ class RopeScaling(Section):
 
 
 class Latent(Section):
-    """Multi-head latent attention (DeepSeek-V2): keys and values are made of one short vector per token.
+    """Multi-head latent attention (DeepSeek-V2): keys and values are projections of one short latent vector per token.
 
-    Beside its `head_size` columns a head's query and key have some that carry the position; those of keys are of all heads.
+    A head's query and key have `head_size` columns without position and `rotary` columns with rotary positions; all heads
+    share the rotary columns of the keys.
     """
 
     queries: int | None = Field(None, gt=0)
@@ -62,19 +64,19 @@ class Latent(Section):
     value: int = Field(gt=0, description="Columns of a head's values.")
 
 
-# What models of any family may have: an export says if the family's class has not.
+# Fields that a model of any family may set; an export reports a value that the family's class does not support.
 _OF_ANY_FAMILY = "norm", "norm_place", "norm_eps"
-# What latent attention has no use for.
+# Fields that latent attention does not use.
 _NOT_LATENT = "kv_heads", "qk_norm", "attention_bias", "window", "learned_positions", "query_scale", "score_cap"
 
 
 class ModelConfig(Section):
-    """The architecture, as one device would run it."""
+    """The architecture of the model, independent of how it is sharded."""
 
-    model_config = ConfigDict(frozen=True)  # and hashable, so that functions can remember what they found of it
+    model_config = ConfigDict(frozen=True)  # frozen, therefore hashable: functions cache results by configuration
 
     family: str
-    """Family of published models. It sets the defaults below and the format of the export."""
+    """Family of published models. The family sets the defaults below and the export format."""
     hidden: int = Field(gt=0, description="Width of the residual stream.")
     layers: int = Field(gt=0, le=10_000, description="Number of transformer blocks.")
     heads: int = Field(gt=0, description="Attention heads.")
@@ -243,19 +245,19 @@ class ModelConfig(Section):
 
     @property
     def derived(self) -> frozenset[str]:
-        """The fields whose values follow from others."""
+        """The fields whose values equal the default derived from other fields."""
         fields = type(self).model_fields
         return frozenset(name for name, value in self if fields[name].default_factory and value == self._default(name))
 
     def usual(self, name: str) -> Any:
-        """The value of a field in the models of the family, if they all have the same."""
+        """Returns the value of a field that the models of the family share, or else the field's default."""
         return family_named(self.family).defaults.get(name, self._default(name))
 
     def _default(self, name: str) -> Any:
         return type(self).model_fields[name].get_default(call_default_factory=True, validated_data=self.__dict__)
 
     def experts_of(self, layer: int) -> int:
-        """Experts of layer `layer`, counted from 0; none where it is dense."""
+        """Returns the number of experts of layer `layer`, counted from 0; 0 for a dense layer."""
         if self.experts_by_layer is not None:
             return self.experts_by_layer[layer]
         sparse = layer >= self.dense_layers and (layer + 1) % self.sparse_every == 0
@@ -263,26 +265,26 @@ class ModelConfig(Section):
 
     @property
     def alike(self) -> list[int]:
-        """Of each layer, the first one of the same shapes: it has as many experts, and the same window."""
+        """For each layer, the first layer with the same number of experts and the same window, so with the same shapes."""
         return list(_alike(self))
 
     def sparse_layers(self, before: int | None = None) -> int:
-        """How many layers, or of those `before` one, have experts."""
+        """Returns the number of layers with experts, among all layers or among the first `before`."""
         return sum(self.experts_of(layer) > 0 for layer in range(self.layers if before is None else before))
 
     @property
     def expert_counts(self) -> list[int]:
-        """The different numbers of experts that layers have, in order; none where all are dense."""
+        """The distinct numbers of experts of sparse layers in increasing order; empty if all layers are dense."""
         return sorted({self.experts_of(layer) for layer in range(self.layers)} - {0})
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether any layer has no experts."""
+        """True if any layer has no experts."""
         return self.sparse_layers() < self.layers
 
     @property
     def shared_intermediate(self) -> int:
-        """Width of what every token meets beside the experts that it chooses."""
+        """Total width of the shared experts."""
         return self.shared_experts * self.expert_intermediate
 
     @property
@@ -301,7 +303,7 @@ class ModelConfig(Section):
         return self.latent.value if self.latent else self.head_size
 
     def window_of(self, layer: int) -> int | None:
-        """Positions that a token of layer `layer`, counted from 0, attends to; None: all."""
+        """Returns the number of positions that a token of layer `layer` (counted from 0) attends to; None for all."""
         return (
             None
             if self.full_attention_every is not None and (layer + 1) % self.full_attention_every == 0

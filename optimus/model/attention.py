@@ -1,7 +1,7 @@
-"""Causal self-attention: heads that may share keys and values, with rotary positions, norms of q and k, windows, sinks.
+"""Causal self-attention: grouped-query heads, rotary positions, norms of q and k, windows, sinks.
 
-Legend: B batch, S sequence, N heads, M heads of keys and values, D head size, H hidden, T = B * S tokens, P positions in the
-cache.
+Legend: B batch, S sequence, N heads, M heads of keys and values, D head size, H hidden, T = B * S tokens, P positions in
+the cache.
 """
 
 from typing import NamedTuple
@@ -27,31 +27,32 @@ class LayerCache:
         self.v_BPMD: Tensor | None = None
 
     def append(self, k_BSMD: Tensor, v_BSMD: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values up to and including these."""
+        """Appends keys and values, and returns all of the cached ones including the new."""
         if self.k_BPMD is not None and self.v_BPMD is not None:
             k_BSMD, v_BSMD = torch.cat([self.k_BPMD, k_BSMD], 1), torch.cat([self.v_BPMD, v_BSMD], 1)
         self.k_BPMD, self.v_BPMD = k_BSMD, v_BSMD
         return k_BSMD, v_BSMD
 
     def keep(self, length: int) -> None:
-        """Forget all positions but the first `length`."""
+        """Drops all positions but the first `length`."""
         if self.k_BPMD is not None and self.v_BPMD is not None:
             self.k_BPMD, self.v_BPMD = self.k_BPMD[:, :length], self.v_BPMD[:, :length]
 
 
 class AttentionPositions(NamedTuple):
-    """Where the tokens of a batch stand: rotary tables of their positions, and the sequences these are of."""
+    """Positions of a batch's tokens: the rotary tables of the positions, and the sequences that the positions belong to."""
 
-    table: Table  # of layers that attend to all positions before
+    table: Table  # of layers with full attention
     window_table: Table  # of layers with a window
     sequence: SequenceSplit
-    position_T: Tensor  # of every token in its sequence
+    position_T: Tensor  # position of every token in its sequence
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023), in which N / M heads share the keys and values of one.
+    """Grouped-query attention (Ainslie et al. 2023): groups of N / M heads share the keys and values of one head.
 
-    Where every head has its own, the weights of q, k and v are one parameter, so that one product computes all three.
+    If every head has keys and values of its own, the weights of q, k and v are one parameter and one product computes all
+    three.
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
@@ -77,7 +78,10 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (None if size is None else norm_of(config, size) for size in normed)
 
     def forward(self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
-        """[T, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue what it holds."""
+        """Returns [T, H].
+
+        The tokens are those of `places`, sequence by sequence; with a `cache` they continue the cached positions.
+        """
         q, k, v = (self.q(x_TH), *self.kv(x_TH).chunk(2, -1)) if self.grouped else self.qkv(x_TH).chunk(3, -1)
         if not self.norms_heads:
             q, k = self._normed(q, k)

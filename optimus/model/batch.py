@@ -1,4 +1,4 @@
-"""What a model trains on: sequences of tokens, and what is said of each of them.
+"""Training batches: sequences of tokens with the mask, document and source of each token.
 
 Legend: B batch, S sequence.
 """
@@ -14,47 +14,47 @@ from optimus.kernels.documents import Documents
 
 
 def pinned(host: Tensor) -> Tensor:
-    """A copy that an accelerator reads beside what it does; what lies elsewhere on the host waits until that is done."""
+    """Copies `host` to pinned memory, from which an accelerator copies without blocking its stream or the host."""
     return torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """The same on the device; from the host without waiting for it."""
+    """Returns `x` on `device`. A copy from the host is asynchronous."""
     if x.device.type != "cpu" or device.type in ("cpu", "meta"):
         return x.to(device)
     return pinned(x).to(device, non_blocking=True)
 
 
 class Batch(NamedTuple):
-    """Sequences of tokens. What is said of each token lies beside it, [B, S]; None says nothing special of any."""
+    """Sequences of tokens with optional information on each token, [B, S]; None means that no token is special."""
 
     tokens_BS: Tensor  # int64
     target_mask_BS: Tensor | None = None
-    """bool: the tokens that are predicted, by default all. The first of a sequence never is."""
+    """bool: the tokens that are predicted, by default all. The first token of a sequence is never predicted."""
 
     document_BS: Tensor | None = None
-    """int32 or int64: the number of the token's document, which does not decrease along a sequence; by default a sequence
-    is one document. Attention stays inside of a document, its positions count from 0, and its first token is not predicted.
-    Best on the host, as that is where its borders are read."""
+    """int32 or int64: the number of the token's document, non-decreasing along a sequence. By default a sequence is one
+    document. Attention stays within a document, positions count from 0 in each document, and a document's first token is
+    not predicted. Best kept on the host, where document boundaries are computed."""
 
-    source_B: Tensor | None = None  # int64: the number of each sequence's source, where losses are asked for by source
+    source_B: Tensor | None = None  # int64: the number of each sequence's source, for losses by source
 
     @classmethod
     def of(cls, given: "Tensor | Batch") -> "Batch":
-        """A plain tensor of tokens as a batch; a batch as it is. Raises `UserError` where its documents do not fit."""
+        """Returns a `Batch` as it is, and wraps a tensor of tokens. Raises `UserError` if `document_BS` does not fit."""
         batch = given if isinstance(given, Batch) else cls(given)
         if batch.document_BS is not None:
             _check_documents(batch.document_BS, batch.tokens_BS)
         return batch
 
     def split(self, sequences: int) -> list["Batch"]:
-        """Batches of so many sequences; the last one has what is left."""
+        """Splits into batches of `sequences` sequences each; the last batch has the remainder."""
         parts = [slice(start, start + sequences) for start in range(0, len(self.tokens_BS), sequences)]
         return [Batch(*(None if each is None else each[part] for each in self)) for part in parts]  # type: ignore[arg-type]
 
     @property
     def target_BS(self) -> Tensor:
-        """The token that is to be predicted after each one; -1 where none is."""
+        """The token to predict after each token; -1 where no token is predicted."""
         target_BS, chosen_BS = self.tokens_BS[:, 1:], self._chosen_BS
         if chosen_BS is not None:
             target_BS = target_BS.masked_fill(~moved(chosen_BS, target_BS.device), -1)
@@ -62,17 +62,17 @@ class Batch(NamedTuple):
 
     @property
     def counted_by_shape(self) -> bool:
-        """Whether every batch of this shape has as many predicted tokens."""
+        """True if every batch of this shape has the same number of predicted tokens."""
         return self.target_mask_BS is None and self.document_BS is None
 
     def predicted(self) -> int:
-        """How many tokens are predicted; with a mask, waits for the device."""
+        """Returns the number of predicted tokens. With a mask on a device, waits for the device."""
         chosen_BS = self._chosen_BS
         return self.tokens_BS[:, 1:].numel() if chosen_BS is None else int(chosen_BS.sum())
 
     @property
     def _chosen_BS(self) -> Tensor | None:
-        """Which tokens after the first are predicted [B, S - 1]; None: all."""
+        """Mask of the predicted tokens after the first of each sequence [B, S - 1]; None if all are predicted."""
         mask_BS = None if self.target_mask_BS is None else self.target_mask_BS[:, 1:]
         if self.document_BS is None:
             return mask_BS
@@ -80,7 +80,7 @@ class Batch(NamedTuple):
         return inside_BS if mask_BS is None else mask_BS & moved(inside_BS, mask_BS.device)
 
     def documents(self) -> Documents | None:
-        """The documents, of which there is one per sequence where None."""
+        """Returns the batch's documents, or None if every sequence is one document."""
         if self.document_BS is None:
             return None
         first_BS = torch.ones(self.document_BS.shape, dtype=torch.bool)

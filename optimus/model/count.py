@@ -1,6 +1,6 @@
-"""How many parameters and how much arithmetic a model has: from what its modules declare, whatever they are.
+"""Counts a model's parameters and floating point operations from the declarations of its modules.
 
-A model is made on the meta device, with one of the layers that are alike, once for each architecture.
+For each architecture a model is built once on the meta device, with one layer of each group of identical layers.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from optimus.model.transformer import Transformer
 
 
 class ParameterCount(NamedTuple):
-    """`active` counts what one token passes through: of the experts, the chosen ones only."""
+    """Numbers of parameters. `active` counts the parameters that one token uses: only the chosen experts."""
 
     total: int
     active: int
@@ -23,29 +23,28 @@ class ParameterCount(NamedTuple):
 
 class _Counts(NamedTuple):
     parts: dict[str, ParameterCount]
-    multiplied: Counter[
-        str
-    ]  # active weights of matrices that a token is multiplied with, by module; of a block without number
-    scored: Counter[int | None]  # columns of queries and of values, of all heads and layers, by their windows
+    multiplied: Counter[str]  # active matrix weights per token, by module; a block's modules without its number
+    scored: Counter[int | None]  # columns of queries and values, summed over heads and layers, by window
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Exact numbers of parameters, embedding and output layer included."""
+    """Returns the exact numbers of parameters, embedding and output layer included."""
     return ParameterCount(*map(sum, zip(*_counts(config).parts.values())))
 
 
 def count_parts(config: ModelConfig) -> dict[str, ParameterCount]:
-    """`count_parameters` of what stages are made of: embedding, positions, blocks.0, blocks.1 ..., final_norm, head.
+    """Returns `count_parameters` by part: embedding, positions, blocks.0, blocks.1 ..., final_norm, head.
 
-    A tied embedding is counted as both embedding and head; a part without parameters is not there.
+    A tied embedding is counted as both embedding and head; a part without parameters is omitted.
     """
     parts = _counts(config).parts
     return parts | {"head": parts["embedding"]} if config.tie_embeddings else parts
 
 
 def too_large(config: ModelConfig, tensors: int, elements: int) -> bool:
-    """Whether a model has many times the layers or parameters that so many `tensors` of so many `elements` hold: to be asked
-    of what another program has written, before the model is made, which may take all memory and not end.
+    """Returns True if a model has far more layers or parameters than `tensors` tensors of `elements` elements in total.
+
+    Checks sizes that another program has written before the model is built, which could take all memory or never end.
     """
     try:
         return config.layers > tensors + 1000 or count_parameters(config).total > 4 * elements + (1 << 26)
@@ -54,10 +53,10 @@ def too_large(config: ModelConfig, tensors: int, elements: int) -> bool:
 
 
 def flops_per_token(config: ModelConfig, context: int) -> float:
-    """Floating point operations of forward and backward per token (PaLM, appendix B; backward twice the forward).
+    """Returns floating point operations of forward and backward per token (PaLM, appendix B; backward twice the forward).
 
-    6 per active weight of a matrix product (the input embedding is a look-up), and as many per column of queries and of
-    values and position, for the attention scores over a whole square, as is usual for model-FLOP utilisation.
+    Counts 6 per active weight of a matrix product (the input embedding is a look-up). Counts 6 per column of queries and
+    values and per position for attention over a whole square, as usual for model-FLOP utilisation.
     """
     counts = _counts(config)
     scores = sum(columns * min(window or context, context) for window, columns in counts.scored.items())
@@ -65,16 +64,16 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
 
 
 def forward_flops(config: ModelConfig, context: int) -> dict[str, float]:
-    """Those of the forward pass of a module of a block per token, in the mean of all blocks; the scores over half a square.
+    """Returns forward floating point operations per token of a block's modules, averaged over all blocks.
 
-    By kind of module: attention, and mlp, moe or both.
+    The keys are kinds of modules: attention, and mlp, moe or both. Attention is counted over half a square.
     """
     counts = _counts(config)
     found = {kind: 2.0 * weights / config.layers for kind, weights in counts.multiplied.items() if kind != "head"}
     scores = 0.0
     for window, columns in counts.scored.items():
         seen = min(window or context, context)
-        scores += columns * (2 * seen - seen * seen / context)  # twice the mean of the positions that are seen
+        scores += columns * (2 * seen - seen * seen / context)  # twice the mean number of attended positions
     return found | {"attention": found["attention"] + scores / config.layers}
 
 

@@ -11,7 +11,7 @@ from optimus.model.parameters import Size
 
 
 class DenseMlp(nn.Module):
-    """Feed-forward layer: SwiGLU, or another activation, which need not be gated."""
+    """Dense feed-forward layer: SwiGLU, or another activation with or without a gate."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class DenseMlp(nn.Module):
         self.down = Linear(ffn, residual, bias=bias)
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, None]:
-        """(output, no statistics): as a sparse layer is called."""
+        """Returns (output, None), in the form of a sparse layer: a dense layer has no router statistics."""
         return self.down(self.activated(x_TH)), None
 
     def activated(self, x_TH: Tensor) -> Tensor:
-        """[T, I], what the last projection is of."""
+        """Returns the activations [T, I], the input of the down projection."""
         return activation(self.gate_up(x_TH) if self.gated else self.up(x_TH), self.kind, self.gated)

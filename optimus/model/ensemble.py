@@ -1,4 +1,4 @@
-"""Several models as one whose logits are the mean of theirs (Pre-training under infinite compute, section 4).
+"""Combines several models into one whose logits are the mean of theirs (Pre-training under infinite compute, section 4).
 
 Legend: B rows, S positions, H hidden states of all members side by side, N or T tokens, V vocabulary.
 """
@@ -17,7 +17,7 @@ from optimus.model.transformer import Transformer
 
 
 class Ensemble:
-    """`members` of one vocabulary, scored together: a `Scored` model, and a teacher."""
+    """An ensemble of `members` with one vocabulary. Serves as a `Scored` model and as a teacher."""
 
     def __init__(self, members: Sequence[Transformer]) -> None:
         self._members = members
@@ -25,40 +25,40 @@ class Ensemble:
 
     @property
     def config(self) -> ModelConfig:
-        """That of the first member; all have its vocabulary."""
+        """The configuration of the first member; all members have the same vocabulary."""
         return self._members[0].config
 
     @property
     def embedding(self) -> nn.Module:
-        """That of the first member, which says on which device all are."""
+        """The embedding of the first member, whose device is the device of all members."""
         return self._members[0].embedding
 
     def head(self, hidden_NH: Tensor) -> Tensor:
-        """The mean logits [N, V] in fp32."""
+        """Returns the mean logits [N, V] in fp32."""
         parts = hidden_NH.split([member.config.hidden for member in self._members], dim=-1)
         logits = [member.head(part).float() for member, part in zip(self._members, parts)]
         return torch.stack(logits).mean(0)
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `find` makes of the members' hidden states of the tokens `at_N`."""
+        """Returns `find` of the concatenated hidden states of all members at the tokens `at_N`."""
         return find(torch.cat([member.at_tokens(tokens_BS, at_N, lambda x_NH: x_NH) for member in self._members], -1))
 
     @torch.no_grad()
     def soft_targets(self, batch: Batch, positions_S: Tensor, temperature: float) -> SoftTargets:
-        """What it says of the tokens at these positions of each sequence [T]; it reads the sequences whole."""
+        """Returns the soft targets of the tokens at these positions [T]; every member reads the whole sequences."""
         hidden_TH = torch.cat([each.outputs(batch)[:, positions_S].flatten(0, 1) for each in self._members], -1)
         return SoftTargets(lambda rows: self.head(hidden_TH[rows]), temperature)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of all members."""
+        """Yields the parameters of all members."""
         return chain.from_iterable(member.parameters() for member in self._members)
 
     def eval(self) -> Any:
-        """All members in evaluation mode."""
+        """Puts all members into evaluation mode."""
         return self.train(False)
 
     def train(self, mode: bool) -> Any:
-        """All members in training mode or out of it."""
+        """Puts all members into training mode, or into evaluation mode if `mode` is false."""
         for member in self._members:
             member.train(mode)
         self.training = mode

@@ -1,8 +1,8 @@
-"""Initial weights by name and position: the same numbers whatever the layout, the rank count or the device.
+"""Initial weights by name and position: the same values for any layout, number of ranks or device.
 
-Each element is a pure function of (seed, parameter name, index of the element in the global tensor): a SplitMix64 hash gives
-a uniform number, the inverse error function a normal one cut at three deviations (OLMo's initialisation). A rank that holds
-a part of a tensor fills that part alone.
+Each element is a pure function of (seed, parameter name, index of the element in the global tensor). A SplitMix64 hash
+gives a uniform number, and the inverse error function maps it to a normal one truncated at three deviations (OLMo's
+initialisation). A rank that holds a shard of a tensor fills that shard alone.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from optimus.model.parameters import Initial, declarations
 
-_TILE = 1 << 20  # elements at a time: the int64 temporaries stay small
+_TILE = 1 << 20  # elements at a time, so that the int64 temporaries stay small
 _GOLDEN, _MIX1, _MIX2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # SplitMix64, as int64
 _CUT = 3.0
 
 
 def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Fill every parameter of `model` in place as its module declares: a constant, or the cut normal of deviation `std`."""
+    """Fills every parameter of `model` in place as declared: a constant, or the truncated normal of deviation `std`."""
     for name, declared in declarations(model):
         initialize_parameter(name, model.get_parameter(name), declared.initial, seed, std)
 
@@ -35,9 +35,9 @@ def initialize_parameter(
     start: int = 0,
     positions: Callable[[Tensor], Tensor] = lambda local: local,
 ) -> None:
-    """Fill one contiguous parameter, or the elements from `start` on of a rank's row-major part of it.
+    """Fills one contiguous parameter, or the elements from `start` on of a rank's row-major shard.
 
-    `positions` maps elements of that part to those of the global row-major tensor.
+    `positions` maps elements of the shard to elements of the global row-major tensor.
     """
     if initial != "normal":
         parameter.fill_(initial)
@@ -50,7 +50,7 @@ def initialize_parameter(
 
 
 def cut_normal(index: Tensor, key: int) -> Tensor:
-    """Normal numbers cut at three deviations, fp32, for int64 positions `index` of the sequence that `key` names."""
+    """Returns normal numbers truncated at three deviations, fp32, for int64 positions `index` of the sequence of `key`."""
     uniform = (_hash(index, key) >> 11 & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
     edge = math.erf(_CUT / math.sqrt(2))
     return torch.erfinv(uniform.mul_(2 * edge).sub_(edge)).mul_(math.sqrt(2)).float()
@@ -62,7 +62,10 @@ def _key(seed: int, name: str) -> int:
 
 
 def _hash(index: Tensor, key: int) -> Tensor:
-    """SplitMix64's finaliser of key + index * golden ratio; int64 products wrap around, shifts are made logical."""
+    """SplitMix64's finaliser of key + index * golden ratio.
+
+    The int64 products wrap around, and masks make the shifts logical.
+    """
     z = index * _GOLDEN + key
     z = (z ^ (z >> 30 & ((1 << 34) - 1))) * _MIX1
     z = (z ^ (z >> 27 & ((1 << 37) - 1))) * _MIX2

@@ -1,11 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values are made of one short vector per token.
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values are projections of one latent vector per token.
 
-A head's query and key have columns without position, made of the compressed vectors, and some with rotary positions; those
-of the keys all heads have in common. With tensor parallelism the compressed vectors are made whole on every rank, and what
-is made of them is split by heads.
+A head's query and key have columns without position, projected from the latent vectors, and columns with rotary positions.
+All heads share the rotary columns of the keys. Tensor-parallel ranks each compute the whole latent vectors and split their
+projections by heads.
 
 Legend: B batch, S sequence, N heads, D head size, T = B * S tokens, P positions in the cache, R rows of the residual stream
-that are here.
+on this rank.
 """
 
 import math
@@ -24,13 +24,14 @@ from optimus.model.norms import RMSNorm
 from optimus.model.parameters import Size
 from optimus.model.positions import Table, mscale
 
-_EPS = 1e-6  # as published, whatever the model's is
+_EPS = 1e-6  # as published, independent of the model's `norm_eps`
 
 
 class LatentAttention(nn.Module):
-    """The cache holds what keys and values are made of, `keys` + `rotary` numbers per position.
+    """Multi-head latent attention.
 
-    `all_rows` makes of the rows of the residual stream here those for this device's heads.
+    The cache holds the latent vectors and rotary keys, `keys` + `rotary` numbers per position. `all_rows` maps this rank's
+    rows of the residual stream to the rows that this rank's heads need.
     """
 
     replaceable = ("all_rows",)
@@ -53,12 +54,15 @@ class LatentAttention(nn.Module):
         self.out = Linear(Size("heads", config.heads * latent.value), residual)
         self.all_rows: Callable[[Tensor], Tensor] = lambda x: x
         scaling, query = config.rope_scaling, config.query_size
-        self._widest = max(query, latent.value)  # of attention, whose heads are all of one size
+        self._widest = max(query, latent.value)  # attention takes queries, keys and values of one size
         scale = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim or 0.0) ** 2
-        self._scale = scale * math.sqrt(self._widest / query)  # attention divides by the root of the widest
+        self._scale = scale * math.sqrt(self._widest / query)  # attention divides by the square root of the widest
 
     def forward(self, x_RH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
-        """[R, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue what it holds."""
+        """Returns [R, H].
+
+        The tokens are those of `places`, sequence by sequence; with a `cache` they continue the cached positions.
+        """
         low, table = self.latent, places.table
         positions, query = len(table[0]), self.plain + low.rotary
         q_TX = self.q(x_RH) if low.queries is None else self.q_up(self.q_norm(self.q_down(x_RH)))
@@ -83,11 +87,11 @@ class LatentAttention(nn.Module):
         return self._widened(k), self._widened(v)
 
     def _widened(self, x_BSND: Tensor) -> Tensor:
-        """With columns of zeros."""
+        """Pads the heads with zero columns to the widest head size."""
         missing = self._widest - x_BSND.shape[-1]
         return F.pad(x_BSND, (0, missing)) if missing else x_BSND
 
 
 def _turned(x_BSND: Tensor, table: Table) -> Tensor:
-    """By the positions. Published weights have the two columns of a pair beside each other."""
+    """Rotates by the positions. Published weights have the two columns of a pair next to each other."""
     return rotary(x_BSND.unflatten(-1, (-1, 2)).mT.flatten(-2), table)

@@ -1,4 +1,4 @@
-"""The linear layer of all projections, and how it multiplies. Legend: T rows of any leading shape."""
+"""The linear layer of all projections, and its matrix products. Legend: T rows of any leading shape."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -13,19 +13,19 @@ from optimus.model.parameters import Dim, Size, declaration, declare
 
 
 class Product:
-    """How a projection is carried out: `inner` multiplies what is here, by default the whole weight."""
+    """The product of a projection: `inner` multiplies by this rank's weight, by default the whole weight."""
 
     def __init__(self, inner: MatrixProduct) -> None:
         self.inner = inner
 
     def around(self, inner: MatrixProduct) -> "Product":
-        """The same with another `inner`."""
+        """Returns the same product with another `inner`."""
         return Product(inner)
 
     def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
-        """[..., inputs] to [..., outputs of `weight`, its leading dims laid end to end].
+        """Maps [..., inputs] to [..., outputs of `weight`, its leading dims laid end to end].
 
-        With a `buffer`, the gradient of the weight goes there.
+        With a `buffer`, the gradient of the weight is added there.
         """
         return linear(x, weight.flatten(0, -2), buffer, self.inner)
 
@@ -43,13 +43,13 @@ class ProjectionModule(nn.Module):
 
     @property
     def dims(self) -> tuple[Dim, Dim]:
-        """The last of the outputs', and the inputs'."""
+        """The last logical dim of the outputs, and the logical dim of the inputs."""
         *_, outputs, inputs = declaration(self, "weight").dims
         return outputs, inputs
 
 
 class Linear(ProjectionModule):
-    """x @ W.T, plus a bias if asked. `weight` is [*outputs, inputs]: several outputs of one input are one product."""
+    """x @ W.T, plus an optional bias. `weight` is [*outputs, inputs]: several outputs of one input are one product."""
 
     def __init__(self, inputs: Size, *outputs: Size, bias: bool = False) -> None:
         super().__init__()
@@ -59,8 +59,10 @@ class Linear(ProjectionModule):
         self.lora_a: nn.Parameter | None = None
 
     def add_factors(self, rank: int) -> None:
-        """Have low-rank factors beside the weight, which is to be frozen: `lora_b` [*outputs, rank] and `lora_a` [rank,
-        inputs] (`low_rank.py`)."""
+        """Adds low-rank factors `lora_b` [*outputs, rank] and `lora_a` [rank, inputs] to the weight.
+
+        The weight should be frozen; see `low_rank.py`.
+        """
         dims = declaration(self, "weight").dims
         *outputs, inputs = map(Size, dims, self.weight.shape)
         own = Size("rank", rank)
@@ -72,7 +74,7 @@ class Linear(ProjectionModule):
         buffer = self.gradients.get(self.weight)
         if self.lora_b is not None and self.lora_a is not None:
             product = product.around(FactoredProduct(product.inner, self.lora_b, self.lora_a, self.gradients))
-            # Its gradient is wanted, though it is frozen: the factors' follow from it.
+            # The frozen weight needs a gradient: the gradients of the factors are computed from it.
             weight = nn.Parameter(weight.detach(), requires_grad=torch.is_grad_enabled())
         y = product(x, weight, buffer)
         return y if self.bias is None else y + self.bias.flatten()

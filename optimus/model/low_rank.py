@@ -1,5 +1,6 @@
-"""Low-rank factors of a frozen weight (LoRA) that leave it pruned: W + B A where W is not zero (MaskLoRA, in PERP, Zimmer et
-al. 2023).
+"""Low-rank factors of a frozen weight (LoRA) that preserve its sparsity: W + B A where W is not zero.
+
+The method is MaskLoRA (in PERP, Zimmer et al. 2023).
 
 Legend: T rows, L inputs, N outputs, R rank.
 """
@@ -14,14 +15,14 @@ from optimus.kernels.matmul import wide_matmul
 
 
 def merged(w_NL: Tensor, b_NR: Tensor, a_RL: Tensor) -> Tensor:
-    """W + B A where W is not zero, and zero elsewhere: [N, L] in the type of the factors, or of W if that is wider."""
+    """Returns W + B A where W is not zero, and zero elsewhere: [N, L] in the dtype of the factors, or of W if wider."""
     return (b_NR @ a_RL).mul_(w_NL != 0) + w_NL
 
 
 class FactoredProduct(MatrixProduct):
-    """The products of `inner` with the merged weight, which is made anew in each and saved by none.
+    """The products of `inner` with the merged weight, which is recomputed in each product and never saved.
 
-    `b` is [*outputs, R]. The gradients of the factors go to `buffers`.
+    `b` is [*outputs, R]. The gradients of the factors are added to `buffers`.
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class FactoredProduct(MatrixProduct):
     def weight_gradient(
         self, y_grad_TN: Tensor, x_TL: Tensor, w_NL: Tensor, buffer: GradientBuffer | None
     ) -> Tensor | None:
-        """The gradients of the factors are added to their buffers; the weight, which is frozen, gets none."""
+        """Adds the gradients of the factors to their buffers. Returns None: the weight is frozen."""
         w_grad_NL = self._inner.weight_gradient(y_grad_TN, x_TL, w_NL, None)
         assert w_grad_NL is not None
         w_grad_NL = w_grad_NL.mul_(w_NL != 0).to(x_TL.dtype)
-        # At once: where weight gradients are deferred, the weight may have been resharded by then.
+        # At once: by the time of a deferred weight gradient, the weight may have been resharded.
         b_grad = wide_matmul(w_grad_NL, self._a_RL.T).view_as(self._b)
         a_grad_RL = wide_matmul(self._b.flatten(0, -2).T, w_grad_NL)
         self._buffers[self._b].add(lambda grad: grad.add_(b_grad))

@@ -1,4 +1,4 @@
-"""Norms: their table, the modules, and how rows are normalised where all of their columns are on one device.
+"""Norms: the table of norms, the modules, and the normalisation of rows whose columns are all on one device.
 
 Legend: T tokens, H columns.
 """
@@ -16,19 +16,19 @@ from optimus.model.parameters import Size, declare
 
 
 class Norms:
-    """What a norm asks of whole rows; here all columns are. In `parallel.norms` they are split."""
+    """Computes norms over whole rows. Here a device has all columns; in `parallel.norms` the columns are sharded."""
 
     def rms(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None) -> Tensor:
-        """RMSNorm, with a weight or without."""
+        """Applies RMSNorm, with or without a weight."""
         return rms_norm(x_TH, weight_H, eps)
 
     def layer(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None, bias_H: Tensor | None = None) -> Tensor:
-        """LayerNorm, with weight and bias or without both."""
+        """Applies LayerNorm, with weight and bias or without both."""
         return F.layer_norm(x_TH, x_TH.shape[-1:], weight_H, bias_H, eps)
 
 
 class Norm(nn.Module):
-    """Of the last dim, whose columns are of `dim`."""
+    """Base of norms over the last dim, whose logical dim is `dim`."""
 
     replaceable = ("norms",)
 
@@ -39,7 +39,7 @@ class Norm(nn.Module):
 
 
 class RMSNorm(Norm):
-    """RMSNorm with a weight, of the last dim. With `offset` one is added to the weight, which begins at zero."""
+    """RMSNorm over the last dim with a weight. With `offset`, one is added to the weight, which is initially zero."""
 
     def __init__(self, columns: Size, eps: float, *, offset: bool = False) -> None:
         super().__init__(columns, eps)
@@ -48,13 +48,13 @@ class RMSNorm(Norm):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weight: Tensor = self.weight
-        if self.offset:  # in fp32, because a bf16 near one has fewer digits than its distance from one
+        if self.offset:  # in fp32: near one, bf16 is too coarse for the small distance from one
             weight = weight.to(compute_dtype(weight.dtype)) + 1
         return self.norms.rms(x_TH, self.eps, weight)
 
 
 class LayerNorm(Norm):
-    """LayerNorm in fp32 whatever the type of x: with weight and bias, or without (OLMo's non-parametric norm)."""
+    """LayerNorm, computed in fp32 for any dtype of x: with weight and bias, or without both (OLMo's non-parametric norm)."""
 
     def __init__(self, columns: Size, eps: float, *, affine: bool = False) -> None:
         super().__init__(columns, eps)
@@ -66,7 +66,7 @@ class LayerNorm(Norm):
 
 
 _Make = Callable[[Size, float], nn.Module]
-NORMS: dict[str, tuple[_Make, _Make]] = {  # `model.norm` to what makes one of the stream, and one of queries and keys
+NORMS: dict[str, tuple[_Make, _Make]] = {  # `model.norm`: (norm of the residual stream, norm of queries and keys)
     "layer": (LayerNorm, RMSNorm),
     "layer_affine": (partial(LayerNorm, affine=True), RMSNorm),
     "rms": (RMSNorm, RMSNorm),
@@ -75,6 +75,6 @@ NORMS: dict[str, tuple[_Make, _Make]] = {  # `model.norm` to what makes one of t
 
 
 def norm_of(config: ModelConfig, columns: Size) -> nn.Module:
-    """The norm of these columns: of the residual stream, or of queries or keys."""
+    """Builds the norm of these columns: of the residual stream, or of queries or keys."""
     of_stream, of_heads = NORMS[config.norm]
     return (of_stream if columns.dim == "residual" else of_heads)(columns, config.norm_eps)

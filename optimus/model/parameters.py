@@ -1,7 +1,7 @@
-"""What a module declares of its parameters: their logical dims, role and initial values. All else derives from this.
+"""Declarations of parameters by their modules: logical dims, role and initial values. All else derives from declarations.
 
-A logical dim says what a tensor's dim is of, not where it lies, which is in the table of `parallel.layouts` (as in T5X,
-MaxText and Levanter). A module declares a parameter where it makes it:
+A logical dim names what a tensor's dim indexes; the table of `parallel.layouts` says how the dim is sharded (as in T5X,
+MaxText and Levanter). A module declares a parameter where it creates the parameter:
 
     self.weight = declare(self, "weight", Size("ffn", 4 * hidden), Size("residual", hidden))
 """
@@ -24,19 +24,19 @@ Dim = Literal[
     "experts",  # experts of a layer, each with its weights
     "expert_ffn",  # columns between the projections of one expert
     "choices",  # experts that a router chooses from
-    "all_experts",  # experts of a layer, where every rank has what is said of each
+    "all_experts",  # experts of a layer, for tensors that are replicated over expert-parallel ranks
     "hidden",  # columns of a whole token, as routers and experts see it
     "positions",  # learned positions
     "stack",  # projections of one input, stacked so that one product computes them
     "rank",  # columns of low-rank factors
 ]
-Role = Literal["matrix", "vector", "embedding", "head", "router", "expert", "factor"]  # what it is to the optimizer
-Initial = float | Literal["normal"]  # of all elements; or normal, cut at three deviations: see `model.init`
+Role = Literal["matrix", "vector", "embedding", "head", "router", "expert", "factor"]  # for the optimizer
+Initial = float | Literal["normal"]  # a constant; or normal, truncated at three deviations: see `model.init`
 Input = Literal["residual", "tokens", "inner"]
 
 
 class Size(NamedTuple):
-    """One dim of a tensor: what it is of, and its elements."""
+    """One dim of a tensor: its logical dim and its number of elements."""
 
     dim: Dim
     size: int
@@ -44,8 +44,11 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Declaration:
-    """A parameter as its module declares it. `dims` are of the whole tensor, in its order; `factor_of` are those of
-    the matrix, or the columns, that it is a factor of: what splits these makes its gradient a partial sum."""
+    """A parameter's declaration by its module.
+
+    `dims` are the logical dims of the whole tensor, in order. `factor_of` are the dims of the matrix, or of the columns,
+    that the parameter is a factor of. Sharding any of the `factor_of` dims makes the parameter's gradient a partial sum.
+    """
 
     dims: tuple[Dim, ...]
     role: Role
@@ -54,7 +57,7 @@ class Declaration:
 
     @property
     def applied_to(self) -> Input:
-        """What it is multiplied with: the residual stream or what is made of it, whole tokens, or the inside of a module."""
+        """The kind of the parameter's input: the residual stream or its projection, whole tokens, or inner activations."""
         dims = self.factor_of or self.dims
         if "residual" in dims or "latent" in dims:
             return "residual"
@@ -69,9 +72,9 @@ def declare(
     initial: Initial = "normal",
     factor_of: tuple[Dim, ...] | None = None,
 ) -> nn.Parameter:
-    """An empty parameter on the default device, to become `module`'s attribute `name`.
+    """Creates an empty parameter on the default device, to become `module`'s attribute `name`.
 
-    Raises `ValueError` for one number that does not say of what it is a factor: how its gradient is summed would be a guess.
+    Raises `ValueError` for a scalar parameter without `factor_of`, because the reduction of its gradient would be a guess.
     """
     if not dims and factor_of is None:
         raise ValueError(
@@ -83,14 +86,19 @@ def declare(
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all that is kept of a model: its parameters, and its buffers, which are trained by rules of their
-    own and are whole on every rank that has their module."""
+    """Yields (name, tensor) of all parameters and buffers of a model.
+
+    Buffers are trained by rules of their own and are replicated on every rank that has their module.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor.detach()
 
 
 def declaration(module: nn.Module, name: str) -> Declaration:
-    """That of the parameter `name` of `module` itself. Raises `LookupError` for one made without `declare`."""
+    """Returns the declaration of the parameter `name` of `module` itself.
+
+    Raises `LookupError` for one made without `declare`.
+    """
     declared: dict[str, Declaration] = module.__dict__.get("declared", {})
     if name not in declared:
         raise LookupError(f"parameter {name} of {type(module).__name__} has no declared dims: make it by declare()")
@@ -98,9 +106,9 @@ def declaration(module: nn.Module, name: str) -> Declaration:
 
 
 def declarations(model: nn.Module) -> Iterator[tuple[str, Declaration]]:
-    """(name, declaration) of every parameter of `model`, in the order and by the names of `named_parameters`.
+    """Yields (name, declaration) of every parameter of `model`, in the order and by the names of `named_parameters`.
 
-    Raises `LookupError` for one made without `declare`.
+    Raises `LookupError` for a parameter made without `declare`.
     """
     for name, _ in model.named_parameters():
         owner, _, own = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Learned positions, and rotary ones: the frequencies of a head's pairs of columns, and what longer contexts make of them.
+"""Learned positions, and rotary positions: the frequencies of a head's column pairs, and their scaling for longer contexts.
 
 Legend: S positions, D head size, T tokens, H hidden.
 """
@@ -19,7 +19,10 @@ Table = tuple[Tensor, Tensor]  # (cos, sin), fp32 [S, D / 2]
 
 
 class LearnedPositions(nn.Module):
-    """One row per position, the first of them `offset` rows down, where the `vocabulary` has its rows of the embedding."""
+    """An embedding of positions with one row per position, starting at row `offset`.
+
+    `vocabulary` selects the tokens whose rows of the residual stream are on this rank.
+    """
 
     replaceable = ("vocabulary",)
 
@@ -31,14 +34,14 @@ class LearnedPositions(nn.Module):
         self.vocabulary: Vocabulary = Vocabulary()
 
     def forward(self, position_T: Tensor) -> Tensor:
-        """[T, H]. Beyond the last row is padding only, which nothing sees."""
+        """Returns [T, H]. Positions beyond the last row are padding, which no token attends to, and are clamped."""
         return embedding((self.vocabulary.rows(position_T) + self.offset).clamp(max=len(self.weight) - 1), self.weight)
 
 
 def tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
-    """The tables of these positions for layers that attend to all before, and for those with a window.
+    """Returns the rotary tables of these positions for layers with full attention, and for layers with a window.
 
-    What the architecture scales scores by is in them, of queries and of keys alike.
+    `query_scale` is folded into the tables, of queries and keys alike.
     """
     whole, windows = _tables(config, positions_S)
     if config.query_scale is None or config.query_scale == config.head_size:
@@ -62,15 +65,15 @@ def _tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
 
 
 def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Slower where a turn is long beside the context before scaling; `linear`: everywhere (Chen et al. 2023)."""
+    """Lowers frequencies with wavelengths near or beyond the original context; `linear` lowers all (Chen et al. 2023)."""
     slow_D = frequencies_D / scaling.factor
     if scaling.kind == "linear":
         return slow_D
     assert scaling.original_context is not None
-    if scaling.kind == "llama3":  # Llama 3.1's rule: by wavelength, between two shares of the context
+    if scaling.kind == "llama3":  # Llama 3.1's rule: by wavelength, between two fractions of the context
         turns_D = scaling.original_context * frequencies_D / (2 * math.pi)
         fast_D = (turns_D - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    else:  # YaRN (Peng et al. 2023, section 3.2): by pair, between the pairs that turn so often in the context
+    else:  # YaRN (Peng et al. 2023, section 3.2): by pair, between the pairs with beta_fast and beta_slow turns
         size = 2 * len(frequencies_D)
 
         def pair(turns: float) -> float:
@@ -87,7 +90,7 @@ def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor
 
 
 def _attention_factor(scaling: RopeScaling) -> float:
-    """What YaRN multiplies queries and keys by (its section 3.4)."""
+    """Returns YaRN's factor of queries and keys (its section 3.4)."""
     if scaling.kind != "yarn":
         return 1.0
     if scaling.mscale and scaling.mscale_all_dim:
@@ -98,5 +101,5 @@ def _attention_factor(scaling: RopeScaling) -> float:
 
 
 def mscale(factor: float, times: float = 1.0) -> float:
-    """YaRN's 0.1 ln(factor) + 1; the logarithm may count several times (DeepSeek-V2)."""
+    """Returns YaRN's 0.1 ln(factor) + 1; `times` multiplies the logarithm (DeepSeek-V2)."""
     return 0.1 * times * math.log(max(1.0, factor)) + 1.0

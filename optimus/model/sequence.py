@@ -1,4 +1,4 @@
-"""How the sequences of a batch lie: on one device, which has all of every sequence. `parallel.context` has other ways.
+"""Sequences of a batch on one device. `parallel.context` splits sequences over ranks.
 
 Legend: B batch, S positions on this device, N heads, M heads of keys and values, D head size.
 """
@@ -13,26 +13,29 @@ from optimus.kernels.documents import Documents, document_attention
 
 
 class SequenceSplit:
-    """Which positions of every sequence are here, and how they attend to those that are not; here all are."""
+    """The positions of every sequence on this device, and their attention to all positions.
 
-    parts: int = 1  # the sequences are divided into; each has the same number of positions
+    Here the device has all positions.
+    """
+
+    parts: int = 1  # number of ranks that share each sequence; all have equally many positions
 
     def __init__(self, documents: Documents | None = None) -> None:
         self._documents = documents
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """int64 [length / parts], increasing: those of this device, of sequences of `length`."""
+        """Returns this device's positions in sequences of `length` tokens: int64 [length / parts], increasing."""
         return torch.arange(length, device=device)
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Causal softmax attention of these positions over all up to their own; [B, S, N, D].
+        """Computes causal softmax attention of this device's positions over all positions up to their own: [B, S, N, D].
 
-        Within documents, B is 1 and S are the positions of all sequences, one sequence after the other.
+        With documents, B is 1 and S runs over the positions of all sequences, one sequence after the other.
         """
         if self._documents is None:
             return causal_attention(q_BSND, k_BSMD, v_BSMD, scoring)
         return document_attention(q_BSND, k_BSMD, v_BSMD, self._documents, scoring)
 
     def within(self, documents: Documents) -> Self:
-        """The same positions of a batch of `documents`, in which attention stays inside of each."""
+        """Returns a split with the same positions for a batch of `documents`, with attention within each document."""
         return type(self)(documents)

@@ -31,11 +31,11 @@ from optimus.step_context import StepContext
 
 
 class Losses(NamedTuple):
-    """What a microbatch's loss is made of; the losses are fp32 scalars, those of the router zero for a dense model."""
+    """The losses of a microbatch as fp32 scalars. The router's losses are zero for a dense model."""
 
-    cross_entropy: Tensor  # nats, summed over predicted tokens and divided by a count of them
+    cross_entropy: Tensor  # nats, summed over predicted tokens and divided by `count`
     router: RouterStats | None
-    divergence: Tensor | None = None  # from a teacher, summed and divided alike
+    divergence: Tensor | None = None  # from a teacher, summed and divided like `cross_entropy`
 
     @property
     def balance(self) -> Tensor:
@@ -49,23 +49,24 @@ class Losses(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of every layer, for generation; `length` positions are held."""
+    """Keys and values of every layer, for generation. `length` is the number of cached positions."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerCache() for _ in range(layers)]
         self.length = 0
 
     def keep(self, length: int) -> None:
-        """Hold the first `length` positions: behind them are those of padding."""
+        """Keeps the first `length` positions and drops the later ones, which belong to padding."""
         self.length = length
         for layer in self.layers:
             layer.keep(length)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); the norm may come after the module, or before and after.
+    """x + attention(norm(x)), then x + feed_forward(norm(x)). The norm may be before the module, after the module, or both.
 
-    `forward` may call its units in any order: what runs them, gathers, recomputes and accounts for memory asks for no more.
+    `forward` may call its units in any order: parameter gathering, recomputation and memory accounting do not depend
+    on the order.
     """
 
     def __init__(self, config: ModelConfig, layer: int, force_balanced: bool = False) -> None:
@@ -89,28 +90,28 @@ class Block(nn.Module):
     def forward(
         self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None
     ) -> tuple[Tensor, RouterStats | None]:
-        """(residual stream [T, H], router statistics)."""
+        """Returns (residual stream [T, H], router statistics)."""
         x_TH = x_TH + self.attend(x_TH, places, cache)
         y_TH, stats = self.feed_forward(x_TH, places.position_T)
         return x_TH + y_TH, stats
 
 
 class Blocks(nn.ModuleList):
-    """A row of blocks, one after the other, run in segments of them."""
+    """A sequence of blocks, run in segments of consecutive blocks."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__(blocks)
         self.run_in(len(self), lambda function, *args: function(*args))
 
     def run_in(self, size: int, run: Callable[..., Any]) -> None:
-        """Run segments of `size` blocks each by a call of `run`."""
+        """Makes `forward` run segments of `size` blocks, each by one call of `run`."""
         self._run = run
         self._segments = [range(len(self))[start : start + size] for start in range(0, len(self), max(1, size))]
 
     def forward(
         self, x_TH: Tensor, places: AttentionPositions, cache: KVCache | None = None, stats: RouterStats | None = None
     ) -> tuple[Tensor, RouterStats | None]:
-        """(residual stream [T, H], router statistics summed over the blocks and added to `stats`)."""
+        """Returns (residual stream [T, H], router statistics summed over the blocks and added to `stats`)."""
         if cache is not None:  # generation, which has no backward pass
             return self._through(range(len(self)), x_TH, places, cache, stats)
         for segment in self._segments:
@@ -128,7 +129,7 @@ class Blocks(nn.ModuleList):
 
 
 class Embedding(nn.Module):
-    """One row per token of the vocabulary."""
+    """A token embedding with one row per entry of the vocabulary."""
 
     replaceable = ("vocabulary",)
 
@@ -142,9 +143,9 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The output layer: logits, or the cross-entropy against targets without ever holding all logits.
+    """The output layer. Computes logits, or the cross-entropy against targets without ever materializing all logits.
 
-    `weight` is its own, or that of the embedding when the two are `tied`.
+    `weight` is a parameter of the output layer, or the embedding's weight when the two are `tied`.
     """
 
     replaceable = ("vocabulary",)
@@ -171,11 +172,12 @@ class Head(nn.Module):
         rows_T: Tensor | None = None,
         soft: SoftTargets | None = None,
     ) -> Tensor:
-        """[..., H] to [..., V]; with `target_T`, x [T, H] to an fp32 scalar, their summed cross-entropy over `count`.
+        """Maps x [..., H] to logits [..., V].
 
-        `rows_T` is filled with the cross-entropy of each row. With `soft`, to two [2], the other one being the divergence
-        from these: where the vocabulary is whole. With `part`, the residual stream [T, H] as the blocks hold it to the
-        logits of the tokens that are here.
+        With `target_T`, maps x [T, H] to the summed cross-entropy over `count`, an fp32 scalar. `rows_T`, if given, is
+        filled with the cross-entropy of each row. With `soft`, the result is [2]: the cross-entropy and the divergence from
+        the soft targets; the vocabulary must not be sharded. With `part`, maps the residual stream [T, H], sharded as in
+        the blocks, to the logits of the vocabulary entries on this rank.
         """
         if target_T is not None:
             loss = self.vocabulary.loss(x, self.weight, target_T, count, self.cap, rows_T)
@@ -187,10 +189,10 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model: `tokens_BS` int64 to `logits_BSV`.
+    """A causal language model. Maps `tokens_BS` (int64) to `logits_BSV`.
 
-    Parameters are made empty on the default device; `model.init.initialize` or a checkpoint fills them. It is the model of
-    one device, which `parallelize` divides. Its blocks are those of `layers`, by default of all.
+    Parameters are created empty on the default device; `model.init.initialize` or a checkpoint fills them. The model is
+    written for one device, and `parallelize` shards it. The model has the blocks of `layers`, by default of all layers.
     """
 
     replaceable = "sequence", "step"
@@ -209,7 +211,7 @@ class Transformer(nn.Module):
         self.embedding = Embedding(config.vocab, config.hidden)
         learned = config.learned_positions
         self.positions = LearnedPositions(learned, config.position_offset, config.hidden) if learned else None
-        # Here alone the kind of block is chosen.
+        # The only place that chooses the kind of block.
         self.blocks = Blocks(Block(config, layer, force_balanced) for layer in numbers)
         self.final_norm = norm_of(config, Size("residual", config.hidden))
         tied = self.embedding.weight if config.tie_embeddings else None
@@ -220,14 +222,15 @@ class Transformer(nn.Module):
         self.predict = Unit("head", self.head)
 
     def forward(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits [B, S, V] in the type of the weights. With a `cache`, the tokens continue the sequence held there."""
+        """Returns logits [B, S, V] in the dtype of the weights. With a `cache`, the tokens continue the cached sequence."""
         return cast(Tensor, self.predict(self.hidden_states(tokens_BS, cache)))
 
     def hidden_states(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Output of the final norm [B, S, H], whole on every device; for evaluation, without gradients."""
+        """Returns the output of the final norm [B, S, H], whole on every device. For evaluation, without gradients."""
         length, start = tokens_BS.shape[1], cache.length if cache is not None else 0
         self.check_length(start + length)
-        tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))  # a causal model does not see it
+        # A causal model does not see the padding.
+        tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))
         _, places = self.full_positions(tokens_BS, start)
         x_TH, _ = self.blocks(self.embedded(tokens_BS.flatten(), places), places, cache)
         x_TH = self.normalise(x_TH)
@@ -236,30 +239,33 @@ class Transformer(nn.Module):
         return self.head.vocabulary.join(x_TH).unflatten(0, (len(tokens_BS), -1))[:, :length]
 
     def embedded(self, tokens_T: Tensor, places: AttentionPositions) -> Tensor:
-        """The residual stream [T, H] of these tokens as the first block has it."""
+        """Returns the residual stream [T, H] that enters the first block for these tokens."""
         return self.placed(self.embed(tokens_T), places)
 
     def placed(self, x_TH: Tensor, places: AttentionPositions) -> Tensor:
-        """What the embedding gives as the first block has it: scaled, with learned positions, where the model has these."""
-        if self.config.embedding_scale:  # rounded to the type, as it was when published models were trained
+        """Turns the embedding's output into the first block's input: scales and adds learned positions as configured."""
+        if self.config.embedding_scale:  # rounded to the dtype, as in the training of the published models
             x_TH = x_TH * torch.tensor(math.sqrt(self.config.hidden), dtype=x_TH.dtype).item()
         return x_TH if self.add_positions is None else x_TH + self.add_positions(places.position_T)
 
     def check_length(self, length: int) -> None:
-        """Raise `UserError` if sequences may not be so long."""
+        """Raises `UserError` if the model does not support sequences of `length` tokens."""
         limit = self.config.learned_positions
         if limit is not None and length > limit:
             raise UserError(f"a sequence has {length} tokens, but the model only learned {limit} positions: shorten it")
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `find` makes of the hidden states [N, H] of the tokens `at_N`, counted row by row; for evaluation."""
+        """Returns `find` of the hidden states [N, H] at the tokens `at_N`, indices into the flattened [B * S].
+
+        For evaluation.
+        """
         return find(self.hidden_states(tokens_BS).flatten(0, 1)[at_N])
 
     def losses(self, given: Tensor | Batch, count: float | None = None) -> Losses:
-        """Loss of predicting each token but the first from those before it, and the router's statistics.
+        """Computes the loss of predicting each token but the first from the tokens before it, and the router's statistics.
 
-        The cross-entropies are summed and divided by `count`. By default the mean over all devices that the sequences are
-        divided over is the mean over the predicted tokens, and 0 where there is none.
+        The cross-entropies are summed and divided by `count`. The default `count` makes the mean over all devices that
+        share the sequences equal to the mean over the predicted tokens, or 0 if no token is predicted.
         """
         batch = Batch.of(given)
         positions_S, places = self.places(batch)
@@ -276,24 +282,24 @@ class Transformer(nn.Module):
         rows_T: Tensor | None = None,
         soft: SoftTargets | None = None,
     ) -> Losses:
-        """`losses` from the output of the blocks at these positions of the sequences; see `Head` for the others."""
+        """Computes `losses` from the output of the blocks at `positions_S`. See `Head` for `rows_T` and `soft`."""
         count = max(1, batch.predicted()) / self.sequence.parts if count is None else count
         x_TH = self.normalise(x_TH)
         found = self.predict(x_TH, self.targets(batch, positions_S), count, False, rows_T, soft)
         return Losses(found, stats) if soft is None else Losses(found[0], stats, found[1])
 
     def outputs(self, batch: Batch) -> Tensor:
-        """Output of the final norm [B, S, H], of each document by itself; of a model on one device."""
+        """Returns the output of the final norm [B, S, H], with attention within each document. For a model on one device."""
         _, places = self.places(batch)
         x_TH, _ = self.blocks(self.embedded(batch.tokens_BS.flatten(), places), places)
         return cast(Tensor, self.normalise(x_TH).unflatten(0, batch.tokens_BS.shape))
 
     def targets(self, batch: Batch, positions_S: Tensor) -> Tensor:
-        """What is to be predicted at these positions [T], -1 where nothing is."""
+        """Returns the target tokens at these positions [T], -1 where there is no target."""
         return batch.target_BS[:, positions_S].flatten()
 
     def places(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
-        """The positions [S] of these sequences that this device trains on, as numbers and for the blocks."""
+        """Returns this device's positions [S] of the batch's sequences, as numbers and in the form that blocks take."""
         tokens_BS, documents = batch.tokens_BS, batch.documents()
         self.check_length(tokens_BS.shape[1] if documents is None else documents.longest)
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
@@ -303,7 +309,7 @@ class Transformer(nn.Module):
         return positions_S, self._places(position_T, 1, self.sequence.within(documents))
 
     def full_positions(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, AttentionPositions]:
-        """As `places`: all positions of these sequences, which begin at `start`, on every device."""
+        """Returns all positions of these sequences, counted from `start`, on every device. See `places` for the result."""
         positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
         return positions_S, self._places(positions_S, len(tokens_BS), SequenceSplit())
 

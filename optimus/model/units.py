@@ -1,7 +1,7 @@
-"""Units: modules that are run one after the other, all their parameters being there while they run.
+"""Units: groups of modules that run in sequence with all their parameters gathered.
 
-What runs a unit gathers its parameters, recomputes what is to be recomputed and reshards (`parallel.recompute`); neither the
-unit nor the block that calls it knows of that.
+The runner of a unit gathers the parameters, recomputes activations and reshards (`parallel.recompute`). Neither the unit
+nor the block that calls the unit knows about this.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 
 class Unit:
-    """`module(x, *args)`, with a norm `before` it and one `after`, where there are such.
+    """`module(x, *args)`, with an optional norm `before` and an optional norm `after`.
 
-    It is no module itself and refers to modules that others own, so that no name of a parameter depends on it.
+    A unit is not an `nn.Module` and only refers to modules registered elsewhere, so parameter names do not depend on units.
     """
 
     def __init__(
@@ -26,20 +26,20 @@ class Unit:
         self.run_by(self.row([step for _, step in self.steps]))
 
     def __call__(self, x: Tensor, *args: Any) -> Any:
-        """What the module gives; of several results the first is of x and goes through the norm after it."""
+        """Runs the unit. If the module returns several results, the first one goes through the norm after the module."""
         return self._run(x, *args)
 
     def run_by(self, run: Callable[..., Any]) -> None:
-        """Have `run(x, *args)` run it."""
+        """Makes the unit run as `run(x, *args)`."""
         self._run = run
 
     def row(self, modules: Sequence[nn.Module]) -> Callable[..., Any]:
-        """What runs these of its modules in turn."""
+        """Returns a callable that runs the given modules of this unit in turn."""
         return partial(in_turn, [(each, each is self.module) for each in modules])
 
 
 def in_turn(calls: Sequence[tuple[Callable[..., Any], bool]], x: Any, *args: Any) -> Any:
-    """Each call takes what the one before has made of x, and the further arguments if it is said to."""
+    """Runs the calls in turn, each on the result of the call before; calls with a true flag also take `args`."""
     rest: tuple[Any, ...] = ()
     for call, takes in calls:
         made = call(x, *args) if takes else call(x)
@@ -48,13 +48,13 @@ def in_turn(calls: Sequence[tuple[Callable[..., Any], bool]], x: Any, *args: Any
 
 
 def replace_all(model: nn.Module, made: Mapping[str, Callable[[Any], Any]]) -> None:
-    """Give all modules of `model` what is made for them of what their classes say is `replaceable`, by name."""
+    """Replaces each module's `replaceable` attributes, by name, with the results of the functions in `made`."""
     for module in model.modules():
-        for what in getattr(module, "replaceable", ()):  # in its order: what is made may be made by all ranks together
+        for what in getattr(module, "replaceable", ()):  # in this order on all ranks: a constructor may be collective
             if what in made:
                 setattr(module, what, made[what](module))
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """Those that `module` itself calls."""
+    """Returns the units that `module` itself calls."""
     return [each for each in vars(module).values() if isinstance(each, Unit)]

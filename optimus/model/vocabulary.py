@@ -1,4 +1,4 @@
-"""How the vocabulary lies: on one device, which has all of it. `parallel.vocabulary` has another way.
+"""Embedding and output layer with the whole vocabulary on one device. `parallel.vocabulary` shards the vocabulary.
 
 Legend: H hidden, V vocabulary, T tokens.
 """
@@ -12,41 +12,42 @@ from optimus.step_context import StepContext
 
 
 class Vocabulary:
-    """How the embedding and the output layer are carried out; here the whole weights are."""
+    """Computes the embedding and the output layer from unsharded weights. Subclasses shard the weights."""
 
-    multiple: int = 1  # sequences must have a length that is a multiple of this
-    first: int = 0  # the token of the first row of the weight that is here
+    multiple: int = 1  # sequence lengths must be multiples of this
+    first: int = 0  # the vocabulary entry of the weight's first row on this rank
 
     def __init__(self, step: StepContext | None = None) -> None:
         self._step = step or StepContext()
         self._product = MatrixProduct(self._step)
 
     def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
-        """The residual stream [T, H] as the blocks hold it."""
+        """Returns the residual stream [T, H], sharded as in the blocks."""
         return embedding(tokens_T, weight)
 
     def rows(self, t_T: Tensor) -> Tensor:
-        """Of something said of every token, what is said of the rows of the residual stream that are here."""
+        """Selects, from one value per token, the values of the rows of the residual stream on this rank."""
         return t_T
 
     def join(self, x_TH: Tensor) -> Tensor:
-        """The whole [T, H] from the residual stream as the blocks hold it."""
+        """Returns the whole [T, H] from the residual stream as it is sharded in the blocks."""
         return x_TH
 
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        """[..., H], whole, to [..., V] in the type of the weight."""
+        """Maps a whole [..., H] to logits [..., V] in the dtype of the weight."""
         return linear(x, weight, product=self._product)
 
     def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
-        """The logits of the tokens whose rows of the weight are here, of all rows of the residual stream."""
+        """Returns the logits of this rank's vocabulary entries for all rows of the residual stream."""
         return self.logits(x_TH, weight)
 
     def loss(
         self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None,
         rows_T: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Sum of the cross-entropies of the residual stream against targets, over `count`; targets below 0 are left out.
+        """Returns the sum of the cross-entropies of the residual stream against targets, over `count`.
 
-        With a `cap`, of `soft_capped` logits. `rows_T` is filled with that of each target.
+        Negative targets are ignored. With a `cap`, the logits are `soft_capped`. `rows_T`, if given, is filled with the
+        cross-entropy of each row.
         """
         return linear_cross_entropy(x_TH, weight, target_T, count, forms=self._step.forms, cap=cap, rows_T=rows_T)

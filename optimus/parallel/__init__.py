@@ -1,1 +1,1 @@
-"""How the modules of a model are composed for a mesh: read `build.py` first."""
+"""Parallelization of a model's modules for a mesh: read `parallelize.py` first."""

@@ -1,11 +1,11 @@
-"""Bytes of activations: what a forward pass keeps for its backward pass, and the most that there are.
+"""Activation memory: the bytes saved between a forward pass and its backward pass, and the peak.
 
-What each module keeps and holds is measured by shapes (`module_bytes.py`). It is put together here for any number of blocks
-and any choice of what is recomputed.
+`module_bytes.py` measures the bytes of each module by shapes. This module combines the measurements for any number of
+blocks and any choice of recomputation.
 
-The peak is what is kept, and of the module whose backward pass is under way what it makes when it is run again and what its
-operations hold for a moment. That is found by walking through the modules backwards, as each gives up what it has kept.
-Gradients of parameters are held elsewhere (`state/`), but for those that are on their way there.
+The peak consists of the saved bytes and, for the module in its backward pass, its recomputed activations and transient
+bytes. A walk through the modules in backward order, each freeing its saved bytes, finds the peak. Gradients of parameters
+are accounted for elsewhere (`state/`), except those in flight.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -20,33 +20,34 @@ from optimus.parallel.module_bytes import ModuleBytes, ModuleSetting, Place, blo
 from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
 
-Row = Sequence[tuple[ModuleBytes, ModuleBytes | None]]  # modules as they are, and run again with results cached
-_Sources = set[tuple[int, ...]]  # inputs of modules that are kept
+Row = Sequence[tuple[ModuleBytes, ModuleBytes | None]]  # modules in the first run, and recomputed with a cache
+_Sources = set[tuple[int, ...]]  # saved inputs of modules
 
 
 class Activations(NamedTuple):
-    """Bytes on one rank."""
+    """Bytes of activations on one rank."""
 
     saved: int  # between the forward and the backward pass of one microbatch
-    peak: int  # most at any time of the two
-    waiting: int = 0  # of a backward pass that is split, between its two parts
+    peak: int  # peak of the two passes
+    waiting: int = 0  # of a split backward pass, between its two parts
 
 
 class _Region(NamedTuple):
-    """Bytes of what is run again together, or not at all."""
+    """Bytes of modules that are either recomputed together or not at all."""
 
     saved: float
-    cached: float  # of it results of collectives, which the cache gives up when the modules are run again
+    cached: float  # of `saved`: results of collectives, which the cache frees when the modules are recomputed
     modules: list[tuple[float, float, float]]
-    """Of each what it makes when it is run again, the most it holds besides, and what waits for the part for the weights."""
+    """For each module: bytes of its recomputed activations, its peak transient bytes, and bytes of its deferred weight
+    gradients."""
 
 
 class _Part(NamedTuple):
-    """Bytes of regions one after the other."""
+    """Bytes of consecutive regions."""
 
     saved: float
-    above: float  # what there is at most in their backward pass, beside what they and those before keep
-    waiting: float  # when they have done it, for the part for the weights
+    above: float  # the peak in their backward pass, beyond the bytes saved by these and earlier regions
+    waiting: float  # after their backward pass, for deferred weight gradients
 
 
 def activation_bytes(
@@ -65,12 +66,13 @@ def activation_bytes(
     teachers: tuple[ModelConfig, ...] = (),
     splits: bool = False,
 ) -> Activations:
-    """For one microbatch of `micro_batch` sequences of `context` tokens, in a type of `itemsize` bytes.
+    """Returns the activation bytes of one microbatch of `micro_batch` sequences of `context` tokens.
 
-    `mesh` and `options` say how the model is divided, and whether what collectives gave is kept when a module is run again.
-    `layers` are the numbers of the blocks on this rank, by default all; `first` and `last` say whether it has the embedding
-    and the output layer, where `teachers` are asked. Its experts have `load` times the mean number of tokens. `splits`: the
-    gradients of weights are found in a part of the backward pass of their own, later (Zero Bubble Pipeline Parallelism).
+    `itemsize` is the bytes of a number. `mesh` and `options` describe the parallelization, and whether results of
+    collectives are cached for recomputation. `layers` are the numbers of this rank's blocks, by default all. `first` and
+    `last` are true if the rank has the embedding or the output layer; `teachers` run at the output layer. `load` is the
+    load imbalance: the tokens of this rank's experts, relative to the mean. `splits`: weight gradients are computed in a
+    later part of the backward pass (Zero Bubble Pipeline Parallelism).
     """
     mesh, options = mesh or Mesh(), options or StageOptions()
     setting = ModuleSetting.of(config, mesh, options, context, itemsize, load, teachers, splits)
@@ -89,7 +91,7 @@ def activation_bytes(
 
 
 def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
-    """(blocks that stand together, what of them is run again): whole ones, or modules of every so-manyth."""
+    """Yields (blocks of a group, kinds to recompute in it): segments of whole blocks, or modules of every n-th block."""
     if "block" in chosen.kinds:
         for start in range(0, len(numbers), chosen.every):
             yield tuple(numbers[start : start + chosen.every]), ("block",)
@@ -100,7 +102,7 @@ def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tup
 
 @lru_cache(maxsize=4096)
 def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], kinds: tuple[str, ...]) -> _Part:
-    """Of blocks that stand together, alike to these."""
+    """Returns the bytes of a group of blocks with the shapes of these."""
     cached = kinds if setting.options.keep_collectives and setting.mesh.size > 1 else ()
     rows = list[Row]()
     for at, number in enumerate(numbers):
@@ -118,7 +120,7 @@ def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], ki
 
 
 def _part(regions: Sequence[_Region]) -> _Part:
-    """Those together: walking through them backwards."""
+    """Combines the bytes of consecutive regions by a walk in backward order."""
     left = kept = sum(region.saved for region in regions)
     above = -inf
     for region in reversed(regions):
@@ -131,7 +133,7 @@ def _part(regions: Sequence[_Region]) -> _Part:
 
 
 def _row_regions(row: Row, kinds: Collection[str], stream: int, kept: _Sources) -> Iterator[_Region]:
-    """Those of modules that follow each other; of these kinds are run again, together where they can."""
+    """Yields the regions of consecutive modules; neighbouring modules of the given kinds are recomputed together."""
     for again, group in groupby(row, lambda each: each[0].kind in kinds):
         if again:
             yield _run_again(list(group), stream, kept)
@@ -140,19 +142,19 @@ def _row_regions(row: Row, kinds: Collection[str], stream: int, kept: _Sources) 
 
 
 def _alone(module: ModuleBytes, kept: _Sources) -> _Region:
-    """A module that keeps what it needs, unless that is `kept` already."""
+    """Returns the region of a module that saves what it needs, unless its input is in `kept` already."""
     return _Region(module.saved - _shared(module, kept), 0, [(0, module.work, module.waiting)])
 
 
 def _shared(module: ModuleBytes, kept: _Sources) -> float:
-    """Bytes of its input that are `kept` already; from here on they are."""
+    """Returns the bytes of the module's input if it is in `kept` already, and adds the input to `kept`."""
     shared = module.given if module.source in kept else 0
     kept |= {module.source} if module.given else set()
     return shared
 
 
 def _run_again(modules: Row, stream: int, kept: _Sources) -> _Region:
-    """Modules one after the other, of which only the first one's input is kept, and cached results of collectives."""
+    """Returns the region of consecutive modules that save only the first one's input and cached results of collectives."""
     results = [0 if cached is None else cached.saved - stream for _, cached in modules]
     first, (last, cached) = modules[0][0], modules[-1]
     saved = (0 if first.source in kept else stream) + sum(results)
@@ -160,7 +162,7 @@ def _run_again(modules: Row, stream: int, kept: _Sources) -> _Region:
     there = set(kept)
     shared = [_shared(module, there) for module, _ in modules]
     made = [module.saved - each for (module, _), each in zip(modules, shared)]
-    if cached is not None:  # to the point where all that it keeps is there, and no further
+    if cached is not None:  # recomputation stops as soon as everything that the last module saves exists
         made[-1] = results[-1] + last.given - shared[-1] + cached.work - last.work
     return _Region(
         saved, sum(results), [(size, module.work, module.waiting) for size, (module, _) in zip(made, modules)]

@@ -1,9 +1,9 @@
-"""Context parallelism: every sequence is divided over the ranks of a group, and attention is exact over all of it.
+"""Context parallelism: every sequence is split over the ranks of a group, and attention over the whole sequence is exact.
 
-`RingSequence`: keys and values go round the ranks while each computes with those it has (ring attention, Liu et al. 2023).
-The work is even because a rank has a piece of the beginning and its mirror image from the end (the zig-zag order).
-`UlyssesSequence`: an all-to-all makes parts of the sequence into parts of the heads and another one makes them parts of the
-sequence again (DeepSpeed-Ulysses, Jacobs et al. 2023).
+`RingSequence` passes keys and values around the ranks while each rank computes with the ones it has (ring attention, Liu et
+al. 2023). The load is balanced, because a rank has a piece near the beginning and its mirror image near the end (zig-zag
+order). `UlyssesSequence` uses an all-to-all to turn splits of the sequence into splits of the heads, and another one to
+turn splits of the heads back into splits of the sequence (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
 Legend: n ranks, B batch, L positions of a whole sequence, S = L / n of this rank, N heads, M heads of keys and values, D
 head size.
@@ -36,15 +36,15 @@ from optimus.kernels.documents import Documents
 from optimus.model.sequence import SequenceSplit
 from optimus.parallel.options import StageOptions
 
-Seen = Callable[[int], list[AttentionBlock]]  # what a rank's positions see of those of another
+Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which a rank's positions attend to those of another rank
 
 
 class RingSequence(SequenceSplit):
-    """Rank i has pieces i and 2n - 1 - i of 2n. A `SequenceSplit`.
+    """A `SequenceSplit` by ring attention: rank i has pieces i and 2n - 1 - i of 2n.
 
-    Each rank sends n - 1 times its keys and values in the forward pass, 2 (n - 1) B S M D numbers; in the backward pass it
-    does so again and sends n times their gradients, 2 n B S M D numbers in fp32. The transfers to the next rank overlap
-    with the attention to what is here. Saved are q, k, v and the output, and one number per query and head.
+    In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass it
+    sends the same again, and sends gradients of keys and values n times: 2 n B S M D numbers in fp32. Transfers to the next
+    rank overlap with attention to the current keys. Saved are q, k, v, the output, and one number per query and head.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -53,7 +53,7 @@ class RingSequence(SequenceSplit):
         self._seen = cache(partial(_seen, group.rank, group.size, documents))  # the same in every layer
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Those of the two pieces; see `SequenceSplit`.
+        """Returns the positions of this rank's two pieces; see `SequenceSplit`.
 
         Raises:
             UserError: the length is no multiple of 2n.
@@ -63,7 +63,7 @@ class RingSequence(SequenceSplit):
         return torch.cat([pieces[self._group.rank], pieces[-1 - self._group.rank]])
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Causal attention over all ranks' positions; all must call it. See `SequenceSplit`."""
+        """Computes causal attention over all ranks' positions. Collective. See `SequenceSplit`."""
         seen = partial(self._seen, q_BSND.shape[1], scoring.window, scoring.cap)
         return _Ring.apply(q_BSND, k_BSMD, v_BSMD, scoring.sink_N, self._group, seen)
 
@@ -72,10 +72,11 @@ class RingSequence(SequenceSplit):
 
 
 class UlyssesSequence(SequenceSplit):
-    """Rank i has the i-th of n pieces; during attention, the i-th of n parts of the heads. A `SequenceSplit`.
+    """A `SequenceSplit` by all-to-all: rank i has the i-th of n pieces; during attention, the i-th of n groups of heads.
 
-    N and M must be multiples of n. Given to an all-to-all in the forward pass are q, k and v in one, and the output:
-    2 B S (N + M) D numbers, of which (n - 1) / n leave the rank; and as many in the backward pass.
+    N and M must be multiples of n. In the forward pass, one all-to-all sends q, k and v and another one sends the output.
+    Together they send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The backward pass sends as
+    many.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -83,7 +84,7 @@ class UlyssesSequence(SequenceSplit):
         self._group, self._documents, self._whole = group, documents, SequenceSplit(documents)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Those of the piece; see `SequenceSplit`.
+        """Returns the positions of this rank's piece; see `SequenceSplit`.
 
         Raises:
             UserError: the length is no multiple of n.
@@ -92,7 +93,7 @@ class UlyssesSequence(SequenceSplit):
         return torch.arange(length, device=device).view(self.parts, -1)[self._group.rank]
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Causal attention over all ranks' positions; all must call it. See `SequenceSplit`."""
+        """Computes causal attention over all ranks' positions. Collective. See `SequenceSplit`."""
         if scoring.sink_N is not None:
             scoring = scoring._replace(sink_N=scoring.sink_N.chunk(self.parts)[self._group.rank])
         if self._documents is None:
@@ -108,18 +109,18 @@ class UlyssesSequence(SequenceSplit):
         return type(self)(self._group, documents)
 
     def _to_heads(self, *tensors_BSND: Tensor) -> tuple[Tensor, ...]:
-        """This rank's heads of the whole sequence, each [B, L, N / n, D]."""
+        """Returns this rank's heads of the whole sequence, each [B, L, N / n, D]."""
         per_rank = [t.unflatten(2, (self.parts, -1)).permute(2, 0, 1, 3, 4) for t in tensors_BSND]
         came = self._exchange(torch.cat(per_rank, 3)).permute(1, 0, 2, 3, 4).flatten(1, 2)
         return came.split([t.shape[3] for t in per_rank], 2)
 
     def _to_sequence(self, y_BLND: Tensor) -> Tensor:
-        """All heads of this rank's positions, [B, S, N, D], from this rank's of the whole sequence [B, L, N / n, D]."""
+        """Returns all heads of this rank's positions [B, S, N, D] from its heads of the whole sequence [B, L, N / n, D]."""
         came = self._exchange(y_BLND.unflatten(1, (self.parts, -1)).transpose(0, 1))
         return came.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _exchange(self, x: Tensor) -> Tensor:
-        """`x[i]` to rank i; what came from rank i is `[i]` of the result."""
+        """Sends `x[i]` to rank i; element i of the result comes from rank i."""
         return all_to_all_rows(x, [1] * self.parts, [1] * self.parts, self._group)
 
 
@@ -144,7 +145,7 @@ class _Ring(torch.autograd.Function):
 def _ring(
     q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, sink_N: Tensor | None, group: Group, seen: Seen
 ) -> tuple[Tensor, Tensor]:
-    """(attention [B, S, N, D], log-sum-exp of the scores [B, N, S]) over all ranks' positions."""
+    """Returns (attention [B, S, N, D], log-sum-exp of the scores [B, N, S]) over all ranks' positions."""
     out_BSND, lse_BNS = no_attention(q_BSND)
     for source, (k, v) in _going_round(torch.stack([k_BSMD, v_BSMD]), group):
         for block in seen(source):
@@ -163,7 +164,10 @@ def _ring_backward(
     out_BSND: Tensor,
     lse_BNS: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. Those of k and v follow their keys and values round the ring, a step behind them."""
+    """Returns the gradients of q, k and v.
+
+    The gradients of k and v follow their keys and values around the ring, one step behind.
+    """
     wide = lse_BNS.dtype
     q_grad = torch.zeros_like(q_BSND, dtype=wide)
     arriving = Result(partial(q_grad.new_zeros, (2, *k_BSMD.shape)))
@@ -181,7 +185,10 @@ def _ring_backward(
 
 
 def _going_round(own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its tensor) of every rank, beginning with `own`; the next one is on its way while one is used."""
+    """Yields (rank, its tensor) of every rank, starting with `own`.
+
+    The next tensor arrives while the current one is in use.
+    """
     here = own
     for step in range(group.size - 1):
         arriving = shift_async(here, group)
@@ -199,9 +206,10 @@ def _seen(
     cap: float | None,
     source: int,
 ) -> list[AttentionBlock]:
-    """What `rank`'s positions see of those of `source`, of `length` each; causal blocks come first.
+    """Returns the blocks by which positions of `rank` attend to those of `source`, each with `length` positions.
 
-    A rank's first piece comes before those of higher ranks, and its second, their mirror image, after them.
+    Causal blocks come first. A rank's first piece precedes the first pieces of higher ranks; its second piece, the mirror
+    image, follows their second pieces.
     """
     half = length // 2
     if documents is None:
@@ -214,8 +222,8 @@ def _seen(
             return capped([block], cap)
         documents = Documents([ranks * length], 1)
     half //= documents.sequences
-    mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # (where there, which piece)
-    # A piece and itself come first.
+    mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # (start, piece)
+    # A piece's block with itself comes first.
     pairs = sorted(product(mine, theirs), key=lambda pair: pair[0][1] != pair[1][1])
     return capped((block for pair in pairs for block in _seen_in_piece(*pair, half, ranks, documents, window)), cap)
 
@@ -223,16 +231,17 @@ def _seen(
 def _seen_in_piece(
     mine: tuple[int, int], theirs: tuple[int, int], size: int, ranks: int, documents: Documents, window: int | None
 ) -> Iterator[AttentionBlock]:
-    """What a piece of every sequence, of `size` tokens, sees of another or of itself.
+    """Yields the blocks by which one piece of every sequence attends to another piece or to itself.
 
-    A piece is (where it begins among the positions of a sequence that a rank has, which of the 2n of the sequence it is).
+    Pieces have `size` tokens. A piece is given as (start among the rank's positions of a sequence, index among the 2n
+    pieces of the sequence).
     """
     (at, piece), (there, other) = mine, theirs
     if other > piece:
         return
     for start, end in documents.spans:
         sequence = start // (2 * ranks * size)
-        before = sequence * 2 * ranks * size  # tokens of other sequences
+        before = sequence * 2 * ranks * size  # tokens of earlier sequences
         (first, last), (begin, stop) = (
             (max(start - before, each * size), min(end - before, (each + 1) * size)) for each in (piece, other)
         )
@@ -256,7 +265,7 @@ def _check(length: int, multiple: int, method: str) -> None:
 
 
 def sequence_split(groups: Groups, options: StageOptions) -> SequenceSplit:
-    """Context parallelism: how sequences are divided."""
+    """Returns the split of sequences for context parallelism."""
     group = groups.along("cp")
     if group.size == 1:
         return SequenceSplit()

@@ -1,9 +1,9 @@
-"""The layout of every parameter of a model, from what its modules declare and one table of rules.
+"""The layouts of a model's parameters, derived from the declarations of its modules and one table of rules.
 
-A projection's outputs are split over one axis of the tensor-parallel grid and its inputs over the other. Projections
-alternate: what leaves the residual stream has its outputs over `tp_out`, what returns to it is 'transposed' (AxoNN, section
-5.1.1). So the residual stream's columns lie over `tp_in`, heads and feed-forward columns over `tp_out`; with `tp_in` 1 this
-is Megatron-LM.
+A projection's outputs are sharded over one axis of the tensor-parallel grid, and its inputs over the other. Projections
+alternate: those that leave the residual stream have their outputs over `tp_out`, those that return to it are 'transposed'
+(AxoNN, section 5.1.1). So the residual stream's columns are sharded over `tp_in`, and heads and feed-forward columns over
+`tp_out`; with `tp_in` 1 this is Megatron-LM.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from optimus.comm import Group, Groups
 from optimus.mesh import Layout
 from optimus.model.parameters import Declaration, Dim, declarations
 
-RULES: dict[Dim, str] = {  # logical dim to the mesh axis that it is split over; the others are whole everywhere
+RULES: dict[Dim, str] = {  # logical dim to the mesh axis that shards it; all other dims are replicated
     "vocab": "tp_out",
     "residual": "tp_in",
     "heads": "tp_out",
@@ -27,7 +27,7 @@ _TENSOR = ("tp_in", "tp_out")
 
 
 def ranks_along(groups: Groups, dim: Dim) -> Group:
-    """The ranks that a dim is split over."""
+    """Returns the group of ranks over which a dim is sharded."""
     return groups.along(*([RULES[dim]] if dim in RULES else []))
 
 
@@ -39,13 +39,14 @@ def parameter_layouts(
     tied_embeddings: bool = False,
     vocabulary: bool = False,
 ) -> dict[str, Layout]:
-    """By name, of a model that holds every parameter whole (best on the meta device).
+    """Returns the layouts by parameter name, for a model with whole parameters (best on the meta device).
 
-    What is not an expert is replicated over the data axes. Along a tensor-parallel axis that does not split it, its gradient
-    is made of other tokens or columns on every rank (and summed) or of the same: with `sequence` the ranks along `tp_out`
-    have other rows of the residual stream; every rank has other whole tokens, unless there are `duplicates` (TED without
-    duplicate token dropping); within a module they have other columns along `tp_out`. `tied_embeddings`: the first and the
-    last stage hold the embedding; `vocabulary`: all ranks of the pipeline have a part of the vocabulary.
+    Parameters outside the experts are replicated over the data axes. Along a tensor-parallel axis that does not shard a
+    parameter, its gradient is either a partial sum, over other tokens or columns on every rank, or is replicated. With
+    `sequence`, ranks along `tp_out` have other rows of the residual stream. Every rank has other whole tokens, unless there
+    are `duplicates` (TED without duplicate token dropping). Within a module, ranks along `tp_out` have other columns.
+    `tied_embeddings`: the first and the last stage hold the embedding. `vocabulary`: all pipeline ranks have a shard of the
+    vocabulary.
     """
     differs = {
         "residual": ("tp_out",) if sequence else (),
@@ -71,7 +72,5 @@ def _layout(declared: Declaration, shape: tuple[int, ...], differs: tuple[str, .
     differs = (*differs, *(RULES[of] for of in declared.factor_of if of in RULES))
     summed = tuple(axis for axis in whole if axis in differs)
     same = tuple(axis for axis in whole if axis not in differs)
-    uneven = tuple(
-        dim for dim, of in enumerate(declared.dims) if of == "vocab"
-    )  # any number of tokens may be on a rank
+    uneven = tuple(dim for dim, of in enumerate(declared.dims) if of == "vocab")  # may be uneven
     return Layout(shape, splits, ("dp", "cp", *summed), same, uneven)

@@ -1,10 +1,10 @@
-"""Bytes that the modules of a model keep and hold, measured: each is run once, forward and backward, by shapes alone.
+"""Activation bytes of a model's modules, measured by running each once on shapes alone, forward and backward.
 
-They are made with the parts that a mesh gives them and with one rank's parameters, and run on tensors that have shapes only
-(`shapes.py`). Blocks of the same shapes are measured once, and few sequences tell how many more go on: after every operation
-the bytes there grow with their number.
+The modules are built with one rank's parts of a mesh and one rank's parameters, and run on tensors without data
+(`shapes.py`). Blocks of the same shapes are measured once. Measurements with few sequences are extrapolated: after every
+operation, the number of live bytes grows linearly with the number of sequences.
 
-Experts are taken to get equally many tokens, or a multiple of the mean; tokens choose them at random.
+Experts get equal numbers of tokens, or a multiple of the mean; tokens choose experts at random.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,24 +35,24 @@ from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.parallel.shapes import ShapeGroups, Shapes
 from optimus.step_context import StepContext
 
-_ROWS = 8 * PADDING  # of an expert from which on what is padded matters little
+_ROWS = 8 * PADDING  # rows of an expert from which on padding is negligible
 
 End = Literal["embedding", "places", "head"]
-Place = tuple[int, int]  # of a module in a block: in which row of modules that are run together, and where in it
+Place = tuple[int, int]  # a module's position in a block: the index of its unit, and its index within the unit
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class ModuleSetting(NamedTuple):
-    """What is the same for all modules: the model, how it is divided, how long sequences are, and how busy experts are."""
+    """The setting common to all modules: model, parallelization, sequence length and load of experts."""
 
     model: ModelConfig
     mesh: Mesh
     options: StageOptions
     context: int
     dtype: torch.dtype
-    load: float  # tokens of this rank's experts, to the mean
-    teachers: tuple[ModelConfig, ...] = ()  # that the output layer asks, as an ensemble
-    splits: bool = False  # whether the gradients of weights are found later than those of inputs
+    load: float  # tokens of this rank's experts, relative to the mean
+    teachers: tuple[ModelConfig, ...] = ()  # an ensemble that the output layer runs
+    splits: bool = False  # weight gradients are computed later than input gradients
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -67,7 +67,7 @@ class ModuleSetting(NamedTuple):
         teachers: tuple[ModelConfig, ...] = (),
         splits: bool = False,
     ) -> "ModuleSetting":
-        """That of all meshes whose ranks have equally much to do."""
+        """Returns the setting, equal for all meshes whose ranks have equal work, so that measurements are shared."""
         experts, tensor = mesh.ep * mesh.etp, mesh.cp * mesh.tp
         mesh = replace(mesh, pp=1, dp=lcm(tensor, experts) // tensor, ranks_per_node=None, pipeline_stride=None)
         options = replace(options, recomputation=Recomputation())
@@ -75,36 +75,36 @@ class ModuleSetting(NamedTuple):
 
     @property
     def without_experts(self) -> "ModuleSetting":
-        """The same for all that the way to divide experts does not change."""
+        """The same setting with the options of expert parallelism reset, for modules that do not depend on them."""
         options = replace(self.options, duplicates=False, dispatch="alltoall")
         return self._replace(mesh=replace(self.mesh, dp=1, ep=1, etp=1), options=options, load=1.0)
 
     @property
     def of_experts(self) -> "ModuleSetting":
-        """The same for experts, to which a context-parallel rank is one with shorter sequences."""
+        """The same setting for experts: a context-parallel rank is like a data-parallel rank with shorter sequences."""
         mesh = self.mesh
         alone = replace(mesh, cp=1, dp=lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp)
         return self._replace(mesh=alone, context=self.context // mesh.cp)
 
     def stream(self, sequences: int) -> Tensor:
-        """The residual stream of so many sequences."""
+        """Returns the residual stream of `sequences` sequences, without data."""
         rows = sequences * self.context // self.mesh.cp // (self.mesh.tp_out if self.options.sequence else 1)
         return torch.empty(rows, self.model.hidden // self.mesh.tp_in, dtype=self.dtype, device="meta")
 
 
 class ModuleBytes(NamedTuple):
-    """Of one module, run with some number of sequences."""
+    """Bytes of one module, run with some number of sequences."""
 
     kind: str
-    given: float  # its input, if it is kept
-    saved: float  # from the forward to the backward pass, its input included
-    works: Sequence[float]  # what there is besides, after each operation of the backward pass
-    waiting: float = 0.0  # after it, for the gradients of the weights, which are found later
-    source: tuple[int, ...] = ()  # the first module of the same input, which modules keep together
+    given: float  # of its input, if it is saved
+    saved: float  # from the forward to the backward pass, input included
+    works: Sequence[float]  # transient bytes after each operation of the backward pass
+    waiting: float = 0.0  # after the backward pass, for deferred weight gradients
+    source: tuple[int, ...] = ()  # place of the first module with the same input, which these modules save only once
 
     @property
     def work(self) -> float:
-        """The most that there is besides."""
+        """Peak of the transient bytes."""
         return max(self.works)
 
 
@@ -112,12 +112,13 @@ class ModuleBytes(NamedTuple):
 def block_bytes(
     setting: ModuleSetting, layer: int, sequences: int, *, experts: bool, again: bool = False
 ) -> dict[Place, ModuleBytes]:
-    """Those of the experts of block `layer` with so many sequences, if it has any, or of its other modules, in their order.
+    """Returns the bytes by place of the experts of block `layer`, if any, or of its other modules in order.
 
-    `again`: each is run again in the backward pass, and what its collectives gave is cached.
+    The block runs with `sequences` sequences. `again`: each module is recomputed in the backward pass, with cached results
+    of collectives.
     """
     config, mesh, least = setting.model, setting.mesh, 1
-    if not experts:  # what does not depend on how they are divided is measured once
+    if not experts:  # modules that do not depend on expert parallelism are measured once
         setting = setting.without_experts
     elif number := config.experts_of(layer):
         setting = setting.of_experts
@@ -130,17 +131,19 @@ def block_bytes(
 
 @lru_cache(maxsize=4096)
 def end_bytes(setting: ModuleSetting, what: End, sequences: int) -> ModuleBytes:
-    """Of what is before the blocks, with the embedding or without, or of the last norm and the output layer."""
+    """Returns the bytes before the blocks, with or without the embedding, or of the final norm and the output layer."""
     setting, rows = setting.without_experts, 1
-    if what == "head":  # from there on it works in several blocks of rows
+    if what == "head":  # from that many rows on, the output layer works in several blocks of rows
         rows = 2 * block_rows(-(-setting.model.vocab // setting.mesh.tp_out))
     least = ceil(rows * setting.mesh.cp / setting.context)
     return _grown(partial(_end_bytes, setting, what), least, sequences)[0, 0]
 
 
 def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, sequences: int) -> dict[Place, ModuleBytes]:
-    """With any number of sequences: from the bytes of `least` and of twice as many, where there are more. Of what there is
-    besides, the most alone."""
+    """Extrapolates to any number of sequences from the bytes of `least` and of 2 `least` sequences, if there are more.
+
+    Of the transient bytes, only the peak is returned.
+    """
     if sequences <= 2 * least:
         return {place: module._replace(works=[module.work]) for place, module in measure(sequences).items()}
     one, two, times = measure(least), measure(2 * least), sequences / least - 1
@@ -149,7 +152,7 @@ def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, seque
         return few + times * (more - few)
 
     def grow_module(few: ModuleBytes, more: ModuleBytes) -> ModuleBytes:
-        # Operations go in step, but for the output layer's, of which there are more for more blocks of rows.
+        # Operations correspond one to one, except that the output layer has more of them for more blocks of rows.
         both = zip(few.works, more.works) if len(few.works) == len(more.works) else [(few.work, more.work)]
         work = max(grow(*works) for works in both)
         given, saved, waiting = map(grow, (few.given, few.saved, few.waiting), (more.given, more.saved, more.waiting))
@@ -162,10 +165,10 @@ def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, seque
 def _block_bytes(
     setting: ModuleSetting, layer: int, experts: bool, again: bool, sequences: int
 ) -> dict[Place, ModuleBytes]:
-    """Of its experts alone, or of all other modules."""
+    """Measures a block's experts alone, or all its other modules."""
     stage = _stage(setting)
     config, ranks = stage.model.config, setting.mesh.ep
-    # Where this rank has all experts, one of them is busy.
+    # If this rank has all experts, one of them is overloaded.
     busy = config.experts_of(layer) // ranks if ranks > 1 else 1
     with stage.shapes(setting.load, busy, sequences) as shapes:
         _, places = stage.model.places(_batch(setting, sequences))
@@ -192,7 +195,7 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Place,
             made = losses.cross_entropy if losses.divergence is None else losses.cross_entropy + losses.divergence
             del soft, losses
         kept = shapes.alive - start - (made.nbytes if made is not x_TH else 0)
-        if what != "head":  # which holds most in its forward pass, when all else is there already
+        if what != "head":  # the output layer has its peak in the forward pass, when everything else is saved already
             shapes.history.clear()
         deferred = _backward(stage.step, [made], [torch.empty_like(made)], splits=setting.splits)
         there, work = shapes.alive, [each - start - kept for each in shapes.history]
@@ -207,7 +210,7 @@ def _batch(setting: ModuleSetting, sequences: int) -> Batch:
 
 
 class _Stage:
-    """A model on the first rank of a mesh, of each kind of block one."""
+    """A model on the first rank of a mesh, with one block of each kind."""
 
     def __init__(self, setting: ModuleSetting) -> None:
         config, options = setting.model, setting.options
@@ -228,7 +231,7 @@ class _Stage:
         self.teacher = Ensemble(teachers) if teachers else None
 
     def shapes(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> Shapes:
-        """In which parameters and their gradients are not counted."""
+        """Returns a `Shapes` context that does not count parameters and their gradients."""
         shapes = Shapes(load, busy, repeats)
         shapes.ignore(*self.model.parameters(), *self.model.buffers(), *(each.grad for each in self._buffers.values()))
         shapes.ignore(*(() if self.teacher is None else self.teacher.parameters()))
@@ -239,34 +242,34 @@ _stage = lru_cache(maxsize=32)(_Stage)
 
 
 class _Run(NamedTuple):
-    """A module of a block in its forward pass."""
+    """The forward pass of one module of a block."""
 
     place: Place
     kind: str
     source: int  # the number of its input's storage
-    made: int  # how many storages there have been when it was done
+    made: int  # number of storages created until the module was done
 
 
 class _Measuring:
-    """Runs a block, whose modules follow each other as it wants, and says what is whose.
+    """Runs a block, whose modules may follow each other in any order, and attributes bytes to its modules.
 
-    Of a module is what it makes, unless modules read it: then it is the input of each of them. What the block does between
-    two modules counts with the later one.
+    A module owns the storages that it creates, except outputs that modules read, which count as inputs of their readers.
+    Bytes created by the block between two modules count with the later one.
     """
 
     def __init__(self, block: nn.Module, shapes: Shapes, *, step: StepContext, experts: bool, again: bool) -> None:
         self._block, self._shapes, self._step = block, shapes, step
         self._experts, self._again = experts, again
         self._runs: list[_Run] = []
-        self._begun: list[tuple[int, int, int]] = []  # backward: a run; operations and deferred gradients before it
+        self._begun: list[tuple[int, int, int]] = []  # backward: (run, earlier operations, earlier deferred gradients)
         for unit in units_of(block):
             unit.run_by(partial(self._run_unit, unit))
 
     def measure(self, x_TH: Tensor, places: AttentionPositions, *, splits: bool) -> dict[Place, ModuleBytes]:
-        """Of its experts alone, or of all other modules."""
+        """Measures the block's experts alone, or all its other modules."""
         shapes, leaf, gradient = self._shapes, x_TH.requires_grad_(), torch.empty_like(x_TH)
         start, before = shapes.alive, shapes.made
-        # `* 1` stands for the blocks before and behind: it keeps nothing, and gradients are freed as between blocks.
+        # `* 1` stands for the blocks before and after: it saves nothing, and gradients are freed as between blocks.
         x_TH, stats = self._block(leaf * 1, places)
         sums = () if stats is None else (stats.probabilities_E, stats.z)
         ends = [x_TH * 1, *(each for each in sums if each.requires_grad)]
@@ -287,8 +290,8 @@ class _Measuring:
         return in_turn(calls, x, *args)
 
     def _run(self, place: Place, kind: str, module: nn.Module, x: Tensor, *args: Any) -> Any:
-        """A module; or, where others are measured, what keeps nothing and gives the same in shape."""
-        if self._again:  # what a collective gave is cached, and no other module's input
+        """Runs a module, or in place of an unmeasured module an operation with its output shapes that saves nothing."""
+        if self._again:  # results of collectives are cached, but not other modules' inputs
             x = x * 1
         if (kind == "moe") == self._experts:
             unit = Unit(kind, module)
@@ -302,15 +305,18 @@ class _Measuring:
         return result
 
     def _begin(self, number: int, _: Tensor) -> None:
-        """The backward pass of a run begins."""
-        self._block.zero_grad()  # gradients of parameters are held elsewhere
+        """Records that the backward pass of a run begins."""
+        self._block.zero_grad()  # gradients of parameters are accounted for elsewhere
         history = self._shapes.history
         self._begun.append((number, len(history) if self._begun else 0, len(self._step.deferred or ())))
         history.append(self._shapes.alive)
 
     def _found(self, kept: dict[int, int], start: int, deferred: list[Any]) -> dict[Place, ModuleBytes]:
-        """From the bytes of the storages that the forward pass has `kept`, those that there are besides, and what is left
-        to do for the gradients of the weights."""
+        """Returns the bytes by module, from the sizes in `kept` of the storages saved by the forward pass.
+
+        The transient bytes come from the history of the backward pass, and the waiting bytes from the `deferred` weight
+        gradients.
+        """
         runs, history = self._runs, self._shapes.history
         first = {run.source: run.place for run in reversed(runs)}
         given = [kept.get(run.source, 0) for run in runs]
@@ -334,17 +340,17 @@ class _Measuring:
 
 
 def _backward(step: StepContext, ends: list[Tensor], gradients: list[Tensor], *, splits: bool) -> list[Any]:
-    """Do the backward pass; returns what is left to do for the gradients of the weights, where it `splits` them off."""
+    """Runs the backward pass; returns the deferred weight gradients if it `splits` them off."""
     with step.deferring() if splits else nullcontext([]) as deferred:
         torch.autograd.backward(ends, gradients)
     return deferred
 
 
 def _no_stats(module: Any) -> RouterStats:
-    """Statistics of no tokens."""
+    """Returns statistics of zero tokens."""
     zeros_E = torch.zeros(len(module.router.weight), device="meta")
     return RouterStats(zeros_E, zeros_E, zeros_E.sum(), 0)
 
 
-# What modules of a kind give beside what they make of the stream.
+# Results of modules by kind, in addition to their output in the residual stream.
 _BESIDE: dict[str, Callable[[nn.Module], RouterStats | None]] = {"mlp": lambda _: None, "moe": _no_stats}

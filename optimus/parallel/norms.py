@@ -1,6 +1,6 @@
-"""Norms of rows whose columns are split over a group: the sums over a row are made of what every rank has of it.
+"""Norms of rows whose columns are sharded over a group: sums over a row are all-reduced.
 
-Legend: T rows, H columns that are here.
+Legend: T rows, H columns of this rank.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from optimus.parallel.layouts import ranks_along
 
 
 class SplitNorms(Norms):
-    """`Norms` of rows whose columns, and their weights, are split over `group`."""
+    """`Norms` of rows whose columns, and whose weights, are sharded over `group`."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -33,7 +33,7 @@ class SplitNorms(Norms):
 
 
 def _mean(x_TH: Tensor, group: Group) -> Tensor:
-    """Mean over all columns [T, 1]."""
+    """Returns the mean over all columns [T, 1]."""
     return all_reduce(x_TH.mean(-1, keepdim=True), group).div_(group.size)
 
 
@@ -80,6 +80,6 @@ class _SplitLayerNorm(torch.autograd.Function):
 
 
 def norms_of(groups: Groups, columns: Dim) -> Norms:
-    """Those of rows with such columns."""
+    """Returns the norms of rows with the given logical dim."""
     group = ranks_along(groups, columns)
     return SplitNorms(group) if group.size > 1 else Norms()

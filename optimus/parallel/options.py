@@ -1,4 +1,4 @@
-"""How a model is divided over a mesh, beyond the mesh's sizes."""
+"""Options for the parallelization of a model, in addition to the mesh's sizes."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,10 +8,10 @@ from optimus.parallel.recompute import Recomputation
 
 @dataclass(frozen=True)
 class StageOptions:
-    """How a model is divided, beyond the sizes of the mesh, and what is recomputed.
+    """Options for the parallelization of a model, in addition to the mesh's sizes, and for recomputation.
 
-    `sequence`: the rows of the residual stream are split over `tp_out`. `overlap`: communication of a projection goes on
-    beside its products. `vocabulary`: all ranks of the pipeline have a part of it. `duplicates`: the ranks of a
+    `sequence`: rows of the residual stream are sharded over `tp_out`. `overlap`: communication of a projection overlaps
+    with its products. `vocabulary`: all pipeline ranks have a shard of the vocabulary. `duplicates`: all ranks of a
     tensor-parallel grid send the same tokens to the experts.
     """
 

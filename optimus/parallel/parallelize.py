@@ -1,8 +1,9 @@
-"""A model of one device becomes one of a mesh. `parallelize` is one list of lines, in which order does not matter; each says
-how some modules do their part of the work from then on. Names and parameters stay: what a rank holds of each is another
-question (`layouts.py`).
+"""Turns a model written for one device into a model for a mesh.
 
-What may be replaced, a class says itself (`replaceable`), so a module of a user's own is divided as ours are.
+`parallelize` is a list of replacements whose order does not matter; each one changes how some modules do their part of the
+work. Modules and parameters keep their names; `layouts.py` determines the shard of each parameter that a rank holds.
+
+A class declares its replaceable attributes itself (`replaceable`), so user-defined modules are parallelized like ours.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -36,11 +37,11 @@ def parallelize(
     unit: Callable[..., Any] = run_unit,
     rows: Iterable[Blocks] = (),
 ) -> Transformer:
-    """`model`, or what a rank's stages have left of it, made to work on this rank's parts of its parameters.
+    """Makes `model`, or a rank's stages of it, work on this rank's shards of the parameters, and returns it.
 
-    Gradients of weights go to their buffers in `gradients`, which may be filled later. `unit` runs a unit, whose parameters
-    need not be here before (`Recompute`). Beside the model's own row of blocks, `rows` of some of them run: a stage's. All
-    ranks must call. Raises `UserError` when the experts cannot be divided evenly.
+    Weight gradients go to their buffers in `gradients`, which may be filled later. `unit` runs a unit and may gather the
+    unit's parameters first (`Recompute`). In addition to the model's own blocks, `rows` are sequences of some of them, one
+    per stage. Collective. Raises `UserError` if the experts cannot be divided evenly.
     """
     product = products(groups, options, MatrixProduct(groups.step))
     replaced: dict[str, Callable[[Any], Any]] = {
@@ -61,5 +62,5 @@ def parallelize(
 
 
 def always(value: T) -> Callable[[object], T]:
-    """What makes the same for all."""
+    """Returns a function that returns `value` for every module."""
     return lambda _: value

@@ -1,12 +1,12 @@
-"""Activation checkpointing: what is chosen keeps its input, and its forward pass is run again in the backward pass.
+"""Activation checkpointing: the chosen modules save only their inputs, and the backward pass recomputes their activations.
 
-Chosen are modules (selective activation checkpointing, the Optimus paper, section 1) of every n-th block, or segments of n
-whole blocks (the dissertation on AxoNN, section 3.3.1, where n is called ac). A norm and the module that it feeds are run
-again together where both are chosen, so that what goes from one to the other is not kept either.
+The choice is modules (selective activation checkpointing, the Optimus paper, section 1) of every n-th block, or segments of
+n whole blocks (the dissertation on AxoNN, section 3.3.1, where n is called ac). If a norm and the module that it feeds are
+both chosen, they are recomputed together, so that the activation between the two is not saved either.
 
-The router's statistics are outputs like any other, so running it again counts nothing twice. No module draws random numbers,
-so no state of their generators is kept. What collectives gave the first time is cached and given again, unless memory
-is dearer than communication (communication-aware checkpointing, TED, section 7.3).
+The router's statistics are ordinary outputs, so recomputation counts nothing twice. No module draws random numbers, so no
+generator state is saved. Results of collectives are cached and reused by the recomputation, unless memory is scarcer than
+communication (communication-aware checkpointing, TED, section 7.3).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,7 +24,7 @@ from optimus.step_context import CollectiveCache, StepContext
 
 
 class Recomputation(NamedTuple):
-    """What is run again: norm, attention, mlp or moe of every `every`-th block; or block: segments of `every` blocks."""
+    """The modules to recompute, in every n-th block: norm, attention, mlp or moe; or block, for segments of n blocks."""
 
     kinds: tuple[str, ...] = ()
     every: int = 1
@@ -35,16 +35,16 @@ class Recomputation(NamedTuple):
 
 
 def run_unit(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, which runs `modules`: their parameters are here."""
+    """Runs `function(*args)`, which runs `modules`, whose parameters need no gathering."""
     return function(*args)
 
 
 class Recompute:
-    """Runs units, and recomputes the activations of what is `chosen`.
+    """Runs units, and recomputes the `chosen` activations.
 
-    `unit` has the parameters of modules here while a function runs them, and once more for its backward pass. What
-    collectives gave is cached in `step`; without `keep_collectives` they are issued again, which all ranks then do together.
-    What is run again with cached results can be run again once only: no second backward pass through the same graph.
+    `unit` gathers the parameters of modules while a function runs them, and again for the backward pass. Results of
+    collectives are cached in `step`; without `keep_collectives`, all ranks issue the collectives again together.
+    Recomputation with cached results works only once: a second backward pass through the same graph is not possible.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Recompute:
         self._contexts = self._caching if keep_collectives else noop_context_fn
 
     def arrange(self, rows: Iterable[Blocks], ends: Iterable[Unit]) -> None:
-        """Have these run the units of blocks that run in a row, and those at the ends of a model."""
+        """Takes over the units of the blocks in `rows`, and the units in `ends`."""
         kinds, every = self._chosen
         for row in rows:
             if "block" in kinds:
@@ -71,7 +71,7 @@ class Recompute:
             self.arrange_unit(unit)
 
     def arrange_unit(self, unit: Unit, kinds: Collection[str] = ()) -> None:
-        """Have this run a unit, and recompute its modules of these kinds; those beside each other together."""
+        """Takes over a unit and recomputes its modules of these kinds; neighbouring modules are recomputed together."""
         calls = []
         for again, steps in groupby(unit.steps, lambda step: step[0] in kinds):
             modules = tuple(module for _, module in steps)
@@ -84,6 +84,9 @@ class Recompute:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
 
     def _caching(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        """Contexts of the first run and of the second; of one call, as others may come before its backward pass."""
+        """Returns the contexts of the first run and of the recomputation.
+
+        Each call gets its own cache, because other calls may run before its backward pass.
+        """
         cache = CollectiveCache()
         return self._step.recording(cache), self._step.repeating(cache)

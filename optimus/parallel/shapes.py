@@ -1,7 +1,7 @@
-"""Running a rank's modules by shapes alone: no numbers are computed, and the bytes that are alive are counted.
+"""Runs a rank's modules on shapes alone: no data is computed, and live bytes are counted.
 
-Floating-point tensors are on the meta device. Integers and booleans, which say how long other tensors are, are real and on
-the CPU: tokens, routes and their counts. Of a mesh there is one rank, and what comes from others is what it sends itself.
+Floating-point tensors are on the meta device. Integers and booleans determine the lengths of other tensors, so tokens,
+routes and counts are real tensors on the CPU. A mesh has one simulated rank, which receives copies of what it sends.
 """
 
 import weakref
@@ -20,17 +20,17 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 class ShapeGroups(Groups):
-    """The groups of the first rank of `mesh`, without a process group."""
+    """The groups of the first rank of `mesh`, without process groups."""
 
     def make(self, divisions: Iterable[PlannedGroups]) -> None:
-        """There is nothing to make."""
+        """Does nothing: there are no process groups to create."""
 
     def dividing(self, division: RankPartition) -> Group:
         return ShapeGroup(division.group(0), 0, shared=self._shared)
 
 
 class ShapeGroup(Group):
-    """A group whose other ranks have and send what this one does; its collectives take no memory but their results'."""
+    """A group whose other ranks hold and send the same as this one. Its collectives allocate only their results."""
 
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         return DONE
@@ -66,34 +66,32 @@ class ShapeGroup(Group):
 
 
 class Shapes(TorchDispatchMode):
-    """Within, operations give shapes, and `alive` is the number of bytes of the tensors that they have made.
+    """A context in which operations produce shapes, and `alive` counts the bytes of the tensors they create.
 
-    Of `topk` the largest are drawn at random, evenly but for the first `busy` columns, which are about `load` times as often
-    among them as others are on average; every `repeats`-th part of the rows draws the same.
+    `topk` draws distinct columns at random, uniformly except for the first `busy` columns, which are drawn about `load`
+    times as often as the average. The rows consist of `repeats` equal parts with the same draws.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled within, and to say so to the compiler takes time in every operation."""
+        """Returns False: nothing is compiled within, and telling the compiler takes time in every operation."""
         return False
 
     def __init__(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> None:
         super().__init__()
-        self.alive = self.made = 0  # bytes; and how many storages there have been
-        self.sizes: dict[
-            int, int
-        ] = {}  # bytes of those that are alive, by their numbers, in which order they were made
-        self.history: list[int] = []  # of `alive` after each operation
+        self.alive = self.made = 0  # live bytes, and number of storages created
+        self.sizes: dict[int, int] = {}  # bytes of live storages, by number, in order of creation
+        self.history: list[int] = []  # `alive` after each operation
         self._load, self._busy, self._repeats = load, busy, repeats
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # by address
 
     def ignore(self, *tensors: Tensor) -> None:
-        """Those are not counted, nor what is a part of them; they must outlive this."""
+        """Excludes these tensors and their views from the count; the tensors must outlive the context."""
         for tensor in tensors:
             self._know(tensor.untyped_storage(), 0)
 
     def number(self, tensor: Tensor) -> int:
-        """The number of its storage, which is counted from 1 as they are made."""
+        """Returns the number of the tensor's storage, counted from 1 in order of creation."""
         return self._known[tensor.untyped_storage()._cdata][0]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,7 +104,7 @@ class Shapes(TorchDispatchMode):
                 kwargs["device"] = _META if not given and _floating(function, args, kwargs) else _CPU
             result = function(*args, **kwargs)
             numbers = isinstance(result, Tensor) and result.is_floating_point()
-            if numbers and given and not any(tensor.is_floating_point() for tensor in given):  # made of integers
+            if numbers and given and not any(tensor.is_floating_point() for tensor in given):  # computed from integers
                 result = torch.empty_like(result, device=_META)
         for tensor in _leaves([result]):
             if isinstance(tensor, Tensor):
@@ -117,11 +115,11 @@ class Shapes(TorchDispatchMode):
         return result
 
     def _shapes(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What `function` gives, of which some arguments have shapes only."""
+        """Runs `function`, some of whose tensors have shapes only."""
         kind, written = _effect(function)
         if kind == "view":
             return function(*args, **kwargs)
-        if kind == "write":  # numbers, which nobody has
+        if kind == "write":  # the data written does not exist
             found = [kwargs[name] if name in kwargs else args[at] for at, name in written]
             return found[0] if len(found) == 1 else tuple(found)
         made = _outcome(function, _specification(args), _specification(kwargs.items()))
@@ -131,7 +129,10 @@ class Shapes(TorchDispatchMode):
         return tuple(self._made(each, columns) for each in made)
 
     def _made(self, made: "_Specification | None", columns: int | None) -> Tensor | None:
-        """A tensor; integers have values, which count where they are the largest of `columns`: they say where things go."""
+        """Creates a result.
+
+        Integers get values: drawn ones if they are the top of `columns` columns, since they route tokens, else 0.
+        """
         if made is None or made.dtype.is_floating_point:
             return (
                 None if made is None else torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)
@@ -152,7 +153,7 @@ class Shapes(TorchDispatchMode):
         self.alive -= self.sizes.pop(number)
 
     def _drawn(self, columns: int, shape: tuple[int, ...]) -> Tensor:
-        """Distinct columns for each row."""
+        """Returns distinct columns for each row."""
         rows = -(-shape[0] // self._repeats)
         load = self._load if self._busy < columns else 1.0
         drawn = _drawn(rows, columns, shape[-1], load, self._busy if load != 1 else columns)
@@ -161,7 +162,7 @@ class Shapes(TorchDispatchMode):
 
 @lru_cache(maxsize=64)
 def _drawn(rows: int, columns: int, count: int, load: float, busy: int) -> Tensor:
-    """So many distinct columns for each row (weighted sampling: Efraimidis and Spirakis 2006). Always the same."""
+    """Returns `count` distinct columns for each row (weighted sampling: Efraimidis and Spirakis 2006). Always the same."""
     keys = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0)).log_()
     if load != 1:
         rest = max(columns - load * busy, 1e-3)
@@ -170,7 +171,7 @@ def _drawn(rows: int, columns: int, count: int, load: float, busy: int) -> Tenso
 
 
 class _Specification(NamedTuple):
-    """What there is of a tensor without numbers."""
+    """The properties of a tensor without its data."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -178,7 +179,7 @@ class _Specification(NamedTuple):
 
 
 def _specification(value: Any) -> Any:
-    """`value`, of arguments or results, with the specifications of its tensors; may be a key."""
+    """Replaces tensors in arguments or results by their specifications; the result may be a key."""
     if isinstance(value, Tensor):
         return _Specification(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, list | tuple | type({}.items())):
@@ -187,7 +188,7 @@ def _specification(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> Any:
-    """The reverse."""
+    """Replaces specifications by tensors without data, the inverse of `_specification`."""
     if isinstance(value, _Specification):
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=_META)
     return tuple(map(_tensors, value)) if isinstance(value, tuple) else value
@@ -195,14 +196,14 @@ def _tensors(value: Any) -> Any:
 
 @lru_cache(maxsize=1 << 14)
 def _outcome(function: Any, args: Any, kwargs: Any) -> Any:
-    """The specifications of what `function` makes: worked out once for the same of its arguments, which takes a while."""
+    """Returns the specifications of the results of `function`; cached, because computing them is slow."""
     named = {key: _META if key == "device" else _tensors(value) for key, value in kwargs}
     return _specification(function(*_tensors(args), **named))
 
 
 @cache
 def _effect(function: Any) -> tuple[Literal["view", "write", "new"], list[tuple[int, str]]]:
-    """(what `function` does, the places and names of the arguments that it writes)."""
+    """Returns (effect of `function`, positions and names of the arguments that it writes)."""
     schema = function._schema
     written = [(at, each.name) for at, each in enumerate(schema.arguments) if each.is_write]
     if written:
@@ -212,7 +213,7 @@ def _effect(function: Any) -> tuple[Literal["view", "write", "new"], list[tuple[
 
 
 def _leaves(values: Sequence[Any]) -> list[Any]:
-    """What is in lists and tuples, at any depth."""
+    """Returns the elements of nested lists and tuples."""
     found: list[Any] = []
     for each in values:
         if isinstance(each, list | tuple):
@@ -226,7 +227,7 @@ _FLOATS = {torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, tor
 
 
 def _floating(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether what is made out of nothing is of floating-point type."""
+    """Returns True if a factory function creates a floating-point tensor."""
     dtype = kwargs.get("dtype")
     if dtype is None:
         return function in _FLOATS or any(isinstance(each, float) for each in _leaves(args))

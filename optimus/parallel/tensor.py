@@ -1,14 +1,14 @@
-"""Tensor parallelism: projections whose weight is split over a grid of ranks (AxoNN, section 5.1.1, algorithm 3).
+"""Tensor parallelism: projections whose weight is sharded over a grid of ranks (AxoNN, section 5.1.1, algorithm 3).
 
-A weight's inputs are split over one group and its outputs over another. Its product is a part of a sum over the first, and
-so is its input's gradient over the second. Where one of the two is one rank alone this is Megatron-LM's column- or
-row-parallel layer; AxoNN's third dimension is the sharding of parameters (`state.shard_ranks`).
+A weight's inputs are sharded over one group, and its outputs over another. The product is a partial sum over the first
+group, and the input's gradient is a partial sum over the second. If one of the groups has a single rank, this is
+Megatron-LM's column- or row-parallel layer. AxoNN's third dimension is the sharding of parameters (`state.shard_ranks`).
 
-With sequence parallelism (Korthikanti et al. 2022) the rows of the residual stream are split over `tp_out`: what is
-all-reduced over it otherwise is gathered on the way in and reduce-scattered on the way out, and only a part of the rows is
-saved. Which rows these are does not matter, as nothing between the projections connects tokens.
+With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`. Instead of
+all-reduces over `tp_out`, rows are all-gathered on entry and reduce-scattered on exit, and only a shard of the rows is
+saved. Any assignment of rows is correct, because nothing between the projections connects tokens.
 
-Legend: T rows, L inputs and N outputs of a weight that are here.
+Legend: T rows, L inputs and N outputs of a weight on this rank.
 """
 
 from collections.abc import Callable
@@ -38,11 +38,11 @@ from optimus.parallel.options import StageOptions
 
 
 class SplitProduct(Product):
-    """A `Product` of a weight whose inputs are split over `inputs` and outputs over `outputs`: communication around `inner`,
-    which multiplies what is here.
+    """A `Product` of a weight with inputs sharded over `inputs` and outputs over `outputs`.
 
-    `gathers`: the rows of x are split over `outputs`; `scatters`: those of the result are to be over `inputs`. `overlap`:
-    the input's gradient is on its way while that of the weight is computed (AxoNN, section 5.1.4).
+    Communication surrounds `inner`, which multiplies by this rank's shard. `gathers`: the rows of x are sharded over
+    `outputs`. `scatters`: the rows of the result are to be sharded over `inputs`. `overlap`: communication of the input's
+    gradient overlaps with the computation of the weight's gradient (AxoNN, section 5.1.4).
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class SplitProduct(Product):
         return _SplitProduct.apply(x, weight.flatten(0, -2), self, buffer)
 
     def whole_rows(self, x_TL: Tensor) -> Tensor:
-        """All rows that the product is about."""
+        """Returns all rows of the product's input."""
         return all_gather(x_TL, self.outputs) if self.gathers else x_TL
 
     def now_or_later(self, result: Result[Tensor]) -> Result[Tensor]:
-        """`result` when it is waited for, or now if nothing is to overlap with what has begun."""
+        """Returns `result` as it is if communication overlaps with computation, else waits for it first."""
         if self.overlap:
             return result
         found = result.wait()
         return Result(lambda: found)
 
     def add_up(self, y_TN: Tensor) -> Tensor:
-        """The sum over the ranks that have other inputs; `y_TN` is used up."""
+        """Sums over the ranks with other inputs; `y_TN` may be overwritten."""
         return (reduce_scatter_async if self.scatters else all_reduce_async)(y_TN, self.inputs).wait()
 
 
@@ -81,7 +81,7 @@ class _SplitProduct(torch.autograd.Function):
         ctx.save_for_backward(x_TL, w_NL)
         ctx.how, ctx.buffer = how, buffer
         multiply = how.inner.forward
-        if how.inputs.size > 1:  # what is cached is the sum, and with it the product
+        if how.inputs.size > 1:  # the sum is cached, so the product is not recomputed either
             return cached(lambda: how.add_up(multiply(how.whole_rows(x_TL), w_NL)), how.inputs)
         return multiply(cached(lambda: how.whole_rows(x_TL), how.outputs) if how.gathers else x_TL, w_NL)
 
@@ -100,15 +100,17 @@ class _SplitProduct(torch.autograd.Function):
 
 
 def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Callable[[Dim, Dim], Product]:
-    """Tensor parallelism: how a weight with these dims (outputs, inputs) multiplies: by `inner`, and the communication that
-    its splits need."""
+    """Returns a function that gives the product of a weight with dims (outputs, inputs).
+
+    The product multiplies by `inner`, with the communication that the weight's sharding needs.
+    """
     local = Product(inner)
 
     def product(outputs: Dim, inputs: Dim) -> Product:
         over = ranks_along(groups, inputs), ranks_along(groups, outputs)
         if over[0].size * over[1].size == 1:
             return local
-        # Where the residual stream is on the other side, its rows are split.
+        # On the side of the residual stream, rows are sharded.
         gathers, scatters = (options.sequence and RULES.get(dim) == "tp_out" for dim in (outputs, inputs))
         return SplitProduct(inner, *over, gathers=gathers, scatters=scatters, overlap=options.overlap)
 
@@ -116,5 +118,5 @@ def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Cal
 
 
 def row_gathering(groups: Groups, options: StageOptions) -> Callable[[Tensor], Tensor]:
-    """How every rank gets the rows that have been split."""
+    """Returns a function that gives every rank all rows of the residual stream."""
     return partial(all_gather_rows if options.sequence else copy_to_group, group=groups.along("tp_out"))

@@ -1,10 +1,10 @@
-"""Which tokens a rank's sparse layers work on, with tensor and context parallelism.
+"""Selects the tokens that a rank's sparse layers process, with tensor and context parallelism.
 
-A rank of a tensor-parallel grid either has all tokens like its neighbours or, with sequence parallelism, others, and of each
-token some columns. The sparse layer wants every token once, on one rank, and whole. So duplicates are dropped on the way
-in, and what all ranks must have is gathered on the way out (TED, section 7.2: duplicate token dropping).
+A rank of a tensor-parallel grid has all tokens, like its neighbours, or different tokens with sequence parallelism; it has
+some columns of each token. The sparse layer needs every token once, on one rank, and whole. So duplicates are dropped on
+entry, and tokens that all ranks need are gathered on exit (TED, section 7.2: duplicate token dropping).
 
-Legend: T rows of the residual stream, H columns of it, U tokens that a rank works on.
+Legend: T rows of the residual stream, H columns of it, U tokens that a rank processes.
 """
 
 import torch
@@ -26,10 +26,10 @@ from optimus.parallel.options import StageOptions
 
 
 class SplitTokens(TokenSplit):
-    """A `TokenSplit` of the ranks of a grid, `rows` x `columns`, and of those that have other parts of the sequences.
+    """A `TokenSplit` over a `rows` x `columns` grid of ranks.
 
-    `sequence`: the rows of the residual stream are split over `rows`. `duplicates`: all ranks of the grid work on the same
-    tokens.
+    `parts` are the ranks with other parts of the sequences. `sequence`: the rows of the residual stream are sharded over
+    `rows`. `duplicates`: all ranks of the grid process the same tokens.
     """
 
     def __init__(self, rows: Group, columns: Group, parts: Group, *, sequence: bool, duplicates: bool) -> None:
@@ -51,7 +51,7 @@ class SplitTokens(TokenSplit):
         return y_TH if self.sequence else join_rows(y_TH, self.rows)
 
     def sum(self, stats: RouterStats) -> RouterStats:
-        """Over the grid, whose ranks all go on with the same loss; over the parts, each of which counts for its share."""
+        """Sums over the grid, whose ranks compute the same loss, and over the parts, which share the loss."""
         sums = torch.cat([stats.counts_E, stats.probabilities_E, stats.z[None]])
         tokens = stats.tokens * self.parts.size
         if not self.duplicates:
@@ -62,7 +62,7 @@ class SplitTokens(TokenSplit):
 
 
 def token_split(groups: Groups, options: StageOptions) -> TokenSplit:
-    """Which tokens the sparse layers of this rank work on."""
+    """Returns the token split of this rank's sparse layers."""
     rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
     if rows.size * columns.size * parts.size == 1:
         return TokenSplit()

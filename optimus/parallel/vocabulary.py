@@ -1,9 +1,9 @@
-"""Embedding and output layer with the vocabulary split over one group and the hidden dim over another.
+"""Embedding and output layer with the vocabulary sharded over one group and the hidden dim over another.
 
-Every rank looks up, and finds the logits of, the tokens that are its own. A row's loss needs two numbers of each part of
-the vocabulary; logits are never gathered for it (Megatron-LM, section 3).
+Every rank looks up the embeddings, and computes the logits, of its own vocabulary entries. The loss of a row needs two
+numbers from each shard of the vocabulary; logits are never gathered for the loss (Megatron-LM, section 3).
 
-Legend: T rows, H columns of the residual stream, V rows of the weight that are here.
+Legend: T rows, H columns of the residual stream, V rows of the weight on this rank.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,12 @@ from optimus.step_context import StepContext
 
 
 class SplitVocabulary(Vocabulary):
-    """A `Vocabulary` split over `parts`, with the hidden dim split over `columns`; `tokens` are those of each part.
+    """A `Vocabulary` sharded over `parts`, with the hidden dim sharded over `columns`.
 
-    `sequence`: the rows of the residual stream are split over `parts`; else every rank has all of them. Where every rank of
-    a pipeline has a part of the vocabulary, `everyone` are all ranks that have other tokens, those of `parts` next to each
-    other; nothing but `logits` adds up over these, and `loss` is of no use.
+    `tokens` are the entries of each shard. `sequence`: the rows of the residual stream are sharded over `parts`; otherwise
+    every rank has all rows. If every pipeline rank has a shard of the vocabulary, `everyone` are all ranks with other
+    entries, and ranks of `parts` are adjacent in it. Only `logits` covers the shards of `everyone`; `loss` must not be used
+    then.
     """
 
     def __init__(
@@ -93,13 +94,13 @@ class SplitVocabulary(Vocabulary):
 
 
 def tokens_along(groups: Groups, vocab: int, *axes: str) -> list[slice]:
-    """The tokens of each rank of the group along `axes`, of a vocabulary split over these."""
+    """Returns the vocabulary entries of each rank of the group along `axes`, over which the vocabulary is sharded."""
     layout = Layout((vocab,), tuple((0, axis) for axis in axes), uneven=(0,))
     return [layout.region(groups.mesh, rank)[0] for rank in groups.along(*axes).ranks]
 
 
 def _whole_columns(x_TC: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
-    """[T, sum of `sizes`] on every rank, from the columns of each, of which rank i has `sizes[i]`."""
+    """Gathers columns [T, sum of `sizes`] on every rank; rank i contributes `sizes[i]` of them."""
     if group.size == 1:
         return x_TC
     equal_TC = F.pad(x_TC, (0, max(sizes) - x_TC.shape[1]))
@@ -107,7 +108,7 @@ def _whole_columns(x_TC: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
 
 
 def vocabulary_split(groups: Groups, options: StageOptions, vocab: int) -> Vocabulary:
-    """How embedding and output layer are divided."""
+    """Returns the sharding of embedding and output layer."""
     axes = ("pp", "tp_out") if options.vocabulary else ("tp_out",)
     everyone, rows, columns = groups.along(*axes), groups.along("tp_out"), groups.along("tp_in")
     if everyone.size * columns.size == 1:

@@ -1,7 +1,8 @@
-"""Failures on purpose: a plan of what goes wrong on which rank in which step, to rehearse what a run does about it.
+"""Fault injection: a plan of faults by rank and step, to rehearse a run's recovery.
 
-Every fault of a plan happens once in the life of a run, also when the step is run again after a restart: the event log says
-which have happened. As a program this is a rank of a launch, with a plan: PLAN and what `optimus.launch.rank` takes.
+Every fault of a plan happens once in the life of a run, even if its step is repeated after a restart: the event log records
+the faults that have happened. As a program, this module is a rank of a launch with a plan: PLAN and the arguments of
+`optimus.launch.rank`.
 """
 
 import errno
@@ -36,7 +37,7 @@ FaultKind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoin
 
 
 class Fault(Section):
-    """What happens on `rank` when it begins `step`, or, of a checkpoint, when that of `step` is written."""
+    """A fault on `rank` at the start of `step`; for faults of checkpoints, when the checkpoint of `step` is written."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -44,65 +45,65 @@ class Fault(Section):
     rank: int = Field(ge=0)
     step: int = Field(ge=1)
     factor: float = Field(1.0, ge=1, allow_inf_nan=False)
-    """slow: times the usual duration of a step, from this one on."""
+    """slow: multiple of the usual duration of a step, from this step on."""
 
     def event(self) -> dict[str, Any]:
-        """What the event log says when it happens."""
+        """Returns the event log's entry for the fault."""
         return {"rank": self.rank, "step": self.step, "detail": f"{self.kind} on rank {self.rank}, by the fault plan"}
 
 
 @dataclass
 class FaultPlan:
-    """Faults, by methods that can be chained or from a YAML file."""
+    """A plan of faults, built by chained methods or read from a YAML file."""
 
     faults: list[Fault] = field(default_factory=list)
 
     def kill(self, rank: int, step: int) -> "FaultPlan":
-        """The rank is killed, as if it ran out of memory."""
+        """Kills the rank, as if it ran out of memory."""
         return self._with("kill", rank, step)
 
     def kill_agent(self, rank: int, step: int) -> "FaultPlan":
-        """The rank's whole node is lost: its agent and its ranks are killed."""
+        """Loses the rank's whole node: kills its agent and its ranks."""
         return self._with("kill_agent", rank, step)
 
     def cut(self, rank: int, step: int) -> "FaultPlan":
-        """The rank's node loses its link. In the lab with network namespaces only."""
+        """Cuts the link of the rank's node. Only in the lab with network namespaces."""
         return self._with("cut", rank, step)
 
     def nan(self, rank: int, step: int) -> "FaultPlan":
-        """The rank computes numbers that are not finite, in its first block."""
+        """Makes the rank compute non-finite numbers in its first block."""
         return self._with("nan", rank, step)
 
     def hang(self, rank: int, step: int) -> "FaultPlan":
-        """The rank does not go on."""
+        """Hangs the rank."""
         return self._with("hang", rank, step)
 
     def slow(self, rank: int, factor: float, step: int = 1) -> "FaultPlan":
-        """The rank takes `factor` times as long for every step from `step` on."""
+        """Slows the rank down by `factor` for every step from `step` on."""
         return self._with("slow", rank, step, factor)
 
     def tear_checkpoint(self, rank: int, step: int) -> "FaultPlan":
-        """Half of what the rank has written into the checkpoint of `step` is lost."""
+        """Loses half of the rank's file in the checkpoint of `step`."""
         return self._with("tear_checkpoint", rank, step)
 
     def fill_disk(self, rank: int, step: int) -> "FaultPlan":
-        """The rank finds the disk full when it writes its part of the checkpoint of `step`."""
+        """Simulates a full disk when the rank writes its file of the checkpoint of `step`."""
         return self._with("fill_disk", rank, step)
 
     def _with(self, kind: FaultKind, rank: int, step: int, factor: float = 1.0) -> "FaultPlan":
         return FaultPlan([*self.faults, Fault(kind=kind, rank=rank, step=step, factor=factor)])
 
     def of(self, rank: int) -> list[tuple[int, Fault]]:
-        """The faults of a rank, with their numbers in the plan."""
+        """Returns the faults of a rank, with their numbers in the plan."""
         return [(number, fault) for number, fault in enumerate(self.faults) if fault.rank == rank]
 
     def write(self, path: Path) -> None:
-        """Write the plan as a YAML list."""
+        """Writes the plan as a YAML list."""
         path.write_text(yaml.safe_dump([fault.model_dump() for fault in self.faults]), encoding="utf-8")
 
     @classmethod
     def read(cls, path: str | Path) -> "FaultPlan":
-        """The plan in a YAML file: a list such as `{kind: kill, rank: 1, step: 12}`. Raises `UserError`."""
+        """Reads a plan from a YAML file, a list such as `{kind: kill, rank: 1, step: 12}`. Raises `UserError`."""
         try:
             text = user_path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -114,9 +115,9 @@ class FaultPlan:
 
 
 def rank_program(inject: str | Path, ranks: int) -> list[str]:
-    """The module that is a rank of a launch on which the plan in file `inject` is carried out, and its first argument.
+    """Returns the module of a launch's rank program that carries out the plan in file `inject`, and its first argument.
 
-    Raises `UserError` when the plan cannot be read or is of ranks that are not there.
+    Raises `UserError` if the plan cannot be read or names ranks that do not exist.
     """
     plan = FaultPlan.read(inject)
     if far := [fault for fault in plan.faults if fault.rank >= ranks]:
@@ -125,9 +126,9 @@ def rank_program(inject: str | Path, ranks: int) -> list[str]:
 
 
 def is_due(run: Path, plan: FaultPlan, number: int) -> bool:
-    """Whether fault `number` of the plan has not happened in this run yet; from now on it has.
+    """Returns True if fault `number` of the plan has not yet happened in this run, and records that it happens now.
 
-    Equal faults of a plan happen one after another. Those of an earlier launch count where they are equal.
+    Equal faults of a plan happen one after another. Equal faults of an earlier launch count too.
     """
     fault, log = plan.faults[number], EventLog(run)
     event = fault.event()
@@ -152,7 +153,7 @@ class Inject(Hook):
     def __init__(self, plan: FaultPlan) -> None:
         self._plan = plan
         self._factor = 1.0
-        self._usual = 0.0  # seconds of a step that this rank does not wait
+        self._usual = 0.0  # seconds of a step without waiting for other ranks
         self._began = self._waited = 0.0
         self._poison: RemovableHandle | None = None
 
@@ -199,7 +200,7 @@ class Inject(Hook):
     def _cut(self, trainer: Trainer) -> None:
         if not any(os.path.samefile("/proc/self/ns/net", each) for each in Path("/run/netns").glob("*")):
             raise UserError("links can be cut in the lab only: this is the network of the machine itself")
-        device = os.environ["GLOO_SOCKET_IFNAME"]  # the launcher has set it
+        device = os.environ["GLOO_SOCKET_IFNAME"]  # set by the launcher
         subprocess.run(["ip", "link", "set", device, "down"], check=True)
 
     def _hang(self, trainer: Trainer) -> None:
@@ -212,10 +213,10 @@ class Inject(Hook):
         def poison(_module: Any, _inputs: Any, output: Any) -> Any:
             x, *others = output if isinstance(output, tuple) else (output,)
             if not x.requires_grad:
-                return None  # in a pass that only counts or evaluates: nothing of it reaches the gradients
+                return None  # a pass that only measures or evaluates: nothing reaches the gradients
             return (x * math.nan, *others) if isinstance(output, tuple) else x * math.nan
 
-        # Until the end of the step: where activations are recomputed, they must come out alike.
+        # The hook stays until the end of the step, because recomputation must reproduce the activations.
         self._poison = next(iter(blocks)).register_forward_hook(poison)
 
     def _fill_disk(self, trainer: Trainer) -> None:

@@ -1,8 +1,8 @@
-"""A cluster on one machine, to try what a run does when nodes fail: hosts are network namespaces joined by a bridge.
+"""A cluster on one machine to rehearse node failures: hosts are network namespaces joined by a bridge.
 
-Each host has an address of its own, a link that can be shaped or cut, and runs `optimus launch` as a node would. The store
-where they meet is a host of its own. This needs root on Linux; where namespaces are not allowed, the hosts are plain groups
-of processes on this machine, whose links can be neither shaped nor cut.
+Each host has its own address and a link that can be shaped or cut, and runs `optimus launch` like a node. The rendezvous
+store is a host of its own. Namespaces need root on Linux. If they are not allowed, hosts are plain process groups on this
+machine, whose links can be neither shaped nor cut.
 """
 
 import json
@@ -38,7 +38,7 @@ _ETC = Path("/etc/netns")
 
 @dataclass
 class Lab:
-    """Hosts of a cluster; `prefix` is what the words of a command on one of them begin with."""
+    """Hosts of a cluster, and their processes."""
 
     hosts: list[str]
     endpoint: str
@@ -46,7 +46,7 @@ class Lab:
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, host: str, command: Sequence[str], log: Path) -> None:
-        """Run a command on a host; what it prints goes to `log`."""
+        """Runs a command on a host, with its output appended to `log`."""
         prefix = ["ip", "netns", "exec", host] if self.isolated else []
         with log.open("ab") as file:
             self._processes[host] = subprocess.Popen(
@@ -54,7 +54,7 @@ class Lab:
             )
 
     def wait(self, hosts: Sequence[str], seconds: float) -> dict[str, int | None]:
-        """Exit codes of the commands on `hosts`, None where one has not ended within `seconds`."""
+        """Returns the exit codes of the commands on `hosts`, None for a command that has not ended within `seconds`."""
         deadline = time.monotonic() + seconds
         codes: dict[str, int | None] = {}
         for host in hosts:
@@ -65,7 +65,7 @@ class Lab:
         return codes
 
     def stop(self) -> None:
-        """Kill everything on every host."""
+        """Kills everything on every host."""
         for host, process in self._processes.items():
             for pid in self._pids(host):
                 with suppress(ProcessLookupError):
@@ -75,7 +75,7 @@ class Lab:
             process.wait()
 
     def _pids(self, host: str) -> list[int]:
-        """Of all that runs on a host; its ranks are in sessions of their own."""
+        """Returns the ids of all processes on a host; its ranks are in sessions of their own."""
         if self.isolated:
             return [int(pid) for pid in _output("ip", "netns", "pids", host).split()]
         with suppress(psutil.NoSuchProcess):
@@ -93,15 +93,15 @@ def rehearse(
     grace: float = 15.0,
     say: Callable[[dict[str, Any]], object] = lambda event: None,
 ) -> dict[str, Any]:
-    """Launch `job` on nodes and spares that are made on this machine, with the faults that are in the file `inject`.
+    """Launches `job` on nodes and spares created on this machine, with the faults in the file `inject`.
 
-    It ends when all nodes have, or `grace` seconds after the run has finished, or after `limit` seconds. `lab/NODE.log` in
-    the run folder has what each node prints. `plain` nodes are processes on one network. `say` is called with each event
-    when it happens.
+    The rehearsal ends when all nodes have ended, `grace` seconds after the run has finished, or after `limit` seconds. The
+    output of each node goes to `lab/NODE.log` in the run folder. `plain` nodes are processes on one network. `say` is
+    called with each event when it happens.
 
-    Returns `output`, `finished`, `exit_codes` by node (None: killed at the end, as it did not answer), `events` and
-    `isolated` (whether the nodes were network namespaces). Raises `UserError` before anything is started when the run is
-    impossible as configured.
+    Returns `output`, `finished`, `exit_codes` by node (None: still running at the end, and killed), `events` and `isolated`
+    (true if the nodes were network namespaces). Raises `UserError` before anything is started if the run is impossible as
+    configured.
     """
     tree, data = read_run(job.config, job.overrides)
     check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)
@@ -148,7 +148,7 @@ def rehearse(
 
 
 def namespaces_allowed() -> bool:
-    """Whether this machine lets us make network namespaces."""
+    """Returns True if this machine allows network namespaces."""
     if shutil.which("ip") is None:
         return False
     name = f"optimus-try-{os.getpid()}"
@@ -160,9 +160,9 @@ def namespaces_allowed() -> bool:
 
 @contextmanager
 def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator[Lab]:
-    """A cluster of so many nodes and a host for the store, inside the context; all of it is taken down after it.
+    """Creates a cluster of `nodes` nodes and a host for the store, for the duration of the context.
 
-    `bandwidth`, such as 1Gbit, limits what each host sends. Raises `UserError` when hosts cannot be made so.
+    `bandwidth`, such as 1Gbit, limits the sending rate of each host. Raises `UserError` if such hosts cannot be created.
     """
     if bandwidth is not None and not isolated:
         raise UserError("--bandwidth needs network namespaces (Linux, root); leave it out")
@@ -183,17 +183,17 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
             for name in [*names, switch] if isolated else []:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True)
                 shutil.rmtree(_ETC / name, ignore_errors=True)
-            with suppress(OSError):  # others are in it
+            with suppress(OSError):  # other labs use it
                 _ETC.rmdir()
 
 
 @contextmanager
 def _signals_end_it() -> Iterator[Callable[[], None]]:
-    """Lets SIGTERM and SIGHUP end the process by an exception inside the context, as Ctrl-C does, with 128 and their number.
+    """Makes SIGTERM and SIGHUP raise an exception inside the context, as Ctrl-C does; the exit code is 128 plus the signal.
 
-    What it yields makes all three be ignored from then on, so that the end comes to its end.
+    The context yields a function that ignores all three signals from then on, so that the cleanup completes.
     """
-    if threading.current_thread() is not threading.main_thread():  # which alone may say what signals do
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield lambda: None
         return
 
@@ -203,7 +203,7 @@ def _signals_end_it() -> Iterator[Callable[[], None]]:
     ending = (signal.SIGTERM, signal.SIGHUP)
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, *ending)}
     for number in ending:
-        if previous[number] is not signal.SIG_IGN:  # as nohup has it
+        if previous[number] is not signal.SIG_IGN:  # for example under nohup
             signal.signal(number, end)
 
     def ignore() -> None:
@@ -218,7 +218,7 @@ def _signals_end_it() -> Iterator[Callable[[], None]]:
 
 
 def _join_all(names: Sequence[str], switch: str, bandwidth: str | None) -> None:
-    """Make the namespaces, each with its link to the bridge."""
+    """Creates the namespaces, each with its link to the bridge."""
     addresses = {name: f"{_NETWORK}.{number}" for number, name in enumerate(names, start=1)}
     _ip("netns", "add", switch)
     _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -233,10 +233,10 @@ def _join_all(names: Sequence[str], switch: str, bandwidth: str | None) -> None:
         if bandwidth is not None:
             _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", bandwidth,
                  "burst", "256kb", "latency", "100ms")  # fmt: skip
-        own = _ETC / name  # what a namespace sees as /etc: names without a name server
+        own = _ETC / name  # the namespace's /etc: host names without a name server
         own.mkdir(parents=True, exist_ok=True)
         (own / "resolv.conf").write_text("")
-        # Torch asks for the names of its peers, by addresses that are mapped into IPv6, and warns when it gets none.
+        # Torch looks up the names of its peers by IPv4-mapped IPv6 addresses, and warns without an answer.
         known = "".join(f"{address} {name}\n::ffff:{address} {name}\n" for name, address in addresses.items())
         (own / "hosts").write_text(f"127.0.0.1 localhost\n{known}{address} {socket.gethostname()}\n")
 
@@ -265,7 +265,7 @@ def _free_port() -> int:
 
 
 def _main() -> None:
-    """A node in the lab: the job and what is of this node alone are JSON."""
+    """Runs a node in the lab; the job and the node's own arguments are JSON."""
     job, node = json.loads(sys.argv[1])
     try:
         outcome = launch(NodeJob(**job), **node)

@@ -1,13 +1,14 @@
-"""Count the bytes of the tensors that a piece of code allocates, to hold its memory to theory on any machine.
+"""Counts the bytes of the tensors that a piece of code allocates, to compare its memory with theory on any machine.
 
-What is counted is storages, not tensors: a view has its base's, an in-place operation makes none. Every operator called
-from Python, and in the backward pass, goes through a dispatch mode, which finds the storages that its results have and its
-arguments had not; each is forgotten when it dies. Bytes are those asked for, before the allocator rounds them up.
+Storages are counted, not tensors: a view shares its base's storage, and an in-place operation creates none. Every operator
+called from Python, and in the backward pass, goes through a dispatch mode. The mode counts storages of the results that the
+arguments did not have, and forgets a storage when it is freed. Bytes are the requested ones, before the allocator rounds
+them up.
 
-Not seen:
-- what an operator allocates and frees inside, such as the scratch space of a matrix product, and what compiled code makes;
-- storages made without an operator: `torch.UntypedStorage(n)`, and with it `torch.load` and `copy.deepcopy`;
-- memory that torch has not allocated: that of NumPy arrays, of mapped files, of a communication library;
+Not counted:
+- memory that an operator allocates and frees inside, such as the workspace of a matrix product, and memory of compiled code;
+- storages created without an operator: by `torch.UntypedStorage(n)`, and so by `torch.load` and `copy.deepcopy`;
+- memory that torch has not allocated: of NumPy arrays, of mapped files, of a communication library;
 - operators called by other threads. (The backward pass on a CPU runs in the thread that asks for it.)
 """
 
@@ -28,19 +29,22 @@ from optimus.state.chunk import Chunk, TrainedChunk
 
 
 class Allocations:
-    """Bytes allocated inside the context of `tracking` and still alive: now, and the most that there have been.
+    """Bytes allocated inside the context of `tracking` and still alive: the current number and the peak.
 
-    Both stay as they are when the context ends.
+    Both numbers stay unchanged after the context ends.
     """
 
     def __init__(self) -> None:
         self.current = 0
         self.peak = 0
         self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # by address: storage, bytes
-        self._lock = RLock()  # a storage may die in another thread, or in this one while we count
+        self._lock = RLock()  # a storage may be freed in another thread, or in this one while it counts
 
     def allocated(self, storage: UntypedStorage) -> None:
-        """Count the memory that `storage` has now. What it had before lives until then: its contents are copied."""
+        """Counts the current memory of `storage`.
+
+        Its previous memory is alive until then, because a resize copies the contents.
+        """
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
             self.current += size
@@ -54,25 +58,25 @@ class Allocations:
             self.current -= size
 
     def knows(self, storage: UntypedStorage) -> bool:
-        """Whether it is counted."""
+        """Returns True if `storage` is counted."""
         return storage._cdata in self._alive
 
     def reset_peak(self) -> None:
-        """The most is what is there now."""
+        """Resets the peak to the current bytes."""
         self.peak = self.current
 
     def _end(self) -> None:
         with self._lock:
-            self._alive.clear()  # the weak references go too, and tell of no more deaths
+            self._alive.clear()  # also drops the weak references, so that no more frees are reported
 
 
 @contextmanager
 def tracking() -> Iterator[Allocations]:
-    """Count what is allocated inside the context.
+    """Counts the bytes allocated inside the context.
 
-    A storage that is resized counts with the bytes it is given, also where it existed before; those that it had stop
-    counting, if they did. So, for a storage of n bytes from before: `resize_(0)` changes nothing, a following `resize_(n)`
-    adds n, and another `resize_(0)` takes them away.
+    A resized storage counts with its new bytes, even if it existed before; its old bytes stop counting, if they did. So,
+    for a storage of n bytes from before: `resize_(0)` changes nothing, a following `resize_(n)` adds n, and another
+    `resize_(0)` subtracts n.
     """
     allocations = Allocations()
     with _Mode(allocations), resizes(allocations):
@@ -83,7 +87,7 @@ def tracking() -> Iterator[Allocations]:
 
 
 class _Mode(TorchDispatchMode):
-    """Sees every operator, after autograd and before the device."""
+    """Intercepts every operator, after autograd and before the device."""
 
     def __init__(self, allocations: Allocations) -> None:
         super().__init__()
@@ -92,22 +96,22 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a tensor that wraps others, such as DTensor: we are called again with those
+            return NotImplemented  # a wrapper such as DTensor: the mode is called again with the wrapped tensors
         given = _storages((args, kwargs))
         before = {storage._cdata: storage.nbytes() for storage in given}
-        if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` presents what it has made
+        if func is torch.ops.aten.lift_fresh.default:  # the way in which `torch.tensor` returns a new tensor
             before = {}
         result = func(*args, **kwargs)
         for storage in {storage._cdata: storage for storage in _storages(result) + given}.values():
             known = storage._cdata in before or self.allocations.knows(storage)
             resized = before.get(storage._cdata, storage.nbytes()) != storage.nbytes()
-            if resized or (not known and storage.resizable()):  # what torch has not allocated cannot be resized
+            if resized or (not known and storage.resizable()):  # memory not allocated by torch cannot be resized
                 self.allocations.allocated(storage)
         return result
 
 
 def _storages(values: Any) -> list[UntypedStorage]:
-    """The storages among `values`, at any depth, and those of the tensors. Sparse and meta tensors have none."""
+    """Returns the storages among `values`, nested at any depth, and those of tensors. Sparse and meta tensors have none."""
     leaves = tree_leaves(values)
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
     storages = [tensor.untyped_storage() for tensor in tensors]
@@ -119,7 +123,7 @@ def _storages(values: Any) -> list[UntypedStorage]:
 def resizes(
     allocations: Allocations, counts: Callable[[UntypedStorage], bool] = lambda storage: storage.device.type != "meta"
 ) -> Iterator[None]:
-    """Notice `UntypedStorage.resize_`, which is no operator, of what `counts`; of any thread."""
+    """Intercepts `UntypedStorage.resize_`, which is no operator, in any thread, for storages that satisfy `counts`."""
     original: Callable[..., Any] = UntypedStorage.resize_
 
     @wraps(original)
@@ -142,7 +146,7 @@ def resizes(
 
 
 def allocated(chunks: Iterable[Chunk]) -> dict[str, int]:
-    """Bytes of the buffers of chunks as they are now, by kind; `master` is zero where the parameters are master weights."""
+    """Returns the current bytes of chunks' buffers, by kind; `master` is zero if the parameters are the master weights."""
     counted: set[int] = set()
 
     def count(*buffers: Tensor) -> int:

@@ -1,14 +1,14 @@
-"""Run a function on N Gloo ranks of this machine, fast enough to do so in hundreds of tests.
+"""Runs a function on N Gloo ranks of this machine, fast enough for hundreds of tests.
 
-The ranks are processes forked from a server that has imported torch once (multiprocessing's forkserver), kept and used
-again by the next call. A call gives each of them the function and the caller's folder, `sys.path` and environment, and
-makes and destroys one process group. Its ranks meet in a file of its own, which no rank hosts; a TCP store asks for
-the names of its peers' addresses, and where the name server is slow that stalls a connection for seconds. So nothing of
-one call is seen by the next, but for what the function changes in its process and leaves so, such as a patched module.
+The ranks are processes forked from a server that has imported torch once (multiprocessing's forkserver); later calls reuse
+them. A call gives each rank the function and the caller's folder, `sys.path` and environment, and creates and destroys one
+process group. The ranks of a call meet in a file of their own, which no rank hosts. (A TCP store resolves the names of its
+peers' addresses, and a slow name server stalls a connection for seconds.) So calls do not affect each other, except by
+changes that the function leaves in its process, such as a patched module.
 
-Where a rank fails, all ranks of that call are killed, as the others may wait for it for ever; the next call forks
-new ones. The rank named is the cause: a dead rank before any that raised (its peers' connections broke), else the one
-that raised first.
+If a rank fails, all ranks of the call are killed, because the others may wait for it for ever; the next call forks new
+ones. The reported rank is the cause: a dead rank before any that raised (whose connections broke), otherwise the first that
+raised.
 """
 
 import atexit
@@ -43,12 +43,12 @@ from optimus import functions
 T = TypeVar("T")
 
 turn: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-"""Around every call. Where several processes run tests, theirs can let one at a time have its ranks: on few cores those of
-two calls keep each other waiting."""
+"""Context around every call. Test processes that run in parallel can use it to let one call at a time have its ranks: on
+few cores, the ranks of two calls keep each other waiting."""
 
 
 class RankError(Exception):
-    """Ranks failed. `ranks` are those at fault; the message holds their tracebacks."""
+    """Ranks failed. `ranks` are the culprits; the message holds their tracebacks."""
 
     def __init__(self, ranks: Sequence[int], message: str) -> None:
         super().__init__(message)
@@ -58,11 +58,12 @@ class RankError(Exception):
 def run_ranks(
     fn: Callable[..., T], n: int, *args: Any, timeout: float = 240.0, pool: str = "", kept: bool = True
 ) -> list[T]:
-    """Run `fn(*args)` on each of `n` ranks of one Gloo process group, and return the results by rank.
+    """Runs `fn(*args)` on each of `n` ranks of one Gloo process group, and returns the results by rank.
 
-    `fn` is a function at the top level of a module (any: a test module or a script too), `args` and results can be
-    pickled; tensors are copied. Each rank has one torch thread, and starts from torch's seed 0. What a call leaves behind in
-    its process is seen by those of the same `pool` alone; unless they are `kept`, processes are new and end with the call.
+    `fn` is a function at the top level of any module, including a test module or a script. `args` and results must be
+    picklable; tensors are copied. Each rank has one torch thread, and starts from torch's seed 0. Changes that a call
+    leaves in its process are visible to calls of the same `pool` only. Unless `kept`, processes are new and end with the
+    call.
 
     Raises:
         RankError: a rank raised, died, or had not finished `timeout` seconds after the call. All ranks are then ended.
@@ -81,11 +82,11 @@ def run_ranks(
 
 @dataclass(frozen=True)
 class _Call:
-    """What one rank is asked to do."""
+    """A request to one rank."""
 
     rank: int
     size: int
-    store: str  # the file in which the ranks of this call meet
+    store: str  # the rendezvous file of this call's ranks
     timeout: float  # seconds
     folder: str
     path: list[str]
@@ -95,7 +96,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Answer:
-    """How it went: a pickled result or the text of a failure, when (monotonic seconds), and whether the rank died."""
+    """An answer: a pickled result or the text of a failure, its time (monotonic seconds), and `died` if the rank died."""
 
     result: bytes
     failure: str | None
@@ -110,25 +111,25 @@ class _Answer:
 class _Worker:
     process: BaseProcess
     connection: Connection
-    stack: Path  # where it writes its stack when signalled
+    stack: Path  # the file to which it writes its stack when signalled
 
     def answer(self) -> _Answer:
-        """What it has sent, or how it died. Call when its connection or its sentinel is ready."""
+        """Returns the worker's answer, or its death as a failure. Called when its connection or its sentinel is ready."""
         try:
             if self.connection.poll():
                 return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             pass
-        self.process.join(timeout=5)  # for the exit code, which comes by way of the fork server
+        self.process.join(timeout=5)  # for the exit code, which comes from the fork server
         code = self.process.exitcode
         how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         return _Answer(b"", f"died ({how})", time.monotonic(), died=True)
 
 
 def _exchange(workers: Sequence[_Worker], requests: Sequence[Any], deadline: float, timeout: float) -> list[bytes]:
-    """Send each worker its request and return their results; the first failure raises."""
+    """Sends each worker its request and returns the results; raises the first failure."""
     for worker, request in zip(workers, requests, strict=True):
-        with contextlib.suppress(OSError):  # it is dead, which is noticed below
+        with contextlib.suppress(OSError):  # a dead worker is noticed below
             worker.connection.send_bytes(pickle.dumps(request))
     results: dict[int, bytes] = {}
     while len(results) < len(workers):
@@ -137,7 +138,8 @@ def _exchange(workers: Sequence[_Worker], requests: Sequence[Any], deadline: flo
         if not answers:
             raise _timed_out(workers, pending, timeout)
         if any(answer.failure is not None for answer in answers.values()):
-            # The cause may have arrived since: a death breaks the connection to us before those to its peers.
+            # The cause may have arrived since then: a death breaks the connection to this process before those to its
+            # peers.
             answers |= _arrived(workers, [rank for rank in pending if rank not in answers], 0.0)
             raise _failed(answers)
         results |= {rank: answer.result for rank, answer in answers.items()}
@@ -145,7 +147,7 @@ def _exchange(workers: Sequence[_Worker], requests: Sequence[Any], deadline: flo
 
 
 def _arrived(workers: Sequence[_Worker], ranks: Sequence[int], timeout: float) -> dict[int, _Answer]:
-    """The answers of those of `ranks` that have answered or died, waiting for the first."""
+    """Returns the answers of those `ranks` that have answered or died; waits for the first."""
     signs: dict[Any, int] = {}
     for rank in ranks:
         signs[workers[rank].connection] = rank
@@ -175,12 +177,12 @@ def _timed_out(workers: Sequence[_Worker], pending: Sequence[int], timeout: floa
 
 
 class _Pool:
-    """The idle workers of this process, and the folder for their stacks and for the files in which they meet."""
+    """The idle workers of this process, and the folder for their stacks and rendezvous files."""
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        # Modules of ours that the caller has imported will be needed by its functions too, and tests import pytest. A rank
-        # that trains needs two more, when it first recomputes activations or saves, which takes each more than a second.
+        # The caller's modules of ours will be needed by its functions too, and tests import pytest. A rank that trains
+        # needs two more modules, for recomputation and saving, each of which takes more than a second to import.
         ours = [name for name in sys.modules if name.split(".")[0] == "optimus"]
         training = ["torch._dynamo", "torch.distributed.checkpoint"] if "optimus.training.step" in ours else []
         self.context.set_forkserver_preload(["torch", "torch.distributed", "pytest", __name__, *training, *ours])
@@ -191,7 +193,10 @@ class _Pool:
 
     @contextlib.contextmanager
     def lend(self, n: int, kept: bool = True) -> Iterator[tuple[list[_Worker], str]]:
-        """`n` workers, and a file for them to meet in; after any exception they are killed, not taken back."""
+        """Lends `n` workers, and a file for their rendezvous.
+
+        After any exception the workers are killed, not taken back.
+        """
         store = Path(self.folder.name) / f"call{next(self.calls)}"
         self.idle = [worker for worker in self.idle if worker.process.is_alive()]
         taken = n if kept else 0
@@ -217,7 +222,7 @@ class _Pool:
         return _Worker(process, ours, Path(self.folder.name) / f"stack{process.pid}")
 
     def close(self) -> None:
-        """At exit, before multiprocessing waits for its processes."""
+        """Closes the pool at exit, before multiprocessing waits for its processes."""
         _kill(self.idle)
         self.idle = []
         self.folder.cleanup()
@@ -240,9 +245,9 @@ def _kill(workers: Sequence[_Worker]) -> None:
 
 
 def _serve(connection: Connection, folder: str) -> None:
-    """A worker's life: answer each call, and leave its process group when told that all ranks are done."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends us
-    gc.freeze()  # what is imported by now need not be looked through after every call
+    """Serves as a worker: answers each call, and leaves its process group when told that all ranks are done."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends the workers
+    gc.freeze()  # excludes modules imported so far from later collections
     watcher = Thread(target=_end_with_parent, args=(folder,), daemon=True)
     watcher.start()
     with (Path(folder) / f"stack{os.getpid()}").open("w") as stack:
@@ -250,14 +255,14 @@ def _serve(connection: Connection, folder: str) -> None:
         while True:
             try:
                 call = pickle.loads(connection.recv_bytes())
-            except EOFError:  # the caller has ended; if it was killed, the watcher has a folder to remove, then ends us
+            except EOFError:  # the caller has ended; if it was killed, the watcher cleans up and ends this process
                 watcher.join()
                 return
             connection.send_bytes(pickle.dumps(_answer(call)))
 
 
 def _end_with_parent(folder: str) -> None:
-    """Whatever this rank is doing: if the caller was killed, nobody else ends it, nor removes the pool's folder."""
+    """Ends this rank and removes the pool's folder if the caller is killed, because nobody else would."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -266,30 +271,30 @@ def _end_with_parent(folder: str) -> None:
 
 
 def _answer(call: _Call | None) -> _Answer:
-    """Serve one request. After a failure the process group stays, lest the peers fail for its loss."""
+    """Serves one request. After a failure the process group stays, so that peers do not fail for its loss."""
     try:
         if call is None:
-            gc.collect()  # what Gloo has under way must not outlive its process group
-            if dist.is_initialized():  # else the function has destroyed it
+            gc.collect()  # collects pending Gloo work, which must not outlive its process group
+            if dist.is_initialized():  # else the function has destroyed the group
                 dist.destroy_process_group()
             result = b""
         else:
             _join(call)
             fn, args = functions.loads(call.work)
             result = functions.dumps(fn(*args), f"what {getattr(fn, '__name__', fn)} returns")
-    except BaseException:  # SystemExit too: the caller is waiting
+    except BaseException:  # includes SystemExit, because the caller is waiting
         return _Answer(b"", f"failed:\n{traceback.format_exc()}", time.monotonic())
     return _Answer(result, None, time.monotonic())
 
 
 def _join(call: _Call) -> None:
-    """Take the caller's surroundings and become a rank of its process group."""
+    """Takes over the caller's folder, path and environment, and joins its process group."""
     os.chdir(call.folder)
     sys.path[:] = call.path
     os.environ.clear()
     os.environ.update(call.environment)
     if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else Gloo asks what the machine's name resolves to
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else Gloo resolves the machine's host name
     torch.set_num_threads(1)
     torch.manual_seed(0)
     limit = timedelta(seconds=call.timeout)

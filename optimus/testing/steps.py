@@ -1,4 +1,4 @@
-"""Steps of training on random tokens, one after the other, on one rank of any layout."""
+"""Training steps on random tokens, one after another, on one rank of any layout."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,9 +21,9 @@ _CPU = torch.device("cpu")
 
 
 class Steps:
-    """The model and the state of a configuration on this rank, and how many steps they have been trained.
+    """The model and the state of a configuration on this rank, and the number of steps trained.
 
-    Ranks are taken to lie on nodes with `per_node` of them, by default on one.
+    Ranks are assigned to nodes with `per_node` ranks each, by default to one node.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Steps:
         self.done = 0
 
     def train(self, target_mask_BS: Tensor | None = None, document_BS: Tensor | None = None) -> StepResult:
-        """The next step, on this rank's part of a random batch; what is said of its tokens is that of the whole batch."""
+        """Trains the next step on this rank's share of a random batch; the masks and documents are of the whole batch."""
         self.done += 1
         data = self.groups.along("dp")
         tokens_BS = random_batch(self.config, self.done)
@@ -52,18 +52,18 @@ class Steps:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks of the model that are on this rank."""
+        """The model's blocks on this rank."""
         return [block for blocks in self.model.stages.values() for block in blocks]
 
 
 def build(config: RunConfig, groups: Groups, device: torch.device = _CPU) -> tuple[Staged, ModelState]:
-    """The stages of `config` on this rank, and their state without values yet; all ranks of `groups` must call."""
+    """Builds the stages of `config` on this rank, and their state without values. Collective over `groups`."""
     plan = resolve_here(config, device, groups).on_rank(groups.rank, tags=groups.tags)
     return build_model(plan, groups, device)
 
 
 def random_batch(config: RunConfig, step: int) -> Tensor:
-    """The global batch of a step [global_batch, context], the same on every rank. Low tokens are more frequent."""
+    """Returns the global batch of a step [global_batch, context], the same on every rank. Low tokens are more frequent."""
     generator = torch.Generator().manual_seed(step)
     shape = config.train.global_batch, config.train.sequence_length
     return (torch.rand(shape, generator=generator).square() * config.model.vocab).long()

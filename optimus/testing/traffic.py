@@ -1,8 +1,8 @@
-"""Count what this process gives to `torch.distributed`, so that a test can hold communication to its theory.
+"""Counts the calls of this process to `torch.distributed`, so that tests can compare communication with theory.
 
-Inside the context the functions of `torch.distributed` are wrapped, as callers find them by `dist.all_reduce(...)`; a
-name bound before by `from torch.distributed import all_reduce` escapes, as do DDP's reducer and functional collectives,
-which do not call these functions. What a function calls in turn (`send` calls `isend`) is not counted again.
+Inside the context, the functions of `torch.distributed` are wrapped for callers of the form `dist.all_reduce(...)`. Names
+bound earlier by `from torch.distributed import all_reduce` are not counted, nor are DDP's reducer and functional
+collectives, which do not call these functions. Nested calls (`send` calls `isend`) are counted once.
 """
 
 import functools
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-# Function -> (name it is counted under, parameters that hold its payload)
+# Function -> (name in the counts, parameters that hold its payload)
 _COUNTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "all_reduce": ("all_reduce", ("tensor",)),
     "reduce": ("reduce", ("tensor",)),
@@ -45,25 +45,25 @@ _COUNTED: dict[str, tuple[str, tuple[str, ...]]] = {
 class Traffic:
     """Calls and payload bytes of this process, by collective.
 
-    The payload is the whole tensor that the collective is about: the full one of all_reduce, broadcast, the output of
-    all_gather, the input of reduce_scatter, input plus output of all_to_all (with the part that stays on the rank), and
-    this rank's tensor of the others. Asynchronous calls count when made.
+    The payload is the whole tensor of the collective: the full tensor of all_reduce and broadcast, the output of
+    all_gather, the input of reduce_scatter, input plus output of all_to_all (including the part that stays on the rank),
+    and this rank's tensor otherwise. Asynchronous calls count when issued.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    # Bytes that went from rank to rank, by the rank that got them.
+    # Bytes of point-to-point sends, by receiving rank.
     sent_to: Counter[int] = field(default_factory=Counter)
 
 
 @contextmanager
 def counting() -> Iterator[Traffic]:
-    """Count the collectives called inside the context, by any thread."""
+    """Counts the collectives called inside the context, by any thread."""
     traffic = Traffic()
     counter = _Counter(traffic)
     originals = {name: getattr(dist, name) for name in _COUNTED if hasattr(dist, name)}
     wrapped = {name: counter.wrap(original, *_COUNTED[name]) for name, original in originals.items()}
-    # In both modules, since P2POp compares its function with the one of distributed_c10d.
+    # In both modules, because P2POp compares its function with the one of distributed_c10d.
     try:
         _bind(wrapped)
         yield traffic

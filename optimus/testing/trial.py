@@ -1,4 +1,4 @@
-"""Other tiles for a kernel than it prefers."""
+"""Runs a kernel with other tiles than the preferred ones."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,10 @@ from optimus.kernels.triton.tuning import Kernel, Tiles
 
 @contextmanager
 def trial(kernel: Kernel, tiles: Tiles) -> Iterator[None]:
-    """Within, `kernel` uses `tiles`, cut to its size: to time a candidate, or to make many tiles of a small product."""
+    """Makes `kernel` use `tiles`, limited to its size, inside the context.
+
+    Serves to time a candidate, or to split a small product into many tiles.
+    """
     usual = tuning.preferred
 
     def preferred(of: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:

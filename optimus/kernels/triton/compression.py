@@ -1,7 +1,7 @@
-"""Between the dense and the compressed form of a buffer by a mask of bits; see `state.masks`.
+"""Conversion of a buffer between its dense and its compressed form, by a bit mask; see `state.masks`.
 
-A program takes a block of positions: its unpruned ones have the places from the number of those before the block on, in
-order. Nothing is added atomically, so the order is always the same.
+A program handles one block of positions. Its unpruned elements are consecutive in the compressed form, starting at the
+number of unpruned elements before the block. Without atomics, the order is always the same.
 
 Legend: P positions of the dense form, W = P / 32 words of bits, B blocks, K unpruned positions.
 """
@@ -14,8 +14,10 @@ _WORD = 32
 
 
 def compress(x_P: Tensor, words_W: Tensor, before_B: Tensor, unpruned: int, block: int) -> Tensor:
-    """The unpruned elements of x, `compressed_K`: those whose bit is set in `words_W` (int32, the first in the lowest bit);
-    `before_B` (int32) are the unpruned ones before each block of `block` positions, a power of two."""
+    """Returns `compressed_K`, the unpruned elements of x: those with a set bit in `words_W` (int32, lowest bit first).
+
+    `before_B` (int32) counts the unpruned elements before each block of `block` positions, a power of two.
+    """
     compressed_K = x_P.new_empty(unpruned)
     if unpruned:
         _compress[(len(before_B),)](x_P, words_W, before_B, compressed_K, len(x_P), BLOCK=block, WORD=_WORD)
@@ -23,14 +25,14 @@ def compress(x_P: Tensor, words_W: Tensor, before_B: Tensor, unpruned: int, bloc
 
 
 def expand(compressed_K: Tensor, words_W: Tensor, before_B: Tensor, x_P: Tensor, block: int) -> None:
-    """Put `compressed_K` to its places in x, which is not changed elsewhere."""
+    """Writes `compressed_K` to its positions in x, and leaves the other elements unchanged."""
     if len(compressed_K):
         _expand[(len(before_B),)](compressed_K, words_W, before_B, x_P, len(x_P), BLOCK=block, WORD=_WORD)
 
 
 @triton.jit
 def _places(words_W, before_B, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
-    """(positions of this program's block, which of them are unpruned, their places among all unpruned ones)."""
+    """Returns (positions of this program's block, mask of the unpruned ones, their indices among all unpruned elements)."""
     p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words_W + p // WORD, mask=p < P, other=0)
     unpruned = (word >> (p % WORD).to(tl.int32)) & 1
@@ -41,7 +43,7 @@ def _places(words_W, before_B, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
 @triton.jit
 def _compress(x_P, words_W, before_B, compressed_K, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
     p, unpruned, place = _places(words_W, before_B, P, BLOCK, WORD)
-    x = tl.load(x_P + p, mask=p < P)  # pruned ones too: many at once, of lines that are fetched whole anyway
+    x = tl.load(x_P + p, mask=p < P)  # pruned elements too: wide loads of cache lines that are fetched whole anyway
     tl.store(compressed_K + place, x, mask=unpruned)
 
 

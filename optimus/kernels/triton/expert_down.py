@@ -1,11 +1,12 @@
 """Stage 4b, expert computation: the down-projection (Algorithm 1 of the Optimus paper, line 79), and its backward pass.
 
-Of the output's gradient g [T, H], a row of the experts' output has weights[t, k] * g[t] (line 107). That product is not
-made: down^T g is computed from g where it lies, the weight comes in the epilogue. There too h is computed again from z; the
-gradient of the routing weight, <y, g> in line 108, is <down h, g> = <h, down^T g>, so that y need not be kept.
+For the output's gradient g [T, H], a row of the experts' output has gradient weights[t, k] * g[t] (line 107). This product
+is never materialized: down^T g is computed from g in place, and the epilogue applies the weight. The epilogue also
+recomputes h from z. The gradient of the routing weight, <y, g> in line 108, is <down h, g> = <h, down^T g>, so y is not
+saved.
 
-Legend: T tokens, K experts per token, P routed rows, E experts, R tiles of rows, H hidden, I intermediate, J = 2 I,
-C tiles of columns.
+Legend: T tokens, K experts per token, P routed rows, E experts, R tiles of rows, H hidden, I intermediate, J = 2 I, C tiles
+of columns.
 """
 
 from typing import NamedTuple
@@ -20,18 +21,18 @@ from optimus.kernels.triton.swiglu import swiglu_tile, swiglu_tile_backward
 from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import by_descriptors, precision, programs, tiles
 
-_AT_ONCE = tl.constexpr(32)  # columns that the epilogue of the backward pass holds
+_AT_ONCE = tl.constexpr(32)  # columns per step of the backward epilogue
 
 
 def expert_down(h_PI: Tensor, down_EHI: Tensor, routes: TokenIndex) -> Tensor:
-    """The experts' outputs, row by row; [P, H]."""
+    """Returns the experts' outputs, row by row; [P, H]."""
     return grouped_product("down", h_PI, down_EHI, routes, transposed=True)
 
 
 class DownGradients(NamedTuple):
     z_PJ: Tensor  # gradient of the pre-activation
     h_PI: Tensor  # not a gradient: the activation times the row's weight, which the weight gradient needs
-    weight_PC: Tensor  # gradient of the row's weight, in parts that are to be summed; fp32
+    weight_PC: Tensor  # gradient of the row's weight, as partial sums; fp32
 
 
 def expert_down_backward(
@@ -44,9 +45,9 @@ def expert_down_backward(
     *,
     clamped: bool = False,
 ) -> DownGradients:
-    """From the gradient of the block's output, before and after the activation, `clamped_silu` or silu, at once."""
+    """Computes the gradients before and after the activation (`clamped_silu` or silu) from the output's gradient."""
     H, I = down_EHI.shape[1:]
-    t = tiles("down_backward", y_grad_TH, routes.row_tile, max(I, 32), H)  # it is halved
+    t = tiles("down_backward", y_grad_TH, routes.row_tile, max(I, 32), H)  # the epilogue halves the tile
     column_tiles = triton.cdiv(I, t.columns)
     out = DownGradients(
         torch.empty_like(z_PJ),
@@ -66,7 +67,7 @@ def expert_down_backward(
 def expert_down_weight_gradient(
     y_grad_TH: Tensor, weighted_h_PI: Tensor, token_P: Tensor, routes: TokenIndex, into_EHI: Tensor, *, accumulate: bool
 ) -> Tensor:
-    """Gradient of down, written or added to `into_EHI`."""
+    """Writes the gradient of down to `into_EHI`, or adds it."""
     return weight_gradient(
         y_grad_TH, weighted_h_PI, token_P, routes, rows_first=False, into=into_EHI, accumulate=accumulate
     )
@@ -112,9 +113,9 @@ def _through_swiglu(
     h_grad, weight, z, z_grad, weighted_h, row, real, column, I: tl.constexpr, CLAMPED: tl.constexpr,
     ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store what follows from down^T g in columns from `column` on; return the part of <h, down^T g>.
+    """Stores the results that follow from down^T g in columns from `column` on; returns the partial sums of <h, down^T g>.
 
-    Columns go through here a few at a time, as a whole tile's values do not fit the registers.
+    The epilogue processes a few columns at a time, because the values of a whole tile do not fit into registers.
     """
     at_once: tl.constexpr = _AT_ONCE // 2 if CLAMPED else _AT_ONCE
     if at_once < COLUMNS:

@@ -1,8 +1,8 @@
-"""Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and what its backward pass sums (lines 98-113).
+"""Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and sums of its backward pass (lines 98-113).
 
-Through the dense inverse index every output element is one program's sum over k, in the order of the choices. The same
-kernel, without weights, sums the gradient of the block's input. Of the backward pass, the scaling of line 107 and the
-products of line 108 are made in `expert_down`, which leaves each row's weight gradient in parts.
+With the dense inverse index, one program computes every output element as a sum over k, in the order of the choices. The
+same kernel, without weights, sums the gradient of the block's input. `expert_down` implements the scaling of line 107 and
+the products of line 108, and leaves partial sums of each row's weight gradient.
 
 Legend: T tokens, K experts per token, P routed rows, H hidden, C parts of a row's weight gradient.
 """
@@ -12,11 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS, _COLUMNS = 4, 512  # tokens and columns of one program's output
-_CHOICES = 256  # of one program that sums parts
+_CHOICES = 256  # choices per program in the summation of parts
 
 
 def expert_reduce(y_PH: Tensor, weights_TK: Tensor | None, position_TK: Tensor) -> Tensor:
-    """For each token the sum over k of weights[t, k] * y[position[t, k]], skipping positions of -1; [T, H] in y's type."""
+    """Returns for each token the sum over k of weights[t, k] * y[position[t, k]]; [T, H] in y's dtype.
+
+    Skips positions of -1.
+    """
     (T, K), H = position_TK.shape, y_PH.shape[1]
     out_TH = y_PH.new_empty(T, H)
     columns = min(_COLUMNS, triton.next_power_of_2(H))
@@ -28,7 +31,7 @@ def expert_reduce(y_PH: Tensor, weights_TK: Tensor | None, position_TK: Tensor) 
 
 
 def expert_reduce_backward(weight_grad_PC: Tensor, weights_TK: Tensor, position_TK: Tensor) -> Tensor:
-    """Gradient of the routing weights, in their type: the sum of a row's parts; 0 where the expert is not here."""
+    """Returns the gradient of the routing weights in their dtype: the sum of each row's parts, 0 without a row."""
     weights_grad_TK = weights_TK.new_empty(weights_TK.shape)
     choices = weights_TK.numel()
     _sum_parts[(max(1, triton.cdiv(choices, _CHOICES)),)](

@@ -1,8 +1,8 @@
 """Stage 4a, expert computation: the gathered up-projection with SwiGLU (Algorithm 1 of the Optimus paper, lines 75-78).
 
-A row's input is read where its token lies, so the gathered input (line 75) never exists. Gate and up of the same columns are
-the halves of one tile of sums, and the activation is its epilogue. z is stored for the backward pass, which recomputes h
-from it; therefore h is made from z as rounded, here too.
+A row's input is read directly from its token, so the gathered input (line 75) never exists. Gate and up of the same columns
+are the halves of one tile of sums, and the epilogue applies the activation. The backward pass recomputes h from the stored
+z, so the forward pass computes h from the rounded z too.
 
 Legend: T tokens, K experts per token, P routed rows, E experts, R tiles of rows, H hidden, I intermediate, J = 2 I.
 """
@@ -17,8 +17,8 @@ from optimus.kernels.triton.swiglu import swiglu_tile
 from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import by_descriptors, precision, programs, tiles
 
-_AT_ONCE = tl.constexpr(64)  # columns that the epilogue of a clamped activation holds
-_BIAS_ROWS, _BIAS_COLUMNS = 32, 128  # that one program adds up at a time
+_AT_ONCE = tl.constexpr(64)  # columns per step of the epilogue of a clamped activation
+_BIAS_ROWS, _BIAS_COLUMNS = 32, 128  # per step of a program's sum
 
 
 def expert_up(
@@ -30,8 +30,10 @@ def expert_up(
     *,
     clamped: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(z_PJ, h_PI): gate and up projection of every row's token, with their bias if there is one, and their activation,
-    which is `clamped_silu` or silu, in x's type."""
+    """Returns (z_PJ, h_PI) in x's dtype: gate and up projections of every row's token, and their activation.
+
+    `bias_EJ` is an optional bias of the projections. The activation is `clamped_silu` or silu.
+    """
     J, H = gate_up_EJH.shape[1:]
     I, P = J // 2, len(token_P)
     z_PJ, h_PI = x_TH.new_empty(P, J), x_TH.new_empty(P, I)
@@ -48,7 +50,7 @@ def expert_up(
 
 
 def expert_up_backward(z_grad_PJ: Tensor, gate_up_EJH: Tensor, routes: TokenIndex) -> Tensor:
-    """Gradient of x [T, H]: a product per row, then for each token the sum over its rows in the order of its choices."""
+    """Returns the gradient of x [T, H]: a product per row, then per token the sum of its rows in order of choice."""
     x_grad_PH = grouped_product("up_backward", z_grad_PJ, gate_up_EJH, routes, transposed=False)
     return expert_reduce(x_grad_PH, None, routes.position_TK)
 
@@ -56,12 +58,12 @@ def expert_up_backward(z_grad_PJ: Tensor, gate_up_EJH: Tensor, routes: TokenInde
 def expert_up_weight_gradient(
     z_grad_PJ: Tensor, x_TH: Tensor, token_P: Tensor, routes: TokenIndex, into_EJH: Tensor, *, accumulate: bool
 ) -> Tensor:
-    """Gradient of gate_up, written or added to `into_EJH`."""
+    """Writes the gradient of gate_up to `into_EJH`, or adds it."""
     return weight_gradient(x_TH, z_grad_PJ, token_P, routes, rows_first=True, into=into_EJH, accumulate=accumulate)
 
 
 def expert_up_bias_gradient(z_grad_PJ: Tensor, experts: int, routes: TokenIndex) -> Tensor:
-    """Gradient of the bias [E, J]: for each expert the sum of its rows, in their order."""
+    """Returns the gradient of the bias [E, J]: for each expert the sum of its rows, in order."""
     J = z_grad_PJ.shape[1]
     grad_EJ, columns = z_grad_PJ.new_empty(experts, J), min(_BIAS_COLUMNS, triton.next_power_of_2(J))
     grid = (experts, triton.cdiv(J, columns))
@@ -97,7 +99,7 @@ def _expert_up(
         token = tl.load(token_P + first + readable)
         x_at = x_TH + token.to(tl.int64)[:, None] * H + inner[None, :]
         if BIASED or not TMA:
-            both = tl.arange(0, 2 * COLUMNS)  # columns of gate, then the same of up
+            both = tl.arange(0, 2 * COLUMNS)  # columns of gate, then the same columns of up
             j = within(column + both % COLUMNS, I, COLUMNS) + both // COLUMNS * I
         if not TMA:
             w_at = gate_up + expert.to(tl.int64) * 2 * I * H + (j * H)[None, :] + inner[:, None]
@@ -122,7 +124,7 @@ def _activated(
     gate, up, z, h, row, real, column, I: tl.constexpr, CLAMPED: tl.constexpr, ROW_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store gate, up and the activation in columns from `column` on; a few at a time where that takes many registers."""
+    """Stores gate, up and the activation in columns from `column` on, a few columns at a time if registers are short."""
     if CLAMPED and COLUMNS > _AT_ONCE:
         gate_left, gate_right = halves(gate, ROW_TILE, COLUMNS // 2)
         up_left, up_right = halves(up, ROW_TILE, COLUMNS // 2)

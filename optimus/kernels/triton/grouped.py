@@ -1,8 +1,8 @@
-"""Products of the experts' rows with the experts' weights, in tiles: what stages 4a, 4b and their backward passes share.
+"""Tiled products of the experts' rows with the experts' weights, shared by stages 4a, 4b and their backward passes.
 
-Where the chip has a unit that copies tiles (`tuning.by_descriptors`), operands that lie in order come by descriptors, and
-each processor has one program, which goes from tile to tile and fetches the next while it ends one. Gathered rows come by
-pointers, and so does everything where widths or the chip do not allow descriptors.
+If the chip has TMA (`tuning.by_descriptors`), contiguous operands are loaded by descriptors, and each processor runs one
+persistent program that prefetches the next tile while it finishes the current one. Gathered rows are always loaded by
+pointers, as are all operands if widths or the chip do not allow descriptors.
 
 Legend: P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N]; a weight's gradient is [E, M, N].
 """
@@ -20,7 +20,7 @@ from optimus.kernels.triton.tuning import Kernel, adds_in_memory, by_descriptors
 
 
 def grouped_product(kernel: Kernel, a_PL: Tensor, b_EXY: Tensor, routes: TokenIndex, *, transposed: bool) -> Tensor:
-    """[P, N] in a's type: each row times the matrix of its expert, [L, N], or [N, L] if `transposed`."""
+    """Returns [P, N] in a's dtype: each row times the matrix of its expert, [L, N], or [N, L] if `transposed`."""
     P, L = a_PL.shape
     N = b_EXY.shape[1 if transposed else 2]
     out_PN = a_PL.new_empty(P, N)
@@ -37,7 +37,7 @@ def grouped_product(kernel: Kernel, a_PL: Tensor, b_EXY: Tensor, routes: TokenIn
 
 
 def described(x: Tensor, box: list[int], tma: bool) -> Any:
-    """How a kernel is handed `x`, which is contiguous: by a descriptor of tiles of the size of `box`, or as it is."""
+    """Returns a contiguous `x` as a kernel argument: a descriptor with tiles of size `box` if `tma`, else `x` itself."""
     return TensorDescriptor.from_tensor(x, box) if tma else x
 
 
@@ -45,16 +45,16 @@ def weight_gradient(
     tokens_TG: Tensor, rows_PO: Tensor, token_P: Tensor, routes: TokenIndex, *, rows_first: bool, into: Tensor,
     accumulate: bool,
 ) -> Tensor:  # fmt: skip
-    """Per expert, the sum over its rows of the outer product of the row's token's `tokens_TG` and its `rows_PO`.
+    """Computes for each expert the sum over its rows of outer products of `tokens_TG` and `rows_PO`.
 
-    It is [E, G, O], or with `rows_first` [E, O, G]: written or added to `into`, which returns. One program owns a tile of
-    one expert's gradient, sums over the expert's rows in order, in registers, and adds to every element once: the bits are
-    the same every time.
+    The result is [E, G, O], or [E, O, G] with `rows_first`, and is written or added to `into`, which is returned. One
+    program owns a tile of one expert's gradient, sums over the expert's rows in order, in registers, and adds to every
+    element once: the bits are the same every time.
     """
     E, M, N = into.shape
     t = tiles("weight_gradient", rows_PO, M, N, routes.row_tile)
     work = E * triton.cdiv(M, t.rows) * triton.cdiv(N, t.columns)
-    # A descriptor that ends where the expert's rows end is made on the device, in memory of the launch.
+    # The kernel creates descriptors that end at the expert's last row, in memory of the launch.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=into.device))
     _weight_gradient[(programs(rows_PO, work),)](
         tokens_TG, rows_PO, into, token_P, routes.offset_E1, E, M=M, N=N, ROWS_FIRST=rows_first,
@@ -66,7 +66,7 @@ def weight_gradient(
 
 @triton.jit
 def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns that can be read: itself where tiles divide N, so that the compiler still sees that they are contiguous."""
+    """Clamps columns to readable ones. If tiles divide N, nothing changes and the compiler sees contiguous loads."""
     if N % COLUMNS == 0:
         return columns
     else:
@@ -75,13 +75,13 @@ def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def halves(x, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """The left and the right half of the columns of [ROWS, 2 HALF]; both are in the same threads, so nothing moves."""
+    """Returns the two halves of the columns of [ROWS, 2 HALF]; each thread has both, so no data moves."""
     return x.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
 
 
 @triton.jit
 def inner_tile(pointers, l, L: tl.constexpr, INNER: tl.constexpr, AXIS: tl.constexpr):
-    """What `pointers` [.., INNER, ..] point to, 0 where `l` and the dim AXIS are past L."""
+    """Loads `pointers` [.., INNER, ..]; 0 where `l` plus the index in dim AXIS is past L."""
     if L % INNER == 0:
         return tl.load(pointers)
     else:
@@ -132,7 +132,7 @@ def _weight_gradient(
 ):  # fmt: skip
     tiles_n: tl.constexpr = (N + TILE_N - 1) // TILE_N
     tiles_mn: tl.constexpr = (M + TILE_M - 1) // TILE_M * tiles_n
-    # Sizes of the operand of the rows' own and of the gathered one.
+    # Sizes of the rows' operand (O) and of the gathered operand (G).
     O: tl.constexpr = M if ROWS_FIRST else N
     G: tl.constexpr = N if ROWS_FIRST else M
     TILE_O: tl.constexpr = TILE_M if ROWS_FIRST else TILE_N
@@ -147,7 +147,7 @@ def _weight_gradient(
             o, g, first_o = m, n, first_m
         else:
             o, g, first_o = n, m, first_n
-        if TMA:  # what lies past the expert's rows may be anything: the descriptor ends there, and gives zeros
+        if TMA:  # rows past the expert's may hold anything: the descriptor ends there, and loads zeros
             own = tl.make_tensor_descriptor(
                 rows_PO + start.to(tl.int64) * O, [tl.maximum(end - start, 1), O], [O, 1], [ROWS, TILE_O]
             )
@@ -177,9 +177,9 @@ def _put(
     sums, into_MN, m, first_n, any_rows, M: tl.constexpr, N: tl.constexpr, ACCUMULATE: tl.constexpr,
     IN_MEMORY: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write columns of a tile, or add them where they lie; IN_MEMORY: the memory adds, nothing is read here, or waited for.
+    """Writes columns of a tile, or adds them in place. IN_MEMORY: the memory adds, so the program neither reads nor waits.
 
-    Half a tile at a time, as there are no registers for a second one.
+    Called for half a tile at a time, because registers do not fit a second tile.
     """
     n = first_n + tl.arange(0, COLUMNS)
     at, inside = into_MN + (m[:, None] * N + n[None, :]), (m < M)[:, None] & (n < N)[None, :]

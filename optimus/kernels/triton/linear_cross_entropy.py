@@ -1,7 +1,7 @@
 """Output layer and cross-entropy, a block of rows at a time; see `kernels.linear_cross_entropy` for the idea.
 
-The products are the library's. Between them one kernel turns a block's logits into their gradient where they lie (the loss
-is a sum over rows, so a row's gradient needs nothing but the row), which makes the block the only memory there is.
+Products come from the library. Between them, one kernel replaces a block's logits by their gradient in place, so one block
+is the only memory needed. The loss is a sum over rows, and a row's gradient depends on that row alone.
 
 Legend: T rows (tokens), H hidden, V vocabulary.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from optimus.kernels.matmul import matmul
 
 _BLOCK_ELEMENTS = 1 << 27  # logits of one block: 256 MB in bf16, enough rows to fill a large accelerator
-_COLUMNS = 4096  # of a row that a program holds at once
+_COLUMNS = 4096  # of a row, per step of a program
 
 
 def in_blocks(
@@ -27,7 +27,7 @@ def in_blocks(
     cap: float | None,
     rows_T: Tensor | None,
 ) -> Tensor:
-    """The loss of `kernels.linear_cross_entropy`; fills the `gradients` of x and w (fp32, of zeros) that are given."""
+    """Returns the loss of `kernels.linear_cross_entropy`; fills the given `gradients` of x and w (fp32, initially zero)."""
     V = len(w_VH)
     block = max(1, _BLOCK_ELEMENTS // V)
     target_T = target_T.contiguous()
@@ -49,7 +49,7 @@ def in_blocks(
 
 @triton.jit
 def _tanh_capped(logits, CAP: tl.constexpr):
-    """CAP * tanh(logits / CAP), in fp32; without a cap, which is 0, the logits."""
+    """Returns CAP * tanh(logits / CAP) in fp32, or the logits if CAP is 0."""
     logits = logits.to(tl.float32)
     if CAP > 0:
         logits = CAP * (2 * tl.sigmoid(logits * (2 / CAP)) - 1)
@@ -61,10 +61,10 @@ def _softmax_gradient(
     logits_TV, target_T, loss_T, scale,
     V: tl.constexpr, CAP: tl.constexpr, WITH_GRADIENT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The row's loss; its logits become `scale` times the gradient of the loss."""
+    """Stores the row's loss, and replaces its logits by `scale` times the gradient of the loss."""
     t = tl.program_id(0)
     row = logits_TV + t.to(tl.int64) * V
-    # Read before anything is written, with the loop's barriers between: other threads write where this one reads.
+    # Read before anything is written, with the loop's barriers in between: other threads write what this one reads.
     target = tl.load(target_T + t)
     counted = target >= 0
     target_logit = _tanh_capped(tl.load(row + target, mask=counted, other=0), CAP)
@@ -76,7 +76,7 @@ def _softmax_gradient(
         larger = tl.maximum(largest, tl.max(logits, axis=0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(logits - larger), axis=0)
         largest = larger
-    # As a difference of logits first: a hopeless target's probability may be too small for fp32.
+    # The difference of logits comes first: an unlikely target's probability may underflow in fp32.
     loss = largest - target_logit + tl.log(total)
     tl.store(loss_T + t, tl.where(counted, loss, 0.0))
     scale = tl.where(counted, scale, 0.0)

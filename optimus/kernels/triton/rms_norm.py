@@ -1,6 +1,6 @@
-"""RMSNorm, of the residual stream or of the heads' queries and keys; see `kernels.rms_norm`.
+"""RMSNorm of the residual stream or of the heads' queries and keys; see `kernels.rms_norm`.
 
-A program takes a block of rows after another, so that the weight's gradient is a sum over a fixed number of parts.
+A program processes several blocks of rows in turn, so that the weight's gradient is a sum of a fixed number of parts.
 
 Legend: T rows, H their length, B programs.
 """
@@ -10,12 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 512  # at most; in parts of the weight's gradient
+_PROGRAMS = 512  # at most; the number of parts of the weight's gradient
 _BLOCK_ELEMENTS = 4096
 
 
 def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x normalised in its last dim and scaled, 1 / root mean square of each row); `x_TH`, of any dims, is contiguous."""
+    """Returns (x normalised over its last dim and scaled, 1 / root mean square of each row).
+
+    `x_TH`, of any dims, is contiguous.
+    """
     T, H = x_TH.numel() // len(w_H), len(w_H)
     y_TH, r_T = torch.empty_like(x_TH), x_TH.new_empty(T, dtype=torch.float32)
     rows, blocks = _blocks(T, H)
@@ -26,7 +29,10 @@ def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(
     y_grad_TH: Tensor, x_TH: Tensor, w_H: Tensor, r_T: Tensor, of_weight: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of x and, if asked, w in fp32, whose parts cost nothing beside the rest; what is given is contiguous."""
+    """Returns the gradients of x and, if `of_weight`, of w in fp32. All arguments are contiguous.
+
+    The parts of w's gradient are always computed, at negligible cost.
+    """
     T, H = len(r_T), len(w_H)
     rows, blocks = _blocks(T, H)
     programs = min(blocks, _PROGRAMS)
@@ -39,7 +45,7 @@ def rms_norm_backward(
 
 
 def _blocks(T: int, H: int) -> tuple[int, int]:
-    """(rows of a block, blocks)."""
+    """Returns (rows per block, number of blocks)."""
     rows = max(1, min(32, _BLOCK_ELEMENTS // triton.next_power_of_2(H)))
     return rows, max(1, triton.cdiv(T, rows))
 
@@ -52,7 +58,7 @@ def _rms_norm(x_TH, w_H, y_TH, r_T, eps, T, H: tl.constexpr, ROWS: tl.constexpr,
     x = tl.load(x_TH + t[:, None] * H + h[None, :], mask=real, other=0).to(tl.float32)
     r = tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)
     w = tl.load(w_H + h, mask=h < H, other=0).to(tl.float32)
-    # The normalised value is rounded before it is scaled, as the definition has it.
+    # The normalised value is rounded before scaling, as in the reference.
     n = (x * r[:, None]).to(y_TH.dtype.element_ty).to(tl.float32)
     tl.store(y_TH + t[:, None] * H + h[None, :], (n * w[None, :]).to(y_TH.dtype.element_ty), mask=real)
     tl.store(r_T + t, r, mask=t < T)

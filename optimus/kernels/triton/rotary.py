@@ -1,6 +1,6 @@
-"""Rotary position embedding; see `kernels.rotary`, which also makes the table.
+"""Rotary position embedding; see `kernels.rotary`, which also computes the table.
 
-Queries and keys are views of one projection: they are read with their strides and never copied.
+Queries and keys are views of one projection, so kernels read them with their strides and never copy them.
 
 Legend: B batch, S sequence, N heads, D head size.
 """
@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 2048  # pairs that a program turns
+_BLOCK_ELEMENTS = 2048  # pairs per program
 
 
 def turn(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: float) -> Tensor:
-    """Every head of `x_BSND` turned by its position's angles, or with a `sign` of -1 back; in the type of x."""
+    """Rotates every head of `x_BSND` by the angles of its position, or back with a `sign` of -1; in the dtype of x."""
     B, S, N, D = x_BSND.shape
     y_BSND = torch.empty(x_BSND.shape, dtype=x_BSND.dtype, device=x_BSND.device)
     pairs = triton.next_power_of_2(D // 2)

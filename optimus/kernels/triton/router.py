@@ -1,8 +1,8 @@
-"""The router after its projection: softmax, choice of experts and the sums of its losses, one kernel each way.
+"""The router after its projection: softmax, choice of experts and the sums for its losses, one kernel per direction.
 
-It is the part of stage 1 that is no communication (Algorithm 1 of the Optimus paper, lines 8-9). Each program writes its
-sums over its tokens and one sum over programs follows, in a fixed order. The backward pass makes the probabilities again
-from the logits, which are all that is saved, with the choices.
+The kernel covers the local part of stage 1 (Algorithm 1 of the Optimus paper, lines 8-9). Each program writes the sums over
+its tokens, and one sum over programs follows, in a fixed order. Only the logits and the choices are saved; the backward
+pass recomputes the probabilities.
 
 Legend: T tokens, E experts, K experts per token, B blocks of tokens.
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 
-_BLOCK_ELEMENTS = 2048  # logits of a program: what 4 warps hold in registers several times over
+_BLOCK_ELEMENTS = 2048  # logits per program: 4 warps hold several such tiles in registers
 
 
 class Routed(NamedTuple):
-    """What `model.moe.router.Router` makes of its logits."""
+    """Results of `model.moe.router.Router` for its logits."""
 
-    weights_TK: Tensor  # in the logits' type
+    weights_TK: Tensor  # in the logits' dtype
     indices_TK: Tensor  # int64
     counts_E: Tensor  # choices of each expert; fp32, no gradient
     probabilities_E: Tensor  # summed over tokens; fp32
@@ -32,10 +32,11 @@ class Routed(NamedTuple):
 def router(
     logits_TE: Tensor, experts_per_token: int, *, forced_T: Tensor | None = None, renormalise: bool = False
 ) -> Routed:
-    """Softmax over E in fp32, then the K largest, or with `forced_T`, int64, the experts f*K ... f*K + K-1 modulo E.
+    """Computes a softmax over E in fp32 and chooses the K largest.
 
-    Of equal probabilities the first expert's counts as the larger. `renormalise` makes a token's weights sum to 1. Gradients
-    flow from weights, probabilities and z to the logits.
+    With `forced_T` (int64), f for each token, the chosen experts are f*K ... f*K + K-1 modulo E. Ties go to the expert with
+    the lower index. `renormalise` makes a token's weights sum to 1. Gradients flow from weights, probabilities and z to the
+    logits.
     """
     return Routed(*_Router.apply(logits_TE, experts_per_token, forced_T, renormalise))
 
@@ -77,14 +78,14 @@ class _Router(torch.autograd.Function):
 
 
 def _blocks(T: int, E: int) -> tuple[int, int]:
-    """(tokens of a program, programs)."""
+    """Returns (tokens per program, number of programs)."""
     tokens = max(1, min(64, _BLOCK_ELEMENTS // triton.next_power_of_2(E)))
     return tokens, max(1, triton.cdiv(T, tokens))
 
 
 @triton.jit
 def _softmax(logits_TE, t, T, E: tl.constexpr, EXPERTS: tl.constexpr):
-    """(probabilities [TOKENS, EXPERTS], log-sum-exp [TOKENS], logits) in fp32; 0 past the last expert and the last token."""
+    """Returns (probabilities [TOKENS, EXPERTS], log-sum-exp [TOKENS], logits) in fp32; 0 past the last expert and token."""
     e = tl.arange(0, EXPERTS)
     real = (t < T)[:, None] & (e < E)[None, :]
     at = logits_TE + t.to(tl.int64)[:, None] * E + e[None, :]
@@ -105,10 +106,10 @@ def _route(
     t = block * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
     p, lse, logits = _softmax(logits_TE, t, T, E, EXPERTS)
-    # A token's weights sum to 1 as a softmax of its choices: their probabilities may all be too small for fp32.
+    # Renormalised weights are a softmax of the chosen logits: the chosen probabilities may all be too small for fp32.
     weighed = logits if RENORMALISE else p
-    # What is not a number compares with nothing: each thread would find another largest. It counts as 0 and is not lost, as
-    # the whole token's weights are not numbers. -1 is what can no longer be chosen.
+    # NaN compares with nothing, so each thread would find another maximum. NaN counts as 0 here and is not lost: all
+    # weights of the token are NaN. -1 marks experts that are already chosen.
     left = tl.where((e < E)[None, :], tl.where(p == p, p, 0.0), -1.0)
     hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
     j = tl.arange(0, CHOICES)[None, :]
@@ -147,7 +148,7 @@ def _route_backward(
     e = tl.arange(0, EXPERTS)
     p, lse, logits = _softmax(logits_TE, t, T, E, EXPERTS)
     p_grad = tl.load(probabilities_grad_E + e, mask=e < E, other=0)[None, :] + tl.zeros_like(p)
-    direct = tl.zeros_like(p)  # gradient of the logits that does not go by way of the probabilities
+    direct = tl.zeros_like(p)  # gradient of the logits that bypasses the probabilities
     if RENORMALISE:  # the weights w, a softmax of the chosen logits, have the gradient w * (g - sum(g * w))
         chosen = tl.zeros_like(p)
         given = tl.zeros_like(p)

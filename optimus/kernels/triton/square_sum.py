@@ -1,15 +1,15 @@
-"""Sums of squares in one pass over memory: one number a program, and then their sum."""
+"""Sums of squares in one pass over memory: one partial sum per program, then the sum of these."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 8192  # elements of a program
+_BLOCK = 8192  # elements per program
 
 
 def square_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `kernels.square_sum.square_sum`, added up in `dtype`, in the same order every time."""
+    """Returns `kernels.square_sum.square_sum` of x, accumulated in `dtype`, always in the same order."""
     x = x.flatten()
     sum_B = x.new_empty(triton.cdiv(x.numel(), _BLOCK), dtype=dtype)
     if len(sum_B):
@@ -19,7 +19,7 @@ def square_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _square_sum(x, sum_B, size, BLOCK: tl.constexpr):
-    # Sizes of chunks are multiples of 16, for which it is compiled: with a mask that may end anywhere, loads are scalar.
+    # Chunk sizes are multiples of 16, which the compiler specialises on: a mask that may end anywhere makes loads scalar.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < size, other=0).to(sum_B.dtype.element_ty)
     tl.store(sum_B + tl.program_id(0), tl.sum(value * value, axis=0))

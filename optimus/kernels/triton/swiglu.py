@@ -1,4 +1,4 @@
-"""SwiGLU in one pass each way; see `kernels.activation`. The experts' kernels use its arithmetic on their tiles.
+"""SwiGLU in one pass per direction; see `kernels.activation`. The experts' kernels apply the same functions to their tiles.
 
 Legend: T rows, I intermediate, J = 2 I: gate, then up.
 """
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from optimus.kernels.limits import LIMIT, SLOPE
 
-_BLOCK = 1024  # columns of a program
+_BLOCK = 1024  # columns per program
 _SLOPE, _LIMIT = tl.constexpr(SLOPE), tl.constexpr(LIMIT)
 
 
 def swiglu(z_TJ: Tensor) -> Tensor:
-    """silu(gate) * up of the halves of the last dim; [..., I]."""
+    """Returns silu(gate) * up of the halves of the last dim; [..., I]."""
     h_TI = z_TJ.new_empty(*z_TJ.shape[:-1], z_TJ.shape[-1] // 2)
     if h_TI.numel():
         grid, sizes = _programs(h_TI)
@@ -24,7 +24,7 @@ def swiglu(z_TJ: Tensor) -> Tensor:
 
 
 def swiglu_backward(h_grad_TI: Tensor, z_TJ: Tensor) -> Tensor:
-    """The gradient of z."""
+    """Returns the gradient of z."""
     z_TJ, h_grad_TI = z_TJ.contiguous(), h_grad_TI.contiguous()
     z_grad_TJ = torch.empty_like(z_TJ)
     if h_grad_TI.numel():
@@ -34,7 +34,7 @@ def swiglu_backward(h_grad_TI: Tensor, z_TJ: Tensor) -> Tensor:
 
 
 def _programs(h_TI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """(grid, sizes) of a kernel."""
+    """Returns (grid, sizes) of a kernel."""
     I = h_TI.shape[-1]
     block = min(_BLOCK, triton.next_power_of_2(I))
     return (h_TI.numel() // I, triton.cdiv(I, block)), {"I": I, "BLOCK": block}
@@ -42,7 +42,7 @@ def _programs(h_TI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 @triton.jit
 def swiglu_tile(gate, up, CLAMPED: tl.constexpr = False):
-    """silu(gate) * up, in fp32; or that of `clamped_silu`. What is not a number stays so."""
+    """Returns silu(gate) * up in fp32, or the `clamped_silu` of both. NaN stays NaN."""
     if CLAMPED:
         gate, up = _clamped(gate, up)
         return gate * tl.sigmoid(gate * _SLOPE) * up
@@ -52,7 +52,7 @@ def swiglu_tile(gate, up, CLAMPED: tl.constexpr = False):
 
 @triton.jit
 def swiglu_tile_backward(h_grad, gate, up, CLAMPED: tl.constexpr = False):
-    """(gradient of gate, gradient of up), in fp32."""
+    """Returns (gradient of gate, gradient of up), in fp32."""
     if CLAMPED:
         g, u = _clamped(gate, up)
         s = tl.sigmoid(g * _SLOPE)

@@ -1,8 +1,8 @@
-"""Stage 2, token counting (Algorithm 1 of the Optimus paper, lines 15-43): how many rows each expert gets.
+"""Stage 2, token counting (Algorithm 1 of the Optimus paper, lines 15-43): counts the rows of each expert.
 
 A program takes a block of tokens and compares each of their choices with every expert; the column sums of the hits are its
-partial counts. One prefix sum over (expert, block) then says where each block's rows of each expert begin. In place of the
-paper's counters in memory, a program holds its own in registers, so nothing is zeroed and nothing contended.
+partial counts. One prefix sum over (expert, block) then gives the first row of each block's choices of each expert. The
+paper's counters are in memory; here a program has counters in registers, so nothing is zeroed and nothing is contended.
 
 Legend: T tokens, K experts per token, E experts of this rank, B blocks of tokens, P routed rows.
 """
@@ -16,21 +16,22 @@ from torch import Tensor
 
 from optimus.kernels.triton.tuning import pow2
 
-_BITMAP = 8192  # elements of (tokens of a block) x (experts): what 4 warps hold in registers
+_BITMAP = 8192  # elements of (tokens of a block) x (experts): 4 warps hold as many in registers
 
 
 class TokenCounts(NamedTuple):
-    """Where rows begin when they are sorted by expert; int32."""
+    """First rows of experts and blocks when rows are sorted by expert; int32."""
 
     base_EB: Tensor  # the first row of each block's choices of each expert
     offset_E1: Tensor  # the first row of each expert, and the end of the last
-    tokens: int  # of one block
+    tokens: int  # per block
 
 
 def token_count(indices_TK: Tensor, experts: int) -> TokenCounts:
-    """Count the choices of `experts` local experts.
+    """Counts the choices of `experts` local experts.
 
-    `indices_TK` (int32 or int64) counts experts from 0; what lies outside [0, experts) is another rank's and is not counted.
+    `indices_TK` (int32 or int64) numbers experts from 0; choices outside [0, experts) belong to other ranks and are not
+    counted.
     """
     indices_TK = indices_TK.contiguous()
     tokens = max(16, min(128, _BITMAP // pow2(experts)))
@@ -44,13 +45,13 @@ def token_count(indices_TK: Tensor, experts: int) -> TokenCounts:
 
 @triton.jit
 def choices_of_block(indices_TK, t, k, T, K):
-    """The k-th choice of tokens t, -1 past the last token."""
+    """Returns the k-th choice of tokens t, -1 past the last token."""
     return tl.load(indices_TK + t.to(tl.int64) * K + k, mask=t < T, other=-1)
 
 
 @triton.jit
 def hits_of_block(indices_TK, t, T, K, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """int32 [TOKENS, EXPERTS]: how often token t chose expert e."""
+    """Returns how often token t chose expert e, int32 [TOKENS, EXPERTS]."""
     e = tl.arange(0, EXPERTS)
     hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
     for k in range(K):

@@ -1,13 +1,13 @@
-"""Stage 3, index generation (Algorithm 1 of the Optimus paper, lines 45-72): which row holds which choice, and back.
+"""Stage 3, index generation (Algorithm 1 of the Optimus paper, lines 45-72): maps rows to choices and back.
 
-Rows are the choices (t, k) sorted by expert, stably. `choice_P` says which choice a row is, hence its token
-(the paper's `input_indices`), and the dense inverse `position_TK` says which row a choice is, in place of the paper's
-`output_indices`, `selected_expert_indices` and `cum_expert_counts`.
+Rows are the choices (t, k) sorted by expert, stably. `choice_P` gives the choice of a row, hence its token (the paper's
+`input_indices`). The dense inverse `position_TK` gives the row of a choice, in place of the paper's `output_indices`,
+`selected_expert_indices` and `cum_expert_counts`.
 
-(The listing's line 32 means `tid` where it says `t`; a thread's counters are its running sums here.)
+(In line 32 of the listing, `t` should be `tid`; the running sums here correspond to a thread's counters.)
 
-Products are made in tiles of rows that belong to one expert. Their number is known on the device only, so a table lists
-them, and programs find their work there.
+Products are computed in tiles of rows of one expert. Only the device knows the number of tiles, so programs look their work
+up in a table.
 
 Legend: T tokens, K experts per token, E experts of this rank, P routed rows, R tiles of rows.
 """
@@ -21,28 +21,31 @@ from torch import Tensor
 from optimus.kernels.triton.token_count import choices_of_block, hits_of_block, token_count
 from optimus.kernels.triton.tuning import pow2
 
-_STEP = 128  # tiles that a program writes into the table at once
+_STEP = 128  # tiles that a program adds to the table per step
 
 
 class TokenIndex(NamedTuple):
-    """Where each choice lies among the rows sorted by expert; int32. Rows from `offset_E1[-1]` on hold nothing."""
+    """Positions of all choices among the rows sorted by expert; int32. Rows from `offset_E1[-1]` on are unused."""
 
     choice_P: Tensor  # t * K + k of every row
-    position_TK: Tensor  # the row of every choice; -1 where its expert is not here
+    position_TK: Tensor  # the row of every choice; -1 if its expert is on another rank
     offset_E1: Tensor  # the first row of each expert, and the end of the last
     expert_R: Tensor  # the expert of every tile of rows
     first_R: Tensor  # the first row of every tile
-    tiles_1: Tensor  # how many tiles there are; the tables have room for more
-    row_tile: int  # rows of a tile; an expert's last may be cut short by `offset_E1`
+    tiles_1: Tensor  # number of tiles; the tables may be longer
+    row_tile: int  # rows per tile; `offset_E1` may cut an expert's last tile short
 
     def token_P(self) -> Tensor:
-        """The token of every row. Computed once in each pass, for all its kernels, and not saved in between."""
+        """Returns the token of every row. Computed once per pass for all kernels, and not saved in between."""
         return self.choice_P.div(self.position_TK.shape[1], rounding_mode="floor")
 
 
 def token_index(indices_TK: Tensor, experts: int, row_tile: int, rows: int | None = None) -> TokenIndex:
-    """Sort the choices of `experts` local experts; see `token_count` for the indices, here below 2^31 choices. There are as
-    many as `rows`, where the host knows it; else there is room for all choices."""
+    """Sorts the choices of `experts` local experts; see `token_count` for the indices.
+
+    There must be fewer than 2^31 choices. `rows` is the number of local choices, if the host knows it; otherwise buffers
+    have room for all choices.
+    """
     indices_TK = indices_TK.contiguous()
     T, K = indices_TK.shape
     rows = T * K if rows is None else rows
@@ -53,9 +56,9 @@ def token_index(indices_TK: Tensor, experts: int, row_tile: int, rows: int | Non
     _index[(blocks,)](
         indices_TK, base_EB, choice_P, position_TK, T, K, experts, blocks, TOKENS=tokens, EXPERTS=pow2(experts)
     )
-    # An expert has at most one tile that is not full, and no tile is empty.
+    # An expert has at most one partial tile, and no tile is empty.
     tiles = max(1, min(rows, (rows + experts * (row_tile - 1)) // row_tile))
-    # Not one tensor: alignment is compiled for.
+    # Separate tensors, because kernels are compiled for their alignment.
     expert_R, first_R, tiles_1 = (base_EB.new_empty(size) for size in (tiles, tiles, 1))
     _row_tiles[(experts + 1,)](
         offset_E1, expert_R, first_R, tiles_1, experts, EXPERTS=pow2(experts), ROW_TILE=row_tile, STEP=_STEP
@@ -85,7 +88,7 @@ def _index(indices_TK, base_EB, choice_P, position_TK, T, K, E, blocks, TOKENS: 
 def _row_tiles(
     offset_E1, expert_R, first_R, tiles_1, E, EXPERTS: tl.constexpr, ROW_TILE: tl.constexpr, STEP: tl.constexpr
 ):
-    """Program e lists the tiles of expert e; the one after the last expert says how many there are."""
+    """Lists the tiles of expert e in program e; the program after the last expert stores the total number."""
     expert = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     start = tl.load(offset_E1 + e, mask=e < E, other=0)
@@ -105,9 +108,9 @@ def _row_tiles(
 
 @triton.jit
 def rows_of_tile(tile, expert, first_R, offset_E1, ROW_TILE: tl.constexpr):
-    """(first row, rows counted from it, the same kept within the expert's, so that they can be read).
+    """Returns (first row, rows relative to it, the same clamped to the expert's rows for loads).
 
-    Rows of a tile are counted from its first, so that offsets of its elements fit 32 bits: half the registers of 64.
+    Rows are relative to the tile's first, so that element offsets fit 32 bits and take half the registers of 64 bits.
     """
     first = tl.load(first_R + tile)
     row = tl.arange(0, ROW_TILE)

@@ -1,8 +1,8 @@
-"""The tiles that each kernel works in: a table per architecture, chosen by type and size; no measuring while training.
+"""Tile sizes of the kernels: a table per architecture, looked up by dtype and size; nothing is measured during training.
 
-Sizes depend on the layer's shape and on the power of two of the mean rows per expert, never on the exact number of tokens: a
-batch of another length compiles nothing new. Whoever has a chip at hand times candidates (`testing/trial.py`) and writes the
-winner into `_PREFERRED`.
+Sizes depend on the layer's shape and on the power of two of the mean rows per expert, never on the exact number of tokens:
+a batch of another length compiles nothing new. With a chip at hand, `testing/trial.py` times candidates; the winner goes
+into `_PREFERRED`.
 
 Legend: T tokens, K experts per token, E experts.
 """
@@ -19,7 +19,7 @@ Kernel = Literal["up", "down", "down_backward", "up_backward", "weight_gradient"
 
 
 class Tiles(NamedTuple):
-    """Shape of one program's product [rows, inner] @ [inner, columns], and how the compiler schedules it."""
+    """Shape of one program's product [rows, inner] @ [inner, columns], and the compiler's scheduling options."""
 
     rows: int
     columns: int
@@ -28,10 +28,10 @@ class Tiles(NamedTuple):
     stages: int
 
 
-_LEAST = 16  # a matrix instruction takes no less
+_LEAST = 16  # the smallest size of a matrix instruction
 
-# Of products in 16 bits that are large in every dim. 32 K fp32 sums over 8 warps of 32 threads take half of a thread's
-# registers. "up" has gate and up of as many columns.
+# For products in 16 bits that are large in every dim. 32 K fp32 sums over 8 warps of 32 threads take half of a thread's
+# registers. "up" has equally many columns of gate and of up.
 _PREFERRED: dict[str, dict[Kernel, Tiles]] = {
     "sm_90": {
         "up": Tiles(128, 128, 64, 8, 4),
@@ -67,9 +67,9 @@ _PREFERRED_FP32 = Tiles(rows=64, columns=64, inner=32, warps=4, stages=3)
 
 
 def tiles(kernel: Kernel, x: Tensor, row_tile: int, columns: int, inner: int) -> Tiles:
-    """Tiles of a product of `x`'s type with `columns` columns, summing over `inner`.
+    """Returns the tiles of a product of `x`'s dtype with `columns` columns and `inner` summands.
 
-    `row_tile` is that of the routed rows (`row_tile`), or for the weight gradients the number of rows of the gradient.
+    `row_tile` is the tile of the routed rows (`row_tile`), or for weight gradients the number of rows of the gradient.
     """
     chip = devices.chip_of(x.device)
     chosen = preferred(kernel, x.dtype, chip)
@@ -82,22 +82,22 @@ def tiles(kernel: Kernel, x: Tensor, row_tile: int, columns: int, inner: int) ->
 
 
 def row_tile(x: Tensor, choices: int, experts: int) -> int:
-    """Rows of one tile of the routed rows; the same for all products of a layer, which share the table of tiles."""
+    """Returns the rows of one tile of routed rows; a layer's products share this size and the table of tiles."""
     return min(preferred("up", x.dtype, devices.chip_of(x.device)).rows, pow2(choices // experts))
 
 
 def pow2(size: int) -> int:
-    """The power of two that holds `size`, and that a matrix instruction takes."""
+    """Returns the smallest power of two that is at least `size` and at least the size of a matrix instruction."""
     return max(_LEAST, 1 << max(0, size - 1).bit_length())
 
 
 def precision() -> str:
-    """How fp32 products are made: as `torch.set_float32_matmul_precision` says."""
+    """Returns the precision of fp32 products, according to `torch.set_float32_matmul_precision`."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def preferred(kernel: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:
-    """For products that are large in every dim."""
+    """Returns the tiles for products that are large in every dim."""
     if dtype == torch.float32:
         return _PREFERRED_FP32
     name = _AS.get(chip.architecture, chip.architecture)
@@ -105,7 +105,7 @@ def preferred(kernel: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:
 
 
 def fitted(chosen: Tiles, kernel: Kernel, element_size: int, chip: Chip) -> Tiles:
-    """With as many stages as the chip's shared memory holds, and smaller tiles where it does not hold one."""
+    """Limits the number of stages to the chip's shared memory, and shrinks tiles if not even one stage fits."""
     while stage_bytes(chosen, kernel, element_size) > chip.shared_memory and chosen.inner > _LEAST:
         chosen = chosen._replace(inner=chosen.inner // 2)
     buffers = chip.shared_memory // stage_bytes(chosen, kernel, element_size)
@@ -113,13 +113,16 @@ def fitted(chosen: Tiles, kernel: Kernel, element_size: int, chip: Chip) -> Tile
 
 
 def stage_bytes(tiles: Tiles, kernel: Kernel, element_size: int) -> int:
-    """What one stage of the loads takes in shared memory; of s stages, s are there at a time on chips whose products read
-    shared memory by themselves, as those with a copying unit do, elsewhere s - 1: the last is in registers."""
+    """Returns the bytes of shared memory for one pipeline stage of the loads.
+
+    With s stages, s are in shared memory on chips whose matrix instructions read shared memory directly, as chips with TMA
+    do. Elsewhere s - 1 are in shared memory and the last one is in registers.
+    """
     return (tiles.rows + (2 if kernel == "up" else 1) * tiles.columns) * tiles.inner * element_size
 
 
 def by_descriptors(*tensors: Tensor) -> bool:
-    """Whether the chip's copying unit can read tiles of these, whose last dim lies in order: 16 bits, steps of 16 bytes."""
+    """Returns True if the chip's TMA can read tiles of these tensors: 16 bits, contiguous last dim, strides of 16 bytes."""
     return devices.chip_of(tensors[0].device).tma and all(
         t.element_size() == 2 and t.numel() and not any(n % 8 for n in (*t.stride()[:-1], t.storage_offset()))
         for t in tensors
@@ -127,11 +130,11 @@ def by_descriptors(*tensors: Tensor) -> bool:
 
 
 def adds_in_memory(into: Tensor) -> bool:
-    """Whether sums are added to `into` by the chip's memory."""
+    """Returns True if the chip's memory performs the additions to `into` (atomics)."""
     return into.dtype == torch.float32 and devices.chip_of(into.device).adds
 
 
 def programs(x: Tensor, work: int) -> int:
-    """Programs that share `work` tiles: one a processor where a unit fetches the next ahead, else one a tile."""
+    """Returns the number of programs for `work` tiles: one per processor if TMA prefetches, else one per tile."""
     chip = devices.chip_of(x.device)
     return max(1, min(work, chip.processors) if chip.tma else work)

@@ -1,6 +1,6 @@
-"""DeepSeek-V3: latent attention, shared experts, sigmoid scores and biases that balance (DeepSeek-V3, section 2.1).
+"""DeepSeek-V3: latent attention, shared experts, sigmoid scores and balancing biases (DeepSeek-V3, section 2.1).
 
-Without its layers that predict further tokens.
+The layers for multi-token prediction are left out.
 """
 
 from optimus.model.families.common import (
@@ -70,6 +70,6 @@ FAMILY = Family(
         "blocks.{i}.moe.shared.down.weight": Key(_SHARED[2:]),
     },
     further=Further("num_nextn_predict_layers", LAYER),
-    # The sizes of heads follow from others.
+    # The head sizes here follow from other fields.
     without_effect=(*ROUTER, "head_dim", "qk_head_dim", "pretraining_tp", "ep_size", "aux_loss_alpha", "seq_aux"),
 )

@@ -1,4 +1,5 @@
-"""Gemma 2: norms on both sides, windows in every other layer, soft caps of scores and logits (Gemma 2, section 2)."""
+"""Gemma 2: norms before and after each module, windows in every other layer, soft caps of scores and logits (Gemma 2,
+section 2)."""
 
 from optimus.model.families.common import BIASES, ENDS, OPTIONAL, RMS, SIZES, attention, mlp, norms
 from optimus.model.families.family import Family

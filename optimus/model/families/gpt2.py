@@ -7,7 +7,7 @@ _LAYER = "transformer.h.{i}."
 
 
 def _transposed(ours: str, theirs: str, *, joined: bool = False) -> dict[str, Key]:
-    """Of a projection: its weight is a matrix of (inputs, outputs) there."""
+    """Returns the keys of a projection, whose published weight is [inputs, outputs]."""
     return {
         f"blocks.{{i}}.{ours}.weight": Key((f"{_LAYER}{theirs}.weight",), joined=joined, transposed=True),
         f"blocks.{{i}}.{ours}.bias": Key((f"{_LAYER}{theirs}.bias",), joined=joined),

@@ -1,5 +1,5 @@
-"""gpt-oss: sinks of attention, windows in every other layer, experts with biases and a clamped SwiGLU (gpt-oss-120b &
-gpt-oss-20b Model Card, section 2). Its published weights are quantised (MXFP4): they must be converted to bf16 first."""
+"""gpt-oss: attention sinks, windows in every other layer, experts with biases and a clamped SwiGLU (gpt-oss-120b &
+gpt-oss-20b Model Card, section 2). Published weights are quantised (MXFP4) and must be converted to bf16 first."""
 
 from optimus.model.families.common import (
     ATTENTION,

@@ -1,4 +1,4 @@
-"""Mistral: Llama with a window of attention in all layers, or without (Mistral 7B, section 2)."""
+"""Mistral: Llama, optionally with an attention window in all layers (Mistral 7B, section 2)."""
 
 from optimus.model.families.common import BEFORE, CONSTANTS, ENDS, OPTIONAL, RMS, SIZES, attention, mlp
 from optimus.model.families.family import Family

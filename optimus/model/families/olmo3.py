@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with windows in three of four layers, whose rotary frequencies are not scaled."""
+"""OLMo 3: OLMo 2 with windows in three of four layers; rope_scaling does not apply to layers with a window."""
 
 from optimus.model.families.common import AFTER, BIASES, CONSTANTS, ENDS, OPTIONAL, RMS, SIZES, attention, mlp
 from optimus.model.families.family import Family

@@ -1,4 +1,5 @@
-"""OLMoE: RMSNorm, a norm over all of q and of k, dropless experts (OLMoE, section 2; the Optimus paper's Mula models)."""
+"""OLMoE: RMSNorm, a norm over all heads of q and of k, dropless experts (OLMoE, section 2; the Optimus paper's Mula
+models)."""
 
 from optimus.model.families.common import (
     BEFORE,

@@ -1,7 +1,7 @@
-"""PR-MoE: a pyramid of experts, and a dense layer beside the one that a token chooses (DeepSpeed-MoE, section 4.1).
+"""PR-MoE: a pyramid of experts; each token goes through a dense layer and one chosen expert (DeepSpeed-MoE, section 4.1).
 
-Its definition on the blocks of this library: no class of it is published. The dense layer and the expert, times its
-probability, are added.
+The family is defined on the blocks of this library, because no class is published. The outputs of the dense layer and of
+the expert, times its probability, are added.
 """
 
 from optimus.model.families.common import OPTIONAL, RMS, SIZES

@@ -1,4 +1,4 @@
-"""Qwen 3, dense: a norm of each head's q and k, heads of any size (Qwen3 Technical Report, section 2)."""
+"""Qwen 3, dense: norms of q and k per head, independent head size (Qwen3 Technical Report, section 2)."""
 
 from optimus.model.families.common import BEFORE, BIASES, CONSTANTS, ENDS, OPTIONAL, QWEN, RMS, SIZES, attention, mlp
 from optimus.model.families.family import Family

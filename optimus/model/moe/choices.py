@@ -1,4 +1,4 @@
-"""The experts that tokens choose: how a router chooses, and the choices as numbers of experts.
+"""Choices of experts: the settings of a router's choice, and functions on indices of chosen experts.
 
 Legend: T tokens, K experts per token.
 """
@@ -12,7 +12,7 @@ from optimus.model.architecture import ModelConfig
 
 
 class Choosing(NamedTuple):
-    """How a router scores, chooses and weighs experts, beyond how many; see `Router`."""
+    """Settings by which a router scores, chooses and weighs experts; see `Router`."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = False
@@ -24,7 +24,7 @@ class Choosing(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Choosing":
-        """That of a model."""
+        """Returns the settings of a model."""
         return cls(
             score=config.router_score,
             renormalise=config.renormalise,
@@ -40,14 +40,16 @@ SOFTMAX = Choosing()
 
 
 def local_indices(indices_TK: Tensor, first: int, count: int) -> Tensor:
-    """Choices as seen by the rank that holds `count` experts from `first` on: counted from there, -1 where elsewhere."""
+    """Returns the choices relative to a rank that holds `count` experts from `first` on; -1 for experts of other ranks."""
     local_TK = indices_TK - first
     return local_TK.masked_fill((local_TK < 0) | (local_TK >= count), -1)
 
 
 def choices_of(indices: Tensor, count: int) -> Tensor:
-    """[count], int64: how often each of 0 ... count - 1 is among `indices`; -1 is nowhere. No host waits for it, as it would
-    for the length of `torch.bincount`."""
+    """Counts each of 0 ... count - 1 among `indices`: [count], int64; -1 is ignored.
+
+    The host does not wait for the device, unlike `torch.bincount`, which needs the length of its result on the host.
+    """
     found = torch.zeros(1 + count, dtype=torch.int64, device=indices.device)
     places = indices.flatten().long() + 1
     return found.scatter_add_(0, places, torch.ones_like(places))[1:]

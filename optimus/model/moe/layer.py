@@ -1,6 +1,6 @@
 """Dropless Mixture-of-Experts feed-forward layer.
 
-Legend: T tokens, H hidden, K experts per token, U tokens that this layer works on here.
+Legend: T tokens, H hidden, K experts per token, U tokens that this rank processes.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ from optimus.step_context import StepContext
 
 
 class Experts(nn.Module):
-    """The weights of the experts that are here: gate and up projection together, and the down projection.
+    """The weights of this rank's experts: stacked gate and up projections, and the down projection.
 
-    A `bias` is of the former: that of the latter is the layer's.
+    A `bias` belongs to gate and up; the layer holds the bias of the down projection.
     """
 
     replaceable = "gradients", "step"
@@ -49,8 +49,10 @@ class Experts(nn.Module):
         self.down = declare(self, "down", Size("experts", experts), columns, ffn, role="expert")
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, choices: int | None = None) -> Tensor:
-        """Sum over the K chosen experts of weight times expert output; [T, H]. A choice of -1 is skipped; `choices` are the
-        others, where the host knows their number."""
+        """Returns the sum over the K chosen experts of weight times expert output; [T, H]. A choice of -1 is skipped.
+
+        `choices` is the number of choices that are not -1, if the host knows it.
+        """
         bias_EJ = None if self.bias is None else self.bias.flatten(1)
         buffers = self.gradients.get(self.gate_up), self.gradients.get(self.down)
         weights = self.gate_up.flatten(1, 2), self.down
@@ -59,11 +61,12 @@ class Experts(nn.Module):
 
 
 class MoeLayer(nn.Module):
-    """Router, then experts; beside them, if its width is not 0, a shared one that every token meets.
+    """Router and experts; in parallel a shared expert that processes every token, if its width is not 0.
 
-    With a bias the router and the projections of the experts have one. That of the last projection is added here, where the
-    tokens are: every rank has it of all experts, and neither parts of an expert nor its tokens elsewhere have to know of it.
-    `tokens` say which tokens this device works on, and `dispatch` carries them to their experts.
+    With `expert_bias`, the router and the projections of the experts have biases. The layer adds the bias of the down
+    projection where the tokens are: every rank holds this bias for all experts, so neither shards of an expert nor
+    dispatched tokens need it. `tokens` selects the tokens that this device processes, and `dispatch` carries the tokens to
+    their experts.
     """
 
     replaceable = "tokens", "dispatch"
@@ -71,7 +74,7 @@ class MoeLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0, force_balanced: bool = False) -> None:
         super().__init__()
         hidden, experts, kind = config.hidden, config.experts_of(layer), config.activation
-        self.expert_count = experts  # of the whole layer, wherever they are
+        self.expert_count = experts  # of the whole layer, on all ranks
         self.router = Router(hidden, experts, config.experts_per_token or 0, force_balanced, Choosing.of(config))
         self.experts = Experts(experts, hidden, config.expert_intermediate, kind=kind, bias=config.expert_bias)
         shared, biased = config.shared_intermediate, config.expert_bias
@@ -80,12 +83,12 @@ class MoeLayer(nn.Module):
         self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial=0.0) if biased else None
         self.tokens: TokenSplit = TokenSplit()
         self.dispatch: Dispatch = local_dispatch
-        self._model = config if len(config.expert_counts) > 1 else None  # else sums of layers are of one length
+        self._model = config if len(config.expert_counts) > 1 else None  # else all statistics have the same length
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
-        """(output in the shape of x, of any leading dims; statistics of all tokens that the losses are about).
+        """Returns (output in the shape of x, with any leading dims; statistics of all tokens that the losses cover).
 
-        `position_T`: of every token in its sequence, by default as if all were one sequence.
+        `position_T` is the position of every token in its sequence; by default all tokens are one sequence.
         """
         x_UH = self.tokens.take(x_TH.flatten(0, -2))
         position_U = None if position_T is None else self.tokens.own(position_T)
@@ -102,7 +105,7 @@ class MoeLayer(nn.Module):
 
 
 class _SharedExpert(Overlapped):
-    """The two projections of a shared expert."""
+    """The two projections of a shared expert, each overlapped with one token exchange."""
 
     def __init__(self, mlp: DenseMlp, x_TH: Tensor) -> None:
         self._mlp, self._x_TH = mlp, x_TH

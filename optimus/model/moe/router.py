@@ -1,4 +1,4 @@
-"""The router: which experts a token goes to, with what weights, and the statistics its losses are made of.
+"""The router: chooses each token's experts and their weights, and gathers the statistics for the router losses.
 
 Legend: T tokens, H hidden, E experts, K experts per token.
 """
@@ -18,17 +18,17 @@ from optimus.step_context import StepContext
 
 
 class Router(ProjectionModule):
-    """Scores of all experts, then the K largest, which are their weights too; `choosing` says what else there is.
+    """Scores all experts and chooses the K with the largest scores, which also become the weights.
 
-    Scores are a softmax or a sigmoid of the logits. Of `groups`, a token's experts are in those `groups_per_token` whose two
-    largest scores have the largest sums. Weights are made to sum to 1 (`renormalise`) and multiplied by `scale`. A `bias` of
-    each expert is added to the scores for the choice alone (DeepSeek-V3, section 2.1.2); `move_biases` changes it. A
-    `logit_bias` is a parameter, of the projection.
+    Scores are a softmax or a sigmoid of the logits. With `groups`, a token chooses experts in the `groups_per_token` groups
+    whose two largest scores have the largest sums. Weights are normalised to sum to 1 (`renormalise`) and multiplied by
+    `scale`. A `bias` per expert is added to the scores for the choice only (DeepSeek-V3, section 2.1.2); `move_biases`
+    updates the bias. A `logit_bias` is a parameter of the projection. All these settings are in `choosing`.
 
     `force_balanced` forces the paper's uniform routing (section 2.3), with the router's scores as weights: token t of a
-    sequence goes to experts t*K ... t*K + K-1 modulo E. Every expert gets as many tokens of a sequence, or one more where E
-    does not divide them. As nothing counts but its position, a token's experts are the same whatever is beside it in a batch
-    or on a rank.
+    sequence goes to experts t*K ... t*K + K-1 modulo E. All experts get the same number of tokens of a sequence, or one
+    more where E does not divide the choices. A token's experts depend on its position alone, not on the other tokens of its
+    batch or rank.
     """
 
     replaceable = (*ProjectionModule.replaceable, "step")
@@ -53,12 +53,12 @@ class Router(ProjectionModule):
         self.choosing, self._plain = choosing, choosing == usual
         self.experts_per_token = experts_per_token
         self.force_balanced = force_balanced
-        self._chosen_E: Tensor | None = None  # how often each expert was, in training since it was asked
+        self._chosen_E: Tensor | None = None  # choices of each expert in training since the last `take_choices`
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, Tensor, RouterStats]:
-        """(weights_TK in x's type, expert indices_TK int64, statistics). Scores and statistics are fp32.
+        """Returns (weights_TK in x's dtype, expert indices_TK int64, statistics). Scores and statistics are fp32.
 
-        `position_T`: of every token in its sequence, by default as if all were one sequence.
+        `position_T` is the position of every token in its sequence; by default all tokens are one sequence.
         """
         logits_TE = self.product(x_TH, self.weight, self.gradients.get(self.weight))
         if self.logit_bias is not None:
@@ -85,7 +85,7 @@ class Router(ProjectionModule):
         else:
             indices_TK = self._best(scores_TE)
             weights_TK = scores_TE.gather(1, indices_TK)
-        if renormalise and softmax:  # of the logits: all chosen probabilities may be too small for fp32
+        if renormalise and softmax:  # of the logits: the chosen probabilities may all be too small for fp32
             weights_TK = logits_TE.gather(1, indices_TK).softmax(-1)
         elif renormalise:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -104,7 +104,7 @@ class Router(ProjectionModule):
         return weights_TK.to(x_TH.dtype), indices_TK, stats
 
     def _best(self, scores_TE: Tensor) -> Tensor:
-        """The experts that the tokens choose."""
+        """Returns the experts that the tokens choose."""
         groups, chosen = self.choosing.groups, self.choosing.groups_per_token
         if self.bias is not None:
             scores_TE = scores_TE.detach() + self.bias
@@ -116,16 +116,16 @@ class Router(ProjectionModule):
         return scores_TE.topk(self.experts_per_token, dim=-1)[1]
 
     def take_choices(self) -> Tensor:
-        """How often each expert was chosen in training since this was asked last, int64.
+        """Returns the choices of each expert in training since the last call, int64.
 
-        What was recomputed counts twice, each microbatch alike.
+        A recomputed forward pass counts twice, equally for each microbatch.
         """
         assert self.bias is not None
         chosen_E, self._chosen_E = self._chosen_E, None
         return torch.zeros_like(self.bias, dtype=torch.int64) if chosen_E is None else chosen_E
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """The bias stays fp32, whatever the type of the weights: its steps are small."""
+        """Keeps the bias in fp32 for any dtype of the weights, because the bias moves in small steps."""
         bias = self.bias
         super()._apply(fn, recurse)
         if bias is not None and self.bias is not None:
@@ -133,7 +133,7 @@ class Router(ProjectionModule):
         return self
 
     def _forced(self, x_TH: Tensor, position_T: Tensor | None) -> Tensor | None:
-        """The positions of the tokens, where these decide about their experts."""
+        """Returns the positions of the tokens if positions determine their experts, else None."""
         if not self.force_balanced:
             return None
         return torch.arange(len(x_TH), device=x_TH.device) if position_T is None else position_T
@@ -141,10 +141,10 @@ class Router(ProjectionModule):
 
 @torch.no_grad()
 def move_biases(routers: Sequence[Router], rate: float, add_up: Callable[[Tensor], None]) -> None:
-    """Move the bias of each expert by `rate`, up where it was chosen less often than the mean, down where more often.
+    """Moves each expert's bias by `rate`: up if the expert was chosen less often than the mean, down if more often.
 
-    (Auxiliary-loss-free balancing: DeepSeek-V3, section 2.1.2.) `add_up` sums over ranks, in place: to the choices of the
-    global batch, and how many times each is counted does not matter. With a `rate` of 0 the choices are forgotten.
+    This is auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). `add_up` sums in place over ranks, to the choices of
+    the global batch; counting each choice several times does no harm. A `rate` of 0 discards the choices.
     """
     chosen = [router.take_choices() for router in routers]
     if not rate or not chosen:

@@ -1,4 +1,4 @@
-"""Statistics of routers, from which their losses follow.
+"""Router statistics, from which the router losses are computed.
 
 Legend: E experts.
 """
@@ -13,9 +13,10 @@ from optimus.model.architecture import ModelConfig
 
 
 class RouterStats(NamedTuple):
-    """Sums over the tokens of one or more layers, from which the losses follow; sums of layers are added.
+    """Sums over the tokens of one or more layers, from which the router losses are computed.
 
-    Because both losses are functions of these sums, they have the same value however the layers are divided.
+    Statistics of layers are added. Both losses are functions of these sums, so their values do not depend on how the layers
+    are distributed.
     """
 
     counts_E: Tensor  # how often each expert was chosen; fp32, no gradient
@@ -27,10 +28,11 @@ class RouterStats(NamedTuple):
         return RouterStats(*map(operator.add, self, other))
 
     def among(self, config: ModelConfig) -> "RouterStats":
-        """Those of a layer of a model whose layers have different numbers of experts, so that layers can be added.
+        """Maps the statistics of one layer to vectors that can be added over layers with different numbers of experts.
 
-        The vectors are those of all numbers, end to end. The balance loss is then the mean of what it is over the layers
-        with equally many experts, weighted by how many layers these are: hence the factor of the probabilities.
+        The resulting vectors have a segment for each number of experts, end to end. The balance loss then is the mean of
+        the balance losses of all segments, weighted by their numbers of layers; the factor of the probabilities sees to the
+        weights.
         """
         sizes, own = config.expert_counts, len(self.counts_E)
         of_layers = [config.experts_of(layer) for layer in range(config.layers)]
@@ -41,15 +43,15 @@ class RouterStats(NamedTuple):
         )
 
     def balance_loss(self, share_E: Tensor | None = None) -> Tensor:
-        """E * sum_e (share of choices of e) * (mean probability of e): OLMoE section 2, as in `transformers`.
+        """Returns E * sum_e (share of choices of e) * (mean probability of e): OLMoE section 2, as in `transformers`.
 
-        `share_E` are choices per token, by default over these tokens. When they are those of the global batch, the mean of
-        the losses of its parts is the loss of the whole (Demons in the Detail, section 3).
+        `share_E` are choices per token, by default over the tokens of these statistics. With the shares of the global
+        batch, the mean of the losses of its parts is the loss of the whole (Demons in the Detail, section 3).
         """
         if share_E is None:
             share_E = self.counts_E / self.tokens
         return len(self.counts_E) * (share_E * self.probabilities_E / self.tokens).sum()
 
     def z_loss(self) -> Tensor:
-        """Mean over tokens and layers of logsumexp(logits)^2 (ST-MoE, eq. 5)."""
+        """Returns the mean over tokens and layers of logsumexp(logits)^2 (ST-MoE, eq. 5)."""
         return self.z / self.tokens

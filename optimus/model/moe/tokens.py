@@ -1,6 +1,6 @@
-"""Which tokens a sparse layer works on: all, on one device. `parallel.tokens` has the other way.
+"""Tokens of a sparse layer on one device, which processes all of them. `parallel.tokens` splits the tokens over ranks.
 
-Legend: T tokens, H hidden, U tokens that are worked on here.
+Legend: T tokens, H hidden, U tokens processed on this rank.
 """
 
 from torch import Tensor
@@ -9,20 +9,20 @@ from optimus.model.moe.statistics import RouterStats
 
 
 class TokenSplit:
-    """From the tokens as the residual stream holds them to those of this device, and back; here every one is whole."""
+    """Maps the residual stream to whole tokens of this device, and back. Here every token is whole and on this device."""
 
     def take(self, x_TH: Tensor) -> Tensor:
-        """[U, H]: whole tokens."""
+        """Returns the whole tokens of this device [U, H]."""
         return x_TH
 
     def own(self, of_T: Tensor) -> Tensor:
-        """[U]: of a number of every token, which all devices that share a microbatch have, those of the tokens of `take`."""
+        """Selects [U], the values of `take`'s tokens, from a value per token that all ranks of a microbatch have."""
         return of_T
 
     def put_back(self, y_UH: Tensor) -> Tensor:
-        """[T, H], as `take` was given."""
+        """Returns [T, H], sharded like the input of `take`."""
         return y_UH
 
     def sum(self, stats: RouterStats) -> RouterStats:
-        """The statistics of the tokens of all devices that share a microbatch."""
+        """Sums the statistics over the tokens of all devices that share a microbatch."""
         return stats

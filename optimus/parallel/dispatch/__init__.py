@@ -1,7 +1,7 @@
-"""Token dispatchers: how tokens reach experts on other ranks, and the results come back (expert parallelism).
+"""Token dispatchers: carry tokens to experts on other ranks and results back (expert parallelism).
 
-Expert e of a layer with E experts lives on rank e // (E / N) of the N ranks along `ep`, and may be split over `etp`. All
-dispatchers are exact and drop no token. Each rank calls its layers with tokens of its own, in the same order as the others.
-What autograd then leaves in an expert's gradient is the sum over the tokens of all N ranks, while all other gradients are of
-this rank's tokens alone.
+Expert e of a layer with E experts is on rank e // (E / N) of the N ranks along `ep`, and may be sharded over `etp`. All
+dispatchers are exact and drop no tokens. Each rank calls its layers with its own tokens, in the same order as other ranks.
+After the backward pass, an expert's gradient is the sum over the tokens of all N ranks, while all other gradients cover
+this rank's tokens only.
 """

@@ -1,7 +1,8 @@
-"""Every token to every rank, each of which computes for its own experts: stage 1 of the Optimus paper (section 3.1).
+"""All-gather dispatch: every rank gets every token and computes its own experts (stage 1 of the Optimus paper, section
+3.1).
 
-One regular collective each way moves (N - 1) times the tokens of a rank, however they are routed. That is less time than an
-irregular exchange where N is small, or where the network prefers what is regular.
+One regular collective in each direction moves (N - 1) times the tokens of a rank, for any routing. Regular collectives take
+less time than an irregular exchange if N is small, or if the network favours regular traffic.
 
 Legend: N ranks of the group, T tokens of this rank, A = N * T, H hidden, K experts per token.
 """
@@ -15,10 +16,10 @@ from optimus.model.moe.dispatch import NOTHING, Overlapped
 
 
 class AllGatherDispatch:
-    """A `Dispatch` over the ranks of `group`, of which this one holds `experts_per_rank` experts from `first` on.
+    """A `Dispatch` over the ranks of `group`; this rank holds `experts_per_rank` experts from `first` on.
 
-    What ranks have for a token is added, be it of other experts or of other parts of the same. T must be the same on every
-    rank.
+    The ranks' results for a token are summed, for different experts and for shards of the same expert. T must be the same
+    on every rank.
     """
 
     def __init__(self, group: Group, first: int, experts_per_rank: int) -> None:
@@ -28,7 +29,7 @@ class AllGatherDispatch:
     def __call__(
         self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: Overlapped = NOTHING
     ) -> Tensor:
-        """Algorithm 1 of the paper: lines 11-13, the experts, line 116. The result is [T, H]."""
+        """Runs Algorithm 1 of the paper: lines 11-13, the experts, line 116. The result is [T, H]."""
         x_AH = all_gather_rows(x_TH, self.group)
         weights_AK = all_gather_rows(weights_TK, self.group)
         indices_AK = all_gather_rows(indices_TK.int(), self.group)  # half the bytes
@@ -39,5 +40,5 @@ class AllGatherDispatch:
         return y_TH
 
     def choices_here(self, local_AK: Tensor) -> int:
-        """How many choices are of experts of this rank; the host waits for it."""
+        """Counts the choices of this rank's experts; the host waits for the device."""
         return int((local_AK >= 0).sum())

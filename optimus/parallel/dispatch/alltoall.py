@@ -1,9 +1,9 @@
-"""Each token once to every rank that holds one of its experts, however many of them it holds.
+"""All-to-all dispatch: each token goes once to every rank that holds any of its experts.
 
-A token takes all its routing weights and choices along, so the rank of the experts returns one row per token that it got:
-the weighted sum over the experts there. At home the rows of a token are added in rank order. Copies of tokens are laid out
-by an index, and put together again by sums over its inverse; each is the other's backward pass. So nothing is scattered,
-and every addition has a fixed order.
+A token is sent with all its routing weights and choices. The rank of the experts returns one row per received token: the
+weighted sum over its experts. The token's own rank adds the rows in rank order. An index gathers the copies of tokens, and
+sums over its inverse combine the results; each is the other's backward pass. So nothing is scattered, and every addition
+has a fixed order.
 
 Legend: N ranks of the group, T tokens of this rank, S copies sent, R copies received, H hidden, K experts per token.
 """
@@ -30,26 +30,29 @@ from optimus.model.moe.choices import choices_of, local_indices
 from optimus.model.moe.dispatch import NOTHING, Overlapped
 
 Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""(tokens, weights, local choices, number of these that are here) to weighted sums of what their experts give: a module, or
-one more dispatcher."""
+"""Maps (tokens, weights, local choices, number of local choices) to weighted sums of the experts' outputs: a module, or a
+further dispatcher."""
 
 
 class Copies(NamedTuple):
-    """The copies of tokens that leave, by rank and then by token; and where the copies of each token are."""
+    """The copies of tokens to send, by rank and then by token, and the index of each token's copies."""
 
     token_S: Tensor  # the token of each copy
-    copy_S: Tensor  # copies by token and then by rank
-    first_T: Tensor  # where in `copy_S` those of a token begin
+    copy_S: Tensor  # copies by token, then by rank
+    first_T: Tensor  # index in `copy_S` of each token's first copy
 
 
 def needed_by(rank_TK: Tensor, ranks: int) -> Tensor:
-    """[T, N]: whether a token goes to a rank, from the rank of each choice, or -1; K choices of one rank are one copy."""
+    """Returns a mask [T, N] of the ranks that each token goes to, from the rank of each choice, or -1.
+
+    K choices of one rank need one copy.
+    """
     needed_TN = torch.zeros(len(rank_TK), 1 + ranks, dtype=torch.bool, device=rank_TK.device)
     return needed_TN.scatter_(1, rank_TK + 1, True)[:, 1:]
 
 
 def make_copies(needed_TN: Tensor, number: int) -> Copies:
-    """The copies to make, of which there are this `number`: as the host knows it, nothing has to wait for the device."""
+    """Makes the index of `number` copies. The host passes the number, so nothing waits for the device."""
     tokens, ranks = needed_TN.shape
     needed_NT = needed_TN.T
     number_NT = needed_NT.flatten().cumsum(0).view(ranks, tokens) - 1
@@ -63,14 +66,17 @@ def make_copies(needed_TN: Tensor, number: int) -> Copies:
 
 
 def _packed(values: Tensor, chosen: Tensor, number: int) -> Tensor:
-    """The `number` values that are chosen, in order."""
+    """Returns the `number` chosen values, in order."""
     place = (chosen.flatten().cumsum(0) - 1).masked_fill_(~chosen.flatten(), number)
     return values.new_empty(number + 1).scatter_(0, place, values.flatten())[:number]
 
 
 class ExchangeCounts(NamedTuple):
-    """What the host knows of an exchange: rows for and from each rank, and how many experts compute for: tokens of each of
-    the ranks that share experts, and the choices of all of these that are here."""
+    """Counts of an exchange, on the host.
+
+    `send` and `receive` are rows for and from each rank. `tokens` are the tokens of each rank that shares the experts, and
+    `choices` is the number of choices of local experts among all these tokens.
+    """
 
     send: list[int]
     receive: list[int]
@@ -81,11 +87,11 @@ class ExchangeCounts(NamedTuple):
 class AllToAllDispatch:
     """A `Dispatch` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
 
-    Experts may be split over `parts`, each rank of which has its own such group: what one of them got from there all
-    gather, and add up what their parts of the experts find (TED, section 7.2, algorithm 5's dropped tokens being those that
-    the others sent). With `duplicates` they all sent and got the same, and only add up. T may differ from rank to rank, and
-    be 0. What a layer computes besides goes on while tokens are under way (Megatron-Core's overlap of shared experts), in
-    the backward pass as well.
+    Experts may be sharded over `parts`, each rank of which has such a group of its own. The ranks of `parts` all-gather the
+    tokens they received and sum the results of their shards of the experts (TED, section 7.2; algorithm 5 drops the tokens
+    that the other ranks send). With `duplicates`, all of them sent and received the same tokens, and only sum. T may differ
+    between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's overlap of shared
+    experts), in the backward pass too.
     """
 
     def __init__(self, group: Group, experts_per_rank: int, parts: Group, *, duplicates: bool = False) -> None:
@@ -96,8 +102,10 @@ class AllToAllDispatch:
     def __call__(
         self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute, overlapped: Overlapped = NOTHING
     ) -> Tensor:
-        """Counts, which the host waits for, then tokens, weights and choices, then results: five all-to-all. The result is
-        [T, H]."""
+        """Dispatches and combines by five all-to-alls: counts, then tokens, weights and choices, then results.
+
+        The host waits for the counts. The result is [T, H].
+        """
         rank_TK = indices_TK // self.experts_per_rank
         rows_N = needed_by(rank_TK, self.group.size).sum(0)
         rows_N2 = torch.stack([rows_N, choices_of(rank_TK, self.group.size)], 1)
@@ -105,7 +113,10 @@ class AllToAllDispatch:
         return self.exchange(x_TH, weights_TK, indices_TK, experts, ExchangeCounts(*counts), overlapped)
 
     def exchange_counts(self, send_N2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From rows and choices for each rank: the same, those from each rank, and what each of the parts gets."""
+        """Exchanges (rows, choices) for each rank.
+
+        Returns the sent ones, the received ones, and the totals of each of the parts.
+        """
         receive_N2 = self.group.all_to_all(send_N2)
         totals_P2 = receive_N2.sum(0, keepdim=True)
         if self.parts.size > 1 and not self.duplicates:
@@ -121,7 +132,7 @@ class AllToAllDispatch:
         counts: ExchangeCounts,
         overlapped: Overlapped = NOTHING,
     ) -> Tensor:
-        """What follows when the counts are known."""
+        """Dispatches and combines with known counts."""
         send, receive, tokens, choices = counts
         copies = make_copies(needed_by(indices_TK // self.experts_per_rank, self.group.size), sum(send))
         chosen_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes
@@ -145,7 +156,7 @@ class AllToAllDispatch:
         tokens: Sequence[int],
         choices: int,
     ) -> Tensor:
-        """What whole experts give for these tokens."""
+        """Returns the outputs of whole experts for these tokens, from shards of the experts."""
         if self.parts.size == 1:
             return experts(x_RH, weights_RK, local_RK, choices)
         if self.duplicates:
@@ -158,7 +169,7 @@ class AllToAllDispatch:
 
 
 def read_counts(*exchanges: tuple[Tensor, Tensor, Tensor]) -> tuple[ExchangeCounts, ...]:
-    """What the host is to know of these exchanges (`exchange_counts`); it waits for the device once."""
+    """Reads the results of `exchange_counts` to the host; waits for the device once for all exchanges."""
     flat = [each.flatten() for exchange in exchanges for each in exchange]
     numbers = [each.tolist() for each in torch.cat(flat).cpu().split([len(each) for each in flat])]
     return tuple(
@@ -168,7 +179,7 @@ def read_counts(*exchanges: tuple[Tensor, Tensor, Tensor]) -> tuple[ExchangeCoun
 
 
 class _Copied(torch.autograd.Function):
-    """[T, ...] to [S, ...], a row for every copy; or with `collects` back, the sum of each token's copies in rank order."""
+    """Maps [T, ...] to [S, ...], one row per copy; with `collects`, sums each token's copies in rank order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, copies: Copies, collects: bool) -> Tensor:

@@ -1,7 +1,7 @@
-"""Which dispatcher takes less time: by what its collectives take, as they were measured or by events (`comm/costs.py`).
+"""Chooses the faster dispatcher, from measured or simulated times of its collectives (`comm/costs.py`).
 
-All-gathers are regular and few, but grow with the ranks; all-to-alls send each token only where one of its experts is. So
-the former pay for few tokens on few ranks.
+All-gathers are few and regular, but grow with the number of ranks; all-to-alls send each token only to ranks that hold its
+experts. So all-gathers pay off for few tokens on few ranks.
 """
 
 from math import comb
@@ -24,7 +24,7 @@ from optimus.parallel.options import StageOptions
 
 Dispatcher = Literal["alltoall", "allgather"]
 _INDEX = 4  # bytes of a choice
-_COUNT = 16  # of the rows and choices for a rank
+_COUNT = 16  # bytes of the counts of rows and choices for a rank
 
 
 def dispatcher(
@@ -35,9 +35,10 @@ def dispatcher(
     itemsize: int,
     measured: Measured | None = None,
 ) -> Dispatcher:
-    """The one that is `asked` for; of auto the one to take for so many `tokens` of a rank, of numbers of `itemsize` bytes.
+    """Returns the dispatcher that is `asked` for; for auto, the faster one.
 
-    Every rank finds the same: all depends on what they know alike.
+    `tokens` are the tokens of a rank, with numbers of `itemsize` bytes. Every rank gets the same answer, because all inputs
+    are the same on all ranks.
     """
     if asked != "auto":
         return asked
@@ -46,10 +47,10 @@ def dispatcher(
     everyone, ranks = shape_of(group, mesh), shape_of(group[:: mesh.etp], mesh)
     if experts is None or chosen is None or everyone is None or ranks is None or everyone.ranks == 1:
         return "alltoall"
-    widths = [model.hidden * itemsize, chosen * itemsize, chosen * _INDEX]  # of a token, its weights and its choices
+    widths = [model.hidden * itemsize, chosen * itemsize, chosen * _INDEX]  # bytes: a token, its weights, its choices
 
     def together(kind: CollectiveKind, shape: Shape, rows: float) -> float:
-        """Seconds of tokens, weights and choices on their way there, and of results on their way back."""
+        """Returns the seconds to dispatch tokens, weights and choices, and to combine the results."""
         return sum(expected(kind, shape, rows * width, measured) for width in [*widths, widths[0]])
 
     def exchanged(shape: Shape, rows: float) -> float:
@@ -66,18 +67,21 @@ def dispatcher(
     whole, (width, *others) = tokens * everyone.ranks, widths
     allgather = sum(expected("all_gather", everyone, whole * each, measured) for each in [width, *others])
     allgather += expected("reduce_scatter", everyone, whole * width, measured)
-    clearly = GAIN if measured is not None else 1.0  # measurements scatter, and the default is not left by chance
+    clearly = GAIN if measured is not None else 1.0  # measurements are noisy, and chance should not change the default
     return "allgather" if allgather < clearly * alltoall else "alltoall"
 
 
 def copies(experts: int, parts: int, chosen: int) -> float:
-    """In how many of equal parts of the experts a token has some, if it chooses them at random."""
+    """Returns the expected number of equal `parts` of the experts with any of a token's randomly chosen experts."""
     elsewhere = comb(experts - experts // parts, chosen) / comb(experts, chosen)
     return parts * (1 - elsewhere)
 
 
 def dispatch_of(groups: Groups, options: StageOptions, experts: int) -> Dispatch:
-    """Expert parallelism: how tokens reach the `experts` of a layer. Raises `UserError` where these cannot be divided."""
+    """Returns the dispatcher of a layer with `experts` experts.
+
+    Raises `UserError` if the experts cannot be divided evenly.
+    """
     ranks, parts = groups.along("ep"), groups.along("etp")
     if ranks.size * parts.size == 1:
         return local_dispatch

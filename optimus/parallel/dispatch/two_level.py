@@ -1,8 +1,8 @@
-"""Each token once to every node that has one of its experts, and there once to every rank that holds one.
+"""Two-level dispatch: each token goes once to every node with any of its experts, and there once to every rank with any.
 
-Between nodes tokens go to the rank of their own rank's place, so that all ranks of a node send and receive. It dispatches
-them on its node, and sends back the sum of what its node's experts find. So one row of a token crosses each way, however
-many of a node's ranks hold experts that it has chosen.
+Between nodes, tokens go to the rank with the same local rank, so that all ranks of a node send and receive. The receiving
+rank dispatches tokens within its node, and sends back the sum of the results of its node's experts. So one row per token
+and node crosses in each direction, for any number of the node's ranks that hold its experts.
 """
 
 from collections.abc import Iterator
@@ -19,23 +19,25 @@ from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts,
 
 
 class TwoLevelDispatch:
-    """A `Dispatch` over ranks `across` nodes, each of which dispatches to those `within` its own.
+    """A `Dispatch` over ranks `across` nodes, each of which dispatches to the ranks `within` its node.
 
-    Rank l of node x holds experts (x M + l) E / N M, of M ranks a node; each rank holds `experts_per_rank`.
+    Rank l of node x holds the experts from (x M + l) E / N M on, with M ranks per node; each rank holds `experts_per_rank`.
     """
 
     def __init__(
         self, across: Group, within: Group, experts_per_rank: int, parts: Group, *, duplicates: bool = False
     ) -> None:
-        alone = Group([parts.ranks[parts.rank]], 0)  # parts of experts are put together on their node
+        alone = Group([parts.ranks[parts.rank]], 0)  # parts of experts are combined within the node
         self.across = AllToAllDispatch(across, within.size * experts_per_rank, alone)
         self.within = AllToAllDispatch(within, experts_per_rank, parts, duplicates=duplicates)
 
     def __call__(
         self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: Overlapped = NOTHING
     ) -> Tensor:
-        """Ten all-to-all, half of them on the node; the host waits for the counts of both levels at once. The result is
-        [T, H]."""
+        """Dispatches and combines by ten all-to-alls, half of them within the node.
+
+        The host waits once for the counts of both levels. The result is [T, H].
+        """
         across, within = cached(lambda: read_counts(*self._exchange_counts(indices_TK)), self.across.group)
         on_node = partial(self._on_node, experts, ExchangeCounts(*within))
         return self.across.exchange(x_TH, weights_TK, indices_TK, on_node, ExchangeCounts(*across), overlapped)
@@ -52,7 +54,10 @@ class TwoLevelDispatch:
         return self.within.exchange(x_RH, weights_RK, local_RK, experts, counts)
 
     def _exchange_counts(self, indices_TK: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of both levels. What this rank will send on its node is what comes from others, which tell of it."""
+        """Yields the counts of both levels.
+
+        Other nodes tell this rank the rows to send within its node: the rows they send to it.
+        """
         nodes, ranks = self.across.group.size, self.within.group.size
         rank_TK = indices_TK // self.within.experts_per_rank
         needed_TNM = needed_by(rank_TK, nodes * ranks).view(-1, nodes, ranks)
@@ -60,5 +65,5 @@ class TwoLevelDispatch:
         rows_N = needed_TNM.any(2).sum(0)
         send = torch.cat([rows_N[:, None], needed_TNM.sum(0), choices_NM], 1)
         receive = self.across.group.all_to_all(send)
-        yield send[:, :2], receive[:, :2], send.new_zeros(1, 2)  # of which the second numbers are of no use
+        yield send[:, :2], receive[:, :2], send.new_zeros(1, 2)  # the second numbers are unused
         yield self.within.exchange_counts(receive[:, 1:].sum(0).view(2, ranks).T.contiguous())
