@@ -112,7 +112,7 @@ def machine(sizes: Sizes) -> dict[str, Any]:
 def step(sizes: Sizes) -> dict[str, Any]:
     """Steps of 8 layers of the 7B shape with 16k tokens: speed and peak memory, and what the planner says of them."""
     from optimus.config import load_config
-    from optimus.plan.asking import as_configured, asked
+    from optimus.plan.job_builder import as_configured, asked
     from optimus.plan.prediction import predict
 
     config = load_config(sizes.run("step", sizes.model(8), 8, 2048))

@@ -28,7 +28,7 @@ from optimus.kernels.rotary import rotary, rotary_reference, rotary_table
 from optimus.kernels.square_sum import square_sum, square_sum_reference
 from optimus.model.architecture import ModelConfig
 from optimus.model.count import count_parameters
-from optimus.model.moe.choices import Choosing
+from optimus.model.moe.choices import RouterConfig
 from optimus.model.moe.router import Router
 from optimus.optim.adamw import AdamW, adamw_reference
 from optimus.optim.rule import OptimizerStep, Tile
@@ -234,7 +234,7 @@ def _router(sizes: Sizes) -> Case:
     computing them makes the same choices.
     """
     T, H, (E, K) = sizes.tokens, sizes.model.hidden, _expert_counts(sizes.model)
-    router = Router(H, E, K, False, Choosing.of(sizes.model)).to(sizes.device, sizes.dtype)
+    router = Router(H, E, K, False, RouterConfig.of(sizes.model)).to(sizes.device, sizes.dtype)
     router.gradients = sizes.buffers
     x_TH = _random(sizes, T, H)
     with torch.no_grad():

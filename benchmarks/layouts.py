@@ -26,8 +26,8 @@ from benchmarks.training import own_tokens, trial
 from optimus.config import RunConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
-from optimus.plan.asking import configured
 from optimus.plan.job import Job, job_of
+from optimus.plan.job_builder import configured
 from optimus.plan.measure.machine import fit_machine, observe
 from optimus.plan.measure.ranks import run_fresh
 from optimus.plan.prediction import Plan

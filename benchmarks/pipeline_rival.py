@@ -32,7 +32,7 @@ from optimus.model.attention import AttentionPositions
 from optimus.model.init import initialize
 from optimus.parallel.options import StageOptions
 from optimus.parallel.parallelize import parallelize
-from optimus.pipeline.staged import Staged
+from optimus.pipeline.staged import PipelineStages
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.stages import partition_of
 from optimus.step_context import StepContext
@@ -50,7 +50,7 @@ TORCH: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
 }
 
 
-def make_stages(config: RunConfig) -> Staged:
+def make_stages(config: RunConfig) -> PipelineStages:
     """This rank's stages, initialised, in fp32. Gradients accumulate in `.grad` of the parameters."""
     groups = Groups(mesh_of(config, dist.get_world_size()))
     buffers: dict[nn.Parameter, GradientBuffer] = {}
@@ -65,7 +65,7 @@ def make_stages(config: RunConfig) -> Staged:
     return staged
 
 
-def ours(staged: Staged, config: RunConfig) -> Step:
+def ours(staged: PipelineStages, config: RunConfig) -> Step:
     """By our executor, as configured."""
     objective = _CrossEntropy(_microbatches(config), config.train.micro_batch * (config.train.sequence_length - 1))
 
@@ -99,7 +99,7 @@ class _Plain:
     def start_reduction(self, stage: int) -> None: ...
 
 
-def torchs(staged: Staged, config: RunConfig) -> Step:
+def torchs(staged: PipelineStages, config: RunConfig) -> Step:
     """By torch's executor, in its schedule of the configured name."""
     model, last, microbatches = staged.model, len(staged.partition.blocks) - 1, _microbatches(config)
     positions_S, places = model.places(Batch(torch.empty(1, config.train.sequence_length)))

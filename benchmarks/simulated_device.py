@@ -26,9 +26,9 @@ from optimus.mesh import Layout, Mesh
 from optimus.model.parameters import Size, declare
 from optimus.optim.adamw import AdamW
 from optimus.resolve.groups import state_divisions
-from optimus.state.gathering import Gathering
+from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.model_state import ModelState
-from optimus.state.plan import Recipe, divide_chunks
+from optimus.state.plan import StateSpec, divide_chunks
 from optimus.state.transfers import Job, Transfers
 
 _PIECES = 16  # of an update, between which other copies take their turn on the links
@@ -304,14 +304,14 @@ class Simulation:
     ) -> None:
         self.device, self._width, self._rank = device, width, rank
         state = StateConfig.model_validate({"chunk": width * width, "gradient_dtype": "bfloat16", **options})
-        self.gathering = Gathering()
+        self.gathering = ParameterPrefetcher()
         with torch.device("meta"):
             self.layers = nn.ModuleList(Layer(width, device, forward, backward) for _ in range(layers))
         layouts = {name: Layout(tuple(each.shape)) for name, each in self.layers.named_parameters()}
         groups = Groups(Mesh.of(ranks))
         groups.make(state_divisions(groups.mesh, layouts, state))
         rule = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-        recipe = Recipe(compute, dict.fromkeys(layouts, rule))
+        recipe = StateSpec(compute, dict.fromkeys(layouts, rule))
         self.state = ModelState(
             self.layers,
             layouts,

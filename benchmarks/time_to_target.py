@@ -36,7 +36,7 @@ from optimus.data.files import resolve
 from optimus.disk import read_json_lines, user_path
 from optimus.errors import UserError
 from optimus.evaluation.score import evaluating
-from optimus.pipeline.staged import Staged
+from optimus.pipeline.staged import PipelineStages
 from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
 from optimus.testing.steps import build
@@ -256,7 +256,7 @@ def _epochs(config: RunConfig, text: Text) -> int:
     return -(-config.train.total_steps * BATCH // len(text.train_NS))
 
 
-def _held_out_loss(model: Staged, state: ModelState, text: Text) -> float:
+def _held_out_loss(model: PipelineStages, state: ModelState, text: Text) -> float:
     with state.evaluating(), evaluating(model):
         return float(model.model.losses(text.held_out_NS.long()).cross_entropy)
 

@@ -18,7 +18,7 @@ from typer import Option
 from optimus.config import RunConfig, load_config
 from optimus.observe.machine import find_device
 from optimus.resolve.ranks import mesh_of
-from optimus.training.freed_memory import keep_freed_memory
+from optimus.training.malloc_trim import keep_freed_memory
 from optimus.training.resolving import resolve_here
 
 Step = Callable[[Tensor], float]  # tokens [B, S] of this rank to the loss

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from optimus.hub import FastSparseMoEBlock, import_folder, register_experts
     from optimus.hub import export_checkpoint as export
     from optimus.observe.doctor import examine as doctor
-    from optimus.plan.asking import plan
+    from optimus.plan.job_builder import plan
     from optimus.report.listing import runs
     from optimus.report.page import write_report as report
     from optimus.training.record import StepRecord
@@ -81,7 +81,7 @@ __getattr__, __dir__ = lazy_exports(
         "merge": "optimus.checkpoint.merging",
         "migrate": "optimus.config.migrate",
         "models": "optimus.config.models",
-        "plan": "optimus.plan.asking",
+        "plan": "optimus.plan.job_builder",
         "prepare": "optimus.data.preparation",
         "register_experts": "optimus.hub",
         "report": "optimus.report.page:write_report",

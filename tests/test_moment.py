@@ -50,7 +50,7 @@ PLACES = {
     "testing/ranks.py": TESTS,
     "training/accounting.py": SAID,
     "training/checks.py": REFUSES,
-    "training/conclusion.py": SAID,
+    "training/finalize.py": SAID,
     "training/environment.py": SAID,
     "launch/here.py": SAID,
     "launch/node.py": FAULTS,

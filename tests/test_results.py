@@ -210,7 +210,7 @@ FIXED = [
     Fixed(
         WATCH,
         r"(\d+) random layouts and\n(\d+) named ones",
-        lambda: [*text(WATCH, r"in_turns\(range\((\d+)\)\)"), len(module(WATCH).LAYOUTS)],
+        lambda: [*text(WATCH, r"in_turns\(range\((\d+)\), always=1\)"), len(module(WATCH).LAYOUTS)],
     ),
     Fixed(
         HANGS,
@@ -223,7 +223,7 @@ FIXED = [
     Fixed(
         SLOW,
         r"test_slow.py`; (\d+) times as slow.*: (\d+)\ndraws",
-        lambda: [module(SLOW).FACTOR, *text(SLOW, r"in_turns\(range\((\d+)\), 5\)")],
+        lambda: [module(SLOW).FACTOR, *text(SLOW, r"in_turns\(range\((\d+)\), 5, always=1\)")],
     ),
     Fixed(LAB, r"The lab's (five) cases", lambda: text(LAB, r'"silent": turn \+ (\d)')),
     Fixed(
@@ -360,7 +360,7 @@ FIGURES = (
         ("A lease keeps a second run out", "class LeaseCheck"),
         ("Metrics of the whole job; a profile", "class Trace"),
         ("Links between stages are connected", "def connect"),
-        ("A cache of parameters by the order of their uses", "class Gathering"),
+        ("A cache of parameters by the order of their uses", "class ParameterPrefetcher"),
     ],
 )
 def test_code_is_in_the_files_that_its_row_names(row: str, defines: str) -> None:

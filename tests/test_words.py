@@ -1,4 +1,4 @@
-"""Names, help texts and messages use the words of the field, and a class name means one thing."""
+"""Names, help texts and messages use the words of the field, a class name means one thing, and sentences are whole."""
 
 import ast
 import re
@@ -25,6 +25,23 @@ WORDS = {  # words of identifiers, to the ones to use
 }
 NAMES = {  # whole identifiers, to the ones to use
     "Base": "Candidate",
+    "Choosing": "RouterConfig",
+    "Computing": "StageRunner",
+    "Depths": "ShardDepths",
+    "Dispatch": "TokenDispatcher",
+    "Driver": "ProgressThread",
+    "Gathering": "ParameterPrefetcher",
+    "Overlapped": "OverlappedWork",
+    "Ready": "ReadyQueue",
+    "Recipe": "StateSpec",
+    "Slot": "ParameterSlot",
+    "Staged": "PipelineStages",
+    "conclusion": "finalize",
+    "device_states": "resident_fraction",
+    "freed_memory": "malloc_trim",
+    "going_back": "rollback",
+    "coarsening": "all_reduce_tiles",
+    "window_except": "full_attention_every",
     "Given": "Job",
     "Held": "ChunkGroup",
     "HeldOut": "Validation",
@@ -167,6 +184,104 @@ def test_a_class_name_means_one_thing() -> None:
                 case ast.ClassDef(name=name) if not name.startswith("_"):
                     places[name].append(f"{path}:{node.lineno}")
     assert not (twice := {name: where for name, where in places.items() if len(where) > 1}), twice
+
+
+# ---- Sentences ----
+
+# A docstring begins with none of these: a clause that its noun, or its verb, is missing from.
+OPENINGS = {
+    *("What", "Of", "Whether", "How", "Where", "Those", "As", "That", "Which", "Who"),
+    *("Whose", "When", "If", "Whatever", "In", "With", "By", "From"),
+}
+# Verbs in the third person, and words that begin a noun phrase. A word that is missing here joins the file if it is one.
+FIRST_WORDS = set((ROOT / "tests" / "first_words.txt").read_text(encoding="utf-8").split())
+LONG, MOST_LONG = 35, 100  # words of a sentence; sentences of more
+
+
+class Docstring(NamedTuple):
+    where: str
+    text: str
+
+
+def docstrings(path: str, tree: ast.Module) -> Iterator[Docstring]:
+    """Those of modules, classes and functions, but for commands, whose docstrings are help texts: they tell what to do."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        command = path.startswith("optimus/cli/") and isinstance(node, ast.FunctionDef) and node.decorator_list
+        if (text := ast.get_docstring(node)) and not command:
+            yield Docstring(f"{path}:{getattr(node, 'lineno', 1)}", text)
+
+
+def opening(text: str) -> Finding | None:
+    """What is wrong with the first word of a docstring. One in quotes of code, or a shape, is a noun."""
+    first = text.split()[0]
+    word = first.rstrip(",:.;")
+    if word in OPENINGS:
+        return Finding("", word, "a verb in the third person, or a noun phrase")
+    if re.fullmatch(r"[A-Za-z][\w/'-]*", word) and word not in FIRST_WORDS:
+        return Finding(
+            "", word, "a word of tests/first_words.txt, or add it there if it is a verb or begins a noun phrase"
+        )
+    return None
+
+
+def long_sentences(text: str) -> Iterator[str]:
+    """Sentences of more than so many words; tables and legends, whose lines are indented, are none."""
+    for paragraph in re.split(r"\n\s*\n|\n\s*[-*] ", text):
+        lines = [line for line in paragraph.splitlines() if not line.startswith("  ")]
+        for sentence in re.split(r"(?<=[.!?:;])\s+", " ".join(" ".join(lines).split())):
+            if len(sentence.split()) > LONG:
+                yield sentence
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun_phrase() -> None:
+    found = [
+        wrong._replace(where=each.where)
+        for path, tree in files("optimus")
+        for each in docstrings(path, tree)
+        if (wrong := opening(each.text)) is not None
+    ]
+    assert not found, report(found)
+
+
+def test_sentences_are_short() -> None:
+    found = [
+        Finding(each.where, f"{sentence[:60]}...", f"it in at most {LONG} words")
+        for path, tree in files("optimus")
+        for each in docstrings(path, tree)
+        for sentence in long_sentences(each.text)
+    ]
+    assert len(found) <= MOST_LONG, report(found)
+
+
+def test_first_words_are_in_use_and_in_order() -> None:
+    lines = (ROOT / "tests" / "first_words.txt").read_text(encoding="utf-8").split()
+    used = {each.text.split()[0].rstrip(",:.;") for path, tree in files("optimus") for each in docstrings(path, tree)}
+    assert lines == sorted(lines, key=str.lower)
+    assert not FIRST_WORDS - used
+    assert not FIRST_WORDS & OPENINGS
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("Whether it is there.", True),
+        ("Of a run.", True),
+        ("Flurbs the shards.", True),
+        ("Returns the shards.", False),
+        ("The shards of a chunk.", False),
+        ("[T, H] rows.", False),
+        ("`text` in lower case.", False),
+    ],
+)
+def test_openings_are_found(text: str, wrong: bool) -> None:
+    assert (opening(text) is not None) == wrong
+
+
+def test_long_sentences_are_found() -> None:
+    words = " ".join(["word"] * LONG)
+    assert [*long_sentences(f"{words}. {words} more. Few.\n\n    {words} {words}")] == [f"{words} more."]
 
 
 def test_exceptions_are_needed() -> None:

@@ -49,7 +49,7 @@ def train(
         "check": check,
     }
     if auto_plan is not None:
-        from optimus.plan.asking import best_layout
+        from optimus.plan.job_builder import best_layout
 
         summary = run(best_layout(config, [*overrides, *asked], auto_plan, ranks), **how)
     else:

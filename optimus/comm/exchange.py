@@ -111,7 +111,7 @@ def carry_out(exchanges: Sequence[Exchange]) -> None:
         exchanges = [each for each in exchanges if next(each, _END) is not _END]
 
 
-class Driver:
+class ProgressThread:
     """Runs exchanges in a background thread, in the order in which the caller begins them.
 
     Each group has a driver of its own. The ranks of a group begin their collectives in one order, so their drivers cannot

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optimus.comm.algorithms import OWN, CollectiveKind, Measured, used
-from optimus.comm.exchange import AS_THEY_ARE, Codec, Driver, shift
+from optimus.comm.exchange import AS_THEY_ARE, Codec, ProgressThread, shift
 from optimus.comm.handle import DONE, Handle
 from optimus.comm.observer import Observer
 from optimus.comm.recorder import Recorder
@@ -58,7 +58,9 @@ class Transport:
     tag: int = 0
     shape: Shape | None = None
     levels: "tuple[Group, Group] | None" = None
-    driver: Driver = field(default_factory=Driver)  # the thread that continues exchanges while the rank computes
+    driver: ProgressThread = field(
+        default_factory=ProgressThread
+    )  # the thread that continues exchanges while the rank computes
 
 
 class Group:
@@ -99,7 +101,7 @@ class Group:
 
     def tagged(self, tag: int) -> "Group":
         """Returns the same group for messages with the tag `tag`, which do not mix with the messages of other tags."""
-        own = replace(self.transport, tag=tag, levels=None, driver=Driver())
+        own = replace(self.transport, tag=tag, levels=None, driver=ProgressThread())
         return type(self)(self.ranks, self.rank, own, self.shared)
 
     def algorithm(self, kind: CollectiveKind, tensor: Tensor) -> str:

@@ -12,9 +12,9 @@ from optimus.comm.algorithms import KINDS, Measured, on_two_levels
 from optimus.comm.device_waits import GRACE
 from optimus.comm.exchange import AS_THEY_ARE, Codec
 from optimus.comm.group import Group, Shared, Transport
+from optimus.comm.host_staging import HostStagedGroup
 from optimus.comm.recorder import Recorder
 from optimus.comm.schedules import Shape
-from optimus.comm.staged import HostStagedGroup
 from optimus.comm.watch import Watch
 from optimus.mesh import Mesh, RankPartition
 from optimus.mesh.mesh import DENSE, EXPERT

@@ -17,8 +17,8 @@ from optimus.comm.algorithms import EVERYONE, CollectiveKind, pieces, rounds
 from optimus.comm.exchange import (
     Channel,
     Codec,
-    Driver,
     Exchange,
+    ProgressThread,
     begin,
     carry_out,
     exchange,
@@ -186,7 +186,7 @@ class Messages(NamedTuple):
     shape: Shape
     process_group: Any
     first_tag: int  # of the group's collectives; every collective under way has a tag of its own
-    driver: Driver
+    driver: ProgressThread
     scratch: Scratch
     partial_sums: Codec
     observer: Observer

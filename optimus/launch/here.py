@@ -22,7 +22,7 @@ from optimus.observe.machine import find_device, use_device
 from optimus.resolve.ranks import mesh_of, ranks_per_node
 from optimus.resolve.run import ResolvedRun
 from optimus.training import checks
-from optimus.training.conclusion import conclude, summary_of
+from optimus.training.finalize import conclude, summary_of
 from optimus.training.hooks.users import users_hooks
 from optimus.training.resolving import resolve_here
 from optimus.training.summary import summarise, summary_lines

@@ -25,7 +25,7 @@ from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
 from optimus.resolve.microbatches import check_batches, micro_batch
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.run import ResolvedRun
-from optimus.training.conclusion import announce
+from optimus.training.finalize import announce
 from optimus.training.hooks.users import users_hooks
 from optimus.training.reading import read_run
 

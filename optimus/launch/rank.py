@@ -36,9 +36,9 @@ from optimus.resilience.exits import EndedError, Exit
 from optimus.resolve.ranks import ranks_per_node
 from optimus.training.build import build_trainer
 from optimus.training.checks import dry_run
-from optimus.training.conclusion import conclude, summary_of
 from optimus.training.environment import record_start
-from optimus.training.freed_memory import keep_freed_memory
+from optimus.training.finalize import conclude, summary_of
+from optimus.training.malloc_trim import keep_freed_memory
 from optimus.training.trainer import Hook, Trainer, naming_collectives
 
 
@@ -96,7 +96,7 @@ def run_rank(
 def backend_of(device: torch.device, named: str, per_node: int) -> str:
     """Returns the backend that moves a rank's tensors: the backend of the device, or Gloo.
 
-    Gloo moves the tensors through the host (`comm/staged.py`). Gloo is the backend of devices without one of their own.
+    Gloo moves the tensors through the host (`comm/host_staging.py`). Devices without a backend of their own use Gloo, too.
     Gloo is also used when `train.device` is `named` with an index, such as `xpu:0`, so that all `per_node` ranks of a node
     share the device.
     """

@@ -115,7 +115,7 @@ def links_of(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
     return [(stream, (source, target)) for stream, (source, target) in sorted(ranks) if source != target]
 
 
-class Computing:
+class StageRunner:
     """Runs the computations of one rank in a step, in the caller's order, and hands results over between stages of the rank.
 
     If the schedule has backward passes, `work` must be a `StageWork`.
@@ -154,7 +154,7 @@ class ScheduledExecutor:
     def __init__(self, schedule: Schedule, links: StageLinks, work: ForwardWork) -> None:
         self._actions = schedule.actions[links.rank]
         self._schedule, self._links, self._work = schedule, links, work
-        self._computing = Computing(schedule, work)
+        self._computing = StageRunner(schedule, work)
         self._coming: dict[Action, Result[Message]] = {}  # by receive
 
     def run(self) -> list[Executed]:

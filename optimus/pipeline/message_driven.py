@@ -18,8 +18,8 @@ import torch
 
 from optimus.comm import Group
 from optimus.errors import UserError
-from optimus.pipeline.executor import Computing, Executed, Message, StageLinks, StageWork
-from optimus.pipeline.ready import Ready
+from optimus.pipeline.executor import Executed, Message, StageLinks, StageRunner, StageWork
+from optimus.pipeline.ready import ReadyQueue
 from optimus.pipeline.schedule import Action, Kind, Schedule
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD)
@@ -28,7 +28,7 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD)
 class MessageDrivenExecutor:
     """Runs a step of `schedule`, which only places the stages.
 
-    See `Ready` for `caps`; `team` are the ranks that share this rank's stages.
+    See `ReadyQueue` for `caps`; `team` are the ranks that share this rank's stages.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class MessageDrivenExecutor:
         device: torch.device,
     ) -> None:
         self._schedule, self._links, self._work, self._team, self._device = schedule, links, work, team, device
-        self._computing = Computing(schedule, work)
-        self._ready = Ready(schedule, links.rank, caps, "forward")
+        self._computing = StageRunner(schedule, work)
+        self._ready = ReadyQueue(schedule, links.rank, caps, "forward")
         self._queue: SimpleQueue[tuple[Action, Message | Exception]] = SimpleQueue()  # arrived messages
         self._messages: dict[Action, Message] = {}
 

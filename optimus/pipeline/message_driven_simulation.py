@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 
 from optimus.pipeline.costs import Costs
-from optimus.pipeline.ready import Preference, Ready, message_driven
+from optimus.pipeline.ready import Preference, ReadyQueue, message_driven
 from optimus.pipeline.schedule import Action, partner
 from optimus.pipeline.timeline import Event, Timeline
 
@@ -20,14 +20,14 @@ def simulate_message_driven(
 ) -> Timeline:
     """Simulates ranks that, whenever free, run a forward or backward pass whose input has arrived, the preferred one first.
 
-    See `Ready` for `caps` and `prefer`. Costs are F = I = W = 1 by default; backward passes are not split, and transfers
+    See `ReadyQueue` for `caps` and `prefer`. Costs are F = I = W = 1 by default; backward passes are whole, and transfers
     never block (`costs.blocking` is not used). Stage s is on rank s mod `ranks`.
 
     Raises `UserError` for a cap below one and for costs or caps that do not fit the stages.
     """
     schedule, costs = message_driven(ranks, microbatches, stages_per_rank), costs or Costs()
     duration = costs.durations(schedule.stages, microbatches)
-    ready = [Ready(schedule, rank, caps, prefer) for rank in range(ranks)]
+    ready = [ReadyQueue(schedule, rank, caps, prefer) for rank in range(ranks)]
     free = [True] * ranks
     events: list[Event] = []
     # (time, arrives, rank, action): the end of a computation on the rank, or the arrival of its input.

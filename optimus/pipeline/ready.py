@@ -33,7 +33,7 @@ class _Arrived(NamedTuple):
     action: Action
 
 
-class Ready:
+class ReadyQueue:
     """The computations of `rank` that could run now, and the live activations of its stages.
 
     `caps` are the most live activations of each stage, as in `find_caps`. One number for all is `pipeline_limit` of the

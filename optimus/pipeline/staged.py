@@ -117,7 +117,7 @@ def _select(model: Transformer, partition: StagePartition) -> None:
             del model.head, model.predict
 
 
-class Staged(nn.Module):
+class PipelineStages(nn.Module):
     """The stages of `model` on this rank; the model is reduced to them.
 
     `share` gives the numbers of parts into which rows and columns of the residual stream are split over ranks. The residual
@@ -214,7 +214,7 @@ class _Forward:
 
     def __init__(
         self,
-        staged: Staged,
+        staged: PipelineStages,
         microbatches: Sequence[Batch],
         end: Callable[[Tensor, RouterStats | None], None] | None = None,
         *,
@@ -297,7 +297,7 @@ class _Training(_Forward):
     """The `StageWork` of a step."""
 
     def __init__(
-        self, staged: Staged, microbatches: Sequence[Batch], objective: Objective, gradients: Gradients
+        self, staged: PipelineStages, microbatches: Sequence[Batch], objective: Objective, gradients: Gradients
     ) -> None:
         super().__init__(staged, microbatches, trains=True, count=objective.count, scale=objective.scale)
         self._objective, self._gradients = objective, gradients

@@ -26,13 +26,13 @@ from optimus.plan.job import Job, Rules
 from optimus.resolve.parameters import layout_options
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.rules import default_rule
-from optimus.state.buffers import Depths
+from optimus.state.buffers import ShardDepths
 from optimus.state.masks import MaskForm
 from optimus.state.plan import (
     ChunkPlan,
     ChunkRow,
-    Recipe,
     ShardStep,
+    StateSpec,
     chunk_buffers,
     end_to_end,
     in_order,
@@ -150,11 +150,11 @@ class MatrixGroup(NamedTuple):
 class _Rows:
     """The parameters of a rank, end to end in chunks. Borders of shards are computed once per number of ranks."""
 
-    def __init__(self, names: Sequence[str], recipe: Recipe, rows: Sequence[ChunkRow], mesh: Mesh) -> None:
+    def __init__(self, names: Sequence[str], recipe: StateSpec, rows: Sequence[ChunkRow], mesh: Mesh) -> None:
         self.names, self.recipe, self.rows, self._mesh = names, recipe, rows, mesh
         self._borders: dict[tuple[int, int], Sequence[Sequence[int]]] = {}
 
-    def unpruned(self, share: float | None) -> Recipe:
+    def unpruned(self, share: float | None) -> StateSpec:
         """Returns the recipe with this share left of every parameter that is ever pruned; None: before pruning."""
         return self.recipe._replace(unpruned=dict.fromkeys(self.recipe.unpruned, share))
 
@@ -194,7 +194,7 @@ def _rows(
     the same ranks lie."""
     named = dict(kinds.names(counts))
     unpruned = {name: None for name, kind in named.items() if kind.unpruned < 1}
-    recipe = Recipe(compute, {name: kind.rule for name, kind in named.items()}, unpruned, mask_form)
+    recipe = StateSpec(compute, {name: kind.rule for name, kind in named.items()}, unpruned, mask_form)
     layouts = {name: kind.layout for name, kind in named.items()}
     return _Rows(list(named), recipe, end_to_end(layouts, mesh, 0, dict(zip(kinds.axes, alike)), chunk, recipe), mesh)
 
@@ -349,7 +349,7 @@ def _replicas(axes: tuple[str, ...], mesh: Mesh) -> StridedGroup:
 @lru_cache(maxsize=8192)
 def _places(
     axes: tuple[str, ...], mesh: Mesh, over_data: bool, widths: tuple[int | None, ...]
-) -> tuple[StridedGroup, tuple[StridedGroup, ...], Depths]:
+) -> tuple[StridedGroup, tuple[StridedGroup, ...], ShardDepths]:
     """Returns the placement of the ranks along `axes`, the groups that shard the state in each step
     (`state.plan.shard_groups`), and the depths."""
     replicas = shared = _replicas(axes, mesh)

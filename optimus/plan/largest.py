@@ -4,8 +4,8 @@ offloaded."""
 from collections.abc import Iterator
 
 from optimus.errors import UserError
-from optimus.plan.fitting import residencies
 from optimus.plan.job import Job
+from optimus.plan.memory_fit import residencies
 from optimus.plan.prediction import Plan
 from optimus.plan.search import fits, search_residency
 

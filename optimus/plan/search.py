@@ -21,12 +21,12 @@ from heapq import heapify, heappop, heappush
 from optimus.config.sizes import size_text
 from optimus.errors import UserError
 from optimus.pipeline.schedules import DEFAULT
-from optimus.plan.divisions import candidates
-from optimus.plan.fitting import Fitting, Timed, residencies
+from optimus.plan.candidate_meshes import candidates
 from optimus.plan.job import Job
 from optimus.plan.links import even, exchanged
 from optimus.plan.machine import load_machine, machine_names
 from optimus.plan.memory import FRAGMENTS, buffers_of, memory_of, room_of, state_size, usable
+from optimus.plan.memory_fit import Fitting, Timed, residencies
 from optimus.plan.offloading import host_room
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.step import step_time

@@ -22,7 +22,7 @@ from optimus.resolve.precision import DTYPES
 from optimus.resolve.run import ResolvedRun
 from optimus.resolve.stages import live_of
 from optimus.state.buffers import KINDS, Buffer, Residency
-from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind
+from optimus.state.plan import ChunkPlan, StateSpec, bytes_by_kind
 
 Table = npt.NDArray[np.int64]  # shape [shards, kinds]
 
@@ -130,7 +130,7 @@ def account(
     )
 
 
-def recipes_of(run: ResolvedRun) -> list[Recipe]:
+def recipes_of(run: ResolvedRun) -> list[StateSpec]:
     """Returns the run's recipes of state: the first one, and one after each pruning."""
     pruning, first = run.config.pruning, run.recipe
     if pruning is None:
@@ -208,7 +208,7 @@ def at_rest(run: ResolvedRun, *, shared: bool) -> AtRest:
     return AtRest(*map(max, zip(*(_at_rest(run, recipe, shared=shared) for recipe in recipes_of(run)))))
 
 
-def _at_rest(run: ResolvedRun, recipe: Recipe, *, shared: bool) -> AtRest:
+def _at_rest(run: ResolvedRun, recipe: StateSpec, *, shared: bool) -> AtRest:
     config, mesh = run.config, run.mesh
     stages = {rank: run.chunk_plans(rank, recipe=recipe) for rank in run.stage_ranks}
     copied = Counter[int]()  # bytes that each rank copies; each shard has one writer

@@ -12,7 +12,7 @@ from optimus.resolve.precision import DTYPES
 from optimus.resolve.rules import check_prunable, pruned_by, rules_of, with_factors
 from optimus.resolve.run import RunInputs
 from optimus.resolve.stages import tied_embeddings
-from optimus.state.plan import Recipe
+from optimus.state.plan import StateSpec
 from optimus.state.pruning import check_blocks
 
 
@@ -37,7 +37,7 @@ def whole_model(config: RunConfig) -> Transformer:
         return with_factors(Transformer(config.model, config.moe.force_balanced), config.train)
 
 
-def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> Recipe:
+def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> StateSpec:
     """Returns the recipe of the state of the unsharded `model` at the start of the run.
 
     Raises `UserError` for parameters that cannot be pruned.
@@ -49,7 +49,9 @@ def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> Recip
     unpruned = (
         dict.fromkeys(targets) | dict(inputs.unpruned) | (dict.fromkeys(targets, first) if first is not None else {})
     )
-    return Recipe(DTYPES[config.train.precision], rules, unpruned, pruning.indices if pruning is not None else "int32")
+    return StateSpec(
+        DTYPES[config.train.precision], rules, unpruned, pruning.indices if pruning is not None else "int32"
+    )
 
 
 def check_blocks_of(config: RunConfig, model: Transformer, layouts: Mapping[str, Layout], mesh: Mesh) -> None:

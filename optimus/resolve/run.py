@@ -21,7 +21,7 @@ from optimus.resolve.groups import run_divisions
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.shapes import activation_shapes, stage_options
 from optimus.resolve.stages import partition_of
-from optimus.state.plan import ChunkPlan, Recipe, divide_stages, place_chunks
+from optimus.state.plan import ChunkPlan, StateSpec, divide_stages, place_chunks
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RankPlan:
     partition: StagePartition
     layouts: Mapping[str, Layout]
     """The layouts of the parameters of this rank's stages."""
-    recipe: Recipe
+    recipe: StateSpec
     divided: Mapping[int, Sequence[ChunkPlan]]
     """The chunks of each of this rank's stages."""
     options: StageOptions
@@ -70,7 +70,7 @@ class ResolvedRun:
     inputs: RunInputs
     model: Transformer = field(compare=False, repr=False)  # with all stages, without memory for its parameters
     layouts: Mapping[str, Layout]  # of all parameters
-    recipe: Recipe
+    recipe: StateSpec
     record: RunConfig
     """The configuration saved in the run folder: the given one, with the decisions that are part of the run."""
     decisions: tuple[Decision, ...] = ()
@@ -153,7 +153,7 @@ class ResolvedRun:
         return self._divided[rank]
 
     def chunk_plans(
-        self, rank: int, resident_fraction: float | None = None, recipe: Recipe | None = None
+        self, rank: int, resident_fraction: float | None = None, recipe: StateSpec | None = None
     ) -> list[ChunkPlan]:
         """Returns the chunks of `rank`, placed on device, host or disk.
 

@@ -80,7 +80,7 @@ def aligned(elements: int, align: int = ALIGN) -> int:
     return -(-elements // align) * align
 
 
-class Depths(NamedTuple):
+class ShardDepths(NamedTuple):
     """The number of steps in which a chunk's parameters, gradients and optimizer state are sharded."""
 
     parameters: int
@@ -89,7 +89,7 @@ class Depths(NamedTuple):
 
 
 def buffers(
-    depths: Depths,
+    depths: ShardDepths,
     compute: torch.dtype,
     gradient: torch.dtype,
     rule: Rule,

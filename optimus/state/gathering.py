@@ -79,7 +79,7 @@ class UseTrace:
         return {chunk: number for number, chunk in enumerate(dict.fromkeys(self._now))}
 
 
-class Gathering:
+class ParameterPrefetcher:
     """Gathers parameters on use, for a model whose parameters are in chunks: `parallelize` gets its `unit` and
     `gradient_buffers`."""
 

@@ -20,11 +20,11 @@ from optimus.optim.rule import OptimizerStep
 from optimus.state.buffers import RESIDENCES
 from optimus.state.chunk import Chunk, TrainedChunk
 from optimus.state.disk import StateFile
-from optimus.state.gathering import Gathering
+from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.masks import packed_bits
 from optimus.state.matrices import OverBlocks
 from optimus.state.placement import ChunkContext
-from optimus.state.plan import ChunkPlan, Recipe, divisions, place_chunks, sharding_of, unpruned_shares
+from optimus.state.plan import ChunkPlan, StateSpec, divisions, place_chunks, sharding_of, unpruned_shares
 from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers, transfers
 
@@ -65,10 +65,10 @@ class ModelState:
         options: StateConfig,
         divided: Mapping[int, Sequence[ChunkPlan]],
         *,
-        recipe: Recipe,
+        recipe: StateSpec,
         masks: Mapping[str, Tensor] | None = None,
         device: torch.device,
-        gathering: Gathering | None = None,
+        gathering: ParameterPrefetcher | None = None,
         moves: Transfers | None = None,
     ) -> None:
         _check_trainable((name, each.requires_grad) for name, each in module.named_parameters())
@@ -89,7 +89,7 @@ class ModelState:
         self.buffers = _place_buffers(module, device)  # updated by their own rules; replicated over `team`
         # Otherwise every rank has every gradient, and computes the same norm by itself.
         self._parted = any(chunk.plan.replica_count < groups.world.size for chunk in self.chunks)
-        self._gathering = gathering or Gathering()
+        self._gathering = gathering or ParameterPrefetcher()
         self._hold()
 
     def _make_chunks(self, masks: Mapping[str, Tensor], moves: Transfers) -> dict[int, list[Chunk]]:
@@ -152,7 +152,7 @@ class ModelState:
             if chunk.elements.prunes and self.recipe.unpruned[slot.name] is not None
         }
 
-    def _pruned_by(self, masks: Mapping[str, Tensor], recipe: Recipe) -> tuple[Recipe, dict[str, Tensor]]:
+    def _pruned_by(self, masks: Mapping[str, Tensor], recipe: StateSpec) -> tuple[StateSpec, dict[str, Tensor]]:
         """Returns the recipe with the unpruned fractions of these masks, and the masks of frozen parameters.
 
         Frozen parameters have no buffers to compress: their masks are kept for checkpoints alone.

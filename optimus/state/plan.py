@@ -20,7 +20,7 @@ from optimus.config.tree import StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh, RankPartition
 from optimus.optim.rule import Rule
-from optimus.state.buffers import ALIGN, KINDS, RESIDENCES, Buffer, Depths, Lifetime, Residency, aligned, buffers
+from optimus.state.buffers import ALIGN, KINDS, RESIDENCES, Buffer, Lifetime, Residency, ShardDepths, aligned, buffers
 from optimus.state.masks import MaskForm, MaskPlan, bits_of
 from optimus.state.tiling import TILINGS, Tiling
 
@@ -33,7 +33,7 @@ _CHUNKS = 8  # minimum per model, unless chunks would be too small: others are c
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """The place of this rank's slice of one parameter in its chunk: elements `start` to `end`.
 
     The slot reaches up to `limit`, which leaves room for the largest slice that any rank has. Therefore all ranks have the
@@ -86,13 +86,13 @@ class ChunkPlan:
     A pruned chunk has a `mask`, and its extents, lengths and borders count compressed elements.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[ParameterSlot, ...]
     partial_axes: tuple[str, ...]
     rule: Rule
     borders: Sequence[int]  # starts of the shards after the last step, and the end of the last shard
     shard_steps: tuple[ShardStep, ...]
     replica_count: int
-    depths: Depths
+    depths: ShardDepths
     buffers: tuple[Buffer, ...]  # made by `buffers.buffers` for these depths
     mask: MaskPlan | None = None
 
@@ -224,7 +224,7 @@ class ChunkPlan:
         return found
 
 
-class Recipe(NamedTuple):
+class StateSpec(NamedTuple):
     """The facts beyond the section `state` that decide which buffers chunks have: compute type, and update rules by
     parameter."""
 
@@ -234,7 +234,7 @@ class Recipe(NamedTuple):
     unpruned: Mapping[str, float | None] = {}
     mask_form: MaskForm = "int32"
 
-    def unpruned_of(self, slot: Slot) -> int:
+    def unpruned_of(self, slot: ParameterSlot) -> int:
         """Returns the number of unpruned elements in this rank's slice of a parameter."""
         share, elements = self.unpruned.get(slot.name), slot.shape.numel()
         return elements if share is None else round(share * elements)
@@ -249,7 +249,7 @@ def unpruned_shares(
 
 
 def divide_chunks(
-    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: Recipe
+    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: StateSpec
 ) -> list[ChunkPlan]:
     """Returns the chunks of `rank`, planned as if nothing were pruned and everything were on the device.
 
@@ -285,7 +285,7 @@ class ChunkRow(NamedTuple):
     axes: tuple[str, ...]  # mesh axes of the replicas, whose gradients are partial sums
     same: tuple[str, ...]  # further mesh axes along which ranks hold identical parameters
     rule: Rule
-    chunks: Sequence[tuple[Slot, ...]]
+    chunks: Sequence[tuple[ParameterSlot, ...]]
     align: int
 
     def borders(self, parts: int) -> list[Sequence[int]]:
@@ -306,7 +306,7 @@ class ChunkRow(NamedTuple):
         self,
         borders: Iterable[Sequence[int]],
         steps: tuple[ShardStep, ...],
-        depths: Depths,
+        depths: ShardDepths,
         copies: int,
         kept: tuple[Buffer, ...],
     ) -> list[ChunkPlan]:
@@ -323,7 +323,7 @@ def end_to_end(
     rank: int,
     replicas: Mapping[tuple[str, ...], Hashable],
     chunk: int | None,
-    recipe: Recipe,
+    recipe: StateSpec,
 ) -> list[ChunkRow]:
     """Groups the parameters of `rank` by replicas, rule and whether they are ever pruned, and lays each group out in chunks.
 
@@ -342,17 +342,17 @@ def end_to_end(
     limit = chunk_limit([[room[layouts[name]] for name in names] for names in groups.values()], chunk)
     rows = list[ChunkRow]()
     for (_, same, rule, _), names in groups.items():
-        align = max(each.align for each in buffers(Depths(0, 0, 0), recipe.compute, recipe.compute, rule))
+        align = max(each.align for each in buffers(ShardDepths(0, 0, 0), recipe.compute, recipe.compute, rule))
         own = [layouts[name] for name in names]
         chunks = [
-            tuple(Slot(names[i], own[i], regions[own[i]], start, end) for i, start, end in placed)
+            tuple(ParameterSlot(names[i], own[i], regions[own[i]], start, end) for i, start, end in placed)
             for placed in lay_out([room[layout] for layout in own], limit, align)
         ]
         rows.append(ChunkRow(layouts[names[0]].partial_axes, same, rule, chunks, align))
     return rows
 
 
-def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recipe) -> list[ChunkPlan]:
+def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: StateSpec) -> list[ChunkPlan]:
     """Returns the divided chunks with the buffers that their residency and pruning ask for.
 
     The first chunks, the fraction `resident_fraction`, stay on the device. All chunks behind are offloaded as configured.
@@ -384,10 +384,10 @@ def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recip
 
 
 def chunk_buffers(
-    depths: Depths,
+    depths: ShardDepths,
     rule: Rule,
     options: StateConfig,
-    recipe: Recipe,
+    recipe: StateSpec,
     pruned: bool = False,
     offload: str = "none",
     prunable: bool = False,
@@ -408,14 +408,14 @@ def chunk_buffers(
     )
 
 
-def _compressed(plan: ChunkPlan, recipe: Recipe) -> ChunkPlan:
+def _compressed(plan: ChunkPlan, recipe: StateSpec) -> ChunkPlan:
     """Returns the plan with shards of equal length over its unpruned elements."""
     unpruned = sum(recipe.unpruned_of(slot) for slot in plan.slots)
     borders = plan.tiling.borders([], aligned(unpruned, plan.align), [0] * plan.shard_count, plan.align)
     return replace(plan, borders=borders, mask=MaskPlan(plan.size, unpruned, recipe.mask_form))
 
 
-def placed(depths: Depths, offload: str, sends: bool = False) -> Depths:
+def placed(depths: ShardDepths, offload: str, sends: bool = False) -> ShardDepths:
     """Returns the depths of a chunk after offloading.
 
     On the host, parameters are sharded as finely as this rank updates them. Gradients that each microbatch `sends` to the
@@ -438,7 +438,7 @@ def divide_stages(
     rank: int,
     options: StateConfig,
     stage_of: Callable[[str], int],
-    recipe: Recipe,
+    recipe: StateSpec,
 ) -> dict[int, list[ChunkPlan]]:
     """Returns the divided chunks of each pipeline stage on `rank`. `stage_of` maps a parameter's name to its stage; no chunk
     belongs to two stages.
@@ -605,13 +605,13 @@ def bytes_by_kind(plans: Sequence[ChunkPlan], residency: Residency = "device") -
     return {kind: sum(count[kind] for count in counts) for kind in KINDS}
 
 
-def sharing_steps(widths: Sequence[int | None], ranks: int) -> tuple[list[int], Depths]:
+def sharing_steps(widths: Sequence[int | None], ranks: int) -> tuple[list[int], ShardDepths]:
     """Returns the steps in which `ranks` shard a chunk, and for each kind the number of steps after which it is kept.
 
     `widths` come from `shard_widths`. Raises `UserError` where they do not divide the ranks.
     """
     steps, depths, inner = list[int](), list[int](), 1
-    for kind, width in zip(Depths._fields, (min(width or ranks, ranks) for width in widths)):
+    for kind, width in zip(ShardDepths._fields, (min(width or ranks, ranks) for width in widths)):
         if ranks % width or width % inner:
             raise UserError(
                 f"state.shard_ranks: {kind} over {width} ranks cannot be sharded further over the {ranks} replicas of a "
@@ -621,4 +621,4 @@ def sharing_steps(widths: Sequence[int | None], ranks: int) -> tuple[list[int], 
             steps.append(width // inner)
             inner = width
         depths.append(len(steps))
-    return steps, Depths(*depths)
+    return steps, ShardDepths(*depths)

@@ -22,20 +22,20 @@ from optimus.model.init import initialize_parameter
 from optimus.state.chunk import TrainedChunk
 from optimus.state.masks import bits_of, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
-from optimus.state.plan import Slot
+from optimus.state.plan import ParameterSlot
 
-Score = Callable[[Slot, Tensor], Tensor]  # fp32 scores of the elements of this rank's slice of a parameter
+Score = Callable[[ParameterSlot, Tensor], Tensor]  # fp32 scores of the elements of this rank's slice of a parameter
 
 _HALF = 1 << 16
 _BLOCK = 16  # rows and columns of a block that is pruned as a whole
 
 
-def magnitudes(slot: Slot, weights: Tensor) -> Tensor:
+def magnitudes(slot: ParameterSlot, weights: Tensor) -> Tensor:
     """Returns the magnitude of each weight."""
     return weights.abs()
 
 
-def block_norms(slot: Slot, weights: Tensor) -> Tensor:
+def block_norms(slot: ParameterSlot, weights: Tensor) -> Tensor:
     """Returns, for each weight, the root mean square of the weights of its block of 16 x 16."""
     rows, columns = weights.shape[-2:]
     square = weights.reshape(-1, 1, rows, columns).square()
@@ -48,7 +48,7 @@ def block_norms(slot: Slot, weights: Tensor) -> Tensor:
 def random_scores(seed: int) -> Score:
     """Returns scores by name and position, so that the same elements are pruned with any layout."""
 
-    def scores(slot: Slot, weights: Tensor) -> Tensor:
+    def scores(slot: ParameterSlot, weights: Tensor) -> Tensor:
         found = torch.empty(weights.numel(), device=weights.device)
         initialize_parameter(f"{slot.name}.mask", found, "normal", seed, 1.0, positions=slot.global_positions)
         return found.abs_().view(weights.shape)
@@ -73,7 +73,7 @@ def check_blocks(layouts: Mapping[str, Layout], mesh: Mesh) -> None:
 class LocalWeights(NamedTuple):
     """This rank's slice of a parameter."""
 
-    slot: Slot
+    slot: ParameterSlot
     weights: Tensor  # fp32, of the slot's shape
     counts: bool  # in sums over the ranks: true on one of the ranks that hold this slice
 
@@ -113,7 +113,7 @@ def weights_to_be(
     layouts: Mapping[str, Layout],
     groups: Groups,
     device: torch.device,
-    read: Callable[[Slot, Tensor], None],
+    read: Callable[[ParameterSlot, Tensor], None],
     before: Mapping[str, Tensor],
 ) -> PrunableWeights:
     """Returns the weights of a state that does not exist yet, for parameters with these layouts.
@@ -126,7 +126,7 @@ def weights_to_be(
         for name, layout in layouts.items():
             if name in names:
                 region = layout.region(mesh, rank)
-                slot = Slot(name, layout, region, 0, math.prod(layout.local_shape(mesh)))
+                slot = ParameterSlot(name, layout, region, 0, math.prod(layout.local_shape(mesh)))
                 weights = torch.zeros(slot.shape, device=device)
                 read(slot, weights)
                 yield LocalWeights(slot, weights, layout.first_holds(mesh, rank))
@@ -146,7 +146,7 @@ def prune(
     masks: dict[str, Tensor] = {}
     failure: UserError | None = None
 
-    def scored(slot: Slot, values: Tensor) -> Tensor:
+    def scored(slot: ParameterSlot, values: Tensor) -> Tensor:
         """Returns the scores, zero for elements that have been pruned before."""
         before = weights.before.get(slot.name)
         found = score(slot, values)

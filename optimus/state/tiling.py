@@ -28,7 +28,7 @@ class Divided(Protocol):
 
     @property
     def slots(self) -> Sequence[Any]:
-        """The parameters, end to end: `plan.Slot`."""
+        """The parameters, end to end: `plan.ParameterSlot`."""
 
 
 class Tiling:

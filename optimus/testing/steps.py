@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.model import Batch
-from optimus.pipeline.staged import Staged
+from optimus.pipeline.staged import PipelineStages
 from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
 from optimus.training.build import build_model
@@ -56,7 +56,7 @@ class Steps:
         return [block for blocks in self.model.stages.values() for block in blocks]
 
 
-def build(config: RunConfig, groups: Groups, device: torch.device = _CPU) -> tuple[Staged, ModelState]:
+def build(config: RunConfig, groups: Groups, device: torch.device = _CPU) -> tuple[PipelineStages, ModelState]:
     """Builds the stages of `config` on this rank, and their state without values. Collective over `groups`."""
     plan = resolve_here(config, device, groups).on_rank(groups.rank, tags=groups.tags)
     return build_model(plan, groups, device)

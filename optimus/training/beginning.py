@@ -18,7 +18,7 @@ from optimus.hub import FolderReader, context_of, read_published
 from optimus.model import Transformer
 from optimus.model.init import initialize_parameter
 from optimus.model.parameters import declarations
-from optimus.state.plan import Slot
+from optimus.state.plan import ParameterSlot
 from optimus.training.checkpointing import Origin
 from optimus.training.run import Run, read_together
 
@@ -49,16 +49,18 @@ def is_model_folder(path: str | Path) -> bool:
     return (Path(path) / "config.json").is_file()
 
 
-def first_weights(config: RunConfig, source: WeightSource | None, model: Transformer) -> Callable[[Slot, Tensor], None]:
+def first_weights(
+    config: RunConfig, source: WeightSource | None, model: Transformer
+) -> Callable[[ParameterSlot, Tensor], None]:
     """Returns a function that fills a slice of a parameter of `model` with its initial values, initialised or read from
     `source`."""
     declared, seed, std = dict(declarations(model)), config.train.seed, config.model.init_std
 
-    def initialised(slot: Slot, weights: Tensor) -> None:
+    def initialised(slot: ParameterSlot, weights: Tensor) -> None:
         kind = declared[slot.name].initial
         initialize_parameter(slot.name, weights.view(-1), kind, seed, std, positions=slot.global_positions)
 
-    def loaded(slot: Slot, weights: Tensor) -> None:
+    def loaded(slot: ParameterSlot, weights: Tensor) -> None:
         assert source is not None
         here, offsets = weights.cpu(), tuple(part.start for part in slot.region)
         source.fill([TensorSlice(f"model.{slot.name}", slot.layout.shape, offsets, here)])

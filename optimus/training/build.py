@@ -19,11 +19,11 @@ from optimus.mesh import Layout
 from optimus.mesh.placement import describe
 from optimus.model import Transformer
 from optimus.parallel.parallelize import parallelize
-from optimus.pipeline.staged import Staged
+from optimus.pipeline.staged import PipelineStages
 from optimus.resolve.parameters import targets_of
 from optimus.resolve.ranks import mesh_of, ranks_per_node
 from optimus.resolve.run import RankPlan, ResolvedRun
-from optimus.state.gathering import Gathering
+from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.model_state import ModelState
 from optimus.state.pruning import weights_to_be
 from optimus.training.beginning import begins_anew, begins_with, first_weights
@@ -108,14 +108,14 @@ def _masks(
 
 def build_model(
     plan: RankPlan, groups: Groups, device: torch.device, masks_of: MasksOf = lambda *_: {}
-) -> tuple[Staged, ModelState]:
+) -> tuple[PipelineStages, ModelState]:
     """Builds the model's stages on this rank, with its shards of the parameters, and their state without values yet.
 
     `masks_of` returns the packed bits of this rank's shards of pruned parameters, given the groups, the layouts and the
     unsharded model without memory. All ranks must call.
     """
     groups.make(plan.divisions)  # the groups of all stages
-    masks, gathering = masks_of(groups, plan.layouts, plan.model), Gathering()
+    masks, gathering = masks_of(groups, plan.layouts, plan.model), ParameterPrefetcher()
     model = deepcopy(plan.model)
     staged = stages_of(model, plan.partition, plan.config, groups, plan.recipe.compute, device)
     state = ModelState(

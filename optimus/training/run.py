@@ -15,7 +15,7 @@ from optimus.data.training import TrainingData
 from optimus.errors import UserError
 from optimus.model import Batch
 from optimus.model.batch import pinned
-from optimus.pipeline.staged import Staged
+from optimus.pipeline.staged import PipelineStages
 from optimus.resolve.run import ResolvedRun
 from optimus.state.model_state import ModelState
 
@@ -29,7 +29,7 @@ class Run:
     resolved: ResolvedRun
     device: torch.device
     groups: Groups
-    model: Staged
+    model: PipelineStages
     state: ModelState
     data: TrainingData
     targets: Mapping[str, int] = field(default_factory=dict)

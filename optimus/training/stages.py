@@ -13,7 +13,7 @@ from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.replay import replay
 from optimus.pipeline.schedule import Action, Schedule
 from optimus.pipeline.schedules import forward_only
-from optimus.pipeline.staged import Staged, StagePartition
+from optimus.pipeline.staged import PipelineStages, StagePartition
 from optimus.pipeline.timeline import Event, Timeline
 from optimus.pipeline.vocabulary import VocabularyLinks
 from optimus.resolve.stages import placement_of, schedule_of
@@ -26,7 +26,7 @@ def stages_of(
     groups: Groups,
     dtype: torch.dtype,
     device: torch.device,
-) -> Staged:
+) -> PipelineStages:
     """Builds the stages of this rank and the function that executes them.
 
     All ranks must call, because links between stages are connected.
@@ -59,7 +59,7 @@ def stages_of(
         ).run()
 
     share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in
-    return Staged(model, partition, share, dtype, execute, groups.along("pp"), last, mesh.tp, exchange)
+    return PipelineStages(model, partition, share, dtype, execute, groups.along("pp"), last, mesh.tp, exchange)
 
 
 def simulated(measured: Timeline, config: RunConfig) -> Timeline:

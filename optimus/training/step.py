@@ -13,7 +13,7 @@ from optimus.model import Batch, Losses
 from optimus.model.moe.router import Router, move_biases
 from optimus.model.moe.statistics import RouterStats
 from optimus.optim.schedule import LrSchedule, learning_rate
-from optimus.pipeline.staged import Staged
+from optimus.pipeline.staged import PipelineStages
 from optimus.state.model_state import ModelState
 from optimus.step_context import region
 
@@ -54,7 +54,7 @@ class StepResult(NamedTuple):
 
 
 def training_step(
-    model: Staged,
+    model: PipelineStages,
     state: ModelState,
     batch: Tensor | Batch,
     config: RunConfig,
@@ -96,7 +96,7 @@ def training_step(
 
 
 def accumulate_gradients(
-    model: Staged, state: ModelState, given: Tensor | Batch, config: RunConfig, sources: int = 0
+    model: PipelineStages, state: ModelState, given: Tensor | Batch, config: RunConfig, sources: int = 0
 ) -> tuple[Tensor, int]:
     """Runs forward and backward passes over this rank's microbatches.
 

@@ -20,7 +20,7 @@ from optimus.errors import UserError
 from optimus.model import Batch
 from optimus.observe.progress import ProgressBar
 from optimus.observe.terminal import say_at_once
-from optimus.pipeline.staged import Staged
+from optimus.pipeline.staged import PipelineStages
 from optimus.state.model_state import ModelState
 from optimus.training.checkpointing import Checkpointer, Start
 from optimus.training.record import StepClock, StepRecord
@@ -137,7 +137,7 @@ class Trainer:
         return self.run.groups
 
     @property
-    def model(self) -> Staged:
+    def model(self) -> PipelineStages:
         """The pipeline stages of the model on this rank."""
         return self.run.model
 

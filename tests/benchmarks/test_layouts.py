@@ -11,8 +11,8 @@ from benchmarks.layouts import Layout, ratios_of, rows_of, time_layouts
 from optimus.cli import app
 from optimus.errors import UserError
 from optimus.mesh import Mesh
-from optimus.plan.asking import configured
 from optimus.plan.job import job_of
+from optimus.plan.job_builder import configured
 from optimus.plan.machine import load_machine
 from optimus.plan.prediction import Plan
 from optimus.plan.search import search

@@ -32,7 +32,7 @@ from optimus.checkpoint.store import load_state
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.hub import export_checkpoint
-from optimus.pipeline.staged import Staged
+from optimus.pipeline.staged import PipelineStages
 from optimus.resolve.microbatches import with_microbatches
 from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
@@ -184,14 +184,14 @@ def visit(config: dict[str, Any], how: How, run: Path, source: Path | None) -> V
     return Visit(loaded, results, saved)
 
 
-def _made(config: dict[str, Any]) -> tuple[RunConfig, Staged, ModelState]:
+def _made(config: dict[str, Any]) -> tuple[RunConfig, PipelineStages, ModelState]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     tree = with_microbatches(load_config(config), ranks)
     model, state = build(tree, Groups(mesh_of(tree, ranks)))
     return tree, model, state
 
 
-def _train(tree: RunConfig, model: Staged, state: ModelState, step: int) -> StepResult:
+def _train(tree: RunConfig, model: PipelineStages, state: ModelState, step: int) -> StepResult:
     data = state.groups.along("dp")
     return training_step(model, state, random_batch(tree, step).chunk(data.size)[data.rank], tree, step)
 

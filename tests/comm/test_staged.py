@@ -5,7 +5,7 @@ from torch import Tensor
 
 from helpers.phantom import on_phantom
 from optimus.comm import Group, Groups
-from optimus.comm.staged import HostStagedGroup
+from optimus.comm.host_staging import HostStagedGroup
 from optimus.mesh import Mesh
 
 

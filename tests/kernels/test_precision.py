@@ -18,7 +18,7 @@ from optimus.kernels.linear import linear, linear_reference
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from optimus.kernels.rms_norm import rms_norm, rms_norm_reference
 from optimus.kernels.rotary import rotary, rotary_reference, rotary_table
-from optimus.model.moe.choices import Choosing
+from optimus.model.moe.choices import RouterConfig
 from optimus.model.moe.router import Router
 
 Function = Callable[..., Any]
@@ -55,7 +55,7 @@ def routed(renormalise: bool) -> Function:
     """The router: weights, summed probabilities and summed z. The logits are the input: the weight is one."""
 
     def run(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        router = Router(x.shape[1], len(weight), 3, False, Choosing(renormalise=renormalise)).to(x.dtype)
+        router = Router(x.shape[1], len(weight), 3, False, RouterConfig(renormalise=renormalise)).to(x.dtype)
         weights_TK, _, stats = torch.func.functional_call(router, {"weight": weight}, (x,))
         return weights_TK, stats.probabilities_E, stats.z
 

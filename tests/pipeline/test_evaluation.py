@@ -7,7 +7,7 @@ import pytest
 from optimus.comm import Groups
 from optimus.config import load_config
 from optimus.evaluation.score import Score, Window, score
-from optimus.pipeline.staged import Staged
+from optimus.pipeline.staged import PipelineStages
 from optimus.resolve.ranks import mesh_of
 from optimus.testing import run_ranks
 from optimus.testing.steps import build
@@ -30,7 +30,7 @@ def config_of(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
     return {"model": MODEL | model, "data": {"path": ""}, "train": train, **sections}
 
 
-def model_of(config: dict[str, Any], ranks: int) -> Staged:
+def model_of(config: dict[str, Any], ranks: int) -> PipelineStages:
     tree = load_config(config)
     model, state = build(tree, Groups(mesh_of(tree, ranks)))
     state.initialize(0, 0.2)

@@ -6,15 +6,15 @@ import pytest
 
 from benchmarks.pipeline import falling_caps
 from optimus.errors import UserError
-from optimus.pipeline.ready import Preference, Ready, find_caps, message_driven
+from optimus.pipeline.ready import Preference, ReadyQueue, find_caps, message_driven
 from optimus.pipeline.schedule import Action, Kind, Schedule
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
 
-def ready(rank: int, caps: int | Sequence[int], prefer: Preference = "forward", per_rank: int = 1) -> Ready:
+def ready(rank: int, caps: int | Sequence[int], prefer: Preference = "forward", per_rank: int = 1) -> ReadyQueue:
     """Of a pipeline of two ranks and four microbatches."""
-    return Ready(message_driven(2, 4, per_rank), rank, caps, prefer)
+    return ReadyQueue(message_driven(2, 4, per_rank), rank, caps, prefer)
 
 
 def names(actions: Sequence[Action | None]) -> list[str]:
@@ -149,7 +149,7 @@ def test_ranks_that_follow_it_do_everything_once_within_the_caps(
     """Also with a cap of one everywhere: no rank waits in a circle."""
     schedule = message_driven(ranks, 4, per_rank)
     caps = [cap] * schedule.stages
-    order, live = play(schedule, [Ready(schedule, rank, caps, prefer) for rank in range(ranks)])
+    order, live = play(schedule, [ReadyQueue(schedule, rank, caps, prefer) for rank in range(ranks)])
     every = {Action(kind, stage, m) for kind in (F, B) for stage in range(schedule.stages) for m in range(4)}
     assert len(order) == len(every)
     assert set(order) == every
@@ -157,7 +157,7 @@ def test_ranks_that_follow_it_do_everything_once_within_the_caps(
     assert max(live) <= cap
 
 
-def play(schedule: Schedule, ready: Sequence[Ready]) -> tuple[list[Action], list[int]]:
+def play(schedule: Schedule, ready: Sequence[ReadyQueue]) -> tuple[list[Action], list[int]]:
     """Ranks in turns, each doing one thing; what was done, and after each the most live activations of any stage."""
     order: list[Action] = []
     alive = dict.fromkeys(range(schedule.stages), 0)

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from helpers.sweep import in_turns
-from optimus.plan.asking import as_configured, asked, configured
 from optimus.plan.chunks import chunk_groups, chunk_plans, held_in
+from optimus.plan.job_builder import as_configured, asked, configured
 from optimus.plan.memory import ranks_of
 from optimus.plan.proposal import run_of
 from optimus.resolve.memory import recipes_of

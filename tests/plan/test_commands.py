@@ -18,7 +18,7 @@ from optimus.cli import app
 from optimus.config import load_config
 from optimus.config.sizes import counted, size_text
 from optimus.plan import largest, report
-from optimus.plan.asking import as_configured, asked, configured
+from optimus.plan.job_builder import as_configured, asked, configured
 from optimus.plan.machine import load_machine
 from optimus.plan.machine_template import machine_template
 from optimus.plan.prediction import dry_run, predict

@@ -11,11 +11,11 @@ from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
 from optimus.plan.chunks import chunk_groups, chunk_plans
-from optimus.plan.fitting import residencies
 from optimus.plan.job import Job, job_of
 from optimus.plan.largest import largest
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import memory_of, room_of
+from optimus.plan.memory_fit import residencies
 from optimus.plan.offloading import choice_of, rates_of, shape_of
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.proposal import layout_of

@@ -16,8 +16,8 @@ from optimus.config import RunConfig, load_config
 from optimus.config.load import dump_config
 from optimus.errors import UserError
 from optimus.model.count import count_parameters
-from optimus.plan.asking import as_configured, asked, configured
 from optimus.plan.job import Job
+from optimus.plan.job_builder import as_configured, asked, configured
 from optimus.plan.memory import memory_of, room_of
 from optimus.plan.prediction import Plan, dry_run
 from optimus.plan.proposal import config_of, facts_of, layout_of

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from optimus.plan.asking import as_configured, asked, configured
 from optimus.plan.job import Job
+from optimus.plan.job_builder import as_configured, asked, configured
 from optimus.plan.memory import room_of
 from optimus.plan.prediction import Plan, dry_run, predict
 from optimus.plan.search import search

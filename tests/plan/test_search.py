@@ -11,13 +11,13 @@ from optimus.config import ModelConfig, load_config
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
 from optimus.mesh import Mesh
-from optimus.plan.asking import configured
-from optimus.plan.divisions import candidates
-from optimus.plan.fitting import Timed, placements, recomputations, sharded
+from optimus.plan.candidate_meshes import candidates
 from optimus.plan.job import Job, job_of
+from optimus.plan.job_builder import configured
 from optimus.plan.links import even
 from optimus.plan.machine import Communicator, Machine, load_machine
 from optimus.plan.memory import communicators_of, memory_of, room_of, usable
+from optimus.plan.memory_fit import Timed, placements, recomputations, sharded
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.profile import Profile
 from optimus.plan.proposal import layout_of

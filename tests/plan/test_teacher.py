@@ -12,8 +12,8 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.parallel.activations import Activations
 from optimus.parallel.recompute import Recomputation
-from optimus.plan.asking import as_configured, asked
 from optimus.plan.job import Job
+from optimus.plan.job_builder import as_configured, asked
 from optimus.plan.memory import memory_of_ranks
 from optimus.plan.prediction import dry_run, predict
 from optimus.resolve import facts, recompute

@@ -9,10 +9,10 @@ import pytest
 
 from optimus.mesh.strided import StridedGroup
 from optimus.optim.muon import Muon
-from optimus.plan.asking import as_configured, asked, configured
 from optimus.plan.chunks import chunk_groups
 from optimus.plan.collectives import collective_seconds
 from optimus.plan.job import Job
+from optimus.plan.job_builder import as_configured, asked, configured
 from optimus.plan.machine import load_machine
 from optimus.plan.memory import Memory
 from optimus.plan.prediction import Plan, dry_run, predict

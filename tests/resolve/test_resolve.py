@@ -18,8 +18,8 @@ from helpers.sweep import in_turns
 from optimus.config import RunConfig, load_config, preset_names
 from optimus.errors import UserError
 from optimus.mesh import Mesh
-from optimus.plan.asking import asked, configured
 from optimus.plan.job import machine_facts
+from optimus.plan.job_builder import asked, configured
 from optimus.plan.machine import load_machine
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.resolve import resolve

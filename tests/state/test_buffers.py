@@ -10,8 +10,8 @@ from optimus.config.tree import ShardRanks, StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
-from optimus.state.buffers import Depths, aligned, buffers
-from optimus.state.plan import ChunkRow, ShardStep, Slot, lay_out, sharing_steps
+from optimus.state.buffers import ShardDepths, aligned, buffers
+from optimus.state.plan import ChunkRow, ParameterSlot, ShardStep, lay_out, sharing_steps
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -70,7 +70,7 @@ def test_parts_lie_within_parts() -> None:
 
 
 def test_what_a_chunk_has() -> None:
-    kinds = [(each.kind, each.depth, each.lifetime) for each in buffers(Depths(1, 2, 3), BF16, FP32, ADAMW)]
+    kinds = [(each.kind, each.depth, each.lifetime) for each in buffers(ShardDepths(1, 2, 3), BF16, FP32, ADAMW)]
     assert kinds == [
         ("parameters", 0, "use"),
         ("parameters.shard", 1, "always"),
@@ -82,10 +82,10 @@ def test_what_a_chunk_has() -> None:
     ]
     kinds = [
         (each.kind, each.lifetime)
-        for each in buffers(Depths(0, 0, 0), FP32, FP32, Plain(weight_decay=0.0), lifetime="step")
+        for each in buffers(ShardDepths(0, 0, 0), FP32, FP32, Plain(weight_decay=0.0), lifetime="step")
     ]
     assert kinds == [("parameters", "always"), ("gradients", "always")]
-    assert buffers(Depths(1, 1, 1), FP32, FP32, Plain(weight_decay=0.0), lifetime="step")[0].lifetime == "step"
+    assert buffers(ShardDepths(1, 1, 1), FP32, FP32, Plain(weight_decay=0.0), lifetime="step")[0].lifetime == "step"
 
 
 @pytest.mark.parametrize("align", [32, 128])
@@ -94,7 +94,7 @@ def test_formats_may_need_multiples(align: int) -> None:
     ((_, *first), (_, *second)) = lay_out([100, 130], 1 << 20, align)[0]
     assert (first, second) == ([0, 100], [128, 258])
     places = (("a", 100, 0, 100), ("b", 130, 128, 258))
-    slots = tuple(Slot(name, Layout((size,)), (slice(0, size),), *place) for name, size, *place in places)
+    slots = tuple(ParameterSlot(name, Layout((size,)), (slice(0, size),), *place) for name, size, *place in places)
     (borders,) = ChunkRow((), (), ADAMW, [slots], align).borders(3)
     assert borders == (range(0, 3 * 128 + 1, 128) if align == 128 else range(0, 3 * 96 + 1, 96))
     assert aligned(129, align) == (160 if align == 32 else 256)

@@ -18,9 +18,9 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.optim.frozen import Frozen
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state.gathering import Gathering
+from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.model_state import ModelState
-from optimus.state.plan import Recipe, bytes_by_kind, divisions, sharding_of
+from optimus.state.plan import StateSpec, bytes_by_kind, divisions, sharding_of
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
 from optimus.testing.traffic import counting
@@ -46,7 +46,7 @@ def made(
     widths: dict[str, int] | None = None,
     **options: Any,
 ) -> tuple[Transformer, ModelState]:
-    gathering = Gathering()
+    gathering = ParameterPrefetcher()
     with torch.device("meta"):
         module = Transformer(CONFIG)
     gather_units(module, gathering, recompute)
@@ -59,7 +59,7 @@ def made(
         layouts,
         groups_for(Mesh.of(ranks), layouts, config),
         config,
-        recipe=Recipe(compute, rules),
+        recipe=StateSpec(compute, rules),
         device=torch.device("cpu"),
         gathering=gathering,
     )
@@ -95,7 +95,7 @@ def cost(ranks: int) -> list[tuple[dict[str, int], int, dict[str, int], dict[str
         state.reduce_gradients()
         rest = rest_of(module, FIRST)
         layouts = {name: layout for name, layout in parameter_layouts(module).items() if not name.startswith(FIRST)}
-        options = {"recipe": recipe(BF16), "device": torch.device("cpu"), "gathering": Gathering()}
+        options = {"recipe": recipe(BF16), "device": torch.device("cpu"), "gathering": ParameterPrefetcher()}
         alone = model_state(rest, layouts, state.groups, state.options, **options)
         frozen = [chunk for chunk in state.chunks if not chunk.plan.rule.trains]
         assert allocated(state.chunks) == bytes_by_kind([chunk.plan for chunk in state.chunks])

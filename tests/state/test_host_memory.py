@@ -27,7 +27,7 @@ from optimus.resolve.offload_times import OffloadChoice, Rates, StepShape
 from optimus.resolve.offload_times import step_seconds as expected_seconds
 from optimus.state import model_state
 from optimus.state.chunk import Chunk
-from optimus.state.gathering import Gathering
+from optimus.state.gathering import ParameterPrefetcher
 from optimus.testing import run_ranks
 
 S = 256  # a layer of 16 x 16, which stands for 64 M elements
@@ -67,7 +67,7 @@ def on_device(**options: Any) -> Simulation:
 
 
 class CountedChunk:
-    """What `Gathering` asks of a chunk; counts its fetches."""
+    """What `ParameterPrefetcher` asks of a chunk; counts its fetches."""
 
     def __init__(self) -> None:
         rule = SimpleNamespace(trains=True)
@@ -96,7 +96,7 @@ def fetches(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
     """Of the second step with this trace, whose uses are known by then."""
     chunks = [CountedChunk() for _ in range(max(trace) + 1)]
     modules = [nn.ParameterList(chunk.parameters) for chunk in chunks]
-    gathering = Gathering()
+    gathering = ParameterPrefetcher()
     gathering.hold(cast(Sequence[Chunk], chunks), ahead, cache)
     for _ in range(2):
         for chunk in chunks:
@@ -442,7 +442,7 @@ def test_a_gradient_that_changes_on_its_way_is_found(monkeypatch: pytest.MonkeyP
 
 def test_use_after_eviction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     made = simulation(6, cache=3)
-    monkeypatch.setattr(Gathering, "_before_backward", lambda *args: None)
+    monkeypatch.setattr(ParameterPrefetcher, "_before_backward", lambda *args: None)
     assert math.isnan(made.run(1)[0].norm)
 
 

@@ -17,7 +17,7 @@ from optimus.config import load_config
 from optimus.resolve.parameters import layouts_of, whole_model
 from optimus.state.masks import Mask, MaskForm, MaskPlan, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
-from optimus.state.plan import Slot
+from optimus.state.plan import ParameterSlot
 from optimus.state.pruning import magnitudes, prune, weights_of
 from optimus.state.reduction import GradientReduction
 from optimus.testing import run_ranks
@@ -80,7 +80,7 @@ def test_bits_of_rows() -> None:
 # ---- Equality with dense state and masks ----
 
 
-def one_of_each_kind(slot: Slot, weights: Tensor) -> Tensor:
+def one_of_each_kind(slot: ParameterSlot, weights: Tensor) -> Tensor:
     """Scores by which of some parameters nothing is left, of some everything, of one a single element."""
     scores = torch.zeros(weights.shape)
     if "q_" in slot.name or "qkv" in slot.name or "stack" in slot.name:

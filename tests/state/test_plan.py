@@ -15,8 +15,8 @@ from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.state.plan import (
     ChunkPlan,
+    ParameterSlot,
     ShardStep,
-    Slot,
     check_shard_ranks,
     divisions,
     lay_out,
@@ -47,7 +47,7 @@ def test_order_alignment_and_limit() -> None:
 def test_a_parameter_larger_than_the_limit_has_its_own_chunk() -> None:
     plans = plans_of(500, 10, 500, 10, 10, limit=128)
     assert [[slot.name for slot in plan.slots] for plan in plans] == [["p0"], ["p1"], ["p2"], ["p3", "p4"]]
-    assert plans[0].slots == (Slot("p0", Layout((500,)), (slice(0, 500),), 0, 500),)
+    assert plans[0].slots == (ParameterSlot("p0", Layout((500,)), (slice(0, 500),), 0, 500),)
 
 
 def test_exactly_the_limit_still_fits() -> None:

@@ -25,7 +25,7 @@ from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 from optimus.state import disk
-from optimus.state.buffers import Depths, buffers
+from optimus.state.buffers import ShardDepths, buffers
 from optimus.state.disk import BUFFERS, PAGE, DiskStates, StateFile
 from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers
@@ -87,7 +87,7 @@ def test_parameters_in_a_cache(residency: str) -> None:
 
 
 def rows(residency: str, gradient: torch.dtype, compute: torch.dtype = BF16) -> list[tuple[str, str, str]]:
-    found = buffers(Depths(0, 0, 0), compute, gradient, ADAMW, lifetime="cache", offload=residency)
+    found = buffers(ShardDepths(0, 0, 0), compute, gradient, ADAMW, lifetime="cache", offload=residency)
     return [(each.kind, each.residency, each.lifetime) for each in found]
 
 
@@ -288,14 +288,14 @@ def test_records_of_another_length(tmp_path: Path) -> None:
 
 def test_kinds_on_a_disk_stay_the_same() -> None:
     """Of parameters that may be pruned, in fp32, the master weights are apart from the beginning."""
-    makes = [{"prunable": True}, {"prunable": True, "pruned": True}, {}]
+    makes, none = [{"prunable": True}, {"prunable": True, "pruned": True}, {}], ShardDepths(0, 0, 0)
     now, later, never = (
-        [each for each in buffers(Depths(0, 0, 0), FP32, FP32, ADAMW, offload="disk", **more) if each.residency == "disk"]
+        [each for each in buffers(none, FP32, FP32, ADAMW, offload="disk", **more) if each.residency == "disk"]
         for more in makes
-    )  # fmt: skip
+    )
     assert now == later
     assert [each.kind for each in now] == ["master", *(each.kind for each in never)]
-    held = buffers(Depths(0, 0, 0), FP32, FP32, ADAMW, offload="all", prunable=True)
+    held = buffers(ShardDepths(0, 0, 0), FP32, FP32, ADAMW, offload="all", prunable=True)
     assert "master" not in [each.kind for each in held]
 
 

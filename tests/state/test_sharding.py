@@ -16,9 +16,9 @@ from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.optim.rule import Rule
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state.gathering import Gathering
+from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.model_state import ModelState
-from optimus.state.plan import Recipe
+from optimus.state.plan import StateSpec
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
 from optimus.testing.traffic import counting
@@ -41,7 +41,7 @@ def made_with_module(
     )
     options = {"shard": shard, "tile": 100, "chunk": limit, "shard_ranks": widths, "offload": residency}
     options |= {"gradient_dtype": str(gradient).removeprefix("torch.")}
-    gathering = Gathering()
+    gathering = ParameterPrefetcher()
     with torch.device("meta"):
         module = Transformer(config)
     gather_units(module, gathering)
@@ -51,7 +51,7 @@ def made_with_module(
         layouts,
         groups_for(Mesh.of(ranks), layouts, StateConfig.model_validate(options)),
         StateConfig.model_validate(options),
-        recipe=Recipe(compute, dict.fromkeys(layouts, rule)),
+        recipe=StateSpec(compute, dict.fromkeys(layouts, rule)),
         device=torch.device("cpu"),
         gathering=gathering,
     )

@@ -22,7 +22,7 @@ from optimus.model.linear import Linear
 from optimus.model.low_rank import merged
 from optimus.model.parameters import Size
 from optimus.observe.metrics import read_metrics
-from optimus.plan.asking import as_configured, asked, configured
+from optimus.plan.job_builder import as_configured, asked, configured
 from optimus.plan.prediction import dry_run, predict
 from optimus.resolve.microbatches import with_microbatches
 from optimus.state.masks import unpacked_bits

@@ -11,7 +11,7 @@ from torch import Tensor
 from optimus.model.architecture import ModelConfig
 
 
-class Choosing(NamedTuple):
+class RouterConfig(NamedTuple):
     """Settings by which a router scores, chooses and weighs experts; see `Router`."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -23,7 +23,7 @@ class Choosing(NamedTuple):
     logit_bias: bool = False
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "Choosing":
+    def of(cls, config: ModelConfig) -> "RouterConfig":
         """Returns the settings of a model."""
         return cls(
             score=config.router_score,
@@ -36,7 +36,7 @@ class Choosing(NamedTuple):
         )
 
 
-SOFTMAX = Choosing()
+SOFTMAX = RouterConfig()
 
 
 def local_indices(indices_TK: Tensor, first: int, count: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 
-class Overlapped:
+class OverlappedWork:
     """Computation of a layer to overlap with its token exchange, in two parts. Here there is none."""
 
     def during_dispatch(self) -> None:
@@ -26,14 +26,19 @@ class Overlapped:
         self.during_combine()
 
 
-NOTHING = Overlapped()
+NOTHING = OverlappedWork()
 
 
-class Dispatch(Protocol):
+class TokenDispatcher(Protocol):
     """Dispatches tokens to their chosen experts and combines the results."""
 
     def __call__(
-        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: Overlapped = NOTHING
+        self,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        indices_TK: Tensor,
+        experts: nn.Module,
+        overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
         """Returns the sum over k of weights[t, k] * expert indices[t, k] of x[t]; [T, H].
 
@@ -46,7 +51,7 @@ class Dispatch(Protocol):
 
 
 def local_dispatch(
-    x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: Overlapped = NOTHING
+    x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: OverlappedWork = NOTHING
 ) -> Tensor:
     """Runs the experts directly: all of them are on this device."""
     y_TH = experts(x_TH, weights_TK, indices_TK, indices_TK.numel())

@@ -13,8 +13,8 @@ from optimus.kernels.expert_mlp import expert_mlp
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.model.architecture import ModelConfig
 from optimus.model.dense import DenseMlp
-from optimus.model.moe.choices import Choosing
-from optimus.model.moe.dispatch import NOTHING, Dispatch, Overlapped, local_dispatch
+from optimus.model.moe.choices import RouterConfig
+from optimus.model.moe.dispatch import NOTHING, OverlappedWork, TokenDispatcher, local_dispatch
 from optimus.model.moe.router import Router
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.moe.tokens import TokenSplit
@@ -75,14 +75,14 @@ class MoeLayer(nn.Module):
         super().__init__()
         hidden, experts, kind = config.hidden, config.experts_of(layer), config.activation
         self.expert_count = experts  # of the whole layer, on all ranks
-        self.router = Router(hidden, experts, config.experts_per_token or 0, force_balanced, Choosing.of(config))
+        self.router = Router(hidden, experts, config.experts_per_token or 0, force_balanced, RouterConfig.of(config))
         self.experts = Experts(experts, hidden, config.expert_intermediate, kind=kind, bias=config.expert_bias)
         shared, biased = config.shared_intermediate, config.expert_bias
         self.shared = DenseMlp(hidden, shared, kind=kind) if shared else None
         sizes = Size("all_experts", experts), Size("hidden", hidden)
         self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial=0.0) if biased else None
         self.tokens: TokenSplit = TokenSplit()
-        self.dispatch: Dispatch = local_dispatch
+        self.dispatch: TokenDispatcher = local_dispatch
         self._model = config if len(config.expert_counts) > 1 else None  # else all statistics have the same length
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
@@ -104,7 +104,7 @@ class MoeLayer(nn.Module):
         return y_TH if shared is None else y_TH + shared.y_TH, stats
 
 
-class _SharedExpert(Overlapped):
+class _SharedExpert(OverlappedWork):
     """The two projections of a shared expert, each overlapped with one token exchange."""
 
     def __init__(self, mlp: DenseMlp, x_TH: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from optimus.kernels import backend
 from optimus.kernels.backend import compute_dtype
 from optimus.model.linear import ProjectionModule
-from optimus.model.moe.choices import SOFTMAX, Choosing, choices_of
+from optimus.model.moe.choices import SOFTMAX, RouterConfig, choices_of
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.parameters import Size, declare
 from optimus.step_context import StepContext
@@ -40,7 +40,7 @@ class Router(ProjectionModule):
         experts: int,
         experts_per_token: int,
         force_balanced: bool = False,
-        choosing: Choosing = SOFTMAX,
+        choosing: RouterConfig = SOFTMAX,
     ) -> None:
         super().__init__()
         self.register_buffer("bias", torch.zeros(experts) if choosing.bias else None)
@@ -49,7 +49,7 @@ class Router(ProjectionModule):
         biased = choosing.logit_bias
         self.logit_bias = declare(self, "logit_bias", choices, role="vector", initial=0.0) if biased else None
         self.step = StepContext()
-        usual = Choosing(renormalise=choosing.renormalise, logit_bias=choosing.logit_bias)
+        usual = RouterConfig(renormalise=choosing.renormalise, logit_bias=choosing.logit_bias)
         self.choosing, self._plain = choosing, choosing == usual
         self.experts_per_token = experts_per_token
         self.force_balanced = force_balanced

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from optimus.comm import Group
 from optimus.comm.functional import all_gather_rows, cached, reduce_scatter_rows
 from optimus.model.moe.choices import local_indices
-from optimus.model.moe.dispatch import NOTHING, Overlapped
+from optimus.model.moe.dispatch import NOTHING, OverlappedWork
 
 
 class AllGatherDispatch:
-    """A `Dispatch` over the ranks of `group`; this rank holds `experts_per_rank` experts from `first` on.
+    """A `TokenDispatcher` over the ranks of `group`; this rank holds `experts_per_rank` experts from `first` on.
 
     The ranks' results for a token are summed, for different experts and for shards of the same expert. T must be the same
     on every rank.
@@ -27,7 +27,12 @@ class AllGatherDispatch:
         self.first, self.experts_per_rank = first, experts_per_rank
 
     def __call__(
-        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: Overlapped = NOTHING
+        self,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        indices_TK: Tensor,
+        experts: nn.Module,
+        overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
         """Runs Algorithm 1 of the paper: lines 11-13, the experts, line 116. The result is [T, H]."""
         x_AH = all_gather_rows(x_TH, self.group)

@@ -27,7 +27,7 @@ from optimus.comm.functional import (
     reduce_scatter_uneven_rows,
 )
 from optimus.model.moe.choices import choices_of, local_indices
-from optimus.model.moe.dispatch import NOTHING, Overlapped
+from optimus.model.moe.dispatch import NOTHING, OverlappedWork
 
 Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """Maps (tokens, weights, local choices, number of local choices) to weighted sums of the experts' outputs: a module, or a
@@ -85,7 +85,7 @@ class ExchangeCounts(NamedTuple):
 
 
 class AllToAllDispatch:
-    """A `Dispatch` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
+    """A `TokenDispatcher` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
 
     Experts may be sharded over `parts`, each rank of which has such a group of its own. The ranks of `parts` all-gather the
     tokens they received and sum the results of their shards of the experts (TED, section 7.2; algorithm 5 drops the tokens
@@ -100,7 +100,12 @@ class AllToAllDispatch:
         self.duplicates = duplicates
 
     def __call__(
-        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute, overlapped: Overlapped = NOTHING
+        self,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        indices_TK: Tensor,
+        experts: Compute,
+        overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
         """Dispatches and combines by five all-to-alls: counts, then tokens, weights and choices, then results.
 
@@ -130,7 +135,7 @@ class AllToAllDispatch:
         indices_TK: Tensor,
         experts: Compute,
         counts: ExchangeCounts,
-        overlapped: Overlapped = NOTHING,
+        overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
         """Dispatches and combines with known counts."""
         send, receive, tokens, choices = counts

@@ -16,7 +16,7 @@ from optimus.errors import UserError
 from optimus.measurements import GAIN
 from optimus.mesh import Mesh
 from optimus.model.architecture import ModelConfig
-from optimus.model.moe.dispatch import Dispatch, local_dispatch
+from optimus.model.moe.dispatch import TokenDispatcher, local_dispatch
 from optimus.parallel.dispatch.allgather import AllGatherDispatch
 from optimus.parallel.dispatch.alltoall import AllToAllDispatch
 from optimus.parallel.dispatch.two_level import TwoLevelDispatch
@@ -77,7 +77,7 @@ def copies(experts: int, parts: int, chosen: int) -> float:
     return parts * (1 - elsewhere)
 
 
-def dispatch_of(groups: Groups, options: StageOptions, experts: int) -> Dispatch:
+def dispatch_of(groups: Groups, options: StageOptions, experts: int) -> TokenDispatcher:
     """Returns the dispatcher of a layer with `experts` experts.
 
     Raises `UserError` if the experts cannot be divided evenly.

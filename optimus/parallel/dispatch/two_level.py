@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from optimus.comm import Group
 from optimus.comm.functional import cached
 from optimus.model.moe.choices import choices_of
-from optimus.model.moe.dispatch import NOTHING, Overlapped
+from optimus.model.moe.dispatch import NOTHING, OverlappedWork
 from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts, needed_by, read_counts
 
 
 class TwoLevelDispatch:
-    """A `Dispatch` over ranks `across` nodes, each of which dispatches to the ranks `within` its node.
+    """A `TokenDispatcher` over ranks `across` nodes, each of which dispatches to the ranks `within` its node.
 
     Rank l of node x holds the experts from (x M + l) E / N M on, with M ranks per node; each rank holds `experts_per_rank`.
     """
@@ -32,7 +32,12 @@ class TwoLevelDispatch:
         self.within = AllToAllDispatch(within, experts_per_rank, parts, duplicates=duplicates)
 
     def __call__(
-        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: Overlapped = NOTHING
+        self,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        indices_TK: Tensor,
+        experts: nn.Module,
+        overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
         """Dispatches and combines by ten all-to-alls, half of them within the node.
 

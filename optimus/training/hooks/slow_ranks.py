@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from optimus.resilience.events import EventLog
-from optimus.training.going_back import ended_by
 from optimus.training.record import StepRecord
+from optimus.training.rollback import ended_by
 from optimus.training.trainer import Hook, Order, Trainer
 
 WINDOW = 10  # steps per window; the median of a rank's own times ignores occasional other work of its node

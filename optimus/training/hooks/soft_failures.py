@@ -6,8 +6,8 @@ import torch
 
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
-from optimus.training.going_back import ended_by, go_back
 from optimus.training.record import StepRecord
+from optimus.training.rollback import ended_by, go_back
 from optimus.training.trainer import Hook, Order, Trainer
 
 _SIGN = "not finite"  # in the details of events of this kind

@@ -8,8 +8,8 @@ from typing import Any
 
 from optimus.errors import UserError
 from optimus.resilience.exits import EndedError, Exit
-from optimus.training.going_back import go_back
 from optimus.training.record import StepRecord
+from optimus.training.rollback import go_back
 from optimus.training.trainer import Hook, Order, Trainer
 
 WINDOW = 64  # steps that the next one is compared with

@@ -23,7 +23,7 @@ from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import OptimizerStep, Rule, Tile, UpdateRule
 from optimus.state.masks import packed_bits
-from optimus.state.plan import ChunkPlan, Recipe, divide_chunks, place_chunks, unpruned_shares
+from optimus.state.plan import ChunkPlan, StateSpec, divide_chunks, place_chunks, unpruned_shares
 from optimus.state.transfers import Job, Transfers
 from optimus.step_context import StepContext
 
@@ -171,7 +171,7 @@ class Case:
         rule = Total(weight_decay=0.0) if self.trains else Rule()
         shares = unpruned_shares(masks, layouts, mesh, 0)
         unpruned: dict[str, float | None] = dict.fromkeys(SHAPES if self.prunes else ()) | shares
-        recipe = Recipe(self.compute, dict.fromkeys(SHAPES, rule), unpruned)
+        recipe = StateSpec(self.compute, dict.fromkeys(SHAPES, rule), unpruned)
         (plan,) = place_chunks(divide_chunks(layouts, mesh, 0, self.config, recipe), self.config, recipe)
         return plan
 

@@ -11,7 +11,7 @@ from optimus.optim.adamw import AdamW
 from optimus.optim.lion import Lion
 from optimus.optim.muon import Muon
 from optimus.optim.schedule_free import ScheduleFree
-from optimus.state.plan import ChunkPlan, Recipe, divide_chunks, place_chunks
+from optimus.state.plan import ChunkPlan, StateSpec, divide_chunks, place_chunks
 
 _CONFIG = OptimizerConfig()
 _BETA1, _BETA2 = _CONFIG.betas
@@ -24,12 +24,12 @@ SCHEDULE_FREE = ScheduleFree(beta1=_BETA1, beta2=_BETA2, eps=_CONFIG.eps, weight
 
 
 def plan_chunks(
-    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: Recipe
+    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: StateSpec
 ) -> list[ChunkPlan]:
     """The chunks of `rank`, divided and placed."""
     return place_chunks(divide_chunks(layouts, mesh, rank, options, recipe), options, recipe)
 
 
-def recipe(compute: torch.dtype = torch.float32) -> Recipe:
+def recipe(compute: torch.dtype = torch.float32) -> StateSpec:
     """AdamW for every parameter."""
-    return Recipe(compute, defaultdict(lambda: ADAMW))
+    return StateSpec(compute, defaultdict(lambda: ADAMW))

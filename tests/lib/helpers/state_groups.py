@@ -13,9 +13,9 @@ from optimus.model.units import replace_all, units_of
 from optimus.parallel.parallelize import always
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.resolve.groups import state_divisions
-from optimus.state.gathering import Gathering
+from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.model_state import ModelState
-from optimus.state.plan import Recipe, divide_chunks
+from optimus.state.plan import StateSpec, divide_chunks
 from optimus.step_context import StepContext
 
 
@@ -32,7 +32,7 @@ def model_state(
     groups: Groups,
     options: StateConfig,
     *,
-    recipe: Recipe,
+    recipe: StateSpec,
     **more: Any,
 ) -> ModelState:
     """That of a model which is one stage."""
@@ -40,7 +40,7 @@ def model_state(
     return ModelState(module, layouts, groups, options, divided, recipe=recipe, **more)
 
 
-def gather_units(model: Transformer, gathering: Gathering, recompute: tuple[str, ...] = ()) -> None:
+def gather_units(model: Transformer, gathering: ParameterPrefetcher, recompute: tuple[str, ...] = ()) -> None:
     """Have the parameters of each unit gathered, and their gradients go to their buffers."""
     replace_all(model, {"gradients": always(gathering.gradient_buffers)})
     Recompute(Recomputation(recompute), StepContext(), gathering.unit).arrange([model.blocks], units_of(model))

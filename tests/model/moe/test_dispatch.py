@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from optimus.model.architecture import ModelConfig
 from optimus.model.moe.choices import local_indices
-from optimus.model.moe.dispatch import NOTHING, Dispatch, Overlapped, local_dispatch
+from optimus.model.moe.dispatch import NOTHING, OverlappedWork, TokenDispatcher, local_dispatch
 from optimus.model.moe.layer import MoeLayer
 
 CONFIG = ModelConfig(
@@ -13,7 +13,7 @@ CONFIG = ModelConfig(
 )
 
 
-def layer(dispatch: Dispatch = local_dispatch) -> MoeLayer:
+def layer(dispatch: TokenDispatcher = local_dispatch) -> MoeLayer:
     torch.manual_seed(0)
     made = MoeLayer(CONFIG)
     made.dispatch = dispatch
@@ -28,7 +28,7 @@ def test_the_layer_calls_its_dispatch_with_its_experts() -> None:
     seen = []
 
     def doubling(
-        x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: Overlapped = NOTHING
+        x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: OverlappedWork = NOTHING
     ) -> Tensor:
         seen.append((x_TH.shape, weights_TK.shape, indices_TK.shape, experts))
         return 2 * local_dispatch(x_TH, weights_TK, indices_TK, experts)

@@ -6,7 +6,7 @@ import torch
 from optimus.config.tree import ModelConfig
 from optimus.model import Transformer
 from optimus.model.init import initialize
-from optimus.model.moe.choices import Choosing
+from optimus.model.moe.choices import RouterConfig
 from optimus.model.moe.router import Router, move_biases
 from optimus.model.transformer import KVCache
 
@@ -46,7 +46,7 @@ def test_forced_experts_get_as_many_tokens_of_every_sequence_or_one_more() -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_sum_to_1_where_all_chosen_probabilities_are_0(dtype: torch.dtype) -> None:
     """Token 1 is forced to experts 2 and 3, whose probabilities fp32 does not hold, and which differ by a factor of e."""
-    router = Router(5, 5, 2, True, Choosing(renormalise=True)).to(dtype)
+    router = Router(5, 5, 2, True, RouterConfig(renormalise=True)).to(dtype)
     torch.nn.init.eye_(router.weight)
     x_TH = torch.tensor([[0.0, 0, 0, 0, 0], [300.0, 0, 1.0, 0.0, 0]], dtype=dtype, requires_grad=True)
     weights_TK, indices_TK, stats = router(x_TH)
@@ -62,7 +62,7 @@ def test_weights_sum_to_1_where_all_chosen_probabilities_are_0(dtype: torch.dtyp
 def test_biases_balance() -> None:
     """Experts of tokens that are much alike, by the choices of the busiest to the mean; with biases close to 1."""
     generator = torch.Generator().manual_seed(0)
-    router = Router(16, 8, 2, choosing=Choosing("sigmoid", bias=True))
+    router = Router(16, 8, 2, choosing=RouterConfig("sigmoid", bias=True))
     torch.nn.init.normal_(router.weight, std=0.3, generator=generator)
     busiest = []
     for _ in range(300):
@@ -75,19 +75,19 @@ def test_biases_balance() -> None:
 
 def test_a_bias_stays_fp32() -> None:
     """Whatever type and device the rest of a model gets; a third is no number in bf16."""
-    router = Router(4, 8, 2, choosing=Choosing(bias=True))
+    router = Router(4, 8, 2, choosing=RouterConfig(bias=True))
     assert router.bias is not None
     router.bias.fill_(1 / 3)
     assert router.to(torch.bfloat16).weight.dtype == torch.bfloat16
     assert router.bias.dtype == torch.float32
     assert float(router.bias[0]) == pytest.approx(1 / 3, rel=1e-7)
     with torch.device("meta"):
-        empty = Router(4, 8, 2, choosing=Choosing(bias=True)).bfloat16()
+        empty = Router(4, 8, 2, choosing=RouterConfig(bias=True)).bfloat16()
     assert empty.to_empty(device="cpu").bias.dtype == torch.float32
 
 
 def test_nobody_counts_choices_outside_of_training() -> None:
-    router = Router(4, 8, 2, choosing=Choosing(bias=True))
+    router = Router(4, 8, 2, choosing=RouterConfig(bias=True))
     with torch.no_grad():
         router(torch.randn(5, 4))
     assert router.take_choices().sum() == 0

@@ -16,7 +16,7 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
-from optimus.model.moe.dispatch import Dispatch, local_dispatch
+from optimus.model.moe.dispatch import TokenDispatcher, local_dispatch
 from optimus.model.moe.layer import Experts, MoeLayer
 from optimus.parallel.dispatch.allgather import AllGatherDispatch
 from optimus.parallel.dispatch.alltoall import AllToAllDispatch
@@ -62,7 +62,7 @@ def inputs(indices_TK: Tensor, experts: int, dtype: torch.dtype) -> Inputs:
     return Inputs(x_TH, weights_TK, indices_TK, y_grad_TH, gate_up, down)
 
 
-def outputs(given: Inputs, dispatch: Dispatch) -> list[Tensor]:
+def outputs(given: Inputs, dispatch: TokenDispatcher) -> list[Tensor]:
     """y, and the gradients of x, the weights and both parameters; dim 0 of each is tokens or experts."""
     experts = Experts(len(given.down), H, I)
     experts.gate_up, experts.down = nn.Parameter(given.gate_up.clone()), nn.Parameter(given.down.clone())
@@ -91,7 +91,7 @@ def on_a_rank(kind: Kind, given: Inputs, mesh: Mesh, tokens: list[int], duplicat
     group, experts = groups.along("ep"), len(given.down)
     each = experts // mesh.ep
     if kind == "allgather":
-        dispatch: Dispatch = AllGatherDispatch(groups.along("ep", "etp"), group.rank * each, each)
+        dispatch: TokenDispatcher = AllGatherDispatch(groups.along("ep", "etp"), group.rank * each, each)
     else:
         levels, parts = groups.levels("ep"), groups.along("etp")
         assert (levels is not None) == (mesh.ranks_per_node is not None)

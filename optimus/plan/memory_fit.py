@@ -10,8 +10,8 @@ from typing import NamedTuple
 from optimus.config import ModelConfig
 from optimus.config.tree import ShardRanks
 from optimus.pipeline.estimates import largest
+from optimus.plan.candidate_meshes import BlockTiming, Candidate
 from optimus.plan.chunks import PartCounts
-from optimus.plan.divisions import BlockTiming, Candidate
 from optimus.plan.job import Job
 from optimus.plan.memory import (
     KINDS,

@@ -16,7 +16,7 @@ from optimus.errors import UserError
 from optimus.report.folder import read_folder
 from optimus.report.listing import runs
 from optimus.resilience.events import EventLog
-from optimus.training.conclusion import announce, conclude
+from optimus.training.finalize import announce, conclude
 from optimus.training.trainer import Hook, Trainer
 from tests.report.conftest import embedded
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from optimus.plan.measure.ranks import run_fresh
-from optimus.training.freed_memory import keep_freed_memory
+from optimus.training.malloc_trim import keep_freed_memory
 
 
 def faults() -> int:
