@@ -75,12 +75,14 @@ def config_migrate(
     from optimus import api
 
     told, lines = list[dict[str, Any]](), list[str]()
-    for path in configs:
-        found = api.migrate(path)
-        told += [{"file": str(path), "line": key.line, "old": key.old, "new": key.new} for key in found]
-        lines += [f"{path} line {key.line}: {key.old} is now {key.new}" for key in found]
-        lines += [] if found else [f"{path}: all keys have the names of today"]
-    show(told, as_json, "\n".join(lines))
+    try:
+        for path in configs:
+            found = api.migrate(path)
+            told += [{"file": str(path), "line": key.line, "old": key.old, "new": key.new} for key in found]
+            lines += [f"{path} line {key.line}: {key.old} is now {key.new}" for key in found]
+            lines += [] if found else [f"{path}: all keys have the names of today"]
+    finally:  # the files before one that fails have been rewritten
+        show(told, as_json, "\n".join(lines))
 
 
 @app.command()

@@ -47,8 +47,6 @@ def load_config(
     else:
         path = user_path(source)
         raw, where = _read_including(path, read_model_folder), str(path)
-        if path.name == "config.yaml" and (path.parent / "environment.jsonl").exists():  # written by a run
-            raw = with_new_names(raw)
     if isinstance(overrides, str):
         raise UserError(f"overrides are a list of texts: give [{overrides!r}]")
     for text in overrides:
@@ -144,6 +142,9 @@ def _read_including(
     files is expanded if this file has keys of the model.
     """
     raw = _read_yaml(path, RunConfig)
+    written = path.resolve()
+    if written.name.startswith("config.") and (written.parent / "environment.jsonl").exists():  # by a run
+        raw = with_new_names(raw)
     named = raw.pop("include", None) or []
     chain = [*outer, path.resolve()]
     below: dict[str, Any] = {}
@@ -259,7 +260,7 @@ def _must_be(problem: Any) -> str:
 
 def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
     """Suggests the key's new name, or the same key in another section, or the nearest key of this section."""
-    path = ".".join([*section, key])
+    path = ".".join([*(section[2:] if section[:1] == ["phases"] else section), key])  # a phase has sections of its own
     if (now := MOVED.get(path, new_name(path))) != path:
         return f"here it is {now}"
     elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
-from optimus.config.renamed import MOVED, NEW_VALUES, new_name
+from optimus.config.renamed import MOVED, NEW_VALUES, new_name, with_new_names
 from optimus.config.yaml_text import Loader, parse_yaml
 from optimus.disk import replace_text, user_path
 from optimus.errors import UserError, naming_disk_errors
@@ -35,23 +35,54 @@ def migrate(config: str | Path) -> list[RenamedKey]:
     Example:
         api.migrate("first.yaml")
     """
-    path = user_path(config).resolve()
+    path = user_path(config)
     try:
+        path = path.resolve()
+        if not path.is_file():
+            raise UserError(f"{path} cannot be read: there is no such file")
         with path.open(encoding="utf-8", newline="") as file:  # line endings stay
             text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    parse_yaml(text, str(path))  # raises for invalid YAML
+    mark, text = ("\ufeff", text[1:]) if text.startswith("\ufeff") else ("", text)
+    before = parse_yaml(text, str(path))
     root = yaml.compose(text, Loader=Loader)
-    if not isinstance(root, yaml.MappingNode):
+    if not isinstance(root, yaml.MappingNode) or not isinstance(before, dict):
         raise UserError(f"{path} is no configuration: it has no sections")
-    found = sorted(_renamed(root, str(path)), key=lambda key: key.start)
+    found = sorted(set(_renamed(root, str(path))), key=lambda key: key.start)  # an alias repeats what it stands for
+    made = text
     for key in reversed(found):
-        text = text[: key.start] + key.new.rpartition(".")[2] + text[key.end :]
+        quoted = text[key.start] in "\"'" and key.new not in ("true", "false")
+        quote = text[key.start] if quoted else ""  # which a key in a compact mapping needs
+        made = made[: key.start] + quote + key.new.rpartition(".")[2] + quote + made[key.end :]
+    _check(path, before, made)
     if found:
         with naming_disk_errors(path, "The file is as it was."):
-            replace_text(path, text)
+            replace_text(path, mark + made)
     return found
+
+
+def _check(path: Path, before: dict[str, Any], made: str) -> None:
+    """Raises `UserError` unless the text that was made says what `before` says with the new names: anchors, aliases, merge
+    keys and block scalars tie a key to other text."""
+    try:
+        same = repr(parse_yaml(made, str(path))) == repr(with_new_names(before))
+    except UserError:
+        same = False
+    if not same:
+        names = sorted({f"{old} (now {new_name(old)})" for old in _old_keys(before)})
+        raise UserError(
+            f"{path} is as it was: anchors, aliases, merge keys or block scalars tie an old key to other text. Rename by "
+            f"hand: {', '.join(names)}"
+        )
+
+
+def _old_keys(config: dict[str, Any]) -> Iterator[str]:
+    for section, value in config.items():
+        names = [f"{section}.{key}" for key in value] if isinstance(value, dict) else []
+        yield from (name for name in (str(section), *names) if new_name(name) != name)
+        for phase in value if section == "phases" and isinstance(value, list) else ():
+            yield from _old_keys(phase) if isinstance(phase, dict) else ()
 
 
 def _renamed(config: yaml.MappingNode, where: str) -> Iterator[RenamedKey]:

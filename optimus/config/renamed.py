@@ -33,9 +33,9 @@ MOVED = {f"evaluate.{key}": f"validation: [{{{key}: ...}}]" for key in _OF_VALID
 
 def new_name(key: str) -> str:
     """Returns today's name of a section or of a key `section.key`; both parts may have changed."""
-    section, _, name = key.partition(".")
+    section, dot, name = key.partition(".")
     section = RENAMED.get(section, section)
-    return RENAMED.get(f"{section}.{name}", f"{section}.{name}") if name else section
+    return RENAMED.get(f"{section}.{name}", f"{section}.{name}") if dot else section
 
 
 def with_new_names(written: Mapping[str, Any]) -> dict[str, Any]:

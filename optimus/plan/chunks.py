@@ -311,16 +311,24 @@ def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
     return [*found.values()]
 
 
-def chunk_plans(job: Job, counts: PartCounts) -> list[ChunkPlan]:
-    """Returns the chunks of a stage with these parts of the model, with their state where the job places it. In a run with
-    pruning, the chunks are as large as at any time of the run."""
+def unpruned_shares(job: Job) -> list[float | None]:
+    """Returns the unpruned share of the parameters that are pruned, from the run's first step on and after each event; None
+    before the first event."""
+    pruning = job.config.pruning
+    if pruning is None:
+        return [None]
+    events = [pruning.unpruned(event) for event in range(len(pruning.at))]
+    return [*events] if pruning.comes_first else [None, *events]
+
+
+def chunk_plans(job: Job, counts: PartCounts, unpruned: float | None = None) -> list[ChunkPlan]:
+    """Returns the chunks of a stage with these parts of the model, with their state where the job places it, while such a
+    share of the parameters that are pruned at some time is `unpruned`."""
     rows = _rows_of(job, counts)
     plans = [plan for shared, *_ in _shared(job, rows, job.state) for plan in shared]
     if job.state.offload != "none":  # the first chunks may stay on the device
         plans = in_order(plans, rows.names)
-    pruning = job.config.pruning
-    first = pruning.unpruned(0) if pruning is not None and pruning.comes_first else None
-    return place_chunks(plans, job.state, rows.unpruned(first))
+    return place_chunks(plans, job.state, rows.unpruned(unpruned))
 
 
 def _shared(
@@ -354,7 +362,8 @@ def _places(
     (`state.plan.shard_groups`), and the depths."""
     replicas = shared = _replicas(axes, mesh)
     if over_data and axes != ("edp",):
-        several = mesh.ep * mesh.etp // math.gcd(mesh.ep * mesh.etp, replicas.stride)
+        experts = {tuple(mesh.coordinate(rank, axis) for axis in ("ep", "etp")) for rank in mesh.group(0, axes)}
+        several = len(experts)
         shared = replicas.outer(several) if several < replicas.size else StridedGroup(1)
     if widths[-1] is not None:
         shared = shared.inner(min(widths[-1], shared.size))

@@ -18,7 +18,7 @@ from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, stages_of_ranks
 from optimus.plan.blocks import examples
-from optimus.plan.chunks import PartCounts, chunk_groups, chunk_plans, held_in, written
+from optimus.plan.chunks import PartCounts, chunk_groups, chunk_plans, held_in, unpruned_shares, written
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.offloading import Elsewhere, cache_blocks, device_share
@@ -100,7 +100,12 @@ def state_of(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[tuple[di
 
     @cache
     def found(stages: tuple[PartCounts, ...]) -> tuple[dict[str, float], Elsewhere]:
-        return _state(job, stages, [plan for counts in held_in(job, stages) for plan in plans(counts)])
+        times = [
+            _state(job, stages, [plan for counts in held_in(job, stages) for plan in plans(counts, unpruned)])
+            for unpruned in unpruned_shares(job)
+        ]
+        device, elsewhere = zip(*times)
+        return max(device, key=lambda parts: sum(parts.values())), Elsewhere(*map(max, zip(*elsewhere)))
 
     return [found(stages) for stages in ranks]
 

@@ -26,6 +26,7 @@ from optimus.state.plan import ChunkPlan, StateSpec, bytes_by_kind
 
 Table = npt.NDArray[np.int64]  # shape [shards, kinds]
 
+_BESIDE = "host", "disk"  # where state may be besides the device
 _LEAVING = 3  # full gradients of chunks with offloaded state: one being filled, two in flight
 
 
@@ -82,8 +83,11 @@ def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = Fa
     The experts have `load` times the mean number of tokens.
     """
     plans = (run.chunk_plans(rank, recipe=recipe) for recipe in recipes_of(run))
-    accounts = (account(run, rank, each, load, fullest=fullest) for each in plans)
-    return max(accounts, key=lambda found: found.total)
+    accounts = [account(run, rank, each, load, fullest=fullest) for each in plans]
+    host, disk = (
+        max((getattr(each, at) for each in accounts), key=lambda kinds: sum(kinds.values())) for at in _BESIDE
+    )
+    return max(accounts, key=lambda found: found.total)._replace(host=host, disk=disk)
 
 
 def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:

@@ -59,7 +59,7 @@ train:
 "lr_schedule":
   lr: 1e-3       # the peak of peaks
 
-  min_lr: 1.0e-4
+  'min_lr': 1.0e-4
 state: {offload: none, all_reduce_tiles: 2}
 moe:
   force_balanced: true
@@ -127,6 +127,82 @@ def test_what_is_not_migrated_stays(tmp_path: Path, text: str, message: str) -> 
         api.migrate(tmp_path / "none.yaml")
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("\ufefflr_schedule: {peak: 1}\n", "\ufefflr_schedule: {lr: 1}\n"),
+        (
+            '{"lr_schedule":{"peak":1e-3},"state":{"residency":"device"}}\n',
+            '{"lr_schedule":{"lr":1e-3},"state":{"offload":"none"}}\n',
+        ),
+        (
+            "lr_schedule: &s\n  peak: 1\nphases:\n- {name: a, steps: 3, lr_schedule: *s}\n",
+            "lr_schedule: &s\n  lr: 1\nphases:\n- {name: a, steps: 3, lr_schedule: *s}\n",
+        ),
+        (
+            "phases: [&q {steps: 4, lr_schedule: {peak: 1}}, *q]\n",
+            "phases: [&q {steps: 4, lr_schedule: {lr: 1}}, *q]\n",
+        ),
+        ("# \U0001f600\n'lr_schedule': {peak: 1}\n", "# \U0001f600\n'lr_schedule': {lr: 1}\n"),
+    ],
+)
+def test_forms_of_yaml(tmp_path: Path, before: str, after: str) -> None:
+    path = tmp_path / "first.yaml"
+    path.write_text(before)
+    api.migrate(path)
+    assert path.read_text() == after
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lr_schedule: {<<: {peak: 1}}\n",
+        "b: &b {peak: 1}\nlr_schedule: {<<: *b}\n",
+        "x: &v device\nstate:\n  residency: *v\n",
+        "lr_schedule: {&l peak: 1}\nx: *l\n",
+        "data: {path: &l residency}\nstate: {*l : device}\n",
+        "moe:\n  routing: >-\n    learned\n# c\n",
+        "state:\n  residency: >-\n    device\nmoe: {}\n",
+    ],
+)
+def test_keys_that_are_tied_to_other_text_are_renamed_by_hand(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "first.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"is as it was: .* Rename by hand: \w+\.\w+ \(now \w+\.\w+\)"):
+        api.migrate(path)
+    assert path.read_text() == text
+    assert [each.name for each in tmp_path.iterdir()] == ["first.yaml"]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "first.yaml"
+    path.write_text(BEFORE)
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(UserError, match=r"No space left on device\. The file is as it was"):
+        api.migrate(path)
+    assert path.read_text() == BEFORE
+    assert [each.name for each in tmp_path.iterdir()] == ["first.yaml"]
+
+
+def test_files_before_one_that_fails_are_told(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(BEFORE)
+    bad.write_text("- 3\n")
+    done = CliRunner().invoke(app, ["config", "migrate", str(good), str(bad)])
+    assert done.exit_code
+    assert "lr_schedule.peak is now lr_schedule.lr" in done.output
+
+
+def test_keys_of_phases_are_told_their_new_names() -> None:
+    base = {"model": "mula-tiny", "data": {"path": "d"}, "train": {"output": "x", "global_batch": 8}}
+    for phase, said in (
+        ({"lr_schedule": {"minimum": 1e-5}}, "lr_schedule.minimum': here it is lr_schedule.min_lr"),
+        ({"schedule": {}}, "schedule': here it is lr_schedule"),
+    ):
+        with pytest.raises(UserError, match=said):
+            load_config(base | {"phases": [{"steps": 10, **phase}]})
+
+
 @pytest.mark.parametrize("old", sorted(set(RENAMED)))
 def test_a_user_is_told_the_new_name(old: str) -> None:
     base = {"model": "mula-tiny", "data": {"path": "d"}, "train": {"output": "x", "steps": 10, "global_batch": 8}}
@@ -181,5 +257,10 @@ def test_a_run_that_was_begun_before_resumes(small_run: dict[str, Any]) -> None:
     rewrite_description(checkpoint)
     assert load_config(folder / "config.yaml").lr_schedule.lr == written["lr_schedule"]["lr"]
     optimus.train(small_run, resume=True)
+    earlier = folder / "config.until-step-3.yaml"  # what it was begun with
+    earlier.write_text(yaml.safe_dump(before, sort_keys=False))
+    own = folder.parent / "own.yaml"
+    own.write_text(f"include: {folder / 'config.yaml'}\n")
+    assert load_config(earlier).lr_schedule == load_config(own).lr_schedule
     losses = [[record["loss"] for record in read_metrics(Path(run["train"]["output"]))] for run in (small_run, whole)]
     assert losses[0] == losses[1]

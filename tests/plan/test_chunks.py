@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from helpers.sweep import in_turns
-from optimus.plan.chunks import chunk_groups, chunk_plans, held_in
+from optimus.plan.chunks import chunk_groups, chunk_plans, held_in, unpruned_shares
 from optimus.plan.job_builder import as_configured, asked, configured
 from optimus.plan.memory import ranks_of
 from optimus.plan.proposal import run_of
@@ -35,6 +35,7 @@ LAYOUTS = {
     "stride": ["parallel.pipeline=2", "parallel.pipeline_stride=4"],
     "vocabulary": ["parallel.pipeline=2", "parallel.vocabulary=true"],
     "expert": ["parallel.expert=4"],
+    "expert-grid": ["parallel.tensor=[2, 2]", "parallel.expert=4"],  # replicas of norms are at no even distance
     "expert-tensor": ["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2"],
 }
 STATES = {
@@ -46,7 +47,8 @@ STATES = {
     "muon": ["state.shard=gradients", "optimizer.name=muon"],
     "frozen": ["state.shard=parameters", "train.freeze=[embedding]"],
     "host": ["state.shard=optimizer", "state.offload=all", "state.resident_fraction=0.5", "train.precision=bfloat16"],
-    "pruned": ["state.shard=optimizer", "pruning.sparsity=0.5", "pruning.at=[0]"],
+    "pruned": ["state.shard=optimizer", "pruning.sparsity=0.5", "pruning.at=[0, 3]"],
+    "pruned later": ["state.shard=optimizer", "pruning.sparsity=0.5", "pruning.at=[3, 5]", "train.precision=float32"],
 }
 CASES = [
     case
@@ -63,14 +65,15 @@ def told(plan: ChunkPlan) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(("model", "layout", "state"), in_turns(CASES))
 def test_chunks_of_a_representative_rank_are_those_of_the_run(model: str, layout: str, state: str) -> None:
-    """On a rank of each rank of the pipeline, when they take most; and what is updated when nothing is pruned any more."""
+    """On a rank of each rank of the pipeline, at the beginning and after each pruning."""
     preset, *shape = MODELS[model]
     config = configured(preset, ["train.global_batch=64", *shape, *LAYOUTS[layout], *STATES[state]], 8)
     job = as_configured(asked(config, "dgx-a100", 8, []))
     run = run_of(job)
     for rank, ours in zip(run.stage_ranks, ranks_of(job)):
-        own = [told(plan) for counts in held_in(job, ours.stages) for plan in chunk_plans(job, counts)]
-        assert sorted(own, key=str) == sorted(map(told, run.chunk_plans(rank, recipe=recipes_of(run)[0])), key=str)
+        for unpruned, recipe in zip(unpruned_shares(job), recipes_of(run), strict=True):
+            own = [told(plan) for counts in held_in(job, ours.stages) for plan in chunk_plans(job, counts, unpruned)]
+            assert sorted(own, key=str) == sorted(map(told, run.chunk_plans(rank, recipe=recipe)), key=str)
         last = run.chunk_plans(rank, recipe=recipes_of(run)[-1])
         held = [plan for group in chunk_groups(job, ours.stages) for plan in group.plans]
         assert sum(plan.updated for plan in held) == sum(plan.updated for plan in last)
