@@ -48,7 +48,7 @@ def both(config: dict[str, Any], wrong: AbstractContextManager[object] | None = 
     assert len(weights) == len(whole) == 4
     # The weights of another step differ by an update of AdamW, which moves each by about the rate, whose smallest is that of
     # the first of the warm-up's two steps. Rounding has moved some whose gradient is nearly zero otherwise: by a hundredth.
-    rate = config["lr_schedule"]["peak"] / config["lr_schedule"]["warmup_steps"]
+    rate = config["lr_schedule"]["lr"] / config["lr_schedule"]["warmup_steps"]
     for step, (found, expected) in enumerate(zip(weights, whole), start=1):
         for a, b in zip(found, expected, strict=True):
             assert (a - b).norm() <= 0.01 * rate * b.numel() ** 0.5, f"the checkpoint of step {step} differs"

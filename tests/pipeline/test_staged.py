@@ -68,7 +68,7 @@ def test_four_stages_with_all_the_rest() -> None:
         (["parallel.pipeline=8"], "makes 8 stages, but the model has 4 layers"),
         (
             ["parallel.pipeline=2", "parallel.layers_per_stage=[1,2]"],
-            r"blocks \[1, 2\] must be 2 numbers .* of sum model.layers 4",
+            r"layers_per_stage \[1, 2\] must be 2 numbers .* add up to model.layers 4",
         ),
         (["parallel.schedule=gpipe"], "parallel.schedule applies to a pipeline only, but parallel.pipeline is 1"),
     ],

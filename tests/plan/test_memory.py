@@ -65,7 +65,7 @@ def test_levels_of_sharding(shard: Any, bytes_each: float) -> None:
 def test_a_tied_table_is_held_once_by_a_rank_that_has_both_ends() -> None:
     tied, parameters = DENSE.model_copy(update={"tie_embeddings": True}), PARAMETERS - 32000 * 1024
     assert memory(model=tied).parts["parameters"] == 2 * parameters
-    asked = changed(JOB, mesh=Mesh(pp=4, dp=4), blocks=even_stages(16, 4))
+    asked = changed(JOB, mesh=Mesh(pp=4, dp=4), layers_per_stage=even_stages(16, 4))
     ends = framework_ranks(run_by(PLAIN, asked, tied), PLAIN)
     block = (parameters - 32000 * 1024) / 16
     held = [rank.parts["parameters"] / 2 for rank in ends]
@@ -132,7 +132,7 @@ def test_kept_scores_grow_with_the_square_of_the_context() -> None:
 
 
 def test_an_earlier_stage_keeps_more_microbatches() -> None:
-    asked = changed(JOB, mesh=Mesh(pp=4, dp=4), blocks=even_stages(16, 4))
+    asked = changed(JOB, mesh=Mesh(pp=4, dp=4), layers_per_stage=even_stages(16, 4))
     found = framework_ranks(run_by(PLAIN, asked), PLAIN)
     inner = [rank.parts["activations"] for rank in found[:3]]
     assert inner[0] / inner[1] == pytest.approx(4 / 3)

@@ -53,7 +53,7 @@ def test_model_flops_never_pass_the_peak() -> None:
 @pytest.mark.parametrize("microbatches", [8, 16, 64])
 def test_the_bubble_of_a_pipeline(microbatches: int) -> None:
     ranks = 4
-    asked = changed(JOB, mesh=Mesh(pp=ranks), microbatches=microbatches, blocks=even_stages(16, ranks))
+    asked = changed(JOB, mesh=Mesh(pp=ranks), microbatches=microbatches, layers_per_stage=even_stages(16, ranks))
     found = step(asked)
     busy = sum(
         time for name, time in found.terms.items() if name not in ("pipeline", "data_parallel", "optimizer", "data")
@@ -62,9 +62,9 @@ def test_the_bubble_of_a_pipeline(microbatches: int) -> None:
 
 
 def test_interleaving_makes_the_bubble_smaller() -> None:
-    plain = step(changed(JOB, mesh=Mesh(pp=4), blocks=even_stages(16, 4)))
+    plain = step(changed(JOB, mesh=Mesh(pp=4), layers_per_stage=even_stages(16, 4)))
     blocks = even_stages(16, 16)
-    fine = step(changed(JOB, mesh=Mesh(pp=4), blocks=blocks, schedule="interleaved-1f1b", stages_per_rank=4))
+    fine = step(changed(JOB, mesh=Mesh(pp=4), layers_per_stage=blocks, schedule="interleaved-1f1b", stages_per_rank=4))
     assert fine.terms["pipeline"] < 0.4 * plain.terms["pipeline"]
 
 
@@ -129,7 +129,7 @@ def test_more_work_takes_longer(change: dict[str, Any]) -> None:
 
 
 def lengths(layers: int, stages: int, blocks: tuple[int, ...] | None = None) -> list[int]:
-    asked = changed(JOB, mesh=Mesh(pp=stages), blocks=blocks)
+    asked = changed(JOB, mesh=Mesh(pp=stages), layers_per_stage=blocks)
     return list(blocks_of_stages(asked.changed(model=DENSE.model_copy(update={"layers": layers}))))
 
 
@@ -193,7 +193,7 @@ SHARED = MACHINE.model_copy(update={"alone": 4.0})
 def test_what_ranks_leave_idle_the_others_use() -> None:
     """Four stages side by side on a node that computes as fast with fewer ranks: no bubble. Of stages on nodes of their own
     nobody uses it."""
-    asked = changed(JOB, mesh=Mesh(pp=4), blocks=even_stages(16, 4))
+    asked = changed(JOB, mesh=Mesh(pp=4), layers_per_stage=even_stages(16, 4))
     here, there = (step(asked, machine=machine) for machine in (SHARED, MACHINE))
     assert here.terms["pipeline"] == 0 < there.terms["pipeline"]
     alone = step(JOB)
@@ -204,7 +204,7 @@ def test_what_ranks_leave_idle_the_others_use() -> None:
 
 
 def test_a_single_microbatch_is_no_faster_than_its_stages_alone() -> None:
-    asked = changed(JOB, mesh=Mesh(pp=8), microbatches=1, blocks=even_stages(16, 8))
+    asked = changed(JOB, mesh=Mesh(pp=8), microbatches=1, layers_per_stage=even_stages(16, 8))
     here, there = (step(asked, machine=machine) for machine in (SHARED, MACHINE))
     ends = sum(here.terms[kind] for kind in ("optimizer", "data"))
     assert here.seconds - ends == pytest.approx((there.seconds - ends) / 4)

@@ -47,7 +47,7 @@ CARRIED = {
 
 def simulation(
     layers: int = 24,
-    residency: str = "all",
+    offload: str = "all",
     update_on: str = "host",
     updates: float = UPDATES,
     limit: float = math.inf,
@@ -55,8 +55,8 @@ def simulation(
     **options: Any,
 ) -> Simulation:
     links = [CopyLink(LINK, 20e-6, delay) for _ in range(2)]
-    device = SimulatedDevice(*links, limit=limit, update_rate=updates, update_bytes=CARRIED[residency, update_on])
-    return Simulation(device, layers=layers, offload=residency, update_on=update_on, **options)
+    device = SimulatedDevice(*links, limit=limit, update_rate=updates, update_bytes=CARRIED[offload, update_on])
+    return Simulation(device, layers=layers, offload=offload, update_on=update_on, **options)
 
 
 def on_device(**options: Any) -> Simulation:

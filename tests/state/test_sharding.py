@@ -34,12 +34,12 @@ def made_with_module(
     limit: int,
     widths: dict[str, int] | None = None,
     rule: Rule = ADAMW,
-    residency: str = "none",
+    offload: str = "none",
 ) -> tuple[Transformer, ModelState]:
     config = ModelConfig(
         family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2
     )
-    options = {"shard": shard, "tile": 100, "chunk": limit, "shard_ranks": widths, "offload": residency}
+    options = {"shard": shard, "tile": 100, "chunk": limit, "shard_ranks": widths, "offload": offload}
     options |= {"gradient_dtype": str(gradient).removeprefix("torch.")}
     gathering = ParameterPrefetcher()
     with torch.device("meta"):
