@@ -137,7 +137,7 @@ def _sent(state: ModelState, chunks: Sequence[TrainedChunk]) -> int:
         for chunk in chunks:
             _fill_gradients(chunk)
             chunk.gradients.reduce()
-            chunk.publish()
+            chunk.refresh_compute_copy()
             chunk.whole.gather()
     state.clear_gradients()
     return sum(traffic.sent_to.values())

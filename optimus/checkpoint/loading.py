@@ -80,7 +80,7 @@ def load_slices(
     for chunk in state.chunks:
         if not full:
             chunk.begin()
-        chunk.publish()
+        chunk.refresh_compute_copy()
     readers = torch.tensor(float(send == "none" or any(each.reads for each in transfers)), device=device)
     world.all_reduce(readers)
     return int(readers)

@@ -46,7 +46,7 @@ class Staging:
                     waiting(event.wait)
 
             self._plan.append((chunk.updated, list(those), copied))
-            chunk.hold(Handle(until), weights)
+            chunk.block_update_until(Handle(until), weights)
         there = {id(buffer): buffer.shape for those in buffers.values() for buffer in those}
         # A new buffer may have the identity of a freed one.
         self._copies = {key: copy for key, copy in self._copies.items() if there.get(key) == copy.shape}

@@ -36,6 +36,6 @@ class SequenceSplit:
             return causal_attention(q_BSND, k_BSMD, v_BSMD, scoring)
         return document_attention(q_BSND, k_BSMD, v_BSMD, self._documents, scoring)
 
-    def within(self, documents: Documents) -> Self:
+    def for_documents(self, documents: Documents) -> Self:
         """Returns a split with the same positions for a batch of `documents`, with attention within each document."""
         return type(self)(documents)

@@ -306,7 +306,7 @@ class Transformer(nn.Module):
         if documents is None:
             return positions_S, self._places(positions_S, len(tokens_BS), self.sequence)
         position_T = moved(documents.positions().view_as(tokens_BS), tokens_BS.device)[:, positions_S].flatten()
-        return positions_S, self._places(position_T, 1, self.sequence.within(documents))
+        return positions_S, self._places(position_T, 1, self.sequence.for_documents(documents))
 
     def full_positions(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, AttentionPositions]:
         """Returns all positions of these sequences, counted from `start`, on every device. See `places` for the result."""

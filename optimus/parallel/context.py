@@ -67,7 +67,7 @@ class RingSequence(SequenceSplit):
         seen = partial(self._seen, q_BSND.shape[1], scoring.window, scoring.cap)
         return _Ring.apply(q_BSND, k_BSMD, v_BSMD, scoring.sink_N, self._group, seen)
 
-    def within(self, documents: Documents) -> Self:
+    def for_documents(self, documents: Documents) -> Self:
         return type(self)(self._group, documents)
 
 
@@ -105,7 +105,7 @@ class UlyssesSequence(SequenceSplit):
         y_BLND = self._whole.attend(q, k, v, scoring)[0].unflatten(0, (sequences, -1))
         return self._to_sequence(y_BLND).flatten(0, 1)[None]
 
-    def within(self, documents: Documents) -> Self:
+    def for_documents(self, documents: Documents) -> Self:
         return type(self)(self._group, documents)
 
     def _to_heads(self, *tensors_BSND: Tensor) -> tuple[Tensor, ...]:

@@ -44,7 +44,7 @@ class SplitTokens(TokenSplit):
     def own(self, of_T: Tensor) -> Tensor:
         return of_T if self.duplicates else local_rows(local_rows(of_T, self.rows), self.columns)
 
-    def put_back(self, y_UH: Tensor) -> Tensor:
+    def restore_rows(self, y_UH: Tensor) -> Tensor:
         if self.duplicates:
             return y_UH
         y_TH = rows_to_columns(y_UH, self.columns)

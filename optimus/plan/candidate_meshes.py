@@ -196,7 +196,7 @@ def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dic
             norms = min(each.norms for each in rest.blocks.values())
             shared = [*norms * [rest.norm], attention]
             besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))
-        work = rest.like(divided)
+        work = rest.with_job(divided)
         feed_forward = min(work.feed_forward.values(), key=_seconds)
         forward = sum(passes.forward.compute for passes in (*shared, feed_forward))
         block = besides + _seconds(feed_forward)

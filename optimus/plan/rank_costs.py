@@ -82,7 +82,7 @@ class RankCosts:
             job.precision if job.precision in ("fp16", "fp32") else "bf16"
         )  # precision without a cast to fp8 or fp4
 
-    def like(self, job: Job) -> "RankCosts":
+    def with_job(self, job: Job) -> "RankCosts":
         """Returns the costs of `job`, which share the known times of modules.
 
         `job` must divide a block alike, but may differ in the pipeline, in sharding and in recomputation.
@@ -91,11 +91,11 @@ class RankCosts:
         other.job, other._held = job, None
         return other
 
-    def known_of(self, key: Hashable, find: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, find: Callable[[], T]) -> T:
         """Returns `find()`, cached by `key` for all jobs that divide a block alike."""
         return _found(self._known, key, find)
 
-    def remembered(self, key: Hashable, find: Callable[[], T]) -> T:
+    def memo(self, key: Hashable, find: Callable[[], T]) -> T:
         """Returns `find()`, cached by `key` for all jobs with the same mesh and sharding."""
         if self._held is None:
             state = self.job.state

@@ -76,7 +76,7 @@ class _Passes(NamedTuple):
 def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
     """Predicts the time of a job's step. `work` may be of another job that divides a block alike: the known times of modules
     are reused."""
-    work = work.like(job) if work else RankCosts(job)
+    work = work.with_job(job) if work else RankCosts(job)
     passes, mesh = _passes(work), job.mesh
     order = job.parallel.schedule, mesh.pp, job.microbatches, passes.times
     link = 0.0 if mesh.pp == 1 else transfer_seconds(work.R * work.H * work.e, job.group("pp"), work.machine)
@@ -87,7 +87,7 @@ def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
 def least_time(job: Job, work: RankCosts | None = None) -> float:
     """Returns a lower bound of `step_time` in seconds. The bound is faster to find, as it leaves out the order of the
     pipeline's passes."""
-    work = work.like(job) if work else RankCosts(job)
+    work = work.with_job(job) if work else RankCosts(job)
     passes = _passes(work)
     least = _lent(work, passes.times, passes.least)
     return least + sum(_ends(work, passes, least).values())
@@ -102,7 +102,7 @@ def _passes(work: RankCosts) -> _Passes:
     inside = mesh.ep, mesh.etp, job.recompute, job.config.recompute_every, job.config.recompute_collectives
     order = parallel.schedule, mesh.pp, parallel.stages_per_rank, job.microbatches, parallel.vocabulary
     key = inside, gathers, order, tuple(parallel.layers_per_stage or ())
-    return work.known_of(key, lambda: _all_passes(work, inside))
+    return work.cached(key, lambda: _all_passes(work, inside))
 
 
 def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
@@ -116,9 +116,9 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
     stages: dict[int, _Stage] = {}
     for number in dict.fromkeys(alike):
         each = counts[number]
-        stage = work.known_of((experts, vocabulary, each), partial(_stage, work, each))
+        stage = work.cached((experts, vocabulary, each), partial(_stage, work, each))
         if job.recompute:
-            again = work.known_of((inside, each), partial(_recomputed, work, each))
+            again = work.cached((inside, each), partial(_recomputed, work, each))
             stage = stage._replace(again=again)
         if job.state.shard == "parameters":
             passes = stage.forward, add([stage.backward, stage.weights])
@@ -156,10 +156,10 @@ def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float
 def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
     """Returns the seconds of a step outside its passes, by term: what follows the passes, and exposed communication."""
     job, stages = work.job, passes.held
-    moved = work.remembered(("state", stages), lambda: _state_seconds(work, stages))
+    moved = work.memo(("state", stages), lambda: _state_seconds(work, stages))
     beside = OffloadSeconds(moved.update, 0.0)
     if job.state.offload != "none":
-        held = work.remembered(("held", stages), lambda: chunk_groups(job, stages))
+        held = work.memo(("held", stages), lambda: chunk_groups(job, stages))
         forward, backward = (sum(times) for times in zip(*((t.forward, t.backward + t.weights) for t in passes.own)))
         beside = offload_seconds(job, held, forward, backward)
     ends = {
@@ -213,7 +213,7 @@ def _stage(work: RankCosts, counts: PartCounts) -> _Stage:
     else:
         parts += [(work.embedding, counts.first), (work.head, counts.last), (work.norm, counts.last)]
     if work.job.teachers and counts.last:
-        parts.append((work.known_of("teacher", lambda: _teaching(work)), 1))
+        parts.append((work.cached("teacher", lambda: _teaching(work)), 1))
     forward, backward, weights = (add(_scaled(passes[i], times) for passes, times in parts) for i in range(3))
     return _Stage(forward, backward, weights, Terms(), starting)
 
@@ -264,7 +264,7 @@ def _gathering(work: RankCosts, counts: PartCounts, forward: Terms, backward: Te
     """Returns the exposed seconds of a microbatch's all-gathers of parameters, forward and backward, and of its
     reduce-scatters of gradients."""
     profile = work.profile
-    gather, reduce = work.remembered(("gathers", counts), lambda: _gathers(work, counts))
+    gather, reduce = work.memo(("gathers", counts), lambda: _gathers(work, counts))
     second = (gather if work.job.state.reshard_after_forward else 0.0) + reduce
     share = profile.overlap_gather * work.machine.overlap
     return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)

@@ -23,7 +23,7 @@ from optimus.observe.machine import Bfloat16, bfloat16_of, device_name, free_mem
 from optimus.optim.adamw import AdamW
 from optimus.optim.rule import OptimizerStep, Tile
 from optimus.resolve.precision import precision
-from optimus.resolve.ranks import sharers
+from optimus.resolve.ranks import ranks_sharing_memory
 from optimus.state.buffers import RESIDENCES
 from optimus.state.transfers import Transfers, transfers
 
@@ -120,7 +120,7 @@ def _memory_to_count_on(
         free = min(world.all_gather_object(free_memory(device)))
         counted = world.on_first(lambda: known.free_memory(str(device), free))
     said = f"memory: {size_text(counted)} are counted on, of {size_text(free)} free"
-    return counted // sharers(mesh, device), [said]
+    return counted // ranks_sharing_memory(mesh, device), [said]
 
 
 def _timings(mesh: Mesh, world: Group, device: torch.device, dtype: str, known: Measurements) -> Timings:

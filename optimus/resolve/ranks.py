@@ -51,7 +51,7 @@ def device(config: RunConfig, kind: str) -> Decided:
     )
 
 
-def sharers(mesh: Mesh, device: torch.device) -> int:
+def ranks_sharing_memory(mesh: Mesh, device: torch.device) -> int:
     """Returns the number of ranks that share the memory of `device`: on a CPU or a shared accelerator, all ranks of a
     node."""
     shared = device.type == "cpu" or (dist.is_initialized() and dist.get_backend() == "gloo")

@@ -46,7 +46,8 @@ class Chunk(Placement):
         """Yields the checkpointed state of this rank's shard, in memory, by the prefix of its keys, after the running
         update.
 
-        With `change`, the caller may write to the state, once pending copies of it are finished; `publish` must follow.
+        With `change`, the caller may write to the state, once pending copies of it are finished;
+        `refresh_compute_copy` must follow.
 
         Only the training thread knows the running update. Another thread passes the `updated` handle that it was given, as
         `after`, and the context waits for that handle.
@@ -54,12 +55,12 @@ class Chunk(Placement):
         if after is not None:
             after.wait()
         elif change:
-            self.whole.settle()
+            self.whole.wait()
             self.part.copy.finish()
-            self.part.go("write")
+            self.part.transition("write")
         else:
             self.part.finish_update()
-            self.part.go("read")
+            self.part.transition("read")
         self.transfers.synchronize()
         loaded = NOTHING_ON_DISK if self.disk is None else self.disk.loaded(change)
         with loaded as on_disk:
@@ -77,14 +78,14 @@ class Chunk(Placement):
 
         return Handle(wait)
 
-    def hold(self, until: Handle, weights: bool = False) -> None:
+    def block_update_until(self, until: Handle, weights: bool = False) -> None:
         """Blocks the next update of this rank's shard until `until` is done, which means that the shard has been copied or
         written.
 
         The next update waits for `until` once. With `weights`, the copy also reads the compute weights.
         """
         self.part.copy = Status("copy")  # the caller has waited for earlier copies
-        self.part.copy.go("hold weights" if weights else "hold", until)
+        self.part.copy.transition("hold weights" if weights else "hold", until)
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields (name, parameter) for every slot; the parameters are views of the buffer."""
@@ -112,7 +113,7 @@ class Chunk(Placement):
                     initialize_parameter(slot.name, here, initial[slot.name], seed, std, begin, slot.global_positions)
             self.fill_part(states["model"], weights)
         self.begin()
-        self.publish()
+        self.refresh_compute_copy()
 
     def begin(self) -> None:
         """Initializes the update rule's state, as it is before the first update."""
@@ -120,24 +121,24 @@ class Chunk(Placement):
             weights, *kept = states.values()
             self.plan.rule.begin(weights, kept)
 
-    def publish(self) -> None:
+    def refresh_compute_copy(self) -> None:
         """Recomputes the compute weights after the master weights have changed, and invalidates the gathered parameters."""
-        self.whole.settle()
-        self.part.go("compute")
+        self.whole.wait()
+        self.part.transition("compute")
         if self.plan.has_master:
             with self.states() as states:
                 weights, *kept = states.values()
                 self.plan.rule.computed(weights, kept, self.compute_shard)
         self.whole.invalidate()
 
-    def show(self) -> None:
-        """Switches to the weights of the model for an evaluation, where training computes with others; `publish` switches
-        back.
+    def use_eval_weights(self) -> None:
+        """Switches to the weights of the model for an evaluation, where training computes with others.
+        `refresh_compute_copy` switches back.
 
         A checkpoint that is being written never reads the compute weights of a rule that averages.
         """
         if self.plan.rule.averages:
-            self.whole.settle()
+            self.whole.wait()
             with self.states() as states:
                 self.compute_shard.copy_(states["model"])
             self.whole.invalidate()
@@ -145,7 +146,7 @@ class Chunk(Placement):
     def gathered_state(self, prefix: str) -> Tensor:
         """Gathers the whole chunk's state with this checkpoint prefix, fp32 on the device. All ranks of its groups must
         call."""
-        self.whole.settle()
+        self.whole.wait()
         whole = torch.zeros(self.plan.size, dtype=torch.float32, device=self.parameter.device)
         with self.states() as states:
             whole[self.plan.shard] = states[prefix].to(whole.device)
@@ -179,7 +180,7 @@ class TrainedChunk(Chunk):
         recomputed."""
         if self.part.status == "lent":
             self.gradients.clear()
-            self.publish()
+            self.refresh_compute_copy()
 
     def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
         """Switches to `plan`, which has the same parameters, some of them pruned by `masks`.
@@ -188,13 +189,13 @@ class TrainedChunk(Chunk):
         zero.
         """
         self.gradients.clear()
-        self.whole.settle()
+        self.whole.wait()
         with self.states() as states:
             prefixes = [] if empty else [*states]
         unpruned = positions(plan, masks)[plan.shard].to(self.parameter.device)
         parts = {prefix: self.gathered_state(prefix)[unpruned] for prefix in prefixes}
         self.part.copy.finish()
-        self.part.go("write")
+        self.part.transition("write")
         self.place(plan, masks)
         self.gradients.place()
         with self.states(change=True) as states:
@@ -204,5 +205,5 @@ class TrainedChunk(Chunk):
         if plan.keeps_whole:
             self.parameter.zero_()
         if not empty:
-            self.publish()
+            self.refresh_compute_copy()
         self.gradients.free()

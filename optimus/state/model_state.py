@@ -198,7 +198,7 @@ class ModelState:
         """Initializes the state of the update rules, as it is before the first update."""
         for chunk in self.trained:
             chunk.begin()
-            chunk.publish()
+            chunk.refresh_compute_copy()
 
     def begin_step(self) -> None:
         """Clears the gradients; must precede the first microbatch of a step. Raises `UserError` as the class does."""
@@ -271,7 +271,7 @@ class ModelState:
         chunks = self._gathering.used_order(self.trained)  # the next step uses them in the same order
         chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)  # before the worker gets any
         for chunk in chunks:
-            chunk.whole.settle()
+            chunk.whole.wait()
         for chunk, following in zip_longest(chunks, chunks[1:]):
             chunk.update.step(now, self.tile, None if following is None else following.disk)
 
@@ -288,7 +288,7 @@ class ModelState:
         """
         self.skip()  # the last step may not have been finished
         for chunk in self.chunks:
-            chunk.show()
+            chunk.use_eval_weights()
         self.finish()
         try:
             with self._gathering.evaluating():
@@ -296,7 +296,7 @@ class ModelState:
         finally:
             for chunk in self.chunks:
                 if chunk.plan.rule.averages:
-                    chunk.publish()
+                    chunk.refresh_compute_copy()
 
     def finish(self) -> None:
         """Finishes all running operations and gathers the parameters that are kept whole; must precede the end of the
@@ -304,7 +304,7 @@ class ModelState:
         for chunk in self.chunks:
             if chunk.plan.keeps_whole:
                 chunk.whole.gather()
-            chunk.whole.settle()
+            chunk.whole.wait()
 
     def _limit_reductions(self, begun: GradientReduction) -> None:
         """Limits the running reductions after one has begun: only a few may hold their long buffers, or none without
@@ -329,7 +329,7 @@ class ModelState:
         The copy happens once: if nothing has waited for the reduction yet, this method finishes it.
         """
         self._reducing.pop(gradients, None)
-        gradients.start_leaving(self.tile)
+        gradients.offload_gradient(self.tile)
         self._leaving.append(gradients)
         if len(self._leaving) > _REDUCING:
             self._leaving.popleft().leave()

@@ -82,7 +82,7 @@ class GradientReduction:
     def place(self) -> None:
         """Takes over the buffers of the chunk's plan."""
         chunk, plan, resize = self.chunk, self.chunk.plan, self._transfers.resize
-        self._gradients.go("open")  # a ManagedBuffer starts from a tensor that has memory
+        self._gradients.transition("open")  # a ManagedBuffer starts from a tensor that has memory
         self._gradients = ManagedBuffer("gradients", self.gradient, resize, stays=plan.stays("gradients"))
         self._kept = chunk.buffer("gradients.shard", self.gradient)  # between its uses
         self._accumulated = self._gradients
@@ -114,23 +114,23 @@ class GradientReduction:
         self._host.finish()
         self._found.clear()
         self._added.clear()
-        self._host.go("clear")
+        self._host.transition("clear")
         for buffer in self.buffers.values():
             buffer.used = False
         part = self.chunk.part
         if part.status == "updating":
             part.behind = self.free
-            self.sum.go("clear behind")
+            self.sum.transition("clear behind")
         else:
             self.free()
 
     def free(self) -> None:
         """Zeroes the gradients: buffers that stay now, other buffers when they get memory."""
-        self.sum.go("clear")
-        self._gradients.go("free")
-        self._accumulated.go("free")
+        self.sum.transition("clear")
+        self._gradients.transition("free")
+        self._accumulated.transition("free")
         if not self.leaves:
-            self._accumulated.go("open")
+            self._accumulated.transition("open")
 
     # ---- Arrival of gradients ----
 
@@ -141,15 +141,15 @@ class GradientReduction:
             self.free_gradient()
         elif plan.sends_gradients and self._begun:  # by an earlier microbatch
             if self.may_leave:
-                self.start_leaving(0)
+                self.offload_gradient(0)
             self.leave()
-            self.sum.go("again")
-        self._gradients.go("open")
+            self.sum.transition("again")
+        self._gradients.transition("open")
 
     def after_gradient(self) -> None:
         """Counts a gradient of this chunk that has been added; starts the reduction after the last one."""
-        self.sum.go("add")
-        self._gradients.go("add")
+        self.sum.transition("add")
+        self._gradients.transition("add")
         plan = self.chunk.plan
         each = plan.adds_gradients or plan.sends_gradients
         if self._complete(self._added) and (each or self.sum.status == "last"):
@@ -183,12 +183,12 @@ class GradientReduction:
 
     def reduce_on_arrival(self) -> None:
         """Announces the last backward pass of the step, so that the reduction starts when its last gradient arrives."""
-        self.sum.go("last")
+        self.sum.transition("last")
 
     def start(self) -> None:
         """Starts the reduction where it has not begun on arrival: no further gradient of this step will come."""
         self.chunk.part.finish_update()  # still running if this step has not used the parameters
-        self.sum.go("last")
+        self.sum.transition("last")
         if not self._begun and not self.chunk.plan.adds_gradients:
             self._start()
 
@@ -210,7 +210,7 @@ class GradientReduction:
     def finish(self) -> None:
         """Finishes all running operations of the reduction."""
         if self.sum.status == "summing":
-            self.sum.go("arrive")
+            self.sum.transition("arrive")
         self._turn.wait()
 
     def free_gradient(self) -> None:
@@ -228,11 +228,11 @@ class GradientReduction:
         come."""
         plan = self.chunk.plan
         if self._gradients.status == "absent":  # no gradient has arrived
-            self._gradients.go("open")
+            self._gradients.transition("open")
         gradient = self.chunk.elements.compress(self.gradient, plan.borders[-1])
         if self._watch is not None:
             self._watch.leaves(gradient, f"reduction of the gradients of {plan.slots[0].name} ...")
-        self._gradients.go("reduce")
+        self._gradients.transition("reduce")
         for depth in range(plan.depths.gradients):
             self._turn.add(partial(self._reduce_scatter_async, self.gradient, 0, depth))
         if plan.adds_gradients and not plan.depths.gradients:
@@ -244,10 +244,10 @@ class GradientReduction:
     def _reduce_kept(self) -> None:
         """Reduces the kept gradients to the shard of this rank's optimizer, and all-reduces that shard over its replicas."""
         plan = self.chunk.plan
-        self.sum.go("send" if plan.sends_gradients else "reduce", self._turn)
+        self.sum.transition("send" if plan.sends_gradients else "reduce", self._turn)
         kept = plan.depths.gradients
         if plan.adds_gradients:
-            self._accumulated.go("open")
+            self._accumulated.transition("open")
         for depth in range(kept, plan.depths.optimizer):
             self._turn.add(partial(self._reduce_scatter_async, self._kept, kept, depth))
         self._turn.add(self._all_reduce_async)
@@ -267,9 +267,9 @@ class GradientReduction:
 
     def _add(self, part: Tensor) -> Handle:
         """Adds the kept part of a microbatch's gradients to the earlier ones, and frees the whole gradients."""
-        self._accumulated.go("open")
+        self._accumulated.transition("open")
         self._kept.add_(part)
-        self._gradients.go("free")
+        self._gradients.transition("free")
         return DONE
 
     def _all_reduce_async(self) -> Handle:
@@ -292,7 +292,7 @@ class GradientReduction:
         own."""
         return self.leaves and self.sum.status in ("summing", "summed")
 
-    def start_leaving(self, tile: int) -> None:
+    def offload_gradient(self, tile: int) -> None:
         """Begins to copy the reduced gradients to the host, which accumulates those of each microbatch."""
         self.finish()
         moves, part = self._transfers, self.chunk.part
@@ -300,32 +300,32 @@ class GradientReduction:
             if not self.chunk.plan.sends_gradients:
                 self._square = self._square_sum(self.reduced, tile)
             if self.waiting is self.chunk.compute_shard:
-                self._whole.settle()  # the parameters may have been fetched without a use
+                self._whole.wait()  # the parameters may have been fetched without a use
                 if part.copy.status == "weights":
                     part.copy.finish()
-                part.go("lend")
+                part.transition("lend")
             copied = moves.down(self.waiting, self.reduced)
-            self._host.go("copy", copied)
+            self._host.transition("copy", copied)
         else:
             self._host.finish()
             copied, added = moves.add_down(self.waiting, self.reduced)
-            self._host.go("add", added)
-        self.sum.go("leave", copied)
+            self._host.transition("add", added)
+        self.sum.transition("leave", copied)
 
     def leave(self) -> None:
         """Waits for the copy of the gradients to the host, if one is running, and frees them on the device."""
         if self.sum.status == "leaving":
-            self.sum.go("arrive")
-            self._accumulated.go("free")
+            self.sum.transition("arrive")
+            self._accumulated.transition("free")
 
     def square_sum(self, tile: int) -> Tensor:
         """Returns the sum of squares of the reduced gradients of this rank's shard, a scalar."""
-        self.sum.go("measure")
+        self.sum.transition("measure")
         if not self.leaves:
             return self._square_sum(self.reduced, tile)
         if self.chunk.plan.sends_gradients:
             self._host.finish()
-            self._host.go("read")
+            self._host.transition("read")
             self._transfers.synchronize()
             self._square = self._square_sum(self.waiting, tile).to(self.reduced.device)
         return self._square
@@ -337,10 +337,10 @@ class GradientReduction:
 
     def use(self) -> None:
         """Marks the beginning of an update, which reads `waiting`."""
-        self.sum.go("update")
+        self.sum.transition("update")
         if self.leaves:
             self._host.finish()
-            self._host.go("read")
+            self._host.transition("read")
 
 
 def _before_accumulation(own: "weakref.ref[GradientReduction]", gradient: Tensor | None) -> None:

@@ -86,7 +86,7 @@ class Status:
         self.status = next(iter(self._table))
         self.until: Handle | None = None
 
-    def go(self, event: str, until: Handle | None = None) -> None:
+    def transition(self, event: str, until: Handle | None = None) -> None:
         """Takes the transition of the table; `arrive` waits for the operation that is under way.
 
         Raises `RuntimeError` where the table has no such transition, and in a thread that may not touch this status.
@@ -106,7 +106,7 @@ class Status:
     def finish(self) -> None:
         """Waits for the operation that is under way, if there is one."""
         if self.until is not None:
-            self.go("arrive")
+            self.transition("arrive")
 
 
 class ManagedBuffer(Status):
@@ -134,9 +134,9 @@ class ManagedBuffer(Status):
         """True if the buffer has memory for its content."""
         return self.status not in _WITHOUT_MEMORY
 
-    def go(self, event: str, until: Handle | None = None) -> None:
+    def transition(self, event: str, until: Handle | None = None) -> None:
         before = self.has_memory
-        super().go(event, until)
+        super().transition(event, until)
         if not self._stays and before != self.has_memory:
             self._resize(self._tensor, self._bytes if self.has_memory else 0)
         if event == "open" and not before:
@@ -151,15 +151,15 @@ class OwnPart(Status):
         self.copy = Status("copy")
         self.behind: Callable[[], None] | None = None  # called after the wait for the update
 
-    def go(self, event: str, until: Handle | None = None) -> None:
-        super().go(event, until)
+    def transition(self, event: str, until: Handle | None = None) -> None:
+        super().transition(event, until)
         if event in ("write", "lend"):  # only where the status of the copy allows the event
-            self.copy.go(event)
+            self.copy.transition(event)
 
     def finish_update(self) -> None:
         """Waits for a running update."""
         if self.status == "updating":
-            self.go("arrive")
+            self.transition("arrive")
             if self.behind is not None:
                 self.behind()
                 self.behind = None

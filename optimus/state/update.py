@@ -35,25 +35,25 @@ class Update:
     def step(self, now: OptimizerStep, tile: int, following: DiskStates | None = None) -> None:
         """Runs one optimizer update and recomputes the compute weights; meanwhile `following`, state on a disk, is read.
 
-        Where state is not on the device, a worker runs the update, and `WholeParameters.settle` waits for it.
+        Where state is not on the device, a worker runs the update, and `WholeParameters.wait` waits for it.
         """
         chunk, part = self._chunk, self._chunk.part
-        self._whole.settle()
+        self._whole.wait()
         self._gradients.use()
         update = partial(self._run, now, tile, following, part.copy)
         part.copy = Status("copy")  # of the updated shard
         if chunk.plan.offloaded and not self.is_collective:
-            part.go("update", self._transfers.submit(update, chunk.plan.updated, self._on))
+            part.transition("update", self._transfers.submit(update, chunk.plan.updated, self._on))
         else:
-            part.go("update")
+            part.transition("update")
             with self._transfers.in_order():
                 update()
-            part.go("arrive")
+            part.transition("arrive")
         self._whole.invalidate()
 
     def _run(self, now: OptimizerStep, tile: int, following: DiskStates | None, copy: Status) -> None:
         copy.finish()
-        copy.go("write")
+        copy.transition("write")
         disk = self._chunk.disk
         with NOTHING_ON_DISK if disk is None else disk.updating() as on_disk:
             if following is not None:

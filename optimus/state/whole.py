@@ -40,15 +40,15 @@ class WholeParameters(ManagedBuffer):
         gathers = self._depth > depth or (self._chunk.elements.prunes and first and not fetches)
         if not (fetches or gathers) or self.part.status == "lent":  # lent: nobody uses the parameters before the update
             return
-        self.part.go("gather")
+        self.part.transition("gather")
         updating, turn = self.part.until, self._turn
         if updating is not None:
             turn.add(lambda: updating)
         if fetches:
-            self.go("fetch", turn)
+            self.transition("fetch", turn)
             turn.add(self._fetch)
         if gathers:
-            self.go("gather" if depth == 0 else "approach", turn)
+            self.transition("gather" if depth == 0 else "approach", turn)
         while self._depth > depth:
             self._depth -= 1
             turn.add(partial(self._all_gather_async, self._depth))
@@ -77,18 +77,18 @@ class WholeParameters(ManagedBuffer):
     def gather(self) -> None:
         """Gathers the whole parameters and waits for them. All ranks of the groups must gather, in the same order."""
         self.start_gather()
-        self.settle()
-        self.go("use")
+        self.wait()
+        self.transition("use")
 
     def reshard(self) -> None:
         """Frees the whole parameters where a shard or the host keeps them; the module's parameters remain views of the freed
         memory."""
         if not self._chunk.plan.keeps_whole:
-            self.settle()
-            self.go("free")
+            self.wait()
+            self.transition("free")
             self._depth = max(self._depth, self._chunk.plan.depths.parameters)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits for a running update and finishes a running gathering, which reads the shards that are about to change."""
         self.part.finish_update()
         if self.until is not None:
@@ -105,7 +105,7 @@ class WholeParameters(ManagedBuffer):
         """
         plan = self._chunk.plan
         if plan.shard_steps or self._fetched or self._chunk.elements.prunes:
-            self.go("free")
+            self.transition("free")
             self._depth = plan.depths.optimizer
             if not plan.offloaded:  # otherwise the first use gathers, after the update
                 self.start_gather(plan.depths.parameters)

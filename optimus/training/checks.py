@@ -32,7 +32,7 @@ from optimus.observe.machine import free_memory, whole_memory
 from optimus.observe.mlflow import check_mlflow
 from optimus.observe.wandb import check_wandb
 from optimus.resolve.memory import at_rest
-from optimus.resolve.ranks import sharers
+from optimus.resolve.ranks import ranks_sharing_memory
 from optimus.resolve.run import ResolvedRun
 from optimus.state.plan import bytes_by_kind
 from optimus.training.beginning import is_model_folder
@@ -251,7 +251,7 @@ def dry_run(run: Run) -> str:
             "shorten train.sequence_length, or recompute some activations (recompute: [norm, attention, ...])"
         ) from None
     needed = one * micro_batch
-    if run.device.type == "cpu" and needed * sharers(run.groups.mesh, run.device) > free:
+    if run.device.type == "cpu" and needed * ranks_sharing_memory(run.groups.mesh, run.device) > free:
         raise UserError(_too_large(needed, free, one, run))
     try:
         if run.device.type != "cpu":
@@ -284,7 +284,7 @@ def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
 
 
 def _too_large(needed: int, free: int, one: int, run: Run) -> str:
-    fitting = free // max(1, one * sharers(run.groups.mesh, run.device))
+    fitting = free // max(1, one * ranks_sharing_memory(run.groups.mesh, run.device))
     fitting = min(fitting, run.config.train.micro_batch - 1)  # an accelerator also needs transient memory
     cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.sequence_length"
     return (

@@ -75,7 +75,7 @@ def unheld(config: dict[str, Any]) -> None:
 
     real_step, real_run = ModelState.step, Staging.run
     with ExitStack() as wrong:
-        wrong.enter_context(mock.patch.object(TrainedChunk, "hold"))
+        wrong.enter_context(mock.patch.object(TrainedChunk, "block_update_until"))
         wrong.enter_context(mock.patch.object(ModelState, "step", step))
         wrong.enter_context(mock.patch.object(Staging, "run", run))
         both(config, wrong)

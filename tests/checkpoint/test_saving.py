@@ -55,7 +55,7 @@ def made(ranks: int = 1, **options: Any) -> tuple[Transformer, ModelState]:
         with chunk.states(change=True) as buffers:
             for buffer in buffers.values():
                 buffer.copy_(torch.rand(buffer.shape, generator=generator))
-        chunk.publish()
+        chunk.refresh_compute_copy()
     assert len(state.chunks) > 3
     return module, state
 

@@ -59,7 +59,7 @@ def filled(seed: int = 1) -> tuple[Transformer, ModelState]:
         with chunk.states(change=True) as buffers:
             for buffer in buffers.values():
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
-        chunk.publish()
+        chunk.refresh_compute_copy()
     return module, state
 
 

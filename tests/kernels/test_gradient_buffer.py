@@ -212,8 +212,8 @@ class Sharded:
         full, (first, norm, second) = self.chunk.whole, self.parameters.values()
         buffers = self.chunk.gradient_buffers
         if full.status == "absent":
-            full.go("gather")
-            full.go("arrive")
+            full.transition("gather")
+            full.transition("arrive")
         x = normal(1, 3, 4).requires_grad_()
         if "first" in names:
             x = linear(x, first, buffers[first])

@@ -94,7 +94,7 @@ def attended_with_sinks(method: str, ranks: int, documents: bool) -> list[list[T
     for window in (None, 5):
         *given, out_grad = (t[:, at] for t in grouped_inputs((4, 4)))
         if documents:
-            sequence = sequence.within(Documents(LENGTHS[1], 2))
+            sequence = sequence.for_documents(Documents(LENGTHS[1], 2))
             *given, out_grad = (t.flatten(0, 1)[None] for t in (*given, out_grad))
         given = [*(t.requires_grad_() for t in given), normal(9, 4).requires_grad_()]
         out = sequence.attend(*given[:3], Scoring(window, None, given[3]))
@@ -181,7 +181,7 @@ def attended_within(method: str, ranks: int, heads: tuple[int, int]) -> list[lis
     whole, results = sequence_of(method, ranks), []
     at = whole.positions(32, CPU)
     for lengths, window in itertools.product(LENGTHS, DOCUMENT_WINDOWS):
-        sequence = whole.within(Documents(lengths, 2))
+        sequence = whole.for_documents(Documents(lengths, 2))
         *given, out_grad = (t[:, at].flatten(0, 1)[None] for t in grouped_inputs(heads))
         given = [t.requires_grad_() for t in given]
         out = sequence.attend(*given, Scoring(window))

@@ -69,7 +69,7 @@ def taken(form: Form) -> tuple[Tensor, bool]:
     groups = Groups(form.mesh)
     x_TH = torch.arange(float(T * H)).view(T, H)
     own, split = residual_stream(x_TH, form, groups), split_of(form, groups)
-    return split.take(own), split.put_back(split.take(own)).equal(own)
+    return split.take(own), split.restore_rows(split.take(own)).equal(own)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -49,7 +49,7 @@ def filled(compute: torch.dtype, gradient: torch.dtype) -> TrainedChunk:
     for buffer in (chunk.resident["model"], chunk.resident["adamw.m"], chunk.gradients.gradient):
         buffer.copy_(torch.randn(chunk.plan.size, generator=generator))
     chunk.resident["adamw.v"].copy_(torch.rand(chunk.plan.size, generator=generator))
-    chunk.publish()
+    chunk.refresh_compute_copy()
     return chunk
 
 

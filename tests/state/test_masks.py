@@ -125,7 +125,7 @@ def _mask_dense(state: ModelState, masks: dict[str, Tensor]) -> None:
         with chunk.states(change=True) as parts:
             for part in parts.values():
                 part.mul_(mask)
-        chunk.publish()
+        chunk.refresh_compute_copy()
         chunk.gradients.reduce = partial(_reduce_and_mask, chunk.gradients, mask)  # type: ignore[method-assign]
 
 

@@ -236,7 +236,7 @@ def nested_step(ranks: int, widths: dict[str, int]) -> tuple[dict[int, int], dic
             state.reduce_gradients()
             state.step(1e-2, 1.0)
     for chunk in state.chunks:
-        chunk.whole.settle()
+        chunk.whole.wait()
     rank, found = torch.distributed.get_rank(), Counter[int]()
     for other, sent in traffic.sent_to.items():
         found[next(width for width in (2, 4, 8) if other // width == rank // width)] += sent

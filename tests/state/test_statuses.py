@@ -27,10 +27,10 @@ def test_transitions(thing: str, status: str, event: str) -> None:
     following = TRANSITIONS[thing][status].get(event)
     if following is None:
         with pytest.raises(RuntimeError, match=rf"{event}: {thing} is {status}: a mistake in the order of the calls"):
-            held.go(event)
+            held.transition(event)
         assert held.status == status
         return
-    held.go(event)
+    held.transition(event)
     assert held.status == following
     assert waited == ([1] if event == "arrive" else [])
 
@@ -47,11 +47,11 @@ def test_all_that_is_named_is_there() -> None:
 def test_memory(stays: bool) -> None:
     tensor = torch.ones(4)
     held = ManagedBuffer("gradients", tensor, transfers(torch.device("cpu")).resize, stays=stays)
-    held.go("open")
+    held.transition("open")
     assert tensor.tolist() == [1] * 4
-    held.go("free")
+    held.transition("free")
     assert tensor.untyped_storage().nbytes() == (16 if stays else 0)
-    held.go("open")
+    held.transition("open")
     assert tensor.tolist() == [0] * 4
 
 
@@ -70,60 +70,80 @@ def test_orders(threads: bool, block: int) -> None:
 
 WHOLE, REDUCTION, UPDATE, CHUNK = "whole", "reduction", "update", "chunk"
 PLANTED = [
-    (WHOLE, 'self.go("fetch", turn)', "pass"),
-    (WHOLE, 'self.go("gather" if depth == 0 else "approach", turn)', "pass"),
-    (WHOLE, "self.start_gather()\n        self.settle()", "self.settle()"),
-    (WHOLE, "self.start_gather()\n        self.settle()", "self.start_gather()"),
-    (WHOLE, 'self.settle()\n            self.go("free")', 'self.go("free")'),
+    (WHOLE, 'self.transition("fetch", turn)', "pass"),
+    (WHOLE, 'self.transition("gather" if depth == 0 else "approach", turn)', "pass"),
+    (WHOLE, "self.start_gather()\n        self.wait()", "self.wait()"),
+    (WHOLE, "self.start_gather()\n        self.wait()", "self.start_gather()"),
+    (WHOLE, 'self.wait()\n            self.transition("free")', 'self.transition("free")'),
     (WHOLE, "        self.part.finish_update()\n", ""),
     (WHOLE, "            self.finish()\n", ""),
-    (WHOLE, '            self.go("free")\n            self._depth = plan', "            self._depth = plan"),
-    (REDUCTION, "self.finish()  # of a step that was not finished", "pass"),
+    (WHOLE, '            self.transition("free")\n            self._depth = plan', "            self._depth = plan"),
+    (REDUCTION, "self.finish()  # the last step may not have been finished", "pass"),
     (REDUCTION, "        self.leave()\n        self._host.finish()", "        self._host.finish()"),
     (REDUCTION, "        self.leave()\n        self._host.finish()", "        self.leave()"),
     (REDUCTION, "part.behind = self.free", "pass"),
-    (REDUCTION, '        self.sum.go("clear")\n', ""),
+    (REDUCTION, '        self.sum.transition("clear")\n', ""),
     (REDUCTION, "            self.free_gradient()\n", "            pass\n"),
-    (REDUCTION, "            self.leave()\n            self.sum.go", "            self.sum.go"),
-    (REDUCTION, '            self.sum.go("again")\n', ""),
+    (REDUCTION, "            self.leave()\n            self.sum.transition", "            self.sum.transition"),
+    (REDUCTION, '            self.sum.transition("again")\n', ""),
     (
         REDUCTION,
-        '            self.sum.go("again")\n        self._gradients.go("open")',
-        '            self.sum.go("again")',
+        '            self.sum.transition("again")\n        self._gradients.transition("open")',
+        '            self.sum.transition("again")',
     ),
-    (REDUCTION, "                self.start_leaving(0)\n", "                pass\n"),
+    (REDUCTION, "                self.offload_gradient(0)\n", "                pass\n"),
     (REDUCTION, "if self._complete(self._added) and", "if"),
     (REDUCTION, "            self._start()\n        self.finish()\n", "            self._start()\n"),
-    (REDUCTION, "self.chunk.part.finish_update()  # of parameters that this step has not used\n", "\n"),
-    (REDUCTION, '        if self.sum.status == "summing":\n            self.sum.go("arrive")\n', ""),
+    (REDUCTION, "self.chunk.part.finish_update()  # still running if this step has not used the parameters\n", "\n"),
+    (REDUCTION, '        if self.sum.status == "summing":\n            self.sum.transition("arrive")\n', ""),
     (REDUCTION, "        self.finish()\n        moves,", "        moves,"),
     (REDUCTION, "                    part.copy.finish()\n", "                    pass\n"),
     (REDUCTION, "            self._host.finish()\n            copied, added", "            copied, added"),
-    (REDUCTION, '            self.sum.go("arrive")\n            self._accumulated', "            self._accumulated"),
     (
         REDUCTION,
-        '            self._host.finish()\n            self._host.go("read")',
-        '            self._host.go("read")',
+        '            self.sum.transition("arrive")\n            self._accumulated',
+        "            self._accumulated",
     ),
-    (UPDATE, "        self._whole.settle()\n", ""),
+    (
+        REDUCTION,
+        '            self._host.finish()\n            self._host.transition("read")',
+        '            self._host.transition("read")',
+    ),
+    (UPDATE, "        self._whole.wait()\n", ""),
     (UPDATE, "        self._gradients.use()\n", ""),
     (UPDATE, "        copy.finish()\n", ""),
-    (UPDATE, '        copy.go("write")\n', '        copy.go("write")\n        self._whole.invalidate()\n'),
+    (
+        UPDATE,
+        '        copy.transition("write")\n',
+        '        copy.transition("write")\n        self._whole.invalidate()\n',
+    ),
     (
         CHUNK,
-        "            self.whole.settle()\n            self.part.copy.finish()",
+        "            self.whole.wait()\n            self.part.copy.finish()",
         "            self.part.copy.finish()",
     ),
-    (CHUNK, "            self.whole.settle()\n            self.part.copy.finish()", "            self.whole.settle()"),
+    (CHUNK, "            self.whole.wait()\n            self.part.copy.finish()", "            self.whole.wait()"),
     (
         CHUNK,
-        '            self.part.finish_update()\n            self.part.go("read")',
-        '            self.part.go("read")',
+        '            self.part.finish_update()\n            self.part.transition("read")',
+        '            self.part.transition("read")',
     ),
-    (CHUNK, '        self.whole.settle()\n        self.part.go("compute")', '        self.part.go("compute")'),
-    (CHUNK, 'if self.part.status == "lent":\n            self.gradients.clear()\n            self.publish()', "pass"),
-    (CHUNK, "        self.gradients.clear()\n        self.whole.settle()", "        self.whole.settle()"),
-    (CHUNK, '        self.part.copy.finish()\n        self.part.go("write")\n', '        self.part.go("write")\n'),
+    (
+        CHUNK,
+        '        self.whole.wait()\n        self.part.transition("compute")',
+        '        self.part.transition("compute")',
+    ),
+    (
+        CHUNK,
+        'if self.part.status == "lent":\n            self.gradients.clear()\n            self.refresh_compute_copy()',
+        "pass",
+    ),
+    (CHUNK, "        self.gradients.clear()\n        self.whole.wait()", "        self.whole.wait()"),
+    (
+        CHUNK,
+        '        self.part.copy.finish()\n        self.part.transition("write")\n',
+        '        self.part.transition("write")\n',
+    ),
 ]
 
 

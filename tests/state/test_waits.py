@@ -239,7 +239,7 @@ def test_what_is_copied_does_not_change(residency: str | None, tmp_path: Path) -
     """Neither by an update, nor by what is loaded or begun anew; each waits once."""
     steps, waits = steps_of("fp32", residency, tmp_path, done=1), list[str]()
     first, *_ = steps.state.trained
-    first.hold(Handle(lambda: waits.append("read")))
+    first.block_update_until(Handle(lambda: waits.append("read")))
     with first.states():
         assert not waits
     with first.states(change=True):
@@ -247,7 +247,7 @@ def test_what_is_copied_does_not_change(residency: str | None, tmp_path: Path) -
     steps.train()
     steps.state.finish()
     assert waits == ["read"]
-    first.hold(Handle(lambda: waits.append("again")))
+    first.block_update_until(Handle(lambda: waits.append("again")))
     steps.train()
     steps.state.finish()
     assert waits == ["read", "again"]

@@ -98,7 +98,7 @@ class MoeLayer(nn.Module):
         if self.down_bias is not None:
             weights_UE = weights_UK.new_zeros(len(x_UH), len(self.down_bias))
             y_UH = torch.addmm(y_UH, weights_UE.scatter(1, indices_UK, weights_UK), self.down_bias)
-        y_TH = self.tokens.put_back(y_UH).view_as(x_TH)
+        y_TH = self.tokens.restore_rows(y_UH).view_as(x_TH)
         stats = self.tokens.sum(stats)
         stats = stats if self._model is None else stats.among(self._model)
         return y_TH if shared is None else y_TH + shared.y_TH, stats

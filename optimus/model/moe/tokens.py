@@ -19,7 +19,7 @@ class TokenSplit:
         """Selects [U], the values of `take`'s tokens, from a value per token that all ranks of a microbatch have."""
         return of_T
 
-    def put_back(self, y_UH: Tensor) -> Tensor:
+    def restore_rows(self, y_UH: Tensor) -> Tensor:
         """Returns [T, H], sharded like the input of `take`."""
         return y_UH
 

@@ -19,7 +19,7 @@ from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts,
 
 
 class TwoLevelDispatch:
-    """A `TokenDispatcher` over ranks `across` nodes, each of which dispatches to the ranks `within` its node.
+    """A `TokenDispatcher` over ranks `across` nodes, each of which dispatches to the ranks `for_documents` its node.
 
     Rank l of node x holds the experts from (x M + l) E / N M on, with M ranks per node; each rank holds `experts_per_rank`.
     """

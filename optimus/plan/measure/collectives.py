@@ -70,8 +70,8 @@ def measure_rank(per: int, extent: Extent | None = None) -> list[Measurement]:
 
 def _free(device: torch.device, per: int) -> int:
     """Returns the bytes that each rank may use; the same on all ranks."""
-    sharers = per if device.type == "cpu" else 1
-    least = torch.tensor(free_memory(device) // sharers // 2, device=device)
+    ranks_sharing_memory = per if device.type == "cpu" else 1
+    least = torch.tensor(free_memory(device) // ranks_sharing_memory // 2, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return int(least)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from optimus.cores import usable_cores
-from optimus.resolve.ranks import sharers
+from optimus.resolve.ranks import ranks_sharing_memory
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
@@ -68,7 +68,7 @@ class Oversubscription(Hook):
         slower = seconds / self._fastest
         self._fastest = min(self._fastest, seconds)
         ranks, cores, threads = (
-            sharers(trainer.groups.mesh, trainer.run.device),
+            ranks_sharing_memory(trainer.groups.mesh, trainer.run.device),
             usable_cores(),
             torch.get_num_threads(),
         )

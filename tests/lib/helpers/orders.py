@@ -232,7 +232,7 @@ class Order:
             group.others = self.weight[inner.stop : outer.stop].to(case.compute)
         with self.chunk.states(change=True) as states:
             self.chunk.fill_part(states["model"], self.weight[self.chunk.dense_extent])
-        self.chunk.publish()
+        self.chunk.refresh_compute_copy()
         self.saver = ThreadPoolExecutor(1, thread_name_prefix="optimus checkpoint")
         self.saved: list[Future[None]] = []
         self.updates = 0
@@ -249,7 +249,7 @@ class Order:
         if self.drawn.random() < 0.3:
             begun.finish()
         if begun.may_leave and self.drawn.random() < 0.5:
-            begun.start_leaving(32)
+            begun.offload_gradient(32)
 
     def _maybe(self, share: float = 0.5) -> bool:
         return self.drawn.random() < share
@@ -267,7 +267,7 @@ class Order:
                 self.chunk.gradients.clear()
                 self.chunk.skip()
             self._use()
-            self.chunk.whole.settle()
+            self.chunk.whole.wait()
             with self.chunk.states() as states:
                 self._compare(states)
             for each in self.saved:
@@ -310,7 +310,7 @@ class Order:
         self._anything(used=True)
         chunk.gradients.reduce()
         if chunk.gradients.may_leave:
-            chunk.gradients.start_leaving(32)
+            chunk.gradients.offload_gradient(32)
             if self._maybe(0.1):
                 raise Abandoned
         square = chunk.gradients.square_sum(32)
@@ -386,7 +386,7 @@ class Order:
         """`used`: the parameters are not needed any more in this step, and gradients may be in their place."""
         whole = self.chunk.whole
         for event in self.drawn.sample(
-            [whole.reshard, whole.start_gather, whole.settle, self._hold], self.drawn.randint(0, 2)
+            [whole.reshard, whole.start_gather, whole.wait, self._hold], self.drawn.randint(0, 2)
         ):
             if not (used and event == self._hold):
                 event()
@@ -394,7 +394,14 @@ class Order:
     def _between(self) -> None:
         """Between two steps."""
         chunk = self.chunk
-        events = [self._hold, self._read, self._write, chunk.publish, chunk.whole.start_gather, chunk.whole.reshard]
+        events = [
+            self._hold,
+            self._read,
+            self._write,
+            chunk.refresh_compute_copy,
+            chunk.whole.start_gather,
+            chunk.whole.reshard,
+        ]
         for event in self.drawn.sample(
             [*events, *([self._prune] if self.case.prunes else [])], self.drawn.randint(0, 3)
         ):
@@ -416,7 +423,7 @@ class Order:
         self.weight[between] = 0.0
         with self.chunk.states(change=True) as states:
             self.chunk.fill_part(states["model"], self.weight[part])
-        self.chunk.publish()
+        self.chunk.refresh_compute_copy()
 
     def _between_parameters(self) -> Tensor:
         outside = torch.ones(self.chunk.plan.size, dtype=torch.bool)
@@ -457,9 +464,9 @@ class Order:
 
         if self.threads:
             self.saved.append(self.saver.submit(copy))
-            chunk.hold(Handle(lambda: cast(None, copied.wait(60))), weights)
+            chunk.block_update_until(Handle(lambda: cast(None, copied.wait(60))), weights)
         else:
-            chunk.hold(Handle(lambda: None if copied.is_set() else copy()), weights)
+            chunk.block_update_until(Handle(lambda: None if copied.is_set() else copy()), weights)
 
     def _prune(self) -> None:
         """Some elements more."""
