@@ -21,11 +21,12 @@ def clear_leftovers(run: Path) -> None:
 
 
 def retire(run: Path, keep: int, new: Path | None = None) -> None:
-    """Deletes the oldest full checkpoints beyond `keep` (dual checkpoints: the Optimus paper, section 4, with 2).
+    """Deletes the oldest full checkpoints beyond `keep`. A `keep` of 2 gives dual checkpoints (the Optimus paper, section
+    4).
 
-    `new` is a checkpoint about to be written: room is made for it, but the newest existing checkpoint stays. The weights
-    that a run was rolled back to count as a full checkpoint while the run resumes from them. Beyond `keep` the rollback
-    marker is removed.
+    `new` is a checkpoint about to be written. It counts towards `keep`, but the newest existing checkpoint always stays. The
+    weights that a run was rolled back to count as a full checkpoint while the run resumes from them. Once these weights are
+    beyond `keep`, the function deletes the rollback marker.
     """
     found = [point.path for point in resume_points(run) if point.path != new and (point.path / MANIFEST).is_file()]
     marked = rolled_back_to(run)
@@ -52,7 +53,8 @@ def place_of_frozen(run: Path, name: str | None) -> tuple[str, bool]:
 
 
 def retire_frozen(run: Path, name: str | None) -> None:
-    """Deletes folders of frozen parameters except `name` and those that any checkpoint refers to, abandoned or not."""
+    """Deletes folders of frozen parameters, except `name` and those that any checkpoint refers to, even one that a rollback
+    moved."""
     others = {path.name: path for path in frozen_folders(run) if path.name != name}
     try:
         for file in (run / "checkpoints").rglob(DESCRIPTION) if others else ():
@@ -64,7 +66,8 @@ def retire_frozen(run: Path, name: str | None) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a checkpoint that is damaged or in the way: it is no longer resumed or counted, but not deleted."""
+    """Renames a checkpoint that is damaged or in the way. Its files stay, but the run no longer resumes from it or counts
+    it."""
     place, number = path.with_name(f"{path.name}.aside"), 1
     while place.exists():
         number += 1
@@ -73,7 +76,8 @@ def set_aside(path: Path) -> Path:
 
 
 def set_newer_aside(run: Path, step: int) -> list[Path]:
-    """Sets aside full checkpoints, and the rollback marker, of later steps than the resumed one; returns the new names."""
+    """Sets aside the full checkpoints and the rollback marker of steps after `step`, which the run resumes. Returns the new
+    paths."""
     newer = [path for path in all_folders(run, "step") if step_of(path) > step]
     marked = rolled_back_to(run)
     if marked is not None and step_of(marked) > step:  # the run will reach that step again, with other weights

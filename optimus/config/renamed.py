@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-RENAMED = {  # old name of a section or key, to today's
+RENAMED = {  # old name of a section or key, to today's name
     "schedule": "lr_schedule",
     "validate": "validation",
     "train.context": "train.sequence_length",
@@ -21,12 +21,12 @@ RENAMED = {  # old name of a section or key, to today's
     "model.score": "model.router_score",
     "model.window_except": "model.full_attention_every",
 }
-NEW_VALUES: dict[tuple[str, str], str | bool] = {  # new values of renamed keys
+NEW_VALUES: dict[tuple[str, str], str | bool] = {  # by old name and old value, the value under the new name
     ("state.residency", "device"): "none",
     ("moe.routing", "learned"): False,
     ("moe.routing", "uniform"): True,
 }
-# `evaluate` used to measure the text that is now the set without a name in `validation`.
+# These keys of `evaluate` are now the keys of the set in `validation` that has no name.
 _OF_VALIDATION = ("text", "every", "max_bytes")
 MOVED = {f"evaluate.{key}": f"validation: [{{{key}: ...}}]" for key in _OF_VALIDATION}
 
@@ -39,10 +39,10 @@ def new_name(key: str) -> str:
 
 
 def with_new_names(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration written by an earlier run with today's names of renamed keys, also within phases."""
+    """Renames the keys of a configuration that an earlier run has written to today's names, also within phases."""
     config: dict[str, Any] = {}
     for section, value in written.items():
-        if isinstance(value, Mapping):  # keys may be other than text in a file that another program wrote
+        if isinstance(value, Mapping):  # a file of another program may have keys that are no strings
             value = {
                 new_name(f"{section}.{key}").partition(".")[2]: _value(section, key, each)
                 for key, each in value.items()
@@ -63,6 +63,6 @@ def _with_sets(config: dict[str, Any]) -> dict[str, Any]:
         return config
     own = {key: value for key, value in evaluate.items() if key in _OF_VALIDATION}
     rest = {key: value for key, value in evaluate.items() if key not in own}
-    # Without a number of steps, the text was never measured.
+    # Earlier versions measured the text only if `every` was set.
     sets = [own] if own.get("text") is not None and own.get("every") is not None else []
     return {**config, "evaluate": rest, "validation": [*sets, *(config.get("validation") or [])]}

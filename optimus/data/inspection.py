@@ -1,7 +1,7 @@
-"""Checks each input file before the work, so that one message lists all files that cannot be read.
+"""Checks each input file before `prepare` tokenises, so that one message lists all files that `prepare` cannot read.
 
-The check reads a file as `prepare` will, without tokenising, up to `LIMIT`: most files are read completely. The check takes
-a few percent of the time of the work. Faults further on in a large file are found while the file is tokenised.
+The check reads a file as `prepare` will, up to `LIMIT`, but does not tokenise. Most files are shorter than `LIMIT`. The
+check takes a few percent of the time of `prepare`. Tokenising finds the faults beyond `LIMIT`.
 """
 
 import codecs
@@ -22,9 +22,9 @@ from optimus.errors import UserError
 
 LIMIT = 64 << 20  # bytes of text
 REMOTE_LIMIT = 1 << 20  # bytes of text of a remote file, which must be fetched
-# bytes; once a file is bad, large files of at most this size together are read to their ends, to complete the list
+# bytes; once a file is bad, `prepare` reads large files of at most this size together to their ends, to complete the list
 WHOLE = 4 << 30
-LISTED = 1000  # most files that a message lists
+LISTED = 1000  # number of files that a message lists at most
 _HEAD = 4096  # bytes that identify the type of a file
 _KINDS = {
     b"%PDF-": "a PDF document",
@@ -41,7 +41,7 @@ _KINDS = {
     b"SQLite format 3": "a database",
 }
 _ENDINGS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet", b"ARROW1": ".arrow"}
-_MARKS = {  # byte order marks, the longer first: the encoding to suggest, and the other one that reads the file
+_MARKS = {  # by byte order mark, longer marks first: the encoding to suggest, and another encoding that reads the file
     codecs.BOM_UTF32_LE: ("utf-32", "utf-32-le"),
     codecs.BOM_UTF32_BE: ("utf-32", "utf-32-be"),
     codecs.BOM_UTF16_LE: ("utf-16", "utf-16-le"),
@@ -52,7 +52,7 @@ _CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b\x1a"})
 
 
 def looked_at(source: Source, whole: bool) -> int:
-    """Returns how many bytes of a file are checked."""
+    """Returns how many bytes of a file the check reads at most."""
     limit = REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
     return source.size if whole else min(source.size, limit)
 
@@ -61,7 +61,7 @@ class Look(NamedTuple):
     """The result of a check. `wrong` describes the fault, without the path at its beginning, or is None for a good file."""
 
     wrong: str | None
-    whole: bool  # True if the file was read to its end
+    whole: bool  # True if nothing is left to check: the file is bad, or was read to its end
 
 
 def look(text_field: TextField, whole: bool, source: Source) -> Look:
@@ -75,8 +75,8 @@ def look(text_field: TextField, whole: bool, source: Source) -> Look:
 
 
 def check_beginning(sources: Sources, most: float) -> int:
-    """Reads text from the beginning of the files until it has more than `most` bytes. Returns the bytes read: all of them if
-    the files have less.
+    """Reads text from the beginning of the files until it has more than `most` bytes. Returns the number of bytes read,
+    which is at most `most` if the files have no more.
 
     Raises `UserError`, which lists the files among those read that `prepare` would refuse. The message suggests no
     `encoding` or `text_field`, because the callers cannot set either.
@@ -147,7 +147,7 @@ def _kind(source: Source) -> str | None:
     for magic, kind in _KINDS.items():
         if head.startswith(magic):
             return f": {kind}, by its first bytes. {_kind_cure(source, magic)}"
-    # Checked first: a single-byte encoding would read such a file without an error.
+    # Finds UTF-16 and UTF-32 before decoding: a single-byte encoding would read such a file without an error.
     readers = next((names for mark, names in _MARKS.items() if head.startswith(mark)), None)
     if readers is None and (found := files.unmarked(head)):
         readers = (found, found)
@@ -194,7 +194,7 @@ def _lines_kind(head: bytes) -> str | None:
 
 
 def with_encoding(source: Source, what: str) -> str:
-    """Completes the fault of a file that is not UTF-8 with the encoding that would read it."""
+    """Adds to the fault of a file that is not UTF-8 the encoding that would read the file."""
     if ": not UTF-8" not in what or files.ends_in(source.path, (".parquet", ".arrow")):
         return what
     what = what.removesuffix(". Convert it to UTF-8.")

@@ -1,8 +1,8 @@
 """Describes the training data of a run: its opened sources, and for each phase the share of each source.
 
-A place is the position of a sequence in its phase. The content of place p is a pure function of p: the mixture gives its
-source and the number of earlier places of this source. A source continues where the phases before stopped reading. Every
-rank of any layout therefore finds its part of the data from any step.
+A place is the position of a sequence in its phase. The content of place p is a pure function of p: the mixture gives the
+source of place p and the number of earlier places of this source. In each phase, a source continues where the earlier phases
+stopped reading it. Therefore every rank of any layout finds its part of the data at any step.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ from optimus.data.permutation import Permutation
 from optimus.data.shards import Shards
 from optimus.errors import UserError
 
-_DESCRIBED = 4096  # places whose sources are in a fingerprint
+_DESCRIBED = 4096  # number of places of a phase whose sources the fingerprint hashes
 
 
 class MixedSource(NamedTuple):
     """A source in a phase. The sequences before `first` have been read by earlier phases. A row of the shards holds `parts`
     sequences.
 
-    For a source that is replayed, only the first `seen` rows are read.
+    Of a replayed source, the phase reads only the first `seen` rows.
     """
 
     name: str
@@ -40,14 +40,14 @@ class MixedSource(NamedTuple):
 
     @property
     def instances(self) -> int:
-        """Rows of a pass."""
+        """The number of rows that one pass reads."""
         return self.seen or self.shards.instances
 
     def rows(self, index_N: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Locates the source's sequences `index_N` of the phase: the row of each, and the part of the row.
 
-        Pass 0 over the rows is the stored (already shuffled) order. Each later pass permutes the rows with the key (seed,
-        pass).
+        Pass 0 reads the rows in the stored order, which is already shuffled. Each later pass permutes the rows with the key
+        (seed, pass).
         """
         passed_N, part_N = np.divmod(self.first + index_N, self.parts)
         pass_N, row_N = np.divmod(passed_N, self.instances)
@@ -78,7 +78,7 @@ class DataPhase(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """True if some tokens of documents are not predicted."""
+        """True if the loss leaves out some tokens of documents."""
         return any(source.shards.masked for source in self.sources)
 
     @classmethod
@@ -88,17 +88,17 @@ class DataPhase(NamedTuple):
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sequence."""
+        """The number of tokens of a sequence."""
         return self.sources[0].shards.context // self.sources[0].parts
 
     def counts(self, step: int) -> list[int]:
-        """Returns the number of sequences that each source has had in the phase before `step` (from 0)."""
+        """Returns the number of sequences that the phase reads from each source before `step` (from 0)."""
         return self.mixture.counts((step - self.first) * self.global_batch)
 
 
 def open_folders(config: RunConfig) -> dict[str, Shards]:
-    """Opens the prepared folders of all phases, by `SourceConfig.folder`. Raises `UserError` for folders that cannot be
-    trained on together."""
+    """Opens the prepared folders of all phases, by `SourceConfig.folder`. Raises `UserError` for folders with different
+    tokenizers or chat templates."""
     folders: dict[str, Shards] = {}
     for source in (source for data in _sections(config) for source in data.mixed):
         if source.folder not in folders:
@@ -132,8 +132,8 @@ def _sections(config: RunConfig) -> list[DataConfig]:
 class TrainingData:
     """The data of a run whose length in steps is known.
 
-    `folders` are the opened sources, `phases` those of the configuration. Raises `UserError` for sources that do not fit the
-    model or are too short for their shares.
+    `folders` are the opened sources, and `phases` are the phases of the configuration. Raises `UserError` for sources that
+    do not fit the model or are too short for their shares.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class TrainingData:
         self.first_folder = next(iter(self.folders.values()))
         self.phases: list[DataPhase] = []
         self._described = [*(phases or phases_of(config))]
-        self._passed: list[dict[str, int]] = [{}]  # tokens of each source before a phase, by name
+        self._passed: list[dict[str, int]] = [{}]  # for each phase: the tokens that earlier phases read, by source
         read: dict[str, int] = {}  # tokens read so far, by folder
         for phase in self._described:
             phase_data = self._phase(phase, read)
@@ -174,7 +174,7 @@ class TrainingData:
         return DataPhase(phase.first, train.global_batch, mixed, mixture, phase.config.data.documents == "mask")
 
     def _replayed(self, phase: Phase, folder: str, name: str, tokens: int) -> MixedSource:
-        """Returns the source of rows that were already read, in an order of its own for this phase."""
+        """Returns a source that replays the rows that earlier phases have read, in an order that only this phase uses."""
         shards = self.folders[folder]
         parts = shards.context // phase.config.train.sequence_length
         seen = min(shards.instances, max(1, tokens // shards.context))
@@ -193,7 +193,7 @@ class TrainingData:
 
     @property
     def instances(self) -> int:
-        """Rows of all sources together."""
+        """The number of rows of all sources together."""
         return sum(shards.instances for shards in self.folders.values())
 
     def verify(self) -> None:
@@ -202,7 +202,7 @@ class TrainingData:
             shards.verify()
 
     def tokens_by_source(self, steps: int) -> dict[str, int]:
-        """Returns the tokens that the first `steps` have read from each source."""
+        """Returns the number of tokens that the first `steps` steps read from each source."""
         phase = phase_at(self._described, steps)
         data, found = self.phases[phase.number], dict(self._passed[phase.number])
         for source, number in zip(data.sources, data.counts(steps)):
@@ -216,7 +216,8 @@ class TrainingData:
         return next((dict(shards.index["chat"]) for shards in self.folders.values() if "chat" in shards.index), {})
 
     def fingerprint(self, steps: int, seed: int) -> dict[str, Any]:
-        """Fingerprints everything that determines the data of the first `steps`: the phases that have begun by then."""
+        """Fingerprints everything that determines the data of the first `steps` steps: the phases that have begun by
+        then."""
         number = phase_at(self._described, steps).number
         begun = [self._digests(phase) for phase in self.phases[: number + 1]]
         one = len(begun) == 1 and len(begun[0]["sources"]) == 1
@@ -246,14 +247,15 @@ def _where(phase: Phase) -> str:
 
 
 def _with_replay(weights: Sequence[int], share: Fraction, read: Sequence[int]) -> list[int]:
-    """Scales `weights` to leave `share`, which the replayed sources divide in proportion to the tokens `read` of each."""
+    """Scales `weights` to the share 1 - `share`. The replayed sources get `share`, in proportion to the tokens `read` from
+    each."""
     own = [weight * (1 - share) / sum(weights) for weight in weights]
     return whole_weights([*own, *(share * tokens / sum(read) for tokens in read)])
 
 
 def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Shards]) -> list[int]:
-    """Returns whole weights: the given ones if all sources have a weight, else the number of the phase's places that each
-    source has."""
+    """Returns whole numbers as weights. If all sources have a weight, the numbers are in the ratio of those weights.
+    Otherwise each number is the number of the phase's places that the source gets."""
     shares = [source.share for source in sources]
     if all(share is not None for share in shares):
         return whole_weights([share or 0.0 for share in shares])

@@ -1,4 +1,4 @@
-"""Imports a Hugging Face folder as a model or a checkpoint. Nothing is rounded and nothing is left out silently."""
+"""Imports a Hugging Face folder as a model or a checkpoint. The import rounds nothing, and reports what it leaves out."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -76,9 +76,9 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
 
 
 class FolderReader:
-    """Fills slices of the weights, and of the masks beside them, of a Hugging Face folder.
+    """Fills slices with the weights of a Hugging Face folder, and with the masks beside the weights.
 
-    The weights are read completely on first use. Raises `UserError` for masks that do not fit `model`.
+    The first call of `fill` reads all weights. Raises `UserError` for masks that do not fit `model`.
     """
 
     def __init__(self, path: Path, model: ModelConfig) -> None:
@@ -132,7 +132,7 @@ def _shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(model: Transformer, path: Path) -> None:
-    """Fills the parameters of `model` from the safetensors of a Hugging Face folder; everything is checked first.
+    """Fills the parameters of `model` from the safetensors of a Hugging Face folder, after checks of all tensors.
 
     Both forms of experts are supported: one tensor per expert (published) and one per layer (fused). Raises `UserError` for
     another architecture, for missing, unexpected or mis-shaped tensors, and for a dtype that would be rounded.
@@ -142,7 +142,8 @@ def load_weights(model: Transformer, path: Path) -> None:
 
 
 def left_out(path: Path) -> str | None:
-    """Describes the multi-token prediction layers of the folder `path`, which the model omits; None without any."""
+    """Describes the multi-token prediction layers of the folder `path`, which the model omits; returns None if there are
+    none."""
     tensors = _further_tensors(path, FolderTensors(path))
     if not tensors:
         return None
@@ -176,7 +177,7 @@ def _fill(model: Transformer, tensors: FolderTensors, path: Path) -> None:
 
 
 def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Published]:
-    """Maps tensor names of the folder to the views of our tensors that they fill."""
+    """Maps the names of the folder's tensors to the views of the model's tensors that they fill."""
     family = model.config.family
     targets: dict[str, Published] = {}
     for name, tensor in named_tensors(model):
@@ -187,12 +188,13 @@ def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Published]
 
 
 def _stored(name: str, family: str, tensors: FolderTensors) -> str:
-    """Returns a published name in this folder's form, which may omit the prefix."""
+    """Returns the name of a published tensor in this folder, which may omit the family's prefix."""
     return name if name in tensors.where else name.removeprefix(families()[family].prefix)
 
 
 def _is_no_parameter(name: str, model: Transformer, tensors: FolderTensors) -> bool:
-    """Returns True for tensors that are no parameters: masks, or a tied output layer stored under both names."""
+    """Returns True for tensors that are no parameters: buffers such as causal masks, or a second copy of the tied
+    embedding."""
     if any(re.fullmatch(pattern, name) for pattern in families()[model.config.family].no_parameters):
         return True
     ((embedding, *_),) = published(model.config.family, "embedding.weight", model.embedding.weight)

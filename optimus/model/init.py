@@ -1,8 +1,8 @@
 """Initial weights by name and position: the same values for any layout, number of ranks or device.
 
-Each element is a pure function of (seed, parameter name, index of the element in the global tensor). A SplitMix64 hash
-gives a uniform number, and the inverse error function maps it to a normal one truncated at three deviations (OLMo's
-initialisation). A rank that holds a shard of a tensor fills that shard alone.
+Each element is a pure function of (seed, parameter name, index of the element in the global tensor). A SplitMix64 hash gives
+a uniform number. The inverse error function maps this number to a normal distribution truncated at three standard deviations
+(OLMo's initialisation). A rank that holds a shard of a tensor fills that shard alone.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ _CUT = 3.0
 
 
 def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Fills every parameter of `model` in place as declared: a constant, or the truncated normal of deviation `std`."""
+    """Fills every parameter of `model` in place as declared: a constant, or a truncated normal of standard deviation
+    `std`."""
     for name, declared in declarations(model):
         initialize_parameter(name, model.get_parameter(name), declared.initial, seed, std)
 
@@ -35,7 +36,8 @@ def initialize_parameter(
     start: int = 0,
     positions: Callable[[Tensor], Tensor] = lambda local: local,
 ) -> None:
-    """Fills one contiguous parameter, or the elements from `start` on of a rank's row-major shard.
+    """Fills the contiguous `parameter`: a whole parameter, or the part of a rank's row-major shard that begins at element
+    `start`.
 
     `positions` maps elements of the shard to elements of the global row-major tensor.
     """
@@ -50,7 +52,8 @@ def initialize_parameter(
 
 
 def cut_normal(index: Tensor, key: int) -> Tensor:
-    """Returns normal numbers truncated at three deviations, fp32, for int64 positions `index` of the sequence of `key`."""
+    """Returns fp32 normal numbers, truncated at three standard deviations: elements `index` (int64) of the random sequence
+    of `key`."""
     uniform = (_hash(index, key) >> 11 & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
     edge = math.erf(_CUT / math.sqrt(2))
     return torch.erfinv(uniform.mul_(2 * edge).sub_(edge)).mul_(math.sqrt(2)).float()

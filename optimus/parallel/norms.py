@@ -80,6 +80,6 @@ class _SplitLayerNorm(torch.autograd.Function):
 
 
 def norms_of(groups: Groups, columns: Dim) -> Norms:
-    """Returns the norms of rows with the given logical dim."""
+    """Returns the norms of rows whose columns have the logical dim `columns`."""
     group = ranks_along(groups, columns)
     return SplitNorms(group) if group.size > 1 else Norms()

@@ -1,8 +1,8 @@
 """Selects the tokens that a rank's sparse layers process, with tensor and context parallelism.
 
-A rank of a tensor-parallel grid has all tokens, like its neighbours, or different tokens with sequence parallelism; it has
-some columns of each token. The sparse layer needs every token once, on one rank, and whole. So duplicates are dropped on
-entry, and tokens that all ranks need are gathered on exit (TED, section 7.2: duplicate token dropping).
+A rank of a tensor-parallel grid has some columns of each of its tokens. All ranks of the grid's rows have the same tokens,
+or different tokens with sequence parallelism. The sparse layer needs every token once, on one rank, and whole. So the layer
+drops duplicates on entry, and gathers the tokens that all ranks need on exit (TED, section 7.2: duplicate token dropping).
 
 Legend: T rows of the residual stream, H columns of it, U tokens that a rank processes.
 """
@@ -28,8 +28,8 @@ from optimus.parallel.options import StageOptions
 class SplitTokens(TokenSplit):
     """A `TokenSplit` over a `rows` x `columns` grid of ranks.
 
-    `parts` are the ranks with other parts of the sequences. `sequence`: the rows of the residual stream are sharded over
-    `rows`. `duplicates`: all ranks of the grid process the same tokens.
+    `parts` is the context-parallel group, whose ranks have different parts of the sequences. `sequence`: the rows of the
+    residual stream are sharded over `rows`. `duplicates`: all ranks of the grid process the same tokens.
     """
 
     def __init__(self, rows: Group, columns: Group, parts: Group, *, sequence: bool, duplicates: bool) -> None:
@@ -51,7 +51,8 @@ class SplitTokens(TokenSplit):
         return y_TH if self.sequence else join_rows(y_TH, self.rows)
 
     def sum(self, stats: RouterStats) -> RouterStats:
-        """Sums over the grid, whose ranks compute the same loss, and over the parts, which share the loss."""
+        """Sums over the grid, whose ranks compute the same loss, and over the parts, each of which computes a share of the
+        loss."""
         sums = torch.cat([stats.counts_E, stats.probabilities_E, stats.z[None]])
         tokens = stats.tokens * self.parts.size
         if not self.duplicates:

@@ -1,4 +1,4 @@
-"""Finds sharding, placement of stages and recomputation with which a division of the work fits in memory."""
+"""Finds a sharding, a placement of stages and a recomputation of activations with which a layout fits in memory."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,8 +31,9 @@ from optimus.resolve.stages import splits_backward
 from optimus.state.buffers import RESIDENCES
 from optimus.state.plan import Shard
 
-# These levels reduce or all-gather in every microbatch. Sharding the optimizer's state alone moves the same bytes once,
-# beside the last backward pass and the next forward pass, which hide as much as the passes of any microbatch.
+# Sharding at these levels reduces or all-gathers in every microbatch. Sharding the optimizer's state alone moves the same
+# bytes once per step, during the last backward pass and the next forward pass. These two passes hide as much communication
+# as the passes of any other microbatch.
 _FINER = ("gradients", "parameters")
 
 
@@ -67,8 +68,8 @@ class Fitting:
         self._hides = profile.overlap_data >= profile.overlap_gather and not profile.broadcast
 
     def least(self, candidate: Candidate) -> float:
-        """Returns a lower bound of a step's seconds without recomputation, over the ways to shard the state that leave
-        memory."""
+        """Returns a lower bound of the seconds of a step without recomputation. The bound covers every sharding whose state
+        leaves memory for activations."""
         job, work = candidate.job, candidate.division.work
         ways = self._ways_of(job)
         enough = {width for shard, width, _ in ways if shard == "optimizer"}
@@ -81,12 +82,11 @@ class Fitting:
         step takes less than `limit` seconds."""
         best = None
         job = replace(candidate.job, machine=self._machine, nodes=self._nodes)
-        work = (
-            candidate.division.work if self._machine.network.links is None else None
-        )  # whose costs know no links between nodes
+        # The costs of the division hold for equal links between nodes only.
+        work = candidate.division.work if self._machine.network.links is None else None
         sizes = cache(partial(self._activation_sizes, candidate, job))
         too_slow = set[int | ShardRanks | None]()  # widths over which sharding the optimizer's state alone is too slow
-        enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # recomputation that less sharding needs, by width
+        enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # by width: recomputation that lower levels need
 
         def in_time(places: Iterable[Job]) -> list[Job]:
             return [placed for placed in places if least_time(placed, work) < limit]
@@ -111,11 +111,12 @@ class Fitting:
         return best
 
     def _is_slower(self, shard: Shard, width: int | ShardRanks | None) -> bool:
-        """True if sharding the optimizer's state alone over as many ranks is as fast, when no more is recomputed then."""
+        """True if sharding the optimizer's state alone over as many ranks takes no longer, unless it needs more
+        recomputation."""
         return self._hides and shard in _FINER and not isinstance(width, ShardRanks)
 
     def _ways_of(self, job: Job) -> list[_Way]:
-        """Returns the ways to shard the job's state that leave memory."""
+        """Returns the ways to shard the job's state that leave memory for activations on every rank."""
         key = job.mesh, job.parallel.stages_per_rank, job.ends_apart, job.microbatches > 1
         if key not in self._ways:
             ranks = [*dict.fromkeys(stages_of_each(job))]
@@ -132,7 +133,7 @@ class Fitting:
         return self._buffers[key]
 
     def _ranks_of(self, job: Job) -> list[Rank]:
-        """Returns one rank for all ranks with the same stages, with the live microbatches of all these ranks."""
+        """Merges all ranks with the same stages into one rank, whose live microbatches are the largest of these ranks."""
         key = job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank, job.microbatches
         if key not in self._ranks:
             merged: dict[tuple[PartCounts, ...], Rank] = {}
@@ -149,10 +150,11 @@ class Fitting:
         sizes: Callable[[frozenset[str]], list[float]],
         in_time: Callable[[Iterable[Job]], list[Job]],
     ) -> tuple[frozenset[str], Sequence[Job]]:
-        """Returns (the cheapest recomputation that fits, those of `places` that are in time with it); no places if nothing
-        fits.
+        """Returns (the cheapest recomputation that fits, the jobs of `places` that pass `in_time` with this recomputation).
+        Returns no jobs if nothing fits.
 
-        Activations fit if they take at most `room` bytes on each rank. Calling `sizes` takes longest, so it comes last.
+        Activations fit if they take at most `room` bytes on each rank. The call of `sizes` takes longest, so this check
+        comes last.
         """
         slow: list[frozenset[str]] = []
         for recompute in self._sets:
@@ -184,10 +186,11 @@ def state_room(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[float]
 
 
 def residencies(job: Job) -> Iterator[Job]:
-    """Yields the job with its state in each place, the fastest place first.
+    """Yields the job with each residency of its state, the fastest residency first.
 
-    The places are the device, then the host where its bandwidth is known, then the machine's disks. A job that is configured
-    with offloading keeps its place. In each place, gradients are accumulated on the device first, then on the host.
+    State resides on the device, then on the host if the host's bandwidth is known, then on the machine's disks. A job whose
+    configuration sets offloading keeps this residency. For each residency, the job first accumulates gradients on the
+    device, then on the host.
     """
     yield from _accumulations(job)
     host = job.machine.host
@@ -217,8 +220,9 @@ def recomputed(job: Job, recompute: frozenset[str]) -> Job:
 def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
     """Yields all ways to shard the state, as (level, width).
 
-    Each level is over all replicas (None) and over the replicas on a node. Parameters are also sharded over the nearest
-    ranks of a node, with gradients over either of these widths, and the rest over all replicas.
+    The width of a level is all replicas (None), or the replicas on a node. Parameters are also sharded over the nearest
+    ranks of a node. Gradients are then sharded over these ranks or over the node, and the optimizer's state over all
+    replicas.
     """
     mesh = job.mesh
     yield "none", None
@@ -242,8 +246,8 @@ def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
 
 
 def placements(job: Job) -> Iterator[Job]:
-    """Yields the job with all ranks of a stage together, and with stages side by side, as near as the groups in a stage
-    allow."""
+    """Yields the job with consecutive ranks for each stage, and with the smallest `pipeline_stride` that keeps the groups of
+    a stage together."""
     yield job
     mesh = job.mesh
     least = math.lcm(mesh.cp * mesh.tp, mesh.ep * mesh.etp)
@@ -252,8 +256,8 @@ def placements(job: Job) -> Iterator[Job]:
 
 
 def recomputations(model: ModelConfig) -> Sequence[frozenset[str]]:
-    """Returns the sets of modules to recompute, cheapest first: of norms, attention and the model's feed-forward layers;
-    then whole blocks."""
+    """Returns the sets of modules to recompute, cheapest first: all combinations of norms, attention and feed-forward
+    layers, then whole blocks."""
     feed_forward = frozenset("moe" if model.experts_of(layer) else "mlp" for layer in set(model.alike))
     cost = {frozenset({"norm"}): 1, frozenset({"attention"}): 4, feed_forward: 6}
     sets = [each for count in range(4) for each in combinations(cost, count)]

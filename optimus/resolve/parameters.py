@@ -1,4 +1,4 @@
-"""The parameters of a run: their layouts and the recipe of their state."""
+"""The parameters of a run: their layouts and the specification of their state."""
 
 from collections.abc import Mapping
 
@@ -32,15 +32,15 @@ def layout_options(config: RunConfig) -> dict[str, bool]:
 
 
 def whole_model(config: RunConfig) -> Transformer:
-    """Builds the model with all its stages, without memory for its parameters."""
+    """Builds the model with all its stages on the meta device, so that its parameters take no memory."""
     with torch.device("meta"):
         return with_factors(Transformer(config.model, config.moe.force_balanced), config.train)
 
 
 def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> StateSpec:
-    """Returns the recipe of the state of the unsharded `model` at the start of the run.
+    """Returns the specification of the state of the unsharded `model` at the start of the run.
 
-    Raises `UserError` for parameters that cannot be pruned.
+    Raises `UserError` for pruned parameters whose update rule needs whole matrices.
     """
     rules, pruning = rules_of(config.optimizer, model, config.train.freeze), config.pruning
     targets = pruned_by(pruning, model, rules, tied=config.model.tie_embeddings)
@@ -55,9 +55,10 @@ def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> State
 
 
 def check_blocks_of(config: RunConfig, model: Transformer, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Raises `UserError` when the run prunes by blocks and a target is not a matrix or is sharded through its blocks.
+    """Raises `UserError` if the run prunes by blocks and a target is no matrix or has a block that several ranks would
+    share.
 
-    Initial weights may be pruned in another way.
+    The check skips parameters that only the initial weights prune, since their masks may have no blocks.
     """
     if config.pruning is not None and config.pruning.scope.startswith("block"):
         check_blocks({name: layouts[name] for name in targets_of(config, model)}, mesh)

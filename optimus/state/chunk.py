@@ -1,12 +1,12 @@
 """Holds a chunk: parameters laid end to end in flat buffers, with their fp32 master weights and the update rule's state.
 
-The module's parameters are views of the chunk's compute buffer. Therefore gathering, updating and saving are operations on a
-few long tensors, for any model. All parameters of a chunk have the same replicas and the same rule. The replicas shard the
-chunk in steps (`plan.py`): each rank keeps a shard of each buffer (`buffers.py`).
+The parameters of the `nn.Module` are views of the chunk's compute buffer. Therefore gathering, updating and saving are
+operations on a few long tensors, for any model. All parameters of a chunk have the same replicas and the same update rule.
+The replicas shard the chunk in steps (`plan.py`): each rank keeps a shard of each buffer (`buffers.py`).
 
 Read `placement.py` (residency of the buffers), `whole.py` (whole parameters while they are used), `reduction.py` (gradients)
-and `update.py`. The permitted operations and their order are in `statuses.py`. A chunk of frozen parameters has only the
-first two.
+and `update.py`. The permitted operations and their order are in `statuses.py`. A chunk of frozen parameters uses only
+`placement.py` and `whole.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ from optimus.state.whole import WholeParameters
 
 
 class Chunk(Placement):
-    """The parameters of `plan`; see the module's text.
+    """The parameters of `plan`; the docstring of `chunk.py` describes a chunk.
 
     Code that reads or changes the checkpointed state does so inside `states`. That context waits for the running update and
     gives each thread its own buffers for state on a disk.
@@ -38,7 +38,7 @@ class Chunk(Placement):
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(plan, context, masks)
         self.whole = WholeParameters(self)
-        self.parameters: list[nn.Parameter] = []  # the module's
+        self.parameters: list[nn.Parameter] = []  # of the `nn.Module`
         self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # of trained parameters
 
     @contextmanager
@@ -46,8 +46,8 @@ class Chunk(Placement):
         """Yields the checkpointed state of this rank's shard, in memory, by the prefix of its keys, after the running
         update.
 
-        With `change`, the caller may write to the state, once pending copies of it are finished;
-        `refresh_compute_copy` must follow.
+        With `change`, the context also waits for pending copies of the state. The caller may then write to the state, and
+        must call `refresh_compute_copy` afterwards.
 
         Only the training thread knows the running update. Another thread passes the `updated` handle that it was given, as
         `after`, and the context waits for that handle.
@@ -68,7 +68,7 @@ class Chunk(Placement):
 
     @property
     def updated(self) -> Handle:
-        """A handle that waits for the update that is running now; any thread may call it."""
+        """A handle that waits for the update that is running now; any thread may wait on the handle."""
         updating = self.part.until
 
         def wait() -> None:
@@ -79,10 +79,10 @@ class Chunk(Placement):
         return Handle(wait)
 
     def block_update_until(self, until: Handle, weights: bool = False) -> None:
-        """Blocks the next update of this rank's shard until `until` is done, which means that the shard has been copied or
-        written.
+        """Blocks the next update of this rank's shard until the handle `until` is done: a checkpoint then has copied or
+        written the shard.
 
-        The next update waits for `until` once. With `weights`, the copy also reads the compute weights.
+        Later updates do not wait for `until`. With `weights`, the copy also reads the compute weights.
         """
         self.part.copy = Status("copy")  # the caller has waited for earlier copies
         self.part.copy.transition("hold weights" if weights else "hold", until)
@@ -95,9 +95,10 @@ class Chunk(Placement):
         self.whole.reshard()
 
     def initialize(self, initial: Mapping[str, Initial], seed: int, std: float) -> None:
-        """Fills the parameters named in `initial` with initial weights of the named kind; each rank makes its own shard.
+        """Fills the parameters named in `initial` with initial weights of the kind given there; each rank fills its own
+        shard.
 
-        The values depend on name and position alone. Other parameters stay unchanged.
+        The values depend on the seed, the parameter's name and the position alone. Other parameters stay unchanged.
         """
         named = [slot for slot in self.plan.slots if slot.name in initial]
         if not named:
@@ -132,7 +133,7 @@ class Chunk(Placement):
         self.whole.invalidate()
 
     def use_eval_weights(self) -> None:
-        """Switches to the weights of the model for an evaluation, where training computes with others.
+        """Switches to the averaged weights for an evaluation, if the update rule averages weights;
         `refresh_compute_copy` switches back.
 
         A checkpoint that is being written never reads the compute weights of a rule that averages.
@@ -144,8 +145,8 @@ class Chunk(Placement):
             self.whole.invalidate()
 
     def gathered_state(self, prefix: str) -> Tensor:
-        """Gathers the whole chunk's state with this checkpoint prefix, fp32 on the device. All ranks of its groups must
-        call."""
+        """All-gathers the whole chunk's state with this checkpoint prefix, in fp32 on the device. All ranks of the chunk's
+        groups must call this method."""
         self.whole.wait()
         whole = torch.zeros(self.plan.size, dtype=torch.float32, device=self.parameter.device)
         with self.states() as states:
@@ -173,11 +174,11 @@ class TrainedChunk(Chunk):
         for name, parameter in super().make_parameters():
             self.gradients.take(parameter, views[name])
             yield name, parameter
-        self.gradients.free()  # only after its views are made
+        self.gradients.free()  # only after the views of the gradient buffer exist
 
     def skip(self) -> None:
-        """Discards the step: gradients that wait in the memory of the compute weights are dropped, and the weights are
-        recomputed."""
+        """Discards the step: drops the gradients that wait in the memory of the compute weights, and recomputes the compute
+        weights."""
         if self.part.status == "lent":
             self.gradients.clear()
             self.refresh_compute_copy()
@@ -185,8 +186,8 @@ class TrainedChunk(Chunk):
     def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
         """Switches to `plan`, which has the same parameters, some of them pruned by `masks`.
 
-        Call between steps, on all ranks of the groups. The state of the unpruned elements is kept; with `empty` it is left
-        zero.
+        Call between steps, on all ranks of the groups. The unpruned elements keep their state; with `empty`, the caller
+        fills the state.
         """
         self.gradients.clear()
         self.whole.wait()

@@ -1,8 +1,9 @@
-"""Gathers the whole parameters of a chunk where they are used, and frees them.
+"""All-gathers the whole parameters of a chunk before use, and frees them after use.
 
-Gathering reverses the steps in which the parameters are sharded. The first part gathers the shards that other ranks have
-updated, while other chunks are updated and the next forward pass begins. The rest is gathered on use. Parameters that the
-host keeps are fetched first. Parameters of a pruned chunk are expanded in place on arrival.
+One all-gather undoes each sharding step (`plan.py`), the last step first. The all-gathers of updated shards, up to the shard
+of the parameters that the rank keeps, overlap with the updates of other chunks and the beginning of the next forward pass.
+The other all-gathers begin on use. Before these, the device fetches the shards of parameters that reside on the host. A
+pruned chunk expands its parameters in place on arrival.
 """
 
 from functools import partial
@@ -23,7 +24,7 @@ class WholeParameters(ManagedBuffer):
         super().__init__("parameters", chunk.parameter, chunk.transfers.resize, stays=stays, block=block)
         self._fetched = chunk.plan.residency("parameters.shard") != "device"
         self._turn = InTurn()
-        self._depth = 0  # the parameters are present, or in transfer, up to this depth
+        self._depth = 0  # the extent of this depth is present or in transfer
 
     @property
     def here(self) -> bool:
@@ -31,14 +32,16 @@ class WholeParameters(ManagedBuffer):
         return self.status == "here"
 
     def start_gather(self, depth: int = 0) -> None:
-        """Begins to gather the missing parts of the extent of `depth`, from the host and from other ranks.
+        """Begins to fetch and all-gather what is missing of the extent of `depth` (0: the whole chunk), from the host and
+        other ranks.
 
         Parts that are present or in transfer are skipped. The transfers wait for a running update.
         """
         first = depth == 0 and not self.has_memory
         fetches = self._fetched and first
         gathers = self._depth > depth or (self._chunk.elements.prunes and first and not fetches)
-        if not (fetches or gathers) or self.part.status == "lent":  # lent: nobody uses the parameters before the update
+        # Lent: gradients wait in the memory of the compute weights, which nobody uses before the update.
+        if not (fetches or gathers) or self.part.status == "lent":
             return
         self.part.transition("gather")
         updating, turn = self.part.until, self._turn
@@ -68,7 +71,8 @@ class WholeParameters(ManagedBuffer):
         return self._chunk.groups[depth].all_gather_async(whole, part, self._chunk.plan.lengths(depth))
 
     def _at(self, depth: int) -> Tensor:
-        """Returns the extent of `depth` in the longest buffer that always has this extent."""
+        """Returns the extent of `depth` as a view of the whole parameters or, if the device keeps a shard that contains it,
+        of this shard."""
         plan = self._chunk.plan
         if depth < plan.depths.parameters or self._fetched:
             return self._chunk.parameter[plan.extent(depth)]
@@ -81,15 +85,15 @@ class WholeParameters(ManagedBuffer):
         self.transition("use")
 
     def reshard(self) -> None:
-        """Frees the whole parameters where a shard or the host keeps them; the module's parameters remain views of the freed
-        memory."""
+        """Frees the whole parameters, unless the device always keeps them. The parameters of the `nn.Module` remain views of
+        the freed memory."""
         if not self._chunk.plan.keeps_whole:
             self.wait()
             self.transition("free")
             self._depth = max(self._depth, self._chunk.plan.depths.parameters)
 
     def wait(self) -> None:
-        """Waits for a running update and finishes a running gathering, which reads the shards that are about to change."""
+        """Waits for a running update and for running all-gathers, which read the shards that are about to change."""
         self.part.finish_update()
         if self.until is not None:
             self.finish()
@@ -101,11 +105,12 @@ class WholeParameters(ManagedBuffer):
     def invalidate(self) -> None:
         """Marks gathered parameters as out of date, here and on other ranks, because this rank's shard has changed.
 
-        Without offloading, the gathering up to the kept shard begins at once; with offloading, on use.
+        Without offloading, the all-gathers up to the kept shard of the parameters begin at once. With offloading, they begin
+        on use.
         """
         plan = self._chunk.plan
         if plan.shard_steps or self._fetched or self._chunk.elements.prunes:
             self.transition("free")
             self._depth = plan.depths.optimizer
-            if not plan.offloaded:  # otherwise the first use gathers, after the update
+            if not plan.offloaded:  # with offloading, the first use all-gathers, after the update
                 self.start_gather(plan.depths.parameters)

@@ -1,4 +1,5 @@
-"""Concludes a run after its end or restart: a line in the event log, the report, a notification."""
+"""Concludes a run: writes its event log and its report, and sends a notification. Restarts get the report and a
+notification."""
 
 import signal
 import sys
@@ -20,11 +21,12 @@ from optimus.resilience.events import EventLog
 def conclude(
     config: RunConfig, began: float, summary: Mapping[str, Any] | None, failure: UserError | None = None
 ) -> dict[str, Any]:
-    """Returns the `summary` of an ended run with its `seconds` since `began` (`time.time`) and the path of its `report`.
+    """Records the end of a run. Returns the `summary` with the `seconds` since `began` (`time.time`) and the path of the
+    `report`.
 
-    `failure` is the error that ended the run, if any. Prints to stderr, instead of raising, what cannot be written or sent:
-    the run's own end matters more. A run that failed before writing anything leaves no files. The folder of a run with
-    damaged checkpoints is not changed.
+    `failure` is the error that ended the run, if any. Errors of the report and of the notification go to stderr and are not
+    raised: the run's own end matters more. A run that failed before writing anything leaves no files. After a
+    `DamagedError`, the run's folder stays unchanged.
     """
     folder = Path(config.train.output)
     found = {**(summary or {}), "seconds": time.time() - began, "report": None}
@@ -51,7 +53,7 @@ def announce(config: RunConfig, event: str, detail: str) -> None:
 def _report(config: RunConfig, *, ended: bool) -> str | None:
     """Writes the report and returns its path. Returns None if reports are off or writing fails.
 
-    Works while the ended run still holds its folder.
+    The ended run may still hold the lease of its folder.
     """
     folder = Path(config.train.output)
     try:
@@ -71,7 +73,8 @@ def _tell(config: RunConfig, event: str, detail: str, more: Mapping[str, Any]) -
 
 
 def summary_of(config: RunConfig, stopped_by: int) -> dict[str, Any]:
-    """Returns the summary of an ended run; a run ended by the signal `stopped_by` may have ended before its last step."""
+    """Returns the summary of an ended run. `stopped_by` is the signal that ended the run, perhaps before the last step, or
+    0."""
     folder = Path(config.train.output)
     # A run that was stopped before its first step has no metrics.
     records = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []

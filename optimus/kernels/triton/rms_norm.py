@@ -1,6 +1,7 @@
 """RMSNorm of the residual stream or of the heads' queries and keys; see `kernels.rms_norm`.
 
-A program processes several blocks of rows in turn, so that the weight's gradient is a sum of a fixed number of parts.
+In the backward pass a program processes several blocks of rows in turn, so that the weight's gradient is a sum of at most
+`_PROGRAMS` parts.
 
 Legend: T rows, H their length, B programs.
 """
@@ -10,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 512  # at most; the number of parts of the weight's gradient
+_PROGRAMS = 512  # largest number of programs of the backward pass, and so of parts of the weight's gradient
 _BLOCK_ELEMENTS = 4096
 
 
 def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns (x normalised over its last dim and scaled, 1 / root mean square of each row).
 
-    `x_TH`, of any dims, is contiguous.
+    `x_TH` has any number of dims, and must be contiguous.
     """
     T, H = x_TH.numel() // len(w_H), len(w_H)
     y_TH, r_T = torch.empty_like(x_TH), x_TH.new_empty(T, dtype=torch.float32)
@@ -29,9 +30,9 @@ def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(
     y_grad_TH: Tensor, x_TH: Tensor, w_H: Tensor, r_T: Tensor, of_weight: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of x and, if `of_weight`, of w in fp32. All arguments are contiguous.
+    """Returns the gradient of x and, if `of_weight`, the gradient of w, which is in fp32. All arguments must be contiguous.
 
-    The parts of w's gradient are always computed, at negligible cost.
+    The kernel always computes the parts of w's gradient, at negligible cost.
     """
     T, H = len(r_T), len(w_H)
     rows, blocks = _blocks(T, H)
@@ -58,7 +59,7 @@ def _rms_norm(x_TH, w_H, y_TH, r_T, eps, T, H: tl.constexpr, ROWS: tl.constexpr,
     x = tl.load(x_TH + t[:, None] * H + h[None, :], mask=real, other=0).to(tl.float32)
     r = tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)
     w = tl.load(w_H + h, mask=h < H, other=0).to(tl.float32)
-    # The normalised value is rounded before scaling, as in the reference.
+    # Rounds the normalised value before scaling, as the reference does.
     n = (x * r[:, None]).to(y_TH.dtype.element_ty).to(tl.float32)
     tl.store(y_TH + t[:, None] * H + h[None, :], (n * w[None, :]).to(y_TH.dtype.element_ty), mask=real)
     tl.store(r_T + t, r, mask=t < T)

@@ -1,5 +1,6 @@
-"""gpt-oss: attention sinks, windows in every other layer, experts with biases and a clamped SwiGLU (gpt-oss-120b &
-gpt-oss-20b Model Card, section 2). Published weights are quantised (MXFP4) and must be converted to bf16 first."""
+"""gpt-oss: attention sinks, sliding-window attention in every other layer, experts with biases and a clamped SwiGLU
+(gpt-oss-120b & gpt-oss-20b Model Card, section 2). The published weights are quantised (MXFP4): convert them to bf16 before
+the import."""
 
 from optimus.model.families.common import (
     ATTENTION,

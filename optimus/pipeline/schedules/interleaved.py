@@ -10,11 +10,10 @@ from optimus.pipeline.schedules.row import Row, Sizes
 def interleaved(sizes: Sizes) -> Schedule:
     """Makes interleaved 1F1B: stage s is on rank s mod ranks. Bubble: (ranks - 1) / (stages per rank * microbatches).
 
-    The bubble holds for whole rounds. A rank takes a round of as many microbatches as there are ranks through its first
-    stage, then the same round through its second stage and so on, then the next round. Backward passes do the same from the
-    last stage. If the last round is incomplete, its missing microbatches are left out of the order of a whole round. The
-    order remains valid, and the bubble grows. With `ahead`, a rank begins that many more forward passes before its first
-    backward pass.
+    A round has as many microbatches as there are ranks, and the formula holds for whole rounds. A rank runs a round through
+    its first stage, then through its second stage and so on, and then begins the next round. Backward passes go through the
+    rank's stages in reverse order. If the last round is incomplete, the schedule is that of whole rounds without the missing
+    microbatches. The order remains valid, and the bubble grows. The warm-up of every rank has `ahead` more forward passes.
     """
     ranks, microbatches, stages_per_rank, _, ahead = sizes
     rounds = [range(first, first + ranks) for first in range(0, microbatches, ranks)]

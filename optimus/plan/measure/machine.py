@@ -1,7 +1,8 @@
 """Measures the machine on which the command runs, and writes the machine's file for the planner.
 
-N ranks do the same at the same time, like those of a training run on a node (`timing.py`), and the planner's formulas are
-fitted to their times (`fit.py`). Under torchrun on several nodes, the links between nodes are measured as well.
+All ranks do the same work at the same time, like the ranks of a training run on a node (`timing.py`). The machine's figures
+are then fitted, so that the planner's formulas predict the measured times (`fit.py`). Under torchrun on several nodes, the
+ranks also measure the links between nodes.
 """
 
 import os
@@ -25,12 +26,12 @@ from optimus.plan.measure.timing import Extent, Observations, observe_rank
 
 
 def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] | None:
-    """Measures, writes `output`, and prints how near the file comes to the measurements; under torchrun, on the first rank
-    alone.
+    """Measures the machine, writes `output`, and prints the errors of the file's predictions. Under torchrun, only the first
+    rank writes and prints.
 
-    Returns the report, on the first rank. `name` is the machine's name, by default that of the file. Before anything is
-    measured, raises `UserError` for a file that exists or cannot be written, for the name of a machine that comes with the
-    library, and for ranks that the machine does not have.
+    Returns the report on the first rank, and None on the others. `name` is the machine's name, by default that of the file.
+    Before measuring, raises `UserError` for a file that exists or cannot be written, for the name of a
+    machine that comes with the library, and for ranks that the machine does not have.
     """
     name = name or output.stem
     check_output(output, name)
@@ -86,7 +87,7 @@ def write(machine: Machine, path: Path) -> None:
 
 
 def rows(found: Sequence[FitPoint]) -> list[dict[str, Any]]:
-    """Returns a row for each product and kernel, and one for each collective in each kind of group, over all sizes."""
+    """Returns a row for each matrix product and kernel. A collective has one row for each kind of group, over all sizes."""
     table: dict[tuple[str, str], list[FitPoint]] = {}
     for point in found:
         table.setdefault((point.what, "" if _is_talk(point) else point.shape), []).append(point)
@@ -104,7 +105,7 @@ def rows(found: Sequence[FitPoint]) -> list[dict[str, Any]]:
 
 
 def ratios(found: Sequence[FitPoint]) -> dict[str, float]:
-    """Returns the median errors of products, attention, memory and collectives."""
+    """Returns the median relative errors of matrix products, attention, memory and collectives."""
     kinds: dict[str, list[float]] = {}
     for point in found:
         kinds.setdefault("collectives" if _is_talk(point) else point.what.split()[0], []).append(point.error)
@@ -141,7 +142,7 @@ def _source(seen: Observations, peak: float | None) -> str:
 
 
 def check_output(output: Path, name: str) -> None:
-    """Raises `UserError` when the file cannot be written, or would hide another machine or file."""
+    """Raises `UserError` if the file exists or cannot be written, or if `name` is a machine of the library."""
     if output.suffix not in (".yaml", ".yml"):
         raise UserError(
             f"--output {output}: give the name of a .yaml file, by which `--machine` knows it from a machine's name"
