@@ -179,7 +179,7 @@ def test_spares_do_not_disturb_a_full_world_but_take_a_free_place(meet: Callable
     (late,) = [each for each in spares if not each.done()]
     nodes.all[0].shutdown()
     with pytest.raises(Exception, match=r"closed|^$") as caught:
-        late.result(30)
+        late.result(120)
     assert isinstance(caught.value, (RendezvousClosedError, dynamic.RendezvousGracefulExitError)), CHANGED
 
 
@@ -200,7 +200,7 @@ def test_a_spare_that_comes_too_late_for_a_free_place_waits_on(meet: Callable[..
     nodes.all[0].leave()
     (stays,) = [number for number in (2, 3) if spares[number - 2] is not late]
     nodes.join(stays)[0].result(30)
-    assert late.result(30).world_size == 2
+    assert late.result(120).world_size == 2
 
 
 def test_who_waits_for_a_new_world_is_no_spare(meet: Callable[..., Nodes]) -> None:
