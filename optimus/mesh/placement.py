@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from optimus.mesh.mesh import DENSE, EXPERT, Mesh
 
-_SHOWN = 8  # ranks shown of an example group; a longer group is abbreviated
+_SHOWN = 8  # largest number of ranks of an example group that the table shows in full
 
 
 class AxisPlacement(NamedTuple):
@@ -17,7 +17,7 @@ class AxisPlacement(NamedTuple):
     axis: str
     size: int
     groups: int
-    crossing: int  # groups whose ranks are on more than one node
+    crossing: int  # number of groups whose ranks are on more than one node
     first: list[int]
 
 
