@@ -34,8 +34,8 @@ def seconds(
     """Returns the seconds of a collective of `size` bytes in a group that shares its links with no other group.
 
     `algorithms.py` defines the size for each kind of collective. The ranks send the tensor in `pieces` equal pieces. Each
-    rank begins the first round of all pieces. The rank then takes the pieces in turn: it waits for a piece's round and begins
-    the piece's next round. For `OWN` the simulation uses the schedules of Gloo.
+    rank begins the first round of all pieces. The rank then takes the pieces in turn: it waits for a piece's round, then
+    begins the piece's next round. For `OWN` the simulation uses the schedules of Gloo.
     """
     block = size / shape.ranks / pieces
     each = [program(_rounds(algorithm, kind, place, shape), block, pieces) for place in range(shape.per)]

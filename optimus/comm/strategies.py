@@ -1,8 +1,8 @@
 """Strategies by which a group carries out its collectives; `algorithms.used` chooses the algorithm for each tensor.
 
 `Backend` calls the backend's built-in collectives. `Rounds` sends rounds of messages over Gloo. `TwoLevels` calls
-collectives of a group across nodes and of one within the node. Every method begins a collective of a group with several ranks
-and returns its handle. `parts` are the slices of dim 0 of the whole tensor, and `even` says that all slices have one length.
+collectives of a group across nodes and of one within the node. Every method begins a collective of a group with several
+ranks, and returns its handle. `parts` are the slices of dim 0 of the whole tensor, and `even` says that all slices have one length.
 With `beside`, the rounds after the first run in a thread while the rank computes; otherwise `Handle.wait` runs them.
 """
 

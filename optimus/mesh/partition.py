@@ -62,5 +62,5 @@ class RankPartition:
         return self.largest if len(self.tables) == 1 else len(self.group(rank))
 
     def cut(self, into: Callable[[Table], Table]) -> "RankPartition":
-        """Divides the groups into smaller groups; `into` maps each table of groups of equal size to a table of their parts."""
+        """Divides groups into smaller groups; `into` maps each table of groups of equal size to a table of their parts."""
         return RankPartition(map(into, self.tables))

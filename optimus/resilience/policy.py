@@ -34,8 +34,8 @@ def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = F
     """Decides from the exit codes of a node's own failed ranks (negative: signal) and the node's earlier crashes.
 
     The policy excludes a node for NaN or Inf, for not answering, and for a second crash, but only if a spare can replace the
-    node. One crash is no reason to exclude a node, since software causes most crashes. `aborts` is true if the backend aborts
-    ranks that have lost another rank, as NCCL's watchdog does; SIGABRT then means only that another rank was lost.
+    node. One crash is no reason to exclude a node, since software causes most crashes. `aborts` is true if the backend
+    aborts ranks that have lost another rank, as NCCL's watchdog does; SIGABRT then means only that another rank was lost.
     """
     by_code = {code: rank for rank, code in sorted(codes.items(), reverse=True)}
     if Exit.USER in by_code:

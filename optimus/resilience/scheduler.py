@@ -1,7 +1,7 @@
 """Batch script of a fault-tolerant run: a job with spare nodes, and a loop that relaunches the run without bad nodes.
 
-The template is `job.sh` in this folder; `slurm.sh` and `pbs.sh` contain the parts for each batch system. This module replaces
-capitalised words between two @ in the template. The script relies on two facts:
+The template is `job.sh` in this folder; `slurm.sh` and `pbs.sh` contain the parts for each batch system. This module
+replaces capitalised words between two @ in the template. The script relies on two facts:
 
 - the run folder contains the names of excluded nodes (`exclusion.py`) and an event log that says when the run has finished;
 - each attempt is a separate launch in the store, since a closed rendezvous stays closed.
