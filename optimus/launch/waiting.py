@@ -14,7 +14,7 @@ class Waiting:
         self, say: Callable[[str], None], *, every: float = 10.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._say, self._every, self._clock = say, every, clock
-        self._what: str | None = None  # None: no wait
+        self._what: str | None = None  # None: the agent does not wait
         self._since = self._said = 0.0
 
     def on(self, what: str) -> None:
