@@ -101,8 +101,8 @@ def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tup
 def pieces(algorithm: str, shape: Shape, size: float) -> int:
     """Returns the number of pieces in which to send a tensor, so that one crosses nodes while another moves within a node.
 
-    `costs.seconds` estimates the time with any number of pieces. Each piece needs its own messages, so tensors of small
-    blocks get fewer pieces.
+    `costs.seconds` estimates the time with any number of pieces. Each piece needs separate messages, so tensors of
+    small blocks get fewer pieces.
     """
     return max(1, min(PIECES, int(size / shape.ranks / PIECE))) if on_two_levels(algorithm) else 1
 
@@ -215,7 +215,7 @@ def choose(
 ) -> str:
     """Returns the algorithm of `default`, or the fastest measured algorithm.
 
-    The fastest measured algorithm is preferred if it is clearly faster, or if `measured` lacks the default algorithm.
+    The function prefers the fastest measured algorithm if it is clearly faster, or if `measured` lacks the default one.
     """
     curves = measured.curves(kind, shape) if measured else {}
     usual = default(kind, shape, size, links)

@@ -15,7 +15,7 @@ import torch
 
 Place = tuple[str, str, int]
 """A collective: the group's name, the collective's name, and the collective's number in the group."""
-GRACE = 60.0  # seconds after our watchdog's timeout at which the backend's own watchdog ends a rank
+GRACE = 60.0  # seconds after our watchdog's timeout at which the backend's watchdog ends a rank
 
 
 class StreamPoint(Protocol):
@@ -52,7 +52,7 @@ class DeviceWaits:
         self._lock = threading.Lock()
 
     def wait(self, place: Place, works: Sequence[Any]) -> None:
-        """Makes the stream wait for `works`."""
+        """Makes the current stream wait for the torch works `works`."""
         before = self._mark()
         for work in works:
             work.wait()

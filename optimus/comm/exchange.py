@@ -1,8 +1,8 @@
 """Execution of the schedules of collectives as messages between ranks over Gloo, one round at a time.
 
-Gloo's own reduce-scatter is an all-reduce that discards most of its result. Gloo's own all-gather is a ring, whose time
-grows with the number of ranks. In this module, a round posts its receives before its sends. A rank sends and receives a
-message in place if the blocks of the message are adjacent in memory, and otherwise packs the blocks into a scratch buffer.
+Gloo's reduce-scatter is an all-reduce that discards most of its result. Gloo's all-gather is a ring, whose time grows with
+the number of ranks. In this module, a round posts its receives before its sends. A rank sends and receives a message in place
+if the blocks of the message are adjacent in memory, and otherwise packs the blocks into a scratch buffer.
 
 A rank adds in rank order, in fp32 or in the type of the addends if that type is wider; it adds integers exactly. Sums are
 therefore bitwise reproducible, and equal on all ranks that receive them.
@@ -52,7 +52,7 @@ class Channel:
             return dist.isend(tensor, self.ranks[peer], self._handle, self._tag)
 
     def wait(self, works: Sequence[tuple[int, Any]]) -> None:
-        """Waits for messages; `works` pairs the rank of the peer with the work of torch."""
+        """Waits for messages; each entry of `works` is the rank of the peer and the torch `Work`."""
         for peer, work in works:
             with self._naming(peer):
                 work.wait()
@@ -283,7 +283,7 @@ def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which values of `dtype` are added."""
+    """Returns the type in which `reduce` and `add_up` add values of `dtype`."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 

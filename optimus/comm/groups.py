@@ -152,7 +152,7 @@ class Groups:
         return self._shared.measured
 
     def choose_by(self, measured: Measured | None) -> None:
-        """Makes groups choose the algorithms of collectives by `measured`; must be called before groups are created."""
+        """Makes groups choose the algorithms of collectives by `measured`; must precede the creation of groups."""
         self._shared.choose_by(measured)
 
     @property

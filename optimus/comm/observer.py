@@ -88,7 +88,7 @@ class Observer:
     def _waits(self, place: str, what: str, number: int, tensor: Tensor) -> Iterator[None]:
         """Records a wait in a collective, and turns the failure of another rank into a `CollectiveError`.
 
-        Errors of this rank's own device pass unchanged.
+        Errors of this rank's device pass unchanged.
         """
         try:
             with region(lambda: what), self.recorder.waits(place, what, number):

@@ -59,7 +59,7 @@ class Recorder:
             self.waiting = None
 
     def wait(self, place: Place, works: Sequence[Any]) -> None:
-        """Waits for the works of a collective; must be called inside `waits`."""
+        """Waits for the torch works of a collective. The caller must be inside `waits`."""
         if self.device is not None and not _beside():
             self.device.wait(place, works)
             return

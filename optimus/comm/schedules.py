@@ -23,7 +23,7 @@ class Message(NamedTuple):
 class Round(NamedTuple):
     """The messages that a rank sends and receives at once; all messages must arrive before the next round begins.
 
-    In a round of a reduce-scatter (an all-gather backwards), all received messages hold the same blocks.
+    In a round of a reduce-scatter (an all-gather backwards), all received messages contain the same blocks.
     """
 
     sends: tuple[Message, ...]

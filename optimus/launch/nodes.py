@@ -35,10 +35,10 @@ def launch(
 ) -> Do | Exit | None:
     """Runs this node's part of `job`, from the newest checkpoint if there is one.
 
-    All `nodes` + `spares` nodes must call this function alike. The nodes share the file system of `train.output`.
-    `rendezvous` is the HOST:PORT of a store that all nodes reach. `node` is this node's name, by default the machine's.
-    `name` distinguishes launches that use one store. `program` is the module of a rank and its first arguments, in place of
-    `optimus.launch.rank`.
+    All `nodes` + `spares` nodes must call this function with the same arguments except `node`. The nodes share the file
+    system of `train.output`. `rendezvous` is the HOST:PORT of a store that all nodes reach. `node` is this node's name, by
+    default the machine's name. `name` distinguishes launches that use one store. `program` is the module of a rank and its
+    first arguments, instead of `optimus.launch.rank`.
 
     Returns None when the job is done, `Do.LEAVE` when this node has been excluded, `Do.STOP` when a failure has ended the
     run for good, and an `Exit` when a signal has ended the run. Raises `UserError` for problems that the user can fix here.

@@ -1,4 +1,4 @@
-"""Partitions of all ranks into groups, as NumPy tables, so that operations on thousands of groups are vectorised."""
+"""Partitions of all ranks into groups, as NumPy tables, so that NumPy vectorises operations on thousands of groups."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -40,7 +40,7 @@ class RankPartition:
         return sum(map(len, self.tables))
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields the ranks of each group, the smallest groups first; groups of equal size are ordered by first rank."""
+        """Yields the ranks of each group, in ascending order of the groups' sizes and then of their first ranks."""
         for table in self.tables:
             yield from table.tolist()
 

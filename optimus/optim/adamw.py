@@ -23,7 +23,7 @@ class AdamW(UpdateRule):
     eps: float
 
     def update(self, now: OptimizerStep, tile: Tile) -> None:
-        """Updates the tile like `UpdateRule.update`, by a fused kernel where Triton is used and for offloaded state."""
+        """Updates the tile like `UpdateRule.update`, by a fused kernel if Triton is available or the state is offloaded."""
         weight, gradient, (m, v), copy, _ = tile
         factors = self.beta1, self.beta2, self.eps, self.weight_decay
         if backend.use_triton(weight):

@@ -36,7 +36,7 @@ class EventLog:
         seconds: float | None = None,
         detail: str = "",
     ) -> None:
-        """Appends an event. `seconds` is the duration of the event, such as from a failure to the next step."""
+        """Appends an event. `seconds` is the duration of the event, for example from a failure to the next step."""
         event = {
             "time": time.time(),
             "kind": kind,

@@ -48,7 +48,7 @@ def how_ended(code: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Returns the name of a signal, such as SIGTERM."""
+    """Returns the name of a signal, for example SIGTERM."""
     try:
         return signal.Signals(number).name
     except ValueError:  # real-time signals have no names

@@ -21,7 +21,7 @@ class Do(Enum):
 class Response(NamedTuple):
     """The action of a node, or the exit code of all nodes if a signal has ended the run.
 
-    `culprit` says that this node is at fault. `detail` describes the failure for users.
+    `culprit` is true if this node is at fault. `detail` describes the failure for users.
     """
 
     do: Do | Exit
@@ -31,7 +31,7 @@ class Response(NamedTuple):
 
 
 def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = False) -> Response:
-    """Decides from the exit codes of a node's own failed ranks (negative: signal) and the node's earlier crashes.
+    """Decides from the exit codes of a node's failed ranks (negative: signal) and the number of the node's earlier crashes.
 
     The policy excludes a node for NaN or Inf, for not answering, and for a second crash, but only if a spare can replace the
     node. One crash is no reason to exclude a node, since software causes most crashes. `aborts` is true if the backend

@@ -3,8 +3,8 @@
 The template is `job.sh` in this folder; `slurm.sh` and `pbs.sh` contain the parts for each batch system. This module
 replaces capitalised words between two @ in the template. The script relies on two facts:
 
-- the run folder contains the names of excluded nodes (`exclusion.py`) and an event log that says when the run has finished;
-- each attempt is a separate launch in the store, since a closed rendezvous stays closed.
+- The run folder contains the names of excluded nodes (`exclusion.py`) and an event log that says when the run has finished.
+- Each attempt is a separate launch in the store, since a closed rendezvous stays closed.
 """
 
 import re
