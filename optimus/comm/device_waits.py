@@ -1,6 +1,6 @@
 """Waits of a device for collectives.
 
-Waiting on a work of NCCL, RCCL or oneCCL enqueues the wait on the device's stream, and the host continues. The host neither
+`Work.wait` of NCCL, RCCL or oneCCL enqueues the wait on the device's stream, and the host continues. The host neither
 sees how long the device waits nor gets an error when another rank is lost. This module therefore records an event before
 and after each wait. The events show how long the device has waited, and in which collective the device waits now. Unlike the
 backend's handles, events keep no tensors alive.
@@ -52,7 +52,7 @@ class DeviceWaits:
         self._lock = threading.Lock()
 
     def wait(self, place: Place, works: Sequence[Any]) -> None:
-        """Makes the current stream wait for the torch works `works`."""
+        """Makes the current stream wait for each torch `Work` of `works`."""
         before = self._mark()
         for work in works:
             work.wait()

@@ -149,7 +149,7 @@ Blocks = Sequence[Tensor] | Mapping[int, Tensor]
 
 
 def gather(rounds: Sequence[Round], blocks: Blocks, link: Channel) -> Exchange:
-    """Receives the other ranks' blocks into `blocks`, which must already contain the blocks that this rank provides."""
+    """Receives the other ranks' blocks into `blocks`, which must already contain the blocks that originate here."""
     for each in rounds:
         works, landings, lent = [], [], []
         for message in _filled(each.receives, blocks):

@@ -1,14 +1,15 @@
 """Differentiable collectives. The backward pass of each is the transposed collective.
 
-Most functions act on rows, the slices of dim 0. No function changes its input in place, and in a group of one rank every
-function is the identity. All ranks of the group must call the functions in the same order. Autograd visits the operations of
-a graph in the reverse of their order of creation, so ranks with the same graph agree on the order of the backward pass too.
+Most functions act on rows, the slices of dim 0. No differentiable function changes its input in place, and in a group of one
+rank every function is the identity. All ranks of the group must call the functions in the same order. Autograd visits the
+operations of a graph in the reverse of their order of creation, so ranks with the same graph agree on the order of the
+backward pass too.
 
 A tensor is *shared* if all ranks have equal copies and compute the same from the copies; its gradient is then the same on
 all ranks. The functions below give correct gradients only if the tensors that they call shared are shared.
 
 The collective cache (`step_context.CollectiveCache`) can store the results of the first forward pass's collectives, so that
-activation recomputation issues no collective.
+activation recomputation issues no collectives.
 
 Legend: N ranks of the group, T rows of this rank.
 """
@@ -207,10 +208,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
         ctx.group, ctx.back = group, back
-        issues_none = there in (
-            local_rows,
-            _identity,
-        )  # neither issues a collective, and a cached view would keep all of x alive
+        # Neither function issues a collective, and a cached view would keep all of `x` alive.
+        issues_none = there in (local_rows, _identity)
         return there(x, group) if issues_none else cached(lambda: there(x, group), group)
 
     @staticmethod

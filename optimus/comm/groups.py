@@ -152,7 +152,7 @@ class Groups:
         return self._shared.measured
 
     def choose_by(self, measured: Measured | None) -> None:
-        """Makes groups choose the algorithms of collectives by `measured`; must precede the creation of groups."""
+        """Makes groups choose the algorithms of collectives by `measured`; the call must precede all `make` calls."""
         self._shared.choose_by(measured)
 
     @property
@@ -193,7 +193,7 @@ class Groups:
     def apart(self, number: int, *axes: str) -> list[Group]:
         """Returns `number` groups along `axes` that no other code uses.
 
-        Ranks may call collectives of different groups in different orders.
+        Ranks may call the collectives of these groups in different orders.
         """
         division = self.mesh.groups(axes)
         made = self._apart.get(division, [])
@@ -207,9 +207,8 @@ class Groups:
         """Returns this rank's group of `division`."""
         if division not in self._made and len(division) > 1 and division.largest > 1:
             raise _not_made(f"a division of the ranks into {division.group(self.rank)} ...")
-        return self._shared_group(
-            division
-        )  # torch has created the group of all ranks, and a group of one rank needs no process group
+        # torch has created the group of all ranks, and a group of one rank needs no process group.
+        return self._shared_group(division)
 
     def _make(self, division: RankPartition, alone: int = 0) -> Group:
         """Creates this rank's group of `division`; `alone` is the number of an unshared group, or 0 for a shared group."""
@@ -256,9 +255,8 @@ class Groups:
         """
         if division.largest == 1 or not (alone or len(own) < self.mesh.size):
             return None
-        backend = dist.get_backend().split(":")[
-            -1
-        ]  # the device's backend: only the group of all ranks moves host tensors
+        # The last backend is the device's: only the group of all ranks moves host tensors.
+        backend = dist.get_backend().split(":")[-1]
         group: dist.ProcessGroup = dist.new_group(
             list(own), timeout=self._timeout, backend=backend, use_local_synchronization=True
         )

@@ -1,8 +1,8 @@
 """Record of a rank's collectives: the number begun in each group, the current wait, and the time waited.
 
 When the ranks hang, the last collective of each rank shows which ranks the others wait for. When one rank is slow, the
-waits of the others show which. A record costs two readings of the clock per collective, or two events if the device waits
-instead of the host (`device`).
+waits of the others show which rank. A record costs two readings of the clock per collective, or two events if the device
+waits instead of the host (`device`).
 """
 
 import threading
@@ -59,7 +59,7 @@ class Recorder:
             self.waiting = None
 
     def wait(self, place: Place, works: Sequence[Any]) -> None:
-        """Waits for the torch works of a collective. The caller must be inside `waits`."""
+        """Waits for each torch `Work` of a collective. The caller must be inside `waits`."""
         if self.device is not None and not _beside():
             self.device.wait(place, works)
             return

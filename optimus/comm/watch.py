@@ -64,7 +64,7 @@ class Watch:
     def origin(self, spread: Collection[CollectiveId]) -> str | None:
         """Returns the name of the collective in which this rank first sent NaN or Inf.
 
-        Returns None if this rank sent neither, or first received a tensor of a collective in `spread`. `spread` contains the
+        Returns None if this rank sent neither, or took part in a collective of `spread` earlier. `spread` contains the
         collectives in which other ranks sent NaN or Inf.
         """
         spoilt = {id(note) for note in self._spoilt()}

@@ -102,9 +102,8 @@ def check_run(config: RunConfig, data: TrainingData, mesh: Mesh, resume: bool) -
 
     Raises `UserError` for any problem that would keep the ranks of `mesh` from running.
     """
-    rank_here = (
-        mesh.size == 1 or "WORLD_SIZE" in os.environ
-    )  # otherwise this process is a launcher, which must not use device memory
+    # A process that is not a rank is a launcher, which must not use device memory.
+    rank_here = mesh.size == 1 or "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = (use_device if rank_here else find_device)(config.train.device, "train.device", local_rank)
     run = resolve_here(config, device, mesh, sequences=data.instances, resume=resume, touches=rank_here)

@@ -75,7 +75,7 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, hooks: Seque
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=ranks,
-            logs_specs=DefaultLogsSpecs(folder),  # by default TorchElastic makes a folder and does not remove it
+            logs_specs=DefaultLogsSpecs(folder),  # TorchElastic's default is a new folder, which it does not remove
             run_id=uuid.uuid4().hex,
             rdzv_backend=register(),
             local_addr=LOOPBACK,

@@ -126,7 +126,7 @@ class _Member:
         announce: Callable[[str, str], object],
     ) -> None:
         self._launch, self._store, self._say, self._waiting, self._announce = launch, store, say, waiting, announce
-        self._round = 0  # rendezvous round of this node's current world
+        self._round = 0  # round of the rendezvous that formed this node's current world
         self._events = EventLog(launch.run)
         self._rendezvous = Rendezvous.of(
             store,
@@ -156,9 +156,8 @@ class _Member:
                 ).until_the_end()
         except api.RendezvousTimeoutError as error:
             why = f"fewer than {self._launch.nodes} nodes have come together within {self._launch.wait:g} s"
-            if (
-                self._store.add(self._key("few"), 1) == 1
-            ):  # no world has a first node that could report, so the first to count reports
+            # Without a world there is no first node, so the first node that increments the counter reports.
+            if self._store.add(self._key("few"), 1) == 1:
                 self._note_silent(self._told("world") or [])
                 self._events.write("failure", node=self._launch.node, detail=why)
                 self._announce("failed", why)
@@ -170,7 +169,7 @@ class _Member:
         return outcome
 
     def _come_too_late(self) -> None:
-        """Ends a node that joins a closed launch.
+        """Prints why a node that joins a closed launch has nothing to do.
 
         A spare may join after the run has finished. Raises `UserError` if the run has not finished, since the launch in the
         store is then an earlier one.
@@ -197,7 +196,7 @@ class _Member:
         self._tell("world", here)
         if before is not None:
             self._note_silent(before)
-        for _, member in here:  # nodes of this world that others have reported dead were only slow
+        for _, member in here:  # other nodes may have reported a slow node dead
             self._store.delete_key(self._key(f"died/{member}"))
         if before is None:
             return
@@ -272,7 +271,7 @@ class _Member:
             raise UserError(f"{why}: see {self._events.path} for what happened")
 
     def _stop(self, why: str) -> None:
-        """Tells all nodes that the run has failed; the first node that calls announces the failure."""
+        """Tells all nodes that the run has failed; the first node that calls this method announces the failure."""
         self._tell("stopped", why)
         if self._store.add(self._key("stops"), 1) == 1:
             self._announce("failed", why)
@@ -296,7 +295,7 @@ _DOING: dict[Do | Exit, str] = {
 }
 
 
-_Named = tuple[str, str]  # a node's name, and its name in the rendezvous
+_Named = tuple[str, str]  # the name of a node, and the node's name in the rendezvous
 _SAID: dict[str, TypeAdapter[Any]] = {  # types of the values that nodes put into the store, by key
     "member": TypeAdapter(_Named),
     "world": TypeAdapter(list[_Named]),

@@ -196,7 +196,7 @@ def _leave(code: int) -> None:
 
 
 def code_of(error: UserError) -> Exit:
-    """Returns the exit code of a rank that ends with this error."""
+    """Returns the exit code of a rank that `error` ends."""
     if isinstance(error, EndedError):
         return Exit(error.code)
     return Exit.LOST if isinstance(error, CollectiveError) else Exit.USER

@@ -3,14 +3,14 @@
 torchrun of torch 2.13 supports spare nodes badly in five respects (1 to 5), and trusts its network in two (6 and 7). Each
 item states the problem and then the remedy in this module:
 
-1. A survivor that stays rank 0 does not publish the address of the ranks' store again. Every world gets a new store.
-2. A waiting spare makes a full world restart for ever. No node counts as waiting while the world is full.
-3. A spare that was never used ends with an error when the job is done. A closed rendezvous ends a spare without error.
-4. A failing agent closes the rendezvous for all nodes. A node that leaves does not close the rendezvous.
-5. A spare that fails to get a free position in the world stays on the wait list of the next round, where it times out. While
-   the world is full, nodes on the wait list become spares again.
-6. torchrun unpickles anything in the store. `_Unpickler` admits only the classes of a rendezvous state.
-7. The ranks' store listens on all interfaces. The store listens only on the address of its node.
+1. A survivor that stays rank 0 does not publish the address of the ranks' store again. Here, every world gets a new store.
+2. A waiting spare makes a full world restart for ever. Here, no node counts as waiting while the world is full.
+3. A spare that was never used ends with an error when the job is done. Here, a closed rendezvous ends a spare without error.
+4. A failing agent closes the rendezvous for all nodes. Here, a node leaves without closing the rendezvous.
+5. A spare that fails to get a free position in the world stays on the wait list of the next round, where it times out. Here,
+   nodes on the wait list become spares again while the world is full.
+6. torchrun unpickles anything in the store. Here, `_Unpickler` admits only the classes of a rendezvous state.
+7. The ranks' store listens on all interfaces. Here, the store listens only on the address of its node.
 """
 
 import io
@@ -37,7 +37,7 @@ from optimus.launch.store import serve
 from optimus.resilience.exits import SAVING, Exit, told_torch_elastic
 from optimus.resilience.policy import Do
 
-_LEAVING = 60  # seconds to tell other nodes that a node leaves; a busy machine may stall for some seconds
+_LEAVING = 60  # seconds in which a node must announce its leave; a busy machine may stall for some seconds
 _LAST_WORDS = 2  # seconds that ranks have to exit by themselves
 
 
@@ -173,7 +173,7 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
         return 0 if len(self._state_holder.state.participants) >= self._settings.max_nodes else waiting
 
     def present(self) -> set[str]:
-        """Returns the `member` names of all nodes in the last known state, without asking the store."""
+        """Returns the `member` names of all nodes in the last known state, without a query to the store."""
         state = self._state_holder.state
         return {repr(node) for node in (*state.participants, *state.wait_list, *state.redundancy_list)}
 

@@ -18,7 +18,7 @@ class Waiting:
         self._since = self._said = 0.0
 
     def on(self, what: str) -> None:
-        """Reports a wait for `what`; must be called often during the wait."""
+        """Reports a wait for `what`. The agent must call this method often during the wait."""
         now = self._clock()
         if self._what is None:
             self._since = now

@@ -36,7 +36,7 @@ class Muon(UpdateRule):
         scale = 0.0
 
         def direction(x_NRC: Tensor) -> Tensor:
-            nonlocal scale  # follows from the shape of whole matrices, and is not rounded to the dtype of the matmuls
+            nonlocal scale  # from the shape of the whole matrices, not rounded to the dtype of the matmuls
             scale = _ROOT_MEAN_SQUARE * math.sqrt(max(x_NRC.shape[-2:]))
             return orthogonalise(x_NRC)
 

@@ -66,7 +66,7 @@ def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
 
 
 class Watchdog:
-    """A thread that ends this rank when no step has been completed for `seconds`.
+    """A thread that ends this rank when this rank has completed no step for `seconds`.
 
     The watchdog of every rank that still responds calls `ended` with the verdict; `ended` must not return.
     """
