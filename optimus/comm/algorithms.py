@@ -1,8 +1,8 @@
 """Choice of the algorithm of a collective: the known schedules, their measured times, and rules for unmeasured sizes.
 
-The choice depends only on (kind, shape, bytes), which all ranks of a group know. The order of additions therefore depends on
-nothing else either. Sizes are bytes of the whole tensor, which a rank holds at the end (all-gather), at the beginning
-(reduce-scatter, all-to-all) or both (all-reduce).
+The choice depends only on the kind of collective, the shape of the group and the bytes of the tensor, which all ranks of the
+group know. The order of additions therefore depends only on these values too. A size is the bytes of the whole tensor, which
+a rank has after an all-gather, before a reduce-scatter or an all-to-all, and before and after an all-reduce.
 """
 
 import math
@@ -36,15 +36,15 @@ Rounds = Callable[[int, Shape], Sequence[Round]]
 """Maps (rank, shape) to the rank's rounds."""
 
 OWN = "own"
-"""The backend's own collective, whose rounds are unknown."""
+"""Name of the backend's built-in collective, whose rounds are unknown."""
 
 EVERYONE = "everyone"
-"""An all-reduce between two ranks: each sends its whole tensor to the other, and both add the two tensors."""
+"""Name of an all-reduce between two ranks: each sends its whole tensor to the other, and both add the two tensors."""
 
 MEGABYTE = 1 << 20
-LONG_SUM = 4 * MEGABYTE  # bytes from which direct rounds beat Gloo's ring on one node, while ranks compute
+LONG_SUM = 4 * MEGABYTE  # bytes from which an all-reduce by direct rounds beats Gloo's on one node, while ranks compute
 FEW_NODES = 16  # number of nodes up to which direct messages are no slower than doubling
-PIECES = 4  # of a large tensor; 8 pieces save at most 5 % more
+PIECES = 4  # number of pieces of a large tensor; 8 pieces save at most 5 % more time
 PIECE = 1 << 16  # minimum bytes of a block in a piece
 
 
@@ -61,11 +61,11 @@ ALGORITHMS: Mapping[str, Rounds] = {
         for across, within in (("direct", "direct"), ("doubling", "direct"), ("doubling", "ring"), ("ring", "ring"))
     },
 }
-"""All-gathers. Names of two levels are "across nodes + within a node". An all-gather backwards is a reduce-scatter, and the
-reduce-scatter followed by the all-gather is an all-reduce."""
+"""All-gather algorithms by name. The name of an algorithm on two levels is "algorithm across nodes + algorithm within a
+node". A reduce-scatter is an all-gather backwards, and an all-reduce is that reduce-scatter followed by the all-gather."""
 
 EXCHANGES: Mapping[str, Rounds] = {"direct": _on_one_level(exchange), "direct+direct": exchange_on_two_levels}
-"""All-to-alls."""
+"""All-to-all algorithms by name."""
 
 
 def on_two_levels(algorithm: str) -> bool:
@@ -74,7 +74,7 @@ def on_two_levels(algorithm: str) -> bool:
 
 
 def names(kind: CollectiveKind, shape: Shape) -> list[str]:
-    """Returns the algorithms for a kind of collective in a group of this shape.
+    """Returns the names of the algorithms for a kind of collective in a group of this shape.
 
     Algorithms on two levels need several nodes with several ranks each.
     """
@@ -84,9 +84,10 @@ def names(kind: CollectiveKind, shape: Shape) -> list[str]:
 
 @lru_cache(maxsize=256)
 def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
-    """Returns the rounds of one rank. An all-reduce has the rounds of the reduce-scatter, then as many of the all-gather.
+    """Returns the rounds of one rank.
 
-    Raises `KeyError` for an algorithm that does not exist for the kind, and for the backend's own.
+    The rounds of an all-reduce are those of the reduce-scatter, then equally many rounds of the all-gather.
+    Raises `KeyError` for an algorithm that does not exist for the kind, and for `OWN`.
     """
     if kind == "all_to_all":
         return tuple(EXCHANGES[algorithm](rank, shape))
@@ -98,9 +99,10 @@ def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tup
 
 
 def pieces(algorithm: str, shape: Shape, size: float) -> int:
-    """Returns the number of pieces of a tensor to send, so that one piece crosses nodes while another is within a node.
+    """Returns the number of pieces in which to send a tensor, so that one crosses nodes while another moves within a node.
 
-    `costs.seconds` shows which numbers pay. Every piece has messages of its own, so small blocks are not divided.
+    `costs.seconds` estimates the time with any number of pieces. Each piece needs separate messages, so tensors of
+    small blocks get fewer pieces.
     """
     return max(1, min(PIECES, int(size / shape.ranks / PIECE))) if on_two_levels(algorithm) else 1
 
@@ -109,7 +111,7 @@ def pieces(algorithm: str, shape: Shape, size: float) -> int:
 
 
 def default(kind: CollectiveKind, shape: Shape, size: float, links: Links | None = None) -> str:
-    """Returns the algorithm by rules, with the overheads and latencies of `links`."""
+    """Returns the algorithm that the rules choose, given the overheads, latencies and bandwidths of `links`."""
     links = links or Links()
     if shape.ranks == 1:
         return OWN
@@ -124,7 +126,10 @@ def default(kind: CollectiveKind, shape: Shape, size: float, links: Links | None
 
 
 def _direct_is_faster(ranks: int, links: Links) -> bool:
-    """Compares one round of many messages with a few rounds of one message, for small tensors over links that are alike."""
+    """Returns whether one round of many messages is faster than a few rounds of one message.
+
+    The comparison assumes a small tensor and equal links between all ranks.
+    """
     o, a = links.overhead, links.between.latency
     return (ranks - 1) * o + max(a + o, (ranks - 1) * o) < math.ceil(math.log2(ranks)) * (2 * o + a)
 
@@ -154,7 +159,10 @@ class Curve(Section):
         return self
 
     def at(self, size: float) -> float:
-        """Returns the seconds for `size`, by a power law through the two nearest measured sizes, or beyond them."""
+        """Returns the seconds for `size`, interpolated or extrapolated by a power law through two neighbouring sizes.
+
+        A curve with a single size returns its seconds for every size.
+        """
         if len(self.sizes) == 1:
             return self.seconds[0]
         after = next((i for i, each in enumerate(self.sizes) if each >= size), len(self.sizes) - 1)
@@ -165,7 +173,7 @@ class Curve(Section):
 
 
 Curves = dict[str, dict[str, Curve]]
-"""Curves by the shape of a group ('4x8': nodes x ranks of each), then by algorithm."""
+"""Curves by the shape of a group ('4x8' means 4 nodes with 8 ranks each), then by algorithm."""
 
 
 class Measured(Section):
@@ -177,7 +185,7 @@ class Measured(Section):
     all_to_all: Curves = Field({})
 
     def curves(self, kind: CollectiveKind, shape: Shape) -> Mapping[str, Curve]:
-        """Returns the curves by algorithm; empty if the kind was not measured in groups of that shape."""
+        """Returns the curves by algorithm, or an empty mapping without measurements of the kind in groups of that shape."""
         return self._of(kind).get(str(shape), {})
 
     def _of(self, kind: CollectiveKind) -> Curves:
@@ -205,7 +213,10 @@ def _shape(text: str) -> Shape:
 def choose(
     kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None, links: Links | None = None
 ) -> str:
-    """Returns the algorithm by rules, unless another algorithm is clearly faster by `measured.curves`."""
+    """Returns the algorithm of `default`, or the fastest measured algorithm.
+
+    The function prefers the fastest measured algorithm if it is clearly faster, or if `measured` lacks the default one.
+    """
     curves = measured.curves(kind, shape) if measured else {}
     usual = default(kind, shape, size, links)
     if not curves or shape.ranks == 1:
@@ -225,9 +236,9 @@ def used(
 ) -> str:
     """Returns the algorithm that a group uses.
 
-    `by_messages` says that the backend is Gloo, whose messages carry our rounds. Other backends use their own collectives,
-    except where two levels were measured to be faster. `narrow` says that the tensor holds 16-bit floats, which Gloo's own
-    collectives would add in 16 bits.
+    `by_messages` is true for Gloo, whose messages carry our rounds. Other backends use their built-in collectives, except
+    where measurements show that two levels are faster. `narrow` is true for a tensor of floats of fewer than 32 bits, in
+    which Gloo's built-in collectives would add.
     """
     name = choose(kind, shape, size, measured)
     if not by_messages:

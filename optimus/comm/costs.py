@@ -1,9 +1,9 @@
 """Time of collectives by discrete-event simulation of their messages.
 
 Each message keeps its sender and its receiver busy for `overhead` seconds each. Messages leave through the sender's adapter
-one after the other and begin to arrive a latency later. They pass the receiver's adapter one after the other. Within a node
-every rank has a link of its own. A rank begins a round when it has received all messages of the previous round. All our
-schedules look the same from every node, so the ranks of one node stand for all ranks.
+one after the other and begin to arrive a latency later. Messages also pass the receiver's adapter one after the other.
+Within a node, every rank has a separate link. A rank begins a round when it has received all messages of the previous round.
+All our schedules are the same for every node, so a simulation of one node's ranks is enough.
 """
 
 from collections import defaultdict
@@ -24,17 +24,18 @@ class Step(NamedTuple):
     sends: tuple[tuple[int, float], ...]
     """(receiver, bytes) of each message."""
     receives: tuple[int, ...]
-    """Senders. Messages between two ranks arrive in the order in which the sender sends them."""
+    """Ranks of the senders. Messages between two ranks arrive in the order in which the sender sends them."""
 
 
 @lru_cache(maxsize=4096)
 def seconds(
     algorithm: str, kind: CollectiveKind, shape: Shape, size: float, links: Links | None = None, pieces: int = 1
 ) -> float:
-    """Seconds of a collective of `size` bytes in a group that has its links for itself; `algorithms` defines the sizes.
+    """Returns the seconds of a collective of `size` bytes in a group that shares its links with no other group.
 
-    The tensor is sent in equal `pieces`. A rank begins the first round of all pieces in order, then begins each piece's next
-    round as soon as the rank reaches it. Gloo's collectives stand for those of the backend.
+    `algorithms.py` defines the size for each kind of collective. The ranks send the tensor in `pieces` equal pieces. Each
+    rank begins the first round of all pieces. The rank then takes the pieces in turn: it waits for a piece's round, then
+    begins the piece's next round. For `OWN` the simulation uses the schedules of Gloo.
     """
     block = size / shape.ranks / pieces
     each = [program(_rounds(algorithm, kind, place, shape), block, pieces) for place in range(shape.per)]
@@ -44,7 +45,8 @@ def seconds(
 def expected(kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None) -> float:
     """Returns the seconds of the algorithm that a group over Gloo uses.
 
-    The seconds are measured ones where `measured` has a curve, and otherwise simulated over the default `Links`.
+    The seconds come from `measured` if it has a curve for the algorithm, and otherwise from a simulation of the default
+    `Links`.
     """
     if shape.ranks == 1:
         return 0.0
@@ -68,7 +70,7 @@ def bytes_leaving_node(algorithm: str, kind: CollectiveKind, shape: Shape, size:
 
 
 def _rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
-    """Returns a rank's rounds, with those of Gloo for the backend's own collectives.
+    """Returns a rank's rounds; for `OWN`, the rounds of Gloo's built-in collective.
 
     Gloo's all-to-all sends directly; the other collectives of Gloo are rings. Gloo's reduce-scatter is a whole all-reduce.
     """
@@ -96,8 +98,8 @@ def program(schedule: Sequence[Round], block: float, pieces: int = 1) -> list[St
 def simulate(programs: Sequence[Sequence[Step]], shape: Shape, links: Links) -> list[float]:
     """Returns the seconds after which each rank has finished its program.
 
-    `programs` are those of all ranks of the group, or those of the first node, which then stand for all nodes. Messages that
-    reach a queue at the same time are served nearest first, so that all nodes behave alike.
+    `programs` contains the programs of all ranks of the group, or only those of the first node's ranks if all nodes have the
+    same programs. A queue serves simultaneous messages in order of distance, so that all nodes behave alike.
     Raises `ValueError` when a rank waits for a message that no rank sends.
     """
     return _Simulation(programs, shape, links).run()
@@ -109,9 +111,9 @@ class _Rank:
     def __init__(self, program: Sequence[Step]) -> None:
         self.steps = iter(program)
         self.now = 0.0
-        self.awaited: list[tuple[int, int]] = []  # (sender, number of its message to this rank)
+        self.awaited: list[tuple[int, int]] = []  # (sender, number of the sender's message to this rank)
         self.missing: set[tuple[int, int]] = set()
-        self.number: defaultdict[int, int] = defaultdict(int)  # of the next awaited message, by sender
+        self.number: defaultdict[int, int] = defaultdict(int)  # number of the next awaited message, by sender
         self.come: defaultdict[int, list[float]] = defaultdict(list)  # arrival times, by sender
 
     def send(self, overhead: float) -> float:
@@ -136,8 +138,8 @@ class _Rank:
 class _Simulation:
     """Simulates all ranks, or the ranks of one node.
 
-    With the ranks of one node, a message to another node stands for one that arrives from a node equally far on the other
-    side.
+    In a simulation of one node, a message to another node also represents the message that arrives from the node at the same
+    distance in the opposite direction.
     """
 
     def __init__(self, programs: Sequence[Sequence[Step]], shape: Shape, links: Links) -> None:
@@ -171,7 +173,7 @@ class _Simulation:
             rank.receive(self._links.overhead)
 
     def _push_event(self, moment: float, comes: bool, sender: int, target: int, size: float) -> None:
-        """Pushes an event. Simultaneous events are ordered by distance, then by the target's node rank, on all nodes."""
+        """Pushes an event. The heap orders simultaneous events by distance, then by the target's node rank, on all nodes."""
         nodes, per = self._shape
         event = (
             moment,
@@ -205,7 +207,10 @@ class _Simulation:
                 self._go_on(number)
 
     def _way(self, sender: int, target: int, end: int) -> tuple[Link, int]:
-        """Returns the link and the queue at the rank `end`: of an adapter, or, below zero, of the rank within its node."""
+        """Returns the link, and the number of the queue at the rank `end`.
+
+        Adapters have queue numbers from 0; the links within a node have negative queue numbers.
+        """
         node, place = divmod(end, self._shape.per)
         if sender // self._shape.per == target // self._shape.per:
             return self._links.inside, -1 - end

@@ -1,9 +1,9 @@
 """Waits of a device for collectives.
 
-Waiting on a work of NCCL, RCCL or oneCCL enqueues the wait on the device's stream, and the host continues. The host neither
+`Work.wait` of NCCL, RCCL or oneCCL enqueues the wait on the device's stream, and the host continues. The host neither
 sees how long the device waits nor gets an error when another rank is lost. This module therefore records an event before
-and after each wait. The events tell how long ranks kept the device waiting, and in which collective the device waits now.
-Unlike the backend's own handles, events keep no tensors alive.
+and after each wait. The events show how long the device has waited, and in which collective the device waits now. Unlike the
+backend's handles, events keep no tensors alive.
 """
 
 import threading
@@ -15,7 +15,7 @@ import torch
 
 Place = tuple[str, str, int]
 """A collective: the group's name, the collective's name, and the collective's number in the group."""
-GRACE = 60.0  # seconds after our watchdog's timeout at which the backend's own watchdog ends a rank
+GRACE = 60.0  # seconds after our watchdog's timeout at which the backend's watchdog ends a rank
 
 
 class StreamPoint(Protocol):
@@ -41,7 +41,10 @@ def _mark() -> torch.Event:
 
 
 class DeviceWaits:
-    """The waits enqueued on this rank's streams and not yet over, in order; `mark` records a point on the stream."""
+    """The waits that this rank has enqueued on its streams and that have not ended, in order.
+
+    `mark` records a point on the current stream.
+    """
 
     def __init__(self, mark: Callable[[], StreamPoint] = _mark) -> None:
         self._mark = mark
@@ -49,7 +52,7 @@ class DeviceWaits:
         self._lock = threading.Lock()
 
     def wait(self, place: Place, works: Sequence[Any]) -> None:
-        """Makes the stream wait for `works`."""
+        """Makes the current stream wait for each torch `Work` of `works`."""
         before = self._mark()
         for work in works:
             work.wait()
@@ -78,7 +81,7 @@ class DeviceWaits:
 def flight_record() -> bytes:
     """Returns the record of this rank's last collectives in torch's flight recorder, as JSON.
 
-    The record is NCCL's own where torch is built with NCCL.
+    The record is NCCL's if torch is built with NCCL.
     """
     known = vars(torch._C._distributed_c10d)
     found: bytes = known.get("_dump_nccl_trace_json", known["_dump_fr_trace_json"])(True, False)
@@ -88,7 +91,7 @@ def flight_record() -> bytes:
 class Deadline:
     """A thread that calls `ended` when the device has waited in one collective for `seconds`.
 
-    The device's backend never raises an error itself.
+    The thread replaces the error that the device's backend never raises.
     """
 
     def __init__(self, waits: DeviceWaits, seconds: float, ended: Callable[[Place], None]) -> None:
@@ -97,7 +100,7 @@ class Deadline:
         threading.Thread(target=self._watch, name="deadline", daemon=True).start()
 
     def stop(self) -> None:
-        """Stops the watch."""
+        """Stops the thread."""
         self._stopped.set()
 
     def _watch(self) -> None:

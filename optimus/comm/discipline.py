@@ -13,7 +13,7 @@ from optimus.errors import UserError
 class RefuseCollectives(TorchDispatchMode):
     """Refuses every collective that this thread begins inside the context, since other ranks would not take part.
 
-    Collectives of torch are refused like ours. Raises `UserError`, whose message ends with `why`.
+    The mode refuses collectives of torch as well as ours. Raises a `UserError` whose message ends with `why`.
     """
 
     def __init__(self, why: str) -> None:
@@ -29,7 +29,8 @@ class RefuseCollectives(TorchDispatchMode):
 class RollCall:
     """A barrier of all ranks through the store.
 
-    A collective as the barrier could be matched with a different collective of a rank that is out of step.
+    The barrier is not a collective, because a backend could match a collective with a different one of a rank that is out
+    of step.
     """
 
     def __init__(self, name: str, ranks: int, seconds: float) -> None:
@@ -37,7 +38,7 @@ class RollCall:
         self._calls = 0
 
     def __call__(self, share: float = 1.0) -> None:
-        """Returns when all ranks have called equally often. Raises `CollectiveError` after `share` of the seconds."""
+        """Waits until all ranks have made this call. Raises `CollectiveError` after the fraction `share` of `seconds`."""
         if self._ranks == 1:
             return
         store, self._calls = dist.distributed_c10d._get_default_store(), self._calls + 1

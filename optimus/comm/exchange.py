@@ -1,13 +1,14 @@
 """Execution of the schedules of collectives as messages between ranks over Gloo, one round at a time.
 
-Gloo's own reduce-scatter is an all-reduce that discards most of its result. Gloo's own all-gather is a ring, whose time
-grows with the number of ranks. Here a round posts its receives before its sends. A message whose blocks are neighbours in
-memory is sent and received in place; other messages are packed. Sums are added in rank order, in fp32 or in the type of the
-addends if that is wider; integers are added exactly. Sums are therefore bitwise reproducible and equal on all ranks that
-hold a copy.
+Gloo's reduce-scatter is an all-reduce that discards most of its result. Gloo's all-gather is a ring, whose time grows with
+the number of ranks. In this module, a round posts its receives before its sends. A rank sends and receives a message in
+place if the blocks of the message are adjacent in memory, and otherwise packs the blocks into a scratch buffer.
+
+A rank adds in rank order, in fp32 or in the type of the addends if that type is wider; it adds integers exactly. Sums are
+therefore bitwise reproducible, and equal on all ranks that receive them.
 
 An exchange is a generator that begins a round, yields, and then waits for the round. The exchanges of the pieces of a large
-tensor advance in turn, so that one piece crosses nodes while another is within a node.
+tensor advance in turn, so that one piece crosses nodes while another moves within a node.
 """
 
 import threading
@@ -24,7 +25,7 @@ from torch import Tensor
 from optimus.comm.schedules import Message, Round
 from optimus.comm.scratch import Scratch
 
-TILE = 1 << 16  # elements of a sum added at a time
+TILE = 1 << 16  # number of elements that `add_up` adds at a time
 
 Exchange = Iterator[None]
 _END = object()
@@ -51,7 +52,7 @@ class Channel:
             return dist.isend(tensor, self.ranks[peer], self._handle, self._tag)
 
     def wait(self, works: Sequence[tuple[int, Any]]) -> None:
-        """Waits for messages; `works` pairs the rank of the peer with the work of torch."""
+        """Waits for messages; each entry of `works` is the rank of the peer and the torch `Work`."""
         for peer, work in works:
             with self._naming(peer):
                 work.wait()
@@ -65,13 +66,13 @@ class Channel:
 
 
 class Codec:
-    """The form in which nodes send each other partial sums. This class sends the sums unchanged.
+    """Converts the partial sums that nodes send each other. This base class sends the sums unchanged.
 
-    A subclass must give the same numbers to every rank that reads a message.
+    A subclass must return the same numbers on every rank that reads a message.
     """
 
     def form(self, elements: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """Returns the number and the type of the elements that are sent for `elements` elements of `dtype`."""
+        """Returns the number and the type of the elements of a message that encodes `elements` elements of `dtype`."""
         return elements, dtype
 
     def write(self, numbers: Sequence[Tensor], out: Tensor) -> None:
@@ -97,7 +98,7 @@ class Rounded(Codec):
 AS_THEY_ARE = Codec()
 
 
-@torch.no_grad()  # grad mode is a property of the thread, and a progress thread has a mode of its own
+@torch.no_grad()  # grad mode is a property of each thread, so a progress thread does not inherit the caller's mode
 def begin(exchanges: Sequence[Exchange]) -> None:
     """Begins the first round of every exchange."""
     for each in exchanges:
@@ -114,8 +115,8 @@ def carry_out(exchanges: Sequence[Exchange]) -> None:
 class ProgressThread:
     """Runs exchanges in a background thread, in the order in which the caller begins them.
 
-    Each group has a driver of its own. The ranks of a group begin their collectives in one order, so their drivers cannot
-    deadlock, even if the ranks use other groups in different orders.
+    Each group has a separate progress thread. The ranks of a group begin their collectives in the same order, so their
+    progress threads cannot deadlock, even if the ranks use other groups in different orders.
     """
 
     def __init__(self) -> None:
@@ -136,7 +137,7 @@ class ProgressThread:
             exchanges, future = self._queue.get()
             try:
                 carry_out(exchanges)
-            except Exception as error:  # raised again in the thread that waits
+            except Exception as error:  # `Future.result` raises it again in the waiting thread
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -144,11 +145,11 @@ class ProgressThread:
 
 
 Blocks = Sequence[Tensor] | Mapping[int, Tensor]
-"""Blocks by their numbers in a schedule."""
+"""Blocks by number in a schedule."""
 
 
 def gather(rounds: Sequence[Round], blocks: Blocks, link: Channel) -> Exchange:
-    """Fills `blocks` with the blocks of the other ranks; this rank's own block, or all that it sends, is there already."""
+    """Receives the other ranks' blocks into `blocks`, which must already contain the blocks that originate here."""
     for each in rounds:
         works, landings, lent = [], [], []
         for message in _filled(each.receives, blocks):
@@ -185,8 +186,8 @@ def reduce(
 ) -> Exchange:
     """Fills `out` with the sum of this rank's block over the ranks. `out` may be that block; other blocks do not change.
 
-    Addends are sent in their type, and partial sums in fp32 or in the type of the addends if that is wider. `per` is the
-    number of ranks on a node; partial sums that leave the node are sent in the form of the codec `between`.
+    The rank sends addends in their type, and partial sums in fp32 or in the type of the addends if that type is wider. `per`
+    is the number of ranks on a node; the codec `between` encodes partial sums that leave the node.
     """
     wide, sums = _wide(out.dtype), dict[int, Tensor]()
     kept: list[Tensor] = []  # buffers of partial sums that later rounds send
@@ -243,7 +244,7 @@ def exchange(
     coming[rank].copy_(leaving[rank])
     blocks: dict[int, Tensor] = {rank * ranks + peer: block for peer, block in enumerate(leaving)}
     blocks |= {peer * ranks + rank: block for peer, block in enumerate(coming)}
-    # Blocks between two other ranks, which this rank forwards, in the order of sending.
+    # Blocks that this rank forwards between two other ranks, in the order of sending.
     passing = [block for each in rounds for _, sent in each.sends for block in sent if block not in blocks]
     room = _lend(link, [leaving[0]] * len(passing)) if passing else None
     blocks |= zip(passing, room.tensor_split(len(passing)) if room is not None else ())
@@ -267,10 +268,10 @@ def shift(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: 
 
 
 def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
-    """Fills `out` with the sum of `rows`, at least two, added in their order. `out` may be one of the rows.
+    """Fills `out` with the sum of at least two `rows`, added in their order. `out` may be one of the rows.
 
-    Tiles are added one at a time, so that they stay in cache. Floats are added at least in fp32. Integers are added in their
-    type, since fp32 would lose their low bits.
+    The function adds one tile at a time, so that the tile stays in cache. It adds floats in fp32 or in a wider type, and
+    integers in their type, since fp32 would lose the low bits of integers.
     """
     wide = _wide(out.dtype)
     for start in range(0, len(out), TILE):
@@ -278,11 +279,11 @@ def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
         total = first.to(wide)
         for other in others:
             total = total + other
-        torch.add(total, last, out=out[start : start + TILE])  # `out` may be a row: it is written last
+        torch.add(total, last, out=out[start : start + TILE])  # `out` may be a row, so it is written last
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which values of `dtype` are added."""
+    """Returns the type in which `reduce` and `add_up` add values of `dtype`."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
@@ -292,7 +293,7 @@ def _filled(messages: Sequence[Message], blocks: Blocks) -> list[Message]:
 
 
 def _lend(link: Channel, like: Sequence[Tensor]) -> Tensor:
-    """Lends a scratch buffer that holds the tensors `like` one after the other."""
+    """Lends a scratch buffer as long as the tensors `like` together, with their type and device."""
     return link.scratch.lend(sum(map(len, like)), like[0].dtype, like[0].device)
 
 

@@ -1,14 +1,15 @@
 """Differentiable collectives. The backward pass of each is the transposed collective.
 
-Most functions act on rows, the slices of dim 0. No function changes its input in place, and in a group of one rank every
-function is the identity. All ranks of the group must call the functions in the same order. Autograd visits the operations of
-a graph in the reverse of their order of creation, so ranks with the same graph agree on the order of the backward pass too.
+Most functions act on rows, the slices of dim 0. No differentiable function changes its input in place, and in a group of one
+rank every function is the identity. All ranks of the group must call the functions in the same order. Autograd visits the
+operations of a graph in the reverse of their order of creation, so ranks with the same graph agree on the order of the
+backward pass too.
 
-A tensor is *shared* if all ranks hold it and compute the same from it; its gradient is then the same on all ranks.
-Gradients are right only if tensors are shared where `split_rows`, `reduce_from_group` and `copy_to_group` say so.
+A tensor is *shared* if all ranks have equal copies and compute the same from the copies; its gradient is then the same on
+all ranks. The functions below give correct gradients only if the tensors that they call shared are shared.
 
-Activation recomputation runs a forward pass again. Results of the first run's collectives can be cached and reused
-(`step_context.CollectiveCache`), so that the second run issues no collective.
+The collective cache (`step_context.CollectiveCache`) can store the results of the first forward pass's collectives, so that
+activation recomputation issues no collectives.
 
 Legend: N ranks of the group, T rows of this rank.
 """
@@ -30,7 +31,7 @@ T = TypeVar("T")
 def all_gather_rows(x: Tensor, group: Group) -> Tensor:
     """All-gathers rows in rank order: [T, ...] to [N * T, ...]; T must be the same on every rank.
 
-    The gradient of a row is the sum of the gradients that the ranks have for the row (reduce-scatter backward).
+    The gradient of a row is the sum of the row's gradients over the ranks (a reduce-scatter in the backward pass).
     """
     return _applied(x, group, all_gather, reduce_scatter)
 
@@ -44,29 +45,29 @@ def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
 
 
 def split_rows(x: Tensor, group: Group) -> Tensor:
-    """Returns this rank's rows of a shared `x`: [N * T, ...] to [T, ...]. All-gather in the backward pass only."""
+    """Returns this rank's rows of a shared `x`: [N * T, ...] to [T, ...]. Only the backward pass issues an all-gather."""
     return _applied(x, group, local_rows, all_gather)
 
 
 def join_rows(x: Tensor, group: Group) -> Tensor:
-    """All-gathers rows into a shared tensor: [T, ...] to [N * T, ...]. All-gather in the forward pass only."""
+    """All-gathers rows into a shared tensor: [T, ...] to [N * T, ...]. Only the forward pass issues an all-gather."""
     return _applied(x, group, all_gather, local_rows)
 
 
 def all_reduce_autograd(x: Tensor, group: Group) -> Tensor:
-    """All-reduces `x` in both passes; each rank may compute something else from the sum."""
+    """All-reduces `x` in both passes; each rank may compute something different from the sum."""
     return _applied(x, group, all_reduce, all_reduce)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """All-reduces `x` into a shared tensor; all-reduce in the forward pass only (Megatron-LM's g)."""
+    """All-reduces `x` into a shared tensor. Only the forward pass issues an all-reduce (Megatron-LM's g)."""
     return _applied(x, group, all_reduce, _identity)
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Returns a shared `x`, from which each rank computes something else.
+    """Returns a shared `x`, from which each rank may compute something different.
 
-    All-reduce in the backward pass only (Megatron-LM's f).
+    Only the backward pass issues an all-reduce (Megatron-LM's f).
     """
     return _applied(x, group, _identity, all_reduce)
 
@@ -74,7 +75,7 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
 def columns_to_rows(x: Tensor, group: Group) -> Tensor:
     """Turns a split by columns into a split by rows, by all-to-all: [N * T, C] to [T, N * C].
 
-    Every rank gives other columns of all rows, and gets whole rows.
+    The input is this rank's columns of all rows, and the output is all columns of this rank's rows.
     """
     return _applied(x, group, _to_rows, _to_columns)
 
@@ -87,16 +88,17 @@ def rows_to_columns(x: Tensor, group: Group) -> Tensor:
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
     """Sends `send[i]` rows to rank i and receives `receive[i]` rows from rank i, in rank order.
 
-    The shapes are [sum(send), ...] to [sum(receive), ...]. The backward pass returns the gradients by an all-to-all.
+    The input has the shape [sum(send), ...], and the output [sum(receive), ...]. The backward pass sends the gradients back
+    by an all-to-all.
     """
     return all_to_all_rows_async(x, send, receive, group).wait()
 
 
 def all_to_all_rows_async(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Result[Tensor]:
-    """Begins `all_to_all_rows`; the result returns the rows.
+    """Begins `all_to_all_rows`; `Result.wait` returns the rows.
 
-    Computation between this call and `Result.wait` overlaps with the all-to-all. The backward pass overlaps as well, since
-    autograd visits the two functions in reverse and the gradients are under way between them.
+    Computation between this call and `Result.wait` overlaps with the all-to-all. The backward pass overlaps as well:
+    autograd visits the two functions in reverse order, and the all-to-all of the gradients runs between the two visits.
     """
     if group.size == 1:
         return Result(lambda: x)
@@ -115,7 +117,7 @@ def reduce_scatter_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> 
     return _applied(x, group, partial(_summed_uneven, rows), partial(_gathered_uneven, rows))
 
 
-# ---- Collectives without gradients, each returning a new tensor ----
+# ---- Collectives without gradients ----
 
 Collective = Callable[[Tensor, Group], Tensor]
 
@@ -126,7 +128,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather_async(x: Tensor, group: Group) -> Result[Tensor]:
-    """Begins an all-gather of rows; the result returns the rows."""
+    """Begins an all-gather of rows; `Result.wait` returns the rows."""
     if group.size == 1:
         return Result(lambda: x)
     out = x.new_empty(len(x) * group.size, *x.shape[1:])
@@ -139,7 +141,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_async(x: Tensor, group: Group) -> Result[Tensor]:
-    """Begins a reduce-scatter of rows, which may overwrite `x`; the result returns this rank's rows."""
+    """Begins a reduce-scatter of rows, which may overwrite `x`; `Result.wait` returns this rank's rows."""
     if group.size == 1:
         return Result(lambda: x)
     out = x.new_empty(len(x) // group.size, *x.shape[1:])
@@ -157,12 +159,12 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce_async(x: Tensor, group: Group) -> Result[Tensor]:
-    """Begins an all-reduce of contiguous `x`, in place; the result returns `x`."""
+    """Begins an all-reduce of contiguous `x`, in place; `Result.wait` returns `x`."""
     return _giving(x, group.all_reduce_async(x))
 
 
 def shift_async(x: Tensor, group: Group) -> Result[Tensor]:
-    """Begins to send `x` to the next rank of the ring; the result returns the tensor of the previous rank."""
+    """Begins to send `x` to the next rank of the ring; `Result.wait` returns the tensor of the previous rank."""
     came = torch.empty_like(x)
     return _giving(came, group.shift_async(x, came))
 
@@ -206,7 +208,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
         ctx.group, ctx.back = group, back
-        issues_none = there in (local_rows, _identity)  # and a cached view would keep all of x alive
+        # Neither function issues a collective, and a cached view would keep all of `x` alive.
+        issues_none = there in (local_rows, _identity)
         return there(x, group) if issues_none else cached(lambda: there(x, group), group)
 
     @staticmethod
@@ -234,7 +237,7 @@ class _UnderWay:
 
     @property
     def begun(self) -> bool:
-        """False after a forward pass that took its result from the collective cache."""
+        """True while an all-to-all is under way; False after a forward pass with a result of the collective cache."""
         return bool(self._begun)
 
 
@@ -263,7 +266,7 @@ class _Finished(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         under_way: _UnderWay = ctx.under_way
         under_way.begin(grads[0], under_way.receive, under_way.send)
-        return grads[0], None  # has the shape that autograd expects; `_Begun.backward` returns the received gradients
+        return grads[0], None  # a placeholder of the right shape; `_Begun.backward` returns the received gradients
 
 
 def cached(make: Callable[[], T], group: Group) -> T:

@@ -1,7 +1,7 @@
-"""A group of ranks and its collectives. A group of one needs no process group.
+"""A group of ranks and its collectives. A group of one rank needs no process group.
 
 A collective fails when a peer has died or is late; the error message names the collective, its group and its size. Methods
-named `*_async` begin a collective and return a handle, so that the caller can work before it calls `Handle.wait`.
+named `*_async` begin a collective and return a handle, so that the caller can compute before it calls `Handle.wait`.
 `strategies.py` carries the collectives out, and `observer.py` records them.
 """
 
@@ -35,11 +35,11 @@ class Shared:
     """State that all groups of a rank share."""
 
     recorder: Recorder = field(default_factory=Recorder)
-    watch: Watch | None = None  # for NaN and Inf in sent and received tensors
+    watch: Watch | None = None  # finds NaN and Inf in sent and received tensors
     step: StepContext = field(default_factory=StepContext)
     scratch: Scratch = field(default_factory=Scratch)
-    measured: Measured | None = None  # times of this machine's collectives
-    partial_sums: Codec = AS_THEY_ARE  # form in which nodes send each other partial sums
+    measured: Measured | None = None  # measured times of this machine's collectives
+    partial_sums: Codec = AS_THEY_ARE  # encodes the partial sums that nodes send each other
 
     def choose_by(self, measured: Measured | None) -> None:
         """Makes groups choose their algorithms by `measured`."""
@@ -48,10 +48,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class Transport:
-    """The carrier of a group's collectives: torch's `process_group`, and messages with this `tag` in the process group.
+    """The torch process group over which a group communicates, and the `tag` of the group's messages in that process group.
 
-    `shape` is the number of nodes and of ranks on each, by default all ranks on one node. `levels` are the groups across
-    nodes and within nodes, or None.
+    `shape` is the number of nodes and of ranks on each node, by default all ranks on one node. `levels` are the groups
+    across nodes and within nodes for collectives on two levels, or None.
     """
 
     process_group: Any = None
@@ -67,8 +67,8 @@ class Group:
     """The group of `ranks` of the job, in order; `rank` is this process's rank in the group.
 
     Over Gloo the group uses the algorithms of `comm/algorithms.py`, chosen by `shared.measured`. Over other backends the
-    group uses the backend's own collectives, or collectives on two levels where `shared.measured` finds two levels faster.
-    A group with `watched` False does not record whether its tensors are finite.
+    group uses the backend's built-in collectives, or collectives on two levels where `shared.measured` shows that two levels
+    are faster. A group with `watched` False does not record whether its tensors are finite.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Group:
 
     @property
     def unwatched(self) -> "Group":
-        """The same group, without a record of whether its tensors are finite."""
+        """The same group, which does not record whether its tensors are finite."""
         return type(self)(self.ranks, self.rank, self.transport, self.shared, watched=False)
 
     def tagged(self, tag: int) -> "Group":
@@ -105,13 +105,13 @@ class Group:
         return type(self)(self.ranks, self.rank, own, self.shared)
 
     def algorithm(self, kind: CollectiveKind, tensor: Tensor) -> str:
-        """Returns the name of the algorithm for a collective of a whole tensor (`comm/algorithms.py`)."""
+        """Returns the name of the algorithm for a collective of the whole tensor `tensor` (`comm/algorithms.py`)."""
         narrow = tensor.is_floating_point() and tensor.element_size() < 4
         measured = self.shared.measured
         return used(kind, self.shape, tensor.nbytes, measured, by_messages=self._gloo, narrow=narrow)
 
     def _strategy(self, kind: CollectiveKind, tensor: Tensor, even: bool = True) -> Strategy:
-        """Returns the strategy that carries out the chosen algorithm; two levels need `even` parts."""
+        """Returns the strategy that carries out the chosen algorithm; two levels need parts of equal length (`even`)."""
         algorithm, levels = self.algorithm(kind, tensor), self.transport.levels
         if algorithm == OWN or not (self._gloo or (levels is not None and even)):
             return self._backend
@@ -128,8 +128,8 @@ class Group:
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         """Begins to replace `tensor` on every rank by its sum over the ranks.
 
-        With `beside` the collective makes progress while this rank does something else. Without `beside` the collective may
-        make progress only in `Handle.wait`, so all ranks must wait for such handles in the same order.
+        With `beside` the collective makes progress while this rank computes. Without `beside` the collective may make
+        progress only in `Handle.wait`, so all ranks must wait for the handles in the same order.
         """
         if self.size == 1:
             return DONE
@@ -147,8 +147,8 @@ class Group:
         """Begins to fill `out` with this rank's part of the sum of `tensor` over the ranks.
 
         The parts are slices of dim 0 of `tensor` in rank order, of the given `lengths` or of equal length. `out` may be this
-        rank's own slice of `tensor`; the rest of `tensor` is then undefined after the collective. `tensor` must not change
-        until `Handle.wait` returns. For `beside` see `all_reduce_async`.
+        rank's slice of `tensor`; the other slices of `tensor` are then undefined after the collective. `tensor` must not
+        change until `Handle.wait` returns. For `beside` see `all_reduce_async`.
         """
         if self.size == 1:
             return _given(tensor, out)
@@ -164,7 +164,7 @@ class Group:
     ) -> Handle:
         """Begins to fill dim 0 of `tensor` with the `part` of every rank, in rank order.
 
-        The parts have the given `lengths`, or equal length. `part` may be this rank's own slice of `tensor`. For `beside`
+        The parts have the given `lengths`, or equal length. `part` may be this rank's slice of `tensor`. For `beside`
         see `all_reduce_async`.
         """
         if self.size == 1:
@@ -185,9 +185,9 @@ class Group:
     ) -> tuple[Tensor, Handle]:
         """Begins an all-to-all: sends `send[i]` rows of dim 0 to rank i, and receives `receive[i]` rows from rank i.
 
-        The returned tensor holds the received rows once `Handle.wait` returns. Rows are in rank order, both as sent and as
-        received. Each rank must send as many rows to another as that rank expects. Without `send` and `receive` every rank
-        sends equal parts to all. Only equal parts can use two levels, since no rank knows the parts of all others.
+        The returned tensor contains the received rows once `Handle.wait` returns. Sent and received rows are in rank order.
+        Rank i must send rank j as many rows as rank j expects from rank i. Without `send` and `receive`, every rank sends
+        equal parts to all ranks. Only equal parts can use two levels, since no rank knows the lengths of all other parts.
         """
         if self.size == 1:
             return rows, DONE
@@ -202,17 +202,17 @@ class Group:
     # ---- Collectives with a root rank ----
 
     def broadcast(self, tensor: Tensor, first: int = 0) -> None:
-        """Replaces `tensor` on every rank by that of the group's rank `first`, in place."""
+        """Replaces `tensor` on every rank by the tensor of the group's rank `first`, in place."""
         self.broadcast_async(tensor, first).wait()
 
     def broadcast_async(self, tensor: Tensor, first: int) -> Handle:
-        """Begins to replace `tensor` on every rank by that of the group's rank `first`."""
+        """Begins to replace `tensor` on every rank by the tensor of the group's rank `first`."""
         call = partial(dist.broadcast, tensor, src=self.ranks[first])
         leaves = tensor if self.rank == first else None
         return self._backend.begin("broadcast", tensor, call, leaves, comes=self.rank != first)
 
     def reduce(self, tensor: Tensor, target: int) -> None:
-        """Replaces `tensor` on the rank `target` by the sum over the ranks; other ranks end with an undefined `tensor`."""
+        """Replaces `tensor` on the rank `target` by the sum over the ranks; on other ranks `tensor` becomes undefined."""
         self.reduce_async(tensor, target).wait()
 
     def reduce_async(self, tensor: Tensor, target: int) -> Handle:
@@ -248,7 +248,7 @@ class Group:
         """Begins to send `tensor` to the next rank of the ring of ranks, and to fill `out` from the previous rank.
 
         `tensor` and `out` are contiguous and have one shape and type on all ranks. All ranks must begin their shifts in the
-        same order, since shifts between two ranks are matched in that order.
+        same order, since a backend matches the shifts between two ranks in that order.
         """
         if self.size == 1:
             return _given(tensor, out)
@@ -268,7 +268,7 @@ class Group:
                 self.recv(torch.zeros(1, device=device), source, "connection")
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Records that this rank waits, inside the context, for other ranks of the group outside of a collective."""
+        """Records that this rank waits, inside the context, for other ranks of the group, but not in a collective."""
         name, recorder = self.observer.name, self.observer.recorder
         return recorder.waits(name, what, recorder.begun[name])
 
@@ -277,7 +277,7 @@ class Group:
     def any(self, flag: bool) -> bool:
         """Returns whether `flag` is set on any rank, so that all ranks take the same branch; every rank must call.
 
-        The group's backend must also move host tensors: the flag is one, so no rank waits for its device.
+        The flag is a host tensor, so that no rank waits for its device; the group's backend must support host tensors.
         """
         if self.size == 1:
             return flag
@@ -286,7 +286,7 @@ class Group:
         return bool(one.item())
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Returns the `value` of every rank, in rank order. For small Python objects, rarely."""
+        """Returns the `value` of every rank, in rank order. Suits small Python objects and rare calls."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -304,7 +304,7 @@ class Group:
         return values
 
     def broadcast_object(self, value: T | None) -> T:
-        """Returns the `value` of the group's first rank on all ranks. For Python objects, rarely."""
+        """Returns the `value` of the group's first rank on all ranks. Suits Python objects and rare calls."""
         values: list[Any] = [value]
         if self.size > 1:
             with self.observer.talking("broadcast of an object"):

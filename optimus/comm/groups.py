@@ -1,4 +1,4 @@
-"""The groups of a run, all created at its beginning, in one order, from partitions of its ranks."""
+"""The groups of a run, which all ranks create at the beginning, in the same order, from partitions of the ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -21,9 +21,9 @@ from optimus.mesh.mesh import DENSE, EXPERT
 
 
 class PlannedGroups(NamedTuple):
-    """The groups of one partition of the ranks: created once for all uses, or `apart` times with one use each.
+    """The groups of one partition of the ranks, which a run creates once for all uses, or `apart` times with one use each.
 
-    `messages` says that a group carries only messages between two of its ranks.
+    `messages` is true for groups that carry only messages between two of their ranks.
     """
 
     what: str
@@ -33,7 +33,10 @@ class PlannedGroups(NamedTuple):
 
 
 def divisions_of(mesh: Mesh) -> Iterator[PlannedGroups]:
-    """Yields the groups along every set of axes of either view, each once, and the levels of expert parallelism."""
+    """Yields the groups along every set of axes of either view, without duplicates.
+
+    Also yields the groups of expert parallelism across nodes and within nodes.
+    """
     found: dict[RankPartition, PlannedGroups] = {}
     for view in (DENSE, EXPERT):
         axes = [axis for axis in view if mesh.axis_size(axis) > 1]
@@ -47,9 +50,9 @@ def divisions_of(mesh: Mesh) -> Iterator[PlannedGroups]:
 
 
 def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
-    """Returns the shape of a group of `ranks` on its nodes.
+    """Returns the number of nodes of a group of `ranks`, and the number of its ranks on each node.
 
-    Returns None if nodes hold different numbers of the ranks, or the ranks are not in the order of their nodes.
+    Returns None if nodes have different numbers of these ranks, or the ranks are not in the order of their nodes.
     """
     nodes = [mesh.node(rank) for rank in ranks]
     shape = Shape(len(set(nodes)), len(ranks) // len(set(nodes)))
@@ -58,9 +61,9 @@ def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
 
 
 def levels_of(division: RankPartition, mesh: Mesh) -> tuple[RankPartition, RankPartition] | None:
-    """Divides every group of `division` into groups across nodes (ranks of one node rank) and groups within a node.
+    """Divides every group of `division` into groups across nodes (ranks with equal node ranks) and groups within a node.
 
-    Returns None unless all groups have one shape of several nodes with several ranks each.
+    Returns None unless all groups have the same shape, with several nodes and several ranks on each node.
     """
     table, *others = division.tables
     shape = shape_of(table[0].tolist(), mesh)
@@ -85,15 +88,15 @@ def level_divisions(mesh: Mesh, *axes: str) -> list[PlannedGroups]:
 
 
 class Groups:
-    """The groups of this rank: one for each partition of the ranks, shared by all users of that group.
+    """The groups of this rank: one for each partition of the ranks, which all users of the partition share.
 
-    The constructor creates the groups of `divisions`, by default those along all axes of the mesh. A run creates exactly the
-    groups that it uses (`resolve/groups.py`). A rank creates only the groups that it belongs to. Code that creates other
-    process groups must create equally many on every rank; see `_handle`. NCCL, RCCL and oneCCL connect a group in its first
-    collective; a group without collectives costs no memory.
+    The constructor creates the groups of `divisions`, by default `divisions_of(mesh)`. A run creates exactly the groups that
+    it uses (`resolve/groups.py`). A rank creates only the groups that it belongs to. Code that creates other process groups
+    must create equally many on every rank; see `_handle`. NCCL, RCCL and oneCCL connect a group in its first collective, so
+    a group without collectives costs no memory.
 
-    `timeout` is the time in seconds that a rank waits for the other ranks of a group, by default torch's. `measured` chooses
-    the algorithms of collectives. `partial_sums` is the form in which nodes send each other partial sums.
+    `timeout` is the time in seconds that a rank waits for the other ranks of a group, by default torch's timeout. Groups
+    choose the algorithms of collectives by `measured`. `partial_sums` encodes the partial sums that nodes send each other.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class Groups:
 
     @property
     def notes(self) -> list[str]:
-        """Returns warnings about the collectives of this rank's groups, for users."""
+        """Warns users about the collectives of this rank's groups."""
         notes = []
         if self._uneven:
             ranks = ", ".join(map(str, self._uneven[0]))
@@ -149,12 +152,12 @@ class Groups:
         return self._shared.measured
 
     def choose_by(self, measured: Measured | None) -> None:
-        """Makes groups choose the algorithms of collectives by `measured`; must be called before groups are created."""
+        """Makes groups choose the algorithms of collectives by `measured`; the call must precede all `make` calls."""
         self._shared.choose_by(measured)
 
     @property
     def tags(self) -> bool:
-        """True if the backend tells messages in one group apart by tags; otherwise messages need groups of their own."""
+        """True if the backend distinguishes messages in a process group by tags; otherwise streams need separate groups."""
         return not dist.is_initialized() or dist.get_backend() == "gloo"
 
     @property
@@ -165,7 +168,7 @@ class Groups:
     def origin(self) -> str | None:
         """Returns the collective of this step in which this rank first sent NaN or Inf that no other rank had sent to it.
 
-        Returns None if this rank is not the origin. All ranks must call.
+        Returns None if this rank is not the origin. All ranks must call this method.
         """
         spread = self.world.all_gather_object(self.watch.spread())
         return self.watch.origin({place for rank, places in enumerate(spread) if rank != self.rank for place in places})
@@ -178,9 +181,9 @@ class Groups:
         return self._along[key]
 
     def streams(self, number: int, *axes: str) -> list[Group]:
-        """Returns the group along `axes` `number` times; messages of one stream wait for no message of another.
+        """Returns `number` groups along `axes`, so that messages of one group wait for no message of another.
 
-        Streams share a process group and differ by tags, or are process groups of their own on backends without tags.
+        The groups share a process group and differ by tags; on backends without tags they are separate process groups.
         """
         group = self.along(*axes)
         if group.size > 1 and self.tags:
@@ -188,9 +191,9 @@ class Groups:
         return self.apart(number, *axes)
 
     def apart(self, number: int, *axes: str) -> list[Group]:
-        """Returns `number` groups along `axes` that nothing else uses.
+        """Returns `number` groups along `axes` that no other code uses.
 
-        Ranks may call collectives of different groups in different orders.
+        Ranks may call the collectives of these groups in different orders.
         """
         division = self.mesh.groups(axes)
         made = self._apart.get(division, [])
@@ -204,10 +207,11 @@ class Groups:
         """Returns this rank's group of `division`."""
         if division not in self._made and len(division) > 1 and division.largest > 1:
             raise _not_made(f"a division of the ranks into {division.group(self.rank)} ...")
-        return self._shared_group(division)  # torch has the group of all ranks; a group of one rank needs none
+        # torch has created the group of all ranks, and a group of one rank needs no process group.
+        return self._shared_group(division)
 
     def _make(self, division: RankPartition, alone: int = 0) -> Group:
-        """Creates this rank's group of `division`; `alone` is the number in the name of an unshared group, or 0."""
+        """Creates this rank's group of `division`; `alone` is the number of an unshared group, or 0 for a shared group."""
         own = division.group(self.rank)
         shape, levels = shape_of(own, self.mesh), None if alone else self._levels(division)
         if shape is None:
@@ -218,12 +222,12 @@ class Groups:
         return kind(own, own.index(self.rank), Transport(handle, alone, shape, levels), self._shared)
 
     def levels(self, *axes: str) -> tuple[Group, Group] | None:
-        """Returns the groups across and within nodes for the group along `axes`; None if it has no two levels."""
+        """Returns the groups across and within nodes for the group along `axes`, or None if that group has no two levels."""
         levels = levels_of(self.mesh.groups(axes), self.mesh)
         return None if levels is None else (self.dividing(levels[0]), self.dividing(levels[1]))
 
     def _levels(self, division: RankPartition) -> tuple[Group, Group] | None:
-        """Returns the groups across and within nodes if collectives on two levels were measured; None over Gloo."""
+        """Returns the groups across and within nodes if `measured` has collectives on two levels; always None over Gloo."""
         measured = self._shared.measured
         if self.tags or measured is None:
             return None
@@ -244,13 +248,15 @@ class Groups:
     def _handle(self, division: RankPartition, own: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
         """Creates a process group of the ranks `own`, or returns None.
 
-        The group of all ranks is torch's own, unless `alone`. Only its members create a group. torch names a group by its
-        ranks and the number of groups that the process has created before. All members must agree on the name, so every rank
-        creates one group for each division, even a group of itself alone. A division into single ranks needs no groups.
+        Unless `alone`, the group of all ranks is torch's default group (None). Only the members of a group create the group.
+        torch names a group by its ranks and the number of groups that the process has created before. All members must agree
+        on the name, so every rank creates one group for each division, even if the rank is the only member. A division into
+        single ranks needs no process groups (None).
         """
         if division.largest == 1 or not (alone or len(own) < self.mesh.size):
             return None
-        backend = dist.get_backend().split(":")[-1]  # the device's: only the group of all ranks moves host tensors
+        # The last backend is the device's: only the group of all ranks moves host tensors.
+        backend = dist.get_backend().split(":")[-1]
         group: dist.ProcessGroup = dist.new_group(
             list(own), timeout=self._timeout, backend=backend, use_local_synchronization=True
         )

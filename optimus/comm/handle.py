@@ -1,4 +1,4 @@
-"""Handles of asynchronous work: a collective, a copy, an update."""
+"""Handles of asynchronous operations: collectives, copies and updates."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -10,13 +10,13 @@ def _nothing() -> None: ...
 
 
 class Handle:
-    """Asynchronous work that has begun; `wait` waits for its end."""
+    """An asynchronous operation that has begun; `wait` waits for its end."""
 
     def __init__(self, wait: Callable[[], None] = _nothing) -> None:
         self._wait = wait
 
     def wait(self) -> None:
-        """Returns when the work is done, or raises the work's exception, like the works of torch."""
+        """Waits until the operation is complete, or raises the operation's exception, like `Work.wait` of torch."""
         self._wait()
 
 
@@ -24,7 +24,7 @@ DONE = Handle()
 
 
 class Result(Generic[T]):
-    """Asynchronous work with a result, which `wait` returns."""
+    """An asynchronous operation with a result, which `wait` returns."""
 
     def __init__(self, wait: Callable[[], T]) -> None:
         self.wait = wait

@@ -1,7 +1,7 @@
 """Collectives of device tensors over Gloo, staged through host memory, since Gloo moves only host tensors.
 
-Host staging lets several ranks share a device, which the device's own backend does not support. Beginning a collective waits
-for the work enqueued on the device. `Handle.wait` copies the result back on the caller's stream.
+Host staging lets several ranks share a device, which the device's backend does not support. A call that begins a collective
+first waits for the operations enqueued on the device. `Handle.wait` copies the result back on the caller's stream.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from optimus.comm.handle import Handle
 
 
 class HostStagedGroup(Group):
-    """A group over Gloo that accepts device tensors. Host tensors are not copied."""
+    """A group over Gloo that accepts device tensors, and uses host tensors without a copy."""
 
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         if self._stays(tensor):

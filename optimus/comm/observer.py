@@ -16,7 +16,7 @@ from optimus.errors import UserError
 from optimus.step_context import region
 
 Begin = Callable[[int], Any]
-"""Begins the collective with the given number in its group; returns a work of torch, a handle, or a list of either."""
+"""Begins the collective with the given number in its group; returns a torch `Work`, a handle, or a list of either."""
 
 
 class CollectiveError(UserError):
@@ -24,9 +24,9 @@ class CollectiveError(UserError):
 
 
 class Observer:
-    """Observes the group of `ranks`, of which this process is `ranks[rank]`; `tag` separates groups of equal ranks.
+    """Observes the group of `ranks`, of which this process is `ranks[rank]`; `tag` distinguishes groups of the same ranks.
 
-    `gloo` says that the backend is Gloo, which raises a plain `RuntimeError` when a peer is lost or late.
+    `gloo` is true if the backend is Gloo, which raises a plain `RuntimeError` when a peer is lost or late.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Observer:
         comes: bool = True,
         at: str | None = None,
     ) -> Handle:
-        """Begins a collective of `tensor` by `call`. A group of one rank begins nothing.
+        """Begins a collective of `tensor` by `call` and returns its handle; in a group of one rank, calls nothing.
 
         `leaves` is the tensor that this rank sends, and `comes` says whether the rank receives something. `at` is the name
         under which the recorder counts the collective, by default the group's name.
@@ -61,7 +61,7 @@ class Observer:
         number = self.recorder.begins(place)
         if self.watch is not None and leaves is not None:
             self.watch.leaves(leaves, what, (place, number))
-        # `call` may wait, since Gloo's threads and ours take turns.
+        # `call` itself may wait, since Gloo's threads and ours take turns.
         with self._waits(place, what, number, tensor):
             started = call(number)
         works = started if isinstance(started, list) else [started]
@@ -88,7 +88,7 @@ class Observer:
     def _waits(self, place: str, what: str, number: int, tensor: Tensor) -> Iterator[None]:
         """Records a wait in a collective, and turns the failure of another rank into a `CollectiveError`.
 
-        Errors of this rank's own device pass unchanged.
+        Errors of this rank's device pass unchanged.
         """
         try:
             with region(lambda: what), self.recorder.waits(place, what, number):

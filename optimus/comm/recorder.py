@@ -1,8 +1,8 @@
 """Record of a rank's collectives: the number begun in each group, the current wait, and the time waited.
 
 When the ranks hang, the last collective of each rank shows which ranks the others wait for. When one rank is slow, the
-waits of the others show it. A record costs two readings of the clock per collective, or two events where the device waits
-instead of the host (`device`).
+waits of the others show which rank. A record costs two readings of the clock per collective, or two events if the device
+waits instead of the host (`device`).
 """
 
 import threading
@@ -16,24 +16,24 @@ from optimus.comm.device_waits import DeviceWaits, Place
 
 
 class Recorder:
-    """The collectives of this rank. A group's name is its ranks, and a tag if several groups have the same ranks."""
+    """Records this rank's collectives. A group's name lists its ranks, with a tag if other groups have the same ranks."""
 
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
         self.waiting: Place | None = None
-        self.device: DeviceWaits | None = None  # set where the device waits instead of the host
+        self.device: DeviceWaits | None = None  # set if the device waits instead of the host
         self._seconds = 0.0
         self._by_kind: defaultdict[str, float] = defaultdict(float)
 
     @property
     def seconds(self) -> float:
-        """Seconds waited in all collectives that are known to be over."""
+        """Seconds that this rank has waited in all collectives that are known to have ended."""
         self._take_in()
         return self._seconds
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Seconds waited by kind of collective; all messages are one kind."""
+        """Seconds that this rank has waited, by kind of collective; all messages are one kind."""
         self._take_in()
         return dict(self._by_kind)
 
@@ -46,7 +46,7 @@ class Recorder:
     def waits(self, group: str, what: str, number: int) -> Iterator[None]:
         """Records that this rank waits for a collective inside the context.
 
-        Waits of our background threads are not recorded.
+        The recorder ignores waits of our background threads.
         """
         if _beside():
             yield
@@ -59,7 +59,7 @@ class Recorder:
             self.waiting = None
 
     def wait(self, place: Place, works: Sequence[Any]) -> None:
-        """Waits for the works of a collective; must be called inside `waits`."""
+        """Waits for each torch `Work` of a collective. The caller must be inside `waits`."""
         if self.device is not None and not _beside():
             self.device.wait(place, works)
             return
@@ -67,7 +67,7 @@ class Recorder:
             work.wait()
 
     def state(self) -> dict[str, Any]:
-        """Returns the collectives begun and the current wait, for JSON."""
+        """Returns the number of collectives begun in each group and the current wait, for JSON."""
         on_device = None if self.device is None else self.device.waiting()
         return {"begun": dict(self.begun), "waiting": on_device or self.waiting}
 

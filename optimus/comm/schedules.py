@@ -5,7 +5,8 @@ all-gather is the part of rank b. A reduce-scatter is an all-gather backwards: a
 the all-gather receives, and receives and adds the blocks that the all-gather sends. An all-reduce is a reduce-scatter
 followed by an all-gather. Block a * ranks + b of an all-to-all is the block from rank a to rank b.
 
-Two levels: PCCL (dissertation on AxoNN, chapter 6; arXiv 2504.18658). Doubling: Bruck et al. 1997, for any number of ranks.
+Schedules on two levels follow PCCL (dissertation on AxoNN, chapter 6; arXiv 2504.18658). Doubling follows Bruck et al. 1997
+and works for any number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ class Message(NamedTuple):
 class Round(NamedTuple):
     """The messages that a rank sends and receives at once; all messages must arrive before the next round begins.
 
-    In a round of a reduce-scatter (an all-gather backwards), all received messages hold the same blocks.
+    In a round of a reduce-scatter (an all-gather backwards), all received messages contain the same blocks.
     """
 
     sends: tuple[Message, ...]
@@ -48,7 +49,10 @@ RoundSchedule = Callable[[int, int], list[Round]]
 
 
 def direct(rank: int, ranks: int) -> list[Round]:
-    """Sends the own block to all others in one round, to the next rank first, so that not all begin with one receiver."""
+    """Sends this rank's block to all others in one round.
+
+    Each rank begins with the next rank, so that not all ranks send to the same receiver first.
+    """
     others = [(rank + i) % ranks for i in range(1, ranks)]
     sends = tuple(Message(other, (rank,)) for other in others)
     return [Round(sends, tuple(Message(other, (other,)) for other in reversed(others)))] if others else []
@@ -91,9 +95,10 @@ def everyone(rank: int, ranks: int) -> list[Round]:
 
 
 def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, Shape], list[Round]]:
-    """Combines an all-gather across nodes, among the ranks of one node rank, with one of the received blocks within a node.
+    """Combines an all-gather across nodes, among ranks with equal node ranks, with an all-gather within each node.
 
-    (nodes - 1) * per blocks leave each node, which is the minimum, and all ranks of the node share in sending the blocks.
+    The second all-gather distributes the blocks that the first has received. The ranks of a node together send
+    (nodes - 1) * per blocks to other nodes, which is the minimum, and each rank sends an equal share.
     """
 
     def schedule(rank: int, shape: Shape) -> list[Round]:
@@ -116,12 +121,12 @@ def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, S
 
 
 def backwards(rounds: Sequence[Round]) -> list[Round]:
-    """Returns the reduce-scatter that belongs to an all-gather."""
+    """Returns the rounds of the reduce-scatter that is the all-gather of `rounds` backwards."""
     return [Round(each.receives, each.sends) for each in reversed(rounds)]
 
 
 def exchange(rank: int, ranks: int) -> list[Round]:
-    """Returns the rounds of an all-to-all in one round."""
+    """Returns the only round of an all-to-all in which each rank sends directly to all others."""
     return [
         Round(
             tuple(Message(peer, (rank * ranks + peer,)) for peer, _ in sends),

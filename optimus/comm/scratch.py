@@ -1,15 +1,15 @@
-"""Scratch buffers of collectives, kept for reuse, since fresh pages cost more time than the writes to them."""
+"""Scratch buffers of collectives. A pool reuses the buffers, since fresh pages cost more time than the writes to them."""
 
 import threading
 
 import torch
 from torch import Tensor
 
-KEPT = 64 << 20  # bytes of all free buffers; large buffers and sizes used once must not take memory from the step
+KEPT = 64 << 20  # limit of all free buffers in bytes, so that large or rarely used buffers take no memory from the step
 
 
 class Scratch:
-    """A pool of scratch buffers for several threads."""
+    """A thread-safe pool of scratch buffers."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []  # least recently used first

@@ -1,8 +1,8 @@
 """Strategies by which a group carries out its collectives; `algorithms.used` chooses the algorithm for each tensor.
 
-`Backend` calls the backend's own collectives. `Rounds` sends rounds of messages over Gloo. `TwoLevels` calls the backend's
-own collectives in groups across nodes and within nodes. Every method begins a collective of a group with several ranks and
-returns its handle. `parts` are the slices of dim 0 of the whole tensor, and `even` says that all slices have one length.
+`Backend` calls the backend's built-in collectives. `Rounds` sends rounds of messages over Gloo. `TwoLevels` calls
+collectives of a group across nodes and of one within the node. Every method begins a collective of a group with several
+ranks, and returns its handle. `parts` are the slices of dim 0 of the whole tensor; `even` is true if all have one length.
 With `beside`, the rounds after the first run in a thread while the rank computes; otherwise `Handle.wait` runs them.
 """
 
@@ -31,7 +31,7 @@ from optimus.comm.observer import Observer
 from optimus.comm.schedules import Round, Shape, everyone
 from optimus.comm.scratch import Scratch
 
-TAGS = 1 << 16  # message tags of a group, one for each collective under way
+TAGS = 1 << 16  # number of message tags of a group; collectives that run at the same time have different tags
 
 
 class Strategy(Protocol):
@@ -116,10 +116,11 @@ class Level(Protocol):
 
 
 class TwoLevels(NamedTuple):
-    """Hierarchical collectives in two groups: `across` nodes, with the ranks of one node rank, and `within` this node.
+    """Hierarchical collectives in two groups: `across` nodes, of ranks with equal node ranks, and `within` this node.
 
-    NCCL's algorithm of few steps (PAT) runs only in groups with one rank on each node (PCCL, arXiv 2504.18658), as the
-    groups across nodes are. All ranks begin the two collectives in the same order. Each group observes its own collectives.
+    NCCL's PAT algorithm, which needs few steps, runs only in groups with one rank on each node (PCCL, arXiv 2504.18658).
+    Groups across nodes have one rank on each node. All ranks begin the two collectives in the same order. Each group's
+    observer sees the collectives of that group.
 
     Legend: N nodes, M ranks on each, S elements of a part.
     """
@@ -169,7 +170,7 @@ class TwoLevels(NamedTuple):
     def all_to_all(self, rows: Tensor, out: Tensor, beside: bool) -> Handle:
         """Sends rows to the rank of this node that has the receiver's node rank, then across nodes."""
         to_NMS = rows.view(self.across.size, self.within.size, -1)
-        here_MNS, inside = self.within.all_to_all_async(to_NMS.transpose(0, 1))  # rows for this rank's node rank
+        here_MNS, inside = self.within.all_to_all_async(to_NMS.transpose(0, 1))  # this node's rows for this node rank
 
         def wait() -> None:
             inside.wait()
@@ -185,7 +186,7 @@ class Messages(NamedTuple):
     rank: int
     shape: Shape
     process_group: Any
-    first_tag: int  # of the group's collectives; every collective under way has a tag of its own
+    first_tag: int  # collective n of the group has the tag first_tag + n % TAGS
     driver: ProgressThread
     scratch: Scratch
     partial_sums: Codec
@@ -254,7 +255,7 @@ class Rounds(NamedTuple):
         self, what: str, tensor: Tensor, blocks: Sequence[Tensor],
         go: Callable[[Sequence[Tensor], Channel], Exchange], leaves: Tensor, beside: bool,
     ) -> Handle:  # fmt: skip
-        """Begins to exchange the blocks of `tensor`; `go` makes the exchange of one piece of all blocks."""
+        """Begins to exchange the blocks of `tensor`; `go` returns the exchange of one piece of all blocks."""
         over = self.over
 
         def call(number: int) -> Handle:

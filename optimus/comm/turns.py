@@ -7,7 +7,7 @@ from optimus.comm.handle import Handle
 
 
 class InTurn(Handle):
-    """A queue of collectives: each begins after the wait for the previous one."""
+    """A queue of collectives, each of which begins after the wait for the previous one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class InTurn(Handle):
         return self._under_way is not None
 
     def add(self, start: Callable[[], Handle]) -> None:
-        """Enqueues a collective, and begins it at once if the queue is empty."""
+        """Begins a collective at once if no other is under way, and otherwise enqueues it."""
         if self:
             self._starts.append(start)
         else:

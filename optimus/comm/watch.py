@@ -3,7 +3,7 @@
 A faulty device produces NaN or Inf, and the next collective spreads them to every rank: tensor, expert and pipeline
 parallelism reduce inside the forward pass. Each rank therefore sums every tensor that it is about to send. A sum costs one
 pass over the tensor and no synchronisation; the rank reads the sums only when a step has failed. The ranks then tell each
-other in which collectives they have sent NaN or Inf. The origin is a rank that sent some before it received any.
+other in which collectives they have sent NaN or Inf. The origin is a rank that sent NaN or Inf before it received any.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,16 +21,16 @@ class _Note(NamedTuple):
     """A tensor that this rank has sent in a collective, or a collective whose result this rank has received."""
 
     place: CollectiveId | None
-    sum: Tensor | None  # of the sent tensor; None: received
+    sum: Tensor | None  # sum of the sent tensor; None for received tensors
     what: str
 
 
 class Watch:
-    """Records of sent and received tensors since `begin`, in order; nothing is recorded outside of `on`."""
+    """Records sent and received tensors since `begin`, in order, but only inside `on`."""
 
     def __init__(self) -> None:
-        self.enabled = False  # whether anyone will read the records
-        self._notes: list[_Note] = []  # appended to by several threads
+        self.enabled = False  # True: somebody reads the records
+        self._notes: list[_Note] = []  # several threads append to it
         self._on = False
 
     def begin(self) -> None:
@@ -49,7 +49,7 @@ class Watch:
     def leaves(self, tensor: Tensor, what: str, place: CollectiveId | None = None) -> None:
         """Records the sum of `tensor`, which is about to be sent."""
         if self._on and tensor.is_floating_point():
-            # In the tensor's type: bf16 has the range of fp32, and another type would cost a copy of the tensor.
+            # The sum has the tensor's type: bf16 has the range of fp32, and another type would cost a copy of the tensor.
             self._notes.append(_Note(place, tensor.detach().sum(), what))
 
     def comes(self, place: CollectiveId) -> None:
@@ -62,9 +62,10 @@ class Watch:
         return [note.place for note in self._spoilt() if note.place is not None]
 
     def origin(self, spread: Collection[CollectiveId]) -> str | None:
-        """Returns the name of the collective in which this rank sent NaN or Inf before any arrived.
+        """Returns the name of the collective in which this rank first sent NaN or Inf.
 
-        Returns None if there is no such collective. `spread` are the collectives in which other ranks sent NaN or Inf.
+        Returns None if this rank sent neither, or took part in a collective of `spread` earlier. `spread` contains the
+        collectives in which other ranks sent NaN or Inf.
         """
         spoilt = {id(note) for note in self._spoilt()}
         for note in self._notes:

@@ -1,4 +1,4 @@
-"""Runs a configuration on this machine: checks the run, then trains in this process or starts several ranks."""
+"""Runs a configuration on this machine: checks the run, then trains in this process or starts several rank processes."""
 
 import os
 import time
@@ -39,7 +39,10 @@ def run_here(
     check: bool,
     hooks: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """Trains, or checks the run, as `train` does after it has validated the configuration and the data."""
+    """Trains, or with `check` only checks the run.
+
+    `train` calls this function after it has validated the configuration and the data.
+    """
     users_hooks(tree.train.hooks, hooks)  # reports invalid hooks early; each rank makes its own hooks
     launched = "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks
@@ -71,13 +74,16 @@ def run_here(
 
 
 def _begin_optimizer(run: Path) -> None:
-    """Lets `run` resume from only the weights of its newest checkpoint. Raises `UserError` like `rollback`."""
+    """Makes `run` resume from the weights of its newest checkpoint, with fresh moments.
+
+    Raises `UserError` like `rollback`.
+    """
     if points := resume_points(run):
         rollback(run, step_of(points[0].path), held=True)
 
 
 def verify_data(run: ResolvedRun, data: TrainingData) -> dict[str, Any]:
-    """Verifies every checksum of the data, the last check of `--check`; returns the report of a run that is ready."""
+    """Verifies every checksum of the data as the last check of `--check`, and returns the report of a run that is ready."""
     data.verify()
     folder = Path(run.config.train.output)
     holder, about = living_holder(folder), summarise(run, data.instances)
@@ -92,11 +98,12 @@ def verify_data(run: ResolvedRun, data: TrainingData) -> dict[str, Any]:
 
 
 def check_run(config: RunConfig, data: TrainingData, mesh: Mesh, resume: bool) -> ResolvedRun:
-    """Checks a run, and returns the run as resolved before its ranks have started.
+    """Checks a run before its ranks start, and returns the resolved run.
 
     Raises `UserError` for any problem that would keep the ranks of `mesh` from running.
     """
-    rank_here = mesh.size == 1 or "WORLD_SIZE" in os.environ  # else a launcher, which must not use device memory
+    # A process that is not a rank is a launcher, which must not use device memory.
+    rank_here = mesh.size == 1 or "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = (use_device if rank_here else find_device)(config.train.device, "train.device", local_rank)
     run = resolve_here(config, device, mesh, sequences=data.instances, resume=resume, touches=rank_here)

@@ -1,4 +1,4 @@
-"""Launch of ranks on one machine under TorchElastic, with a store in this process that only this machine reaches."""
+"""Launch of ranks on one machine under TorchElastic, with a store in this process that only this machine can reach."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ BACKEND = "optimus-local"  # name of the rendezvous backend in TorchElastic
 
 
 class LocalRendezvous(StaticTCPRendezvous):
-    """The rendezvous of a single node, with a store on the loopback interface; that of the base listens on all."""
+    """The rendezvous of a single node. Its store listens on the loopback interface; the base class's, on all interfaces."""
 
     def __init__(self, params: rendezvous.RendezvousParameters) -> None:
         self._served = serve(0)
@@ -71,11 +71,11 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, hooks: Seque
         if hooks:
             words += ["--hooks", str(Path(folder) / "hooks")]
             Path(words[-1]).write_bytes(functions.dumps([*hooks], "a hook of `hooks`"))
-        launch = LaunchConfig(  # without an endpoint, which the store chooses
+        launch = LaunchConfig(  # without an endpoint, since the store chooses a free port
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=ranks,
-            logs_specs=DefaultLogsSpecs(folder),  # by default TorchElastic makes a folder and does not remove it
+            logs_specs=DefaultLogsSpecs(folder),  # TorchElastic's default is a new folder, which it does not remove
             run_id=uuid.uuid4().hex,
             rdzv_backend=register(),
             local_addr=LOOPBACK,
@@ -91,11 +91,14 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, hooks: Seque
             return error.sigval  # the ranks have received the signal too, finish their step and save
         except ChildFailedError as error:
             if stopped := {failure.exitcode for failure in error.failures.values()} & set(STOPPED):
-                return max(stopped) - 128  # one rank was signalled, and all have agreed to stop
+                return max(stopped) - 128  # one rank has received a signal, and all ranks have agreed to stop
             raise UserError(explain(error.failures)) from error
     return 0
 
 
 def rank_options(holder: str | None = None) -> list[str]:
-    """Returns the options of every rank that this process starts: the parent to end with, and the lease's token."""
+    """Returns the options of every rank that this process starts: the process id of its parent and the lease's token.
+
+    A rank ends when its parent ends.
+    """
     return ["--parent", str(os.getpid()), *([] if holder is None else ["--holder", holder])]

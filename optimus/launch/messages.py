@@ -13,7 +13,7 @@ def explain(failures: Mapping[int, ProcessFailure]) -> str:
     """Returns one message about the failed ranks: the cause, and where the other ranks stopped if a rank was lost."""
     said = {rank: text for rank, failure in failures.items() if (text := error_in(failure.message)) is not None}
     stopped = {rank: text for rank, text in said.items() if text.startswith("CollectiveError: ")}
-    first = min(failure.timestamp for failure in failures.values())  # whole seconds
+    first = min(failure.timestamp for failure in failures.values())  # TorchElastic counts whole seconds
     silent = [rank for rank in failures if rank not in said]
     # The launcher ends the other ranks with SIGTERM and, 30 s later, those that still run with SIGKILL.
     lost = [r for r in silent if failures[r].exitcode != -signal.SIGTERM and failures[r].timestamp <= first + 1]

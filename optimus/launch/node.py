@@ -40,9 +40,9 @@ class NodeJob:
     nodes: int = 1
     spares: int = 0
     ranks_per_node: int = 1
-    keep_alive: tuple[int, int] = (5, 3)  # seconds between heartbeats, and missing heartbeats of a dead node
-    wait: float = 600.0  # seconds for enough nodes to join
-    max_restarts: int = 5  # in a row without a new checkpoint
+    keep_alive: tuple[int, int] = (5, 3)  # seconds between heartbeats, and number of missing heartbeats of a dead node
+    wait: float = 600.0  # seconds that nodes have to join
+    max_restarts: int = 5  # largest number of restarts in a row without a new checkpoint
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1 or self.spares < 0:
@@ -59,7 +59,7 @@ class NodeJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch(NodeJob):
-    """A job, as launched on one of its nodes."""
+    """A job, with the settings of its launch on one node."""
 
     run: Path
     node: str
@@ -78,8 +78,9 @@ def run_node(
     nodes of the launch hold the lease of the run folder. One of the nodes calls `announce(event, detail)` with the event
     `restarted` or `failed`.
 
-    Raises `UserError` when the node is excluded, another run holds the folder (`LeaseError`), the rendezvous does not answer
-    (any more), clocks are too far apart, too few nodes join, or the run restarts without progress.
+    Raises `LeaseError` when another run holds the lease of the folder. Raises `UserError` when the node is excluded, the
+    rendezvous does not answer or stops answering, clocks are too far apart, too few nodes join, or the run restarts without
+    progress.
     """
     check_not_excluded(launch.run, launch.node)
 
@@ -125,7 +126,7 @@ class _Member:
         announce: Callable[[str, str], object],
     ) -> None:
         self._launch, self._store, self._say, self._waiting, self._announce = launch, store, say, waiting, announce
-        self._round = 0  # rendezvous round of this node's current world
+        self._round = 0  # round of the rendezvous that formed this node's current world
         self._events = EventLog(launch.run)
         self._rendezvous = Rendezvous.of(
             store,
@@ -155,7 +156,8 @@ class _Member:
                 ).until_the_end()
         except api.RendezvousTimeoutError as error:
             why = f"fewer than {self._launch.nodes} nodes have come together within {self._launch.wait:g} s"
-            if self._store.add(self._key("few"), 1) == 1:  # without a world there is no first node to report
+            # Without a world there is no first node, so the first node that increments the counter reports.
+            if self._store.add(self._key("few"), 1) == 1:
                 self._note_silent(self._told("world") or [])
                 self._events.write("failure", node=self._launch.node, detail=why)
                 self._announce("failed", why)
@@ -167,10 +169,10 @@ class _Member:
         return outcome
 
     def _come_too_late(self) -> None:
-        """Ends a node that joins a closed launch.
+        """Prints why a node that joins a closed launch has nothing to do.
 
-        A spare may join after the run has finished. Raises `UserError` if the run has not finished, since the store then
-        belongs to an earlier launch.
+        A spare may join after the run has finished. Raises `UserError` if the run has not finished, since the launch in the
+        store is then an earlier one.
         """
         why = f"the launch {self._launch.name} at {self._launch.endpoint} has ended already"
         cure = "to train on, give another --name or start `optimus rendezvous` anew"
@@ -179,7 +181,7 @@ class _Member:
         self._say(f"{why}, as the run had finished; {cure}")
 
     def _joined(self, number: int, place: int, nodes: int, store: Store) -> None:
-        """Reports this node's ranks in a new world; the first node also logs nodes that have died and the restart."""
+        """Reports this node's ranks in a new world; the first node also logs dead nodes and the restart."""
         self._waiting.over()
         first, each = place * self._launch.ranks_per_node, self._launch.ranks_per_node
         ranks = f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
@@ -194,7 +196,7 @@ class _Member:
         self._tell("world", here)
         if before is not None:
             self._note_silent(before)
-        for _, member in here:  # nodes reported dead that were only slow
+        for _, member in here:  # other nodes may have reported a slow node dead
             self._store.delete_key(self._key(f"died/{member}"))
         if before is None:
             return
@@ -224,7 +226,7 @@ class _Member:
         detail = f"{decision.detail}: {said[0]}" if said else decision.detail
         if decision.culprit:
             self._store.add(self._key(f"crashes/{self._launch.node}"), 1)
-        has_told = Exit.BAD_NODE in codes.values()  # the rank has logged the failure itself
+        has_told = Exit.BAD_NODE in codes.values()  # the rank has logged its failure
         if (decision.culprit or decision.do is Do.STOP) and not has_told:
             self._events.write("failure", node=self._launch.node, rank=decision.rank, detail=detail)
         if decision.do is Do.STOP:
@@ -236,15 +238,16 @@ class _Member:
         return decision.do
 
     def _claim_spare(self) -> bool:
-        """Claims a spare for this node's place, and returns whether there is one besides those that other nodes claimed.
+        """Claims a spare that replaces this node, and returns whether a spare is left that no other node has claimed.
 
-        The view of present nodes may be seconds old and include nodes that have left. The store therefore holds all claims.
+        This node's list of present nodes may be seconds old, and include nodes that have left. The nodes therefore record
+        all claims in the store.
         """
         claims = f"leaving/{self._round}"
         number = self._store.add(self._key(claims), 1)
         self._tell(f"{claims}/{number}", self._rendezvous.member)
         here = self._rendezvous.present()
-        # A claim whose name is not in the store yet counts; a failed claim, with an empty name, does not.
+        # A claim counts even before its name is in the store. A failed claim, whose name is empty, does not count.
         told = [self._told(f"{claims}/{earlier}") for earlier in range(1, number)]
         claimed = sum(member is None or member in here for member in told)
         if self._rendezvous.spares() > claimed:
@@ -268,7 +271,7 @@ class _Member:
             raise UserError(f"{why}: see {self._events.path} for what happened")
 
     def _stop(self, why: str) -> None:
-        """Tells all nodes that the run has failed; the first node that calls announces the failure."""
+        """Tells all nodes that the run has failed; the first node that calls this method announces the failure."""
         self._tell("stopped", why)
         if self._store.add(self._key("stops"), 1) == 1:
             self._announce("failed", why)
@@ -292,7 +295,7 @@ _DOING: dict[Do | Exit, str] = {
 }
 
 
-_Named = tuple[str, str]  # a node's name, and its name in the rendezvous
+_Named = tuple[str, str]  # the name of a node, and the node's name in the rendezvous
 _SAID: dict[str, TypeAdapter[Any]] = {  # types of the values that nodes put into the store, by key
     "member": TypeAdapter(_Named),
     "world": TypeAdapter(list[_Named]),
@@ -307,7 +310,7 @@ _SAID: dict[str, TypeAdapter[Any]] = {  # types of the values that nodes put int
 def _said(value: bytes, what: str) -> Any:
     """Parses a value that a node has put into the store.
 
-    Raises `RendezvousStateError` for a value that no node has written, since others may reach the store too.
+    Raises `RendezvousStateError` for a value that no node has written, since other programs may reach the store too.
     """
     try:
         return _SAID[what].validate_json(value)
@@ -332,14 +335,15 @@ def _holding(launch: Launch, store: Store) -> Iterator[str]:
         finally:
             try:
                 lease.kept = store.add(f"{launch.name}/holders", -1) > 0
-            except DistError:  # unknown whether other nodes are left
+            except DistError:  # other nodes may still hold the lease
                 lease.kept = True
 
 
 def _check_clocks(launch: Launch, store: Store) -> None:
-    """Raises `UserError` when this node's clock is too far from another node's, since heartbeats carry the time of day.
+    """Raises `UserError` when this node's clock is too far from another node's clock.
 
-    All nodes compare their clocks with the common clock of the run folder's file system.
+    Heartbeats carry the time of day, so clocks must agree. All nodes compare their clocks with the common clock of the run
+    folder's file system.
     """
     with naming_disk_errors(launch.run, "Name a folder that all nodes share"):
         launch.run.mkdir(parents=True, exist_ok=True)

@@ -35,10 +35,10 @@ def launch(
 ) -> Do | Exit | None:
     """Runs this node's part of `job`, from the newest checkpoint if there is one.
 
-    Must be called on all `nodes` + `spares` nodes alike. The nodes share the file system of `train.output`.
-    `rendezvous` is the HOST:PORT of a store that all nodes reach. `node` is this node's name, by default the machine's.
-    `name` distinguishes launches that use one store. `program` is the module of a rank and its first arguments, in place of
-    `optimus.launch.rank`.
+    All `nodes` + `spares` nodes must call this function with the same arguments except `node`. The nodes share the file
+    system of `train.output`. `rendezvous` is the HOST:PORT of a store that all nodes reach. `node` is this node's name, by
+    default the machine's name. `name` distinguishes launches that use one store. `program` is the module of a rank and its
+    first arguments, instead of `optimus.launch.rank`.
 
     Returns None when the job is done, `Do.LEAVE` when this node has been excluded, `Do.STOP` when a failure has ended the
     run for good, and an `Exit` when a signal has ended the run. Raises `UserError` for problems that the user can fix here.
@@ -68,7 +68,7 @@ def exit_code(outcome: Do | Exit | None) -> int:
 
 
 def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict[str, Any]:
-    """Validates a launch as `launch` does on this node, and every checksum of the data, without other nodes.
+    """Validates a launch as `launch` does on this node, without other nodes, and verifies every checksum of the data.
 
     Returns the report of `train` with `check`, and `nodes` and `spares`. Raises `UserError` like `launch`.
     """
@@ -105,8 +105,8 @@ def write_batch_script(
     including that of a plan of faults to `inject`, are relative to the current folder. Returns the command that submits the
     script.
 
-    Raises `UserError` when ranks cannot divide the work as configured, or the script cannot be written. The hardware of the
-    job's nodes is not checked.
+    Raises `UserError` when the configured mesh or batch does not fit the ranks, or the script cannot be written. The
+    function does not check the hardware of the job's nodes.
     """
     tree = load_config(job.config, job.overrides, read_model_folder)
     mesh = mesh_of(tree, job.ranks, job.ranks_per_node)

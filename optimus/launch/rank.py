@@ -1,4 +1,6 @@
-"""A rank of a run, in a process of its own or in the caller's. The program takes the arguments of `run_as_rank`.
+"""A rank of a run, in a separate process or in the caller's process.
+
+As a program, this module takes the arguments `words` of `run_as_rank`.
 
 When a rank is lost, a collective fails on every other rank. `_last_words` lets each rank report the step of the failure,
 `_ranks_together` keeps ranks from waiting for lost ones, and `messages.explain` tells the user which rank was lost.
@@ -54,8 +56,8 @@ def run_rank(
 
     Returns the signal that has ended the run early, or 0; all ranks return the same, after all have saved.
 
-    `node` is the name of the node if a launcher watches nodes. `holder` is the token of the lease by which the run holds its
-    folder. `more` are our own hooks. `users` are users' hooks in addition to those that `train.hooks` names.
+    `node` is the name of the node under `optimus launch`, and otherwise None. `holder` is the token of the lease on the run
+    folder. `more` are hooks of Optimus. `users` are users' hooks in addition to those that `train.hooks` names.
     """
     began, config = time.time(), load_config(parse_yaml(config_text, "the configuration"))
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -84,7 +86,7 @@ def run_rank(
             ):
                 ending = trainer.fit()
                 trainer.state.finish()
-            if ending.signal:  # wait for all ranks: a launcher ends the others once one has ended with a code
+            if ending.signal:  # wait for all ranks: a launcher ends the others once one has exited with an error code
                 trainer.groups.world.any(False)
         if node is not None and trainer.groups.rank == 0 and (trainer.ends or ending.signal):
             if not ending.signal:
@@ -96,9 +98,9 @@ def run_rank(
 def backend_of(device: torch.device, named: str, per_node: int) -> str:
     """Returns the backend that moves a rank's tensors: the backend of the device, or Gloo.
 
-    Gloo moves the tensors through the host (`comm/host_staging.py`). Devices without a backend of their own use Gloo, too.
-    Gloo is also used when `train.device` is `named` with an index, such as `xpu:0`, so that all `per_node` ranks of a node
-    share the device.
+    Gloo moves the tensors through the host (`comm/host_staging.py`). Devices for which torch has no default backend use
+    Gloo. All devices use Gloo if `train.device` is `named` with an index, for example `xpu:0`, so that all `per_node` ranks
+    of a node share the device.
     """
     shared = named == str(device) and per_node > 1
     return "gloo" if shared else dist.Backend.default_device_backend_map.get(device.type, "gloo")
@@ -106,11 +108,11 @@ def backend_of(device: torch.device, named: str, per_node: int) -> str:
 
 @contextmanager
 def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
-    """Creates the process group of all ranks, inside the context.
+    """Creates the process group of all ranks for the duration of the context.
 
     Destroying a process group waits for all collectives under way. After a failure of this rank alone, or of another rank,
-    the wait would last until the timeout, also at the exit of Python. After such a failure the process therefore exits
-    without destroying the group.
+    the wait would last until the timeout, also at the exit of Python. The process therefore exits without destroying the
+    group after a failure.
     """
     seconds = f"{timeout.total_seconds():g} s (resilience.timeout)"
     if os.environ.get("MASTER_ADDR") == LOOPBACK:  # all ranks are on this machine
@@ -146,8 +148,8 @@ def backends_of(backend: str, device: str) -> str:
 def _deadline(trainer: Trainer) -> Iterator[None]:
     """Ends this rank with `LOST` when its device waits in one collective for `resilience.timeout` seconds.
 
-    The watch lasts as long as the context. After such a wait another rank is lost or hangs. The backend would abort this
-    rank later, as if this rank had crashed.
+    The deadline applies inside the context. A wait of this length means that another rank is lost or hangs. The backend
+    would abort this rank later, as if this rank had crashed.
     """
     waits, seconds = trainer.groups.recorder.device or DeviceWaits(), trainer.config.resilience.timeout
     trainer.groups.recorder.device = waits
@@ -171,9 +173,9 @@ def _deadline(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _naming_lack_of_memory(trainer: Trainer) -> Iterator[None]:
-    """Turns an out-of-memory error of the device into an `EndedError` that says what to do.
+    """Turns an out-of-memory error of the device into an `EndedError` that tells the user what to change.
 
-    Neither another rank nor the node is at fault.
+    The exit code is `Exit.USER`, since neither another rank nor the node is at fault.
     """
     try:
         yield
@@ -194,7 +196,7 @@ def _leave(code: int) -> None:
 
 
 def code_of(error: UserError) -> Exit:
-    """Returns the exit code of a rank that ends with this error."""
+    """Returns the exit code of a rank that `error` ends."""
     if isinstance(error, EndedError):
         return Exit(error.code)
     return Exit.LOST if isinstance(error, CollectiveError) else Exit.USER
@@ -204,7 +206,8 @@ def code_of(error: UserError) -> Exit:
 def _last_words() -> Iterator[None]:
     """Ignores SIGTERM inside the context unless a hook handles the signal, and for good once a collective has failed.
 
-    The launcher ends this rank once another rank has ended, which would otherwise cut this rank's error message short.
+    The launcher sends SIGTERM to this rank once another rank has ended. The signal would otherwise end this rank before it
+    has written its error message.
     """
     previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     speaking = False
@@ -235,7 +238,7 @@ def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:
         stopped_by = record(run_rank)(text, "--resume" in options, node, holder, more, users)
     except UserError as error:
         sys.exit(code_of(error))
-    # All files are written. An ordinary exit could abort, as torch's threads may outlive the objects that would stop them.
+    # All files are written. An ordinary exit could abort, since torch's threads may outlive the objects that stop them.
     _leave(Exit(128 + stopped_by) if stopped_by else Exit.DONE)
 
 

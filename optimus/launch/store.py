@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 from optimus.errors import UserError
 
-LOOPBACK = "127.0.0.1"  # reached from this machine alone
+LOOPBACK = "127.0.0.1"  # only this machine reaches this address
 
 
 def parse(endpoint: str) -> tuple[str, int]:
@@ -85,7 +85,7 @@ def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda 
 
 
 def own_address(endpoint: str) -> str:
-    """Returns the address of this machine on the network of the store, where other nodes may reach this machine.
+    """Returns this machine's address on the network of the store, at which other nodes can reach this machine.
 
     Raises `UserError` when there is no route to the store.
     """
@@ -99,7 +99,7 @@ def own_address(endpoint: str) -> str:
 
 
 def _number_of(address: str) -> str:
-    """Returns the IPv4 address for this machine's number or name.
+    """Returns the IPv4 address for `address`, a number or name of this machine.
 
     Raises `UserError` for an unknown name, and for a name that only this machine resolves to its loopback address.
     """

@@ -1,16 +1,16 @@
-"""All uses of TorchElastic's private parts, with reasons; `tests/launch/test_torch_elastic.py` fails when the parts change.
+"""All uses of TorchElastic's private API, with reasons; `tests/launch/test_torch_elastic.py` fails when the API changes.
 
-torchrun of torch 2.13 lacks support for spare nodes in five respects, and trusts its network in two more. Each item states
-the problem and then the remedy:
+torchrun of torch 2.13 supports spare nodes badly in five respects (1 to 5), and trusts its network in two (6 and 7). Each
+item states the problem and then the remedy in this module:
 
-1. A survivor that stays rank 0 does not publish the address of the ranks' store again. Every world gets a new store.
-2. A waiting spare makes a full world restart for ever. No node counts as waiting while the world is full.
-3. A spare that was never used ends with an error when the job is done. A closed rendezvous ends a spare without error.
-4. A failing agent closes the rendezvous for all nodes. A node that leaves does not close the rendezvous.
-5. A spare that competes for a free place and loses stays on the wait list of the next round, where it times out. While the
-   world is full, such a node becomes a spare again.
-6. torchrun unpickles anything in the store. Only the classes of a rendezvous state are admitted.
-7. The ranks' store listens on all interfaces. The store listens only on the address of its node.
+1. A survivor that stays rank 0 does not publish the address of the ranks' store again. Here, every world gets a new store.
+2. A waiting spare makes a full world restart for ever. Here, no node counts as waiting while the world is full.
+3. A spare that was never used ends with an error when the job is done. Here, a closed rendezvous ends a spare without error.
+4. A failing agent closes the rendezvous for all nodes. Here, a node leaves without closing the rendezvous.
+5. A spare that fails to get a free position in the world stays on the wait list of the next round, where it times out. Here,
+   nodes on the wait list become spares again while the world is full.
+6. torchrun unpickles anything in the store. Here, `_Unpickler` admits only the classes of a rendezvous state.
+7. The ranks' store listens on all interfaces. Here, the store listens only on the address of its node.
 """
 
 import io
@@ -37,7 +37,7 @@ from optimus.launch.store import serve
 from optimus.resilience.exits import SAVING, Exit, told_torch_elastic
 from optimus.resilience.policy import Do
 
-_LEAVING = 60  # seconds to tell other nodes that a node leaves; a busy machine may stall for some seconds
+_LEAVING = 60  # seconds in which a node must announce its leave; a busy machine may stall for some seconds
 _LAST_WORDS = 2  # seconds that ranks have to exit by themselves
 
 
@@ -72,7 +72,7 @@ class _Backend(C10dRendezvousBackend):
 
 
 class _StateHolder(dynamic._BackendRendezvousStateHolder):
-    """Reports nodes that are removed as silent, since no other node sees them once the state is written.
+    """Reports the silent nodes that this node removes from the state, since no other node sees them afterwards.
 
     Also turns nodes that wait while the world is full into spares.
     """
@@ -102,7 +102,7 @@ class _StateHolder(dynamic._BackendRendezvousStateHolder):
 
 
 class Rendezvous(dynamic.DynamicRendezvousHandler):
-    """The rendezvous of nodes, with more information about nodes than the base class gives."""
+    """The rendezvous of nodes, which gives more information about nodes than its base class."""
 
     _state_holder: _StateHolder
     _waiting: Callable[[str], None]  # called with a description of what this node waits for
@@ -141,7 +141,7 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
         return made
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._shared_tcp_store_server = self._bootstrap_store_info = None  # of the previous world
+        self._shared_tcp_store_server = self._bootstrap_store_info = None  # forget the previous world's store
         self._state_holder.seen = self._tell
         try:
             return super().next_rendezvous()
@@ -149,7 +149,7 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
             self._state_holder.seen = None
 
     def _tell(self, state: dynamic._RendezvousState) -> None:
-        """Reports what this node waits for, while it has no place in the world."""
+        """Reports what this node waits for, until this node belongs to a complete world."""
         here, places = len(state.participants), self._settings.max_nodes
         if state.closed or (state.complete and self._this_node in state.participants):
             return
@@ -173,7 +173,7 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
         return 0 if len(self._state_holder.state.participants) >= self._settings.max_nodes else waiting
 
     def present(self) -> set[str]:
-        """Returns the `member` names of all nodes in the last known state, without asking the store."""
+        """Returns the `member` names of all nodes in the last known state, without a query to the store."""
         state = self._state_holder.state
         return {repr(node) for node in (*state.participants, *state.wait_list, *state.redundancy_list)}
 
@@ -185,17 +185,17 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
         return max(0, len(self.present()) - self._settings.max_nodes)
 
     def leave(self) -> None:
-        """Gives up this node's place without closing the rendezvous."""
+        """Removes this node from the rendezvous without closing the rendezvous."""
         self._stop_heartbeats()
         self._op_executor.run(dynamic._RendezvousExitOp(), time.monotonic() + _LEAVING)
 
 
 class Agent(LocalElasticAgent):
-    """Starts and watches the ranks of one node, together with the agents of the others.
+    """Starts and watches the ranks of one node, together with the agents of the other nodes.
 
-    The agent calls `joined` for every new world before the ranks start, with the number of the world, this node's place, the
-    number of nodes and the store. `failed` gets the node's own failed ranks and returns what to do. `say` prints messages
-    about the agent's own actions. `logs` is a folder for TorchElastic's logs of the ranks.
+    Before the ranks of a new world start, the agent calls `joined` with the number of the world, the index of this node, the
+    number of nodes and the store. The agent calls `failed` with this node's failed ranks, and does what `failed` returns.
+    `say` prints messages about the agent's actions. `logs` is a folder for TorchElastic's logs of the ranks.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Agent(LocalElasticAgent):
             return self._outcome
         except RendezvousClosedError:
             self._say("is not needed any more: the launch has ended")
-            return None  # a spare that is not needed, or not needed any more
+            return None  # this node is a spare that the launch does not need, or no longer needs
         except SignalException as error:  # the ranks have received the signal too, and have saved
             self._say(f"ends, as it was sent {error.sigval.name}; its ranks have finished their step and saved")
             return Exit(128 + error.sigval)
@@ -248,7 +248,7 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Stops the ranks within `_LAST_WORDS` seconds.
 
-        The ranks wait in a collective for lost ranks, so the longer time to finish a step and save would be wasted.
+        The ranks wait in a collective for lost ranks, so they could not use a longer time to finish their step and save.
         """
         self._shutdown(timeout=_LAST_WORDS)
 
@@ -270,7 +270,7 @@ class Agent(LocalElasticAgent):
             if result.state == WorkerState.SUCCEEDED:
                 self._say("has come to the end: waits for the other nodes' ranks to do so")
                 self._exit_barrier()
-                self.rendezvous.shutdown()  # releases the spares
+                self.rendezvous.shutdown()  # ends the wait of the spares
                 return result
             if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
                 self._stop_workers(group)

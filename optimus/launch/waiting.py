@@ -14,11 +14,11 @@ class Waiting:
         self, say: Callable[[str], None], *, every: float = 10.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._say, self._every, self._clock = say, every, clock
-        self._what: str | None = None  # None: no wait
+        self._what: str | None = None  # None: the agent does not wait
         self._since = self._said = 0.0
 
     def on(self, what: str) -> None:
-        """Reports a wait for `what`; must be called often during the wait."""
+        """Reports a wait for `what`. The agent must call this method often during the wait."""
         now = self._clock()
         if self._what is None:
             self._since = now

@@ -1,4 +1,4 @@
-"""Layout of one parameter on the mesh, set once per parameter and read by all users of the model state."""
+"""The layout of a parameter on the mesh. All users of the model state read the same layout of a parameter."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from optimus.mesh.mesh import Mesh
 class Layout:
     """The layout of a parameter with the global shape `shape`.
 
-    `sharded_dims` pairs each split tensor dim with its mesh axis, the coarser split of a dim first. Along `partial_axes` all
-    ranks hold the same part, and the gradient is the sum of the ranks' gradients (Elixir's parallel pattern: a group of
-    replicas and a group of parts). Along `replicated_axes` all ranks hold the same part and compute the same gradient; ranks
-    along `embedding` add their gradients at the end of a step. Parts of a dim in `uneven` may differ by one in size, and
-    the first parts are the largest.
+    `sharded_dims` pairs each sharded tensor dim with its mesh axis; of two axes of one dim, the coarser split comes first.
+    Along `partial_axes` all ranks have the same part, and the gradient is the sum of the ranks' gradients (Elixir's parallel
+    pattern: a group of replicas and a group of parts). Along `replicated_axes` all ranks have the same part and compute the
+    same gradient; ranks along `embedding` add their gradients at the end of a step. Parts of a dim in `uneven` may differ by
+    one in size, and the first parts are the largest.
     """
 
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class Layout:
     uneven: tuple[int, ...] = ()
 
     def region(self, mesh: Mesh, rank: int) -> tuple[slice, ...]:
-        """Returns the part of the global tensor that `rank` holds. Raises `UserError` when a dim is not divisible."""
+        """Returns the slices of the global tensor that `rank` stores. Raises `UserError` when a dim is not divisible."""
         slices = [slice(0, size) for size in self.shape]
         for dim, axis in self.sharded_dims:
             parts, whole = mesh.axis_size(axis), slices[dim]
@@ -40,9 +40,9 @@ class Layout:
         return tuple(slices)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Returns the shape of the largest part that a rank holds."""
+        """Returns the shape of the largest part that a rank stores."""
         return tuple(part.stop - part.start for part in self.region(mesh, 0))
 
     def first_holds(self, mesh: Mesh, rank: int) -> bool:
-        """Returns whether `rank` is the first of the ranks that hold the same part."""
+        """Returns whether `rank` is the first of the ranks that store the same part."""
         return rank == min(mesh.group(rank, (*self.partial_axes, *self.replicated_axes)))

@@ -3,13 +3,13 @@
     dense view:   pp x dp  x cp x tp       with tp = tp_in x tp_out
     expert view:  pp x edp x ep x etp      with dp * cp * tp = edp * ep * etp
 
-`embedding` is not a separate axis: a group along `embedding` joins the first and the last rank along `pp`, which may hold
-the same embedding. `tp` is a grid: the outputs of a weight are split over one axis of the grid and the inputs over the other
-(AxoNN's G_x and G_y).
+`embedding` is not a separate axis: a group along `embedding` joins the first and the last rank along `pp`, whose stages may
+have tied embeddings. `tp` is a grid: one axis of the grid shards the outputs of a weight, and the other axis shards the
+inputs (AxoNN's G_x and G_y).
 
 The last axis of a view is innermost: neighbours on the axis have consecutive ranks, so that the axis with most communication
-stays inside a node. `pp` is outermost by default. `pipeline_stride` brings stages closer: a stage's ranks then form blocks
-of `pipeline_stride` ranks, and one block of every stage comes before any stage's next block.
+stays inside a node. `pp` is outermost by default. `pipeline_stride` interleaves the stages: a stage's ranks then form blocks
+of `pipeline_stride` consecutive ranks, and one block of every stage comes before any stage's next block.
 
 Functions take a mesh as an argument; no global mesh exists.
 """
@@ -30,7 +30,7 @@ EXPERT = ("pp", "edp", "ep", "etp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes. `edp` and `tp_out` follow from the other sizes.
+    """Sizes of the axes. The sizes of `edp` and `tp_out` follow from the others.
 
     `ranks_per_node` None means one node. `pipeline_stride` None means that all ranks of a stage are consecutive.
     """
@@ -46,7 +46,11 @@ class Mesh:
     pipeline_stride: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises `UserError` when the expert view does not cover a pipeline stage, or a stage's blocks cut groups apart."""
+        """Raises `UserError` when the sizes of the axes do not fit together.
+
+        `tp_in` must divide `tp`, and `ep` * `etp` must divide the ranks of a pipeline stage. `pipeline_stride` must divide
+        the ranks of a stage into blocks of whole context-, tensor- and expert-parallel groups.
+        """
         if self.tp % self.tp_in:
             raise UserError(f"tp_in {self.tp_in} does not divide tp {self.tp}")
         stage, experts = self.stage, self.ep * self.etp
@@ -122,7 +126,7 @@ class Mesh:
 
     @property
     def edp(self) -> int:
-        """Number of ranks of a pipeline stage that hold the same experts."""
+        """Number of ranks of a pipeline stage that store the same part of the same experts."""
         return self.stage // (self.ep * self.etp)
 
     @property
@@ -140,7 +144,7 @@ class Mesh:
         return math.prod(getattr(self, axis) for axis in axes)
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Returns the index of `rank` on `axis`, of either view."""
+        """Returns the index of `rank` on `axis`, an axis of either view."""
         if axis == "pp":
             return rank // self.block % self.pp
         within = rank // (self.block * self.pp) * self.block + rank % self.block  # rank within the stage
@@ -173,11 +177,11 @@ class Mesh:
         return RankPartition([table(ranks[[0, -1]]), *alone])
 
     def node(self, rank: int) -> int:
-        """Returns the node that holds `rank`."""
+        """Returns the index of the node that runs `rank`."""
         return rank // (self.ranks_per_node or self.size)
 
     def _offsets(self, axis: str, indices: Sequence[int]) -> list[int]:
-        """Returns the number that each of `indices` on `axis`, of either view, adds to a rank."""
+        """Returns how much each of `indices` on `axis`, an axis of either view, adds to the number of a rank."""
         block = self.block
         if axis == "pp":
             return [index * block for index in indices]

@@ -1,4 +1,4 @@
-"""Partitions of all ranks into groups, as NumPy tables, so that operations on thousands of groups are vectorised."""
+"""Partitions of all ranks into groups, as NumPy tables, so that NumPy vectorises operations on thousands of groups."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -12,7 +12,7 @@ Table = NDArray[np.int32]
 class RankPartition:
     """A partition of the ranks into groups, which may differ in size.
 
-    Partitions are equal if their groups are equal, in any order of the groups. The order of the ranks in a group matters.
+    Two partitions are equal if they have the same groups in any order; the order of the ranks in each group matters.
     """
 
     def __init__(self, tables: Iterable[Table]) -> None:
@@ -40,7 +40,7 @@ class RankPartition:
         return sum(map(len, self.tables))
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields the ranks of each group, the smallest groups first; groups of equal size are ordered by first rank."""
+        """Yields the ranks of each group, in ascending order of the groups' sizes and then of their first ranks."""
         for table in self.tables:
             yield from table.tolist()
 
@@ -50,7 +50,7 @@ class RankPartition:
         return max((table.shape[1] for table in self.tables), default=0)
 
     def group(self, rank: int) -> list[int]:
-        """Returns the ranks of the group that `rank` is in."""
+        """Returns the ranks of the group that contains `rank`."""
         for table in self.tables:
             if len(places := np.flatnonzero(table == rank)):
                 found: list[int] = table[places[0] // table.shape[1]].tolist()
@@ -58,9 +58,9 @@ class RankPartition:
         raise ValueError(f"rank {rank} is in none of the groups")
 
     def size_of(self, rank: int) -> int:
-        """Returns the number of ranks of the group that `rank` is in."""
+        """Returns the number of ranks of the group that contains `rank`."""
         return self.largest if len(self.tables) == 1 else len(self.group(rank))
 
     def cut(self, into: Callable[[Table], Table]) -> "RankPartition":
-        """Divides groups into smaller ones: `into` makes a table of parts from each table of groups of equal size."""
+        """Divides groups into smaller groups; `into` maps each table of groups of equal size to a table of their parts."""
         return RankPartition(map(into, self.tables))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from optimus.mesh.mesh import DENSE, EXPERT, Mesh
 
-_SHOWN = 8  # ranks shown of an example group; a longer group is abbreviated
+_SHOWN = 8  # largest number of ranks of an example group that the table shows in full
 
 
 class AxisPlacement(NamedTuple):
@@ -17,7 +17,7 @@ class AxisPlacement(NamedTuple):
     axis: str
     size: int
     groups: int
-    crossing: int  # groups whose ranks are on more than one node
+    crossing: int  # number of groups whose ranks are on more than one node
     first: list[int]
 
 
@@ -32,7 +32,7 @@ def placement(mesh: Mesh) -> list[AxisPlacement]:
 
 
 def describe(mesh: Mesh) -> str:
-    """Formats `placement` as a table, headed by the order of the ranks."""
+    """Formats `placement` as a table, below lines on the number and the order of the ranks."""
     nodes = mesh.node(mesh.size - 1) + 1
     table = [("axis", "ranks", "groups", "across nodes", "group of rank 0")]
     table += [(p.axis, str(p.size), str(p.groups), str(p.crossing), _few(p.first)) for p in placement(mesh)]

@@ -7,10 +7,10 @@ from optimus.mesh.mesh import Mesh
 
 
 class StridedGroup(NamedTuple):
-    """A group of `size` ranks, each `stride` after the previous rank; ranks of inner mesh axes lie between.
+    """A group of `size` ranks, each `stride` after the previous rank; the ranks between differ on inner mesh axes.
 
-    Where pipeline stages are interleaved in blocks, the stride holds only within runs of `near` ranks, and each run begins
-    `far` ranks after the previous run.
+    If `pipeline_stride` interleaves the pipeline stages in blocks, the stride applies only within runs of `near` ranks, and
+    each run begins `far` ranks after the beginning of the previous run.
     """
 
     size: int
@@ -36,13 +36,13 @@ class StridedGroup(NamedTuple):
         return -(-self.size // self.on_a_node(ranks_per_node))
 
     def groups_on_a_node(self, ranks_per_node: int) -> int:
-        """Returns the number of groups of this form that communicate out of each node."""
+        """Returns the number of groups of this form through which each node communicates with other nodes."""
         if self.near and self.near * self.stride <= ranks_per_node:
             return max(1, ranks_per_node // self.on_a_node(ranks_per_node))
         return min(ranks_per_node, self.stride)
 
     def inner(self, count: int) -> "StridedGroup":
-        """Returns the subgroup of the first `count` ranks; each further `count` ranks form a like subgroup."""
+        """Returns the subgroup of the first `count` ranks; each further `count` ranks form a subgroup of the same form."""
         if not self.near or count > self.near:
             return self._replace(size=count)
         return StridedGroup(count, self.stride)
@@ -58,10 +58,7 @@ class StridedGroup(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def group_along(mesh: Mesh, axes: tuple[str, ...]) -> StridedGroup:
-    """Returns the group of rank 0 along `axes` of `mesh`; the groups of all ranks have this form.
-
-    Ranks between the group's ranks are on inner axes.
-    """
+    """Returns the group of rank 0 along `axes` of `mesh`; the groups of all ranks have the same form."""
     if axes == ("pp",):
         return StridedGroup(mesh.pp, mesh.block)
     inner = {

@@ -1,1 +1,1 @@
-"""Update rules as pure functions on flat tensors, and learning-rate schedules."""
+"""Update rules that change flat tensors or matrices in place, and learning-rate schedules."""

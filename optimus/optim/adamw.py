@@ -14,7 +14,7 @@ from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(UpdateRule):
-    """Keeps the first moment m and the second v."""
+    """AdamW with two buffers: the first moment m and the second moment v."""
 
     kinds: ClassVar[tuple[str, ...]] = ("adamw.m", "adamw.v")
 
@@ -23,14 +23,14 @@ class AdamW(UpdateRule):
     eps: float
 
     def update(self, now: OptimizerStep, tile: Tile) -> None:
-        """Updates the tile, like `UpdateRule.update`, by a kernel in one pass over memory where there is one."""
+        """Updates the tile like `UpdateRule.update`, by a fused kernel if Triton is available or the state is offloaded."""
         weight, gradient, (m, v), copy, _ = tile
         factors = self.beta1, self.beta2, self.eps, self.weight_decay
         if backend.use_triton(weight):
             from optimus.kernels.triton import adamw as kernels
 
             kernels.adamw(factors, now.step, self.rate(now), weight, gradient, m, v, now.gradient_scale, copy)
-        # Offloaded state. On a machine without accelerators, every update goes through the same function below.
+        # Offloaded state. On a machine without accelerators, every update calls `super().update`.
         elif weight.device.type == "cpu" and torch.accelerator.is_available():
             numbers = AdamWFactors.of(now.step, self.rate(now), *factors, now.gradient_scale)
             adamw_in_one_pass(weight, gradient, m, v, copy, numbers)

@@ -1,4 +1,4 @@
-"""Parameters that are not trained."""
+"""The rule of parameters that training does not change."""
 
 from dataclasses import dataclass
 
@@ -7,4 +7,4 @@ from optimus.optim.rule import Rule
 
 @dataclass(frozen=True)
 class Frozen(Rule):
-    """No update: the weights keep their values, in the type of computation, without master weights or moments."""
+    """No update: the weights stay constant in the compute dtype, without master weights or moments."""

@@ -8,7 +8,10 @@ from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(UpdateRule):
-    """Keeps the momentum m. Updates are signs, so Lion needs a lower learning rate and a higher decay than AdamW."""
+    """Lion with one buffer, the momentum m.
+
+    The updates are signs, so Lion needs a lower learning rate and a higher weight decay than AdamW.
+    """
 
     kinds: ClassVar[tuple[str, ...]] = ("lion.m",)
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from optimus.optim.rule import OptimizerStep, Tile, TilingName, UpdateRule
 
-STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315  # Jordan's iteration, steepest at zero
+STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315  # number of steps and Jordan's coefficients, steepest at zero
 _LEAST_NORM = 1e-7
-_ROOT_MEAN_SQUARE = 0.2  # of the update, as in AdamW, so that Muon uses AdamW's learning rate and decay
+_ROOT_MEAN_SQUARE = 0.2  # root mean square of the update, as in AdamW, so that Muon uses AdamW's rate and decay
 
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(UpdateRule):
-    """Keeps the momentum."""
+    """Muon with one buffer, the momentum."""
 
     kinds: ClassVar[tuple[str, ...]] = ("muon.momentum",)
     tiling: ClassVar[TilingName] = "matrices"
@@ -27,16 +27,16 @@ class Muon(UpdateRule):
     momentum: float
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
-        """See `UpdateRule.apply`. Matrix products and `whole` use the type of `copy`, in which the model computes.
+        """See `UpdateRule.apply`. Matmuls and `whole` use the dtype of `copy`, which is the model's compute dtype.
 
-        That type is bf16 where bf16 is fast. Without `copy` the products are in fp32, so that every layout gives the same
-        numbers.
+        The compute dtype is bf16 on devices where bf16 is fast. Without `copy`, matmuls run in fp32, so that every layout
+        gives the same numbers.
         """
         weight, gradient, (momentum,), copy, whole = tile
         scale = 0.0
 
         def direction(x_NRC: Tensor) -> Tensor:
-            nonlocal scale  # of the whole matrices, not rounded to the type of the products
+            nonlocal scale  # from the shape of the whole matrices, not rounded to the dtype of the matmuls
             scale = _ROOT_MEAN_SQUARE * math.sqrt(max(x_NRC.shape[-2:]))
             return orthogonalise(x_NRC)
 
@@ -49,8 +49,8 @@ class Muon(UpdateRule):
 def orthogonalise(x_NRC: Tensor) -> Tensor:
     """Approximates U V^T for each of N matrices X = U S V^T, by five Newton-Schulz steps in the type of X.
 
-    Singular values of the result are between about 0.7 and 1.2 where those of X are not far smaller than the norm of X.
-    Zeros give zeros.
+    Singular values of the result are between about 0.7 and 1.2, unless those of X are far smaller than the norm of X. A zero
+    matrix gives a zero matrix.
     """
     tall = x_NRC.shape[-2] > x_NRC.shape[-1]
     x_Nrc = x_NRC.mT if tall else x_NRC

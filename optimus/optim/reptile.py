@@ -10,10 +10,11 @@ from optimus.optim.rule import OptimizerStep, Tile, TilingName, UpdateRule
 
 @dataclass(frozen=True, kw_only=True)
 class Reptile(UpdateRule):
-    """Applies `inner`, and after every `every` updates moves the weights back towards the previous Reptile step.
+    """Applies `inner` at every update, and a Reptile step after every `every` updates.
 
-    The new weights lie at the fraction `share` of the way from the weights after the previous Reptile step to the current
-    weights. Keeps those earlier weights in addition to the buffers of `inner`, which has its own decay and learning rate.
+    A Reptile step moves the weights back towards the weights after the previous Reptile step. The new weights lie at the
+    fraction `share` of the way from those earlier weights to the current weights. The rule stores the earlier weights in
+    addition to the buffers of `inner`. The weight decay and the learning rate of `inner` apply.
     """
 
     inner: UpdateRule

@@ -19,9 +19,9 @@ class OptimizerStep(NamedTuple):
     """The current optimizer step."""
 
     step: int  # number of updates, this step included
-    lr: float  # the schedule's
+    lr: float  # learning rate of the schedule
     gradient_scale: float = 1.0  # factor of all gradients
-    counters: Mapping[str, float] = {}  # values after this step
+    counters: Mapping[str, float] = {}  # values of `Rule.counters` after this step
 
 
 def local_matrices(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -30,22 +30,22 @@ def local_matrices(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """The tensors of one update: flat, or [N, R, C] for a rule of matrices.
+    """The tensors of one update: flat tensors, or [N, R, C] for a rule of matrices.
 
-    The tensors may be blocks of matrices that are split over ranks. `matrix_function(function, x)` applies `function` to the
-    whole matrices of x and returns this rank's block of the result.
+    The tensors may be blocks of matrices that are sharded over ranks. `matrix_function(function, x)` applies `function` to
+    the whole matrices of x and returns this rank's block of the result.
     """
 
     weight: Tensor  # fp32
     gradient: Tensor  # any floating type; fp32 and scaled when passed to a rule's `apply`
-    moments: Sequence[Tensor]  # fp32, by kind
-    copy: Tensor | None = None  # compute copy of the weight, in its type; None: the weight itself
+    moments: Sequence[Tensor]  # fp32 buffers, in the order of `Rule.kinds`
+    copy: Tensor | None = None  # compute copy of the weight, in the compute dtype; None: no compute copy
     matrix_function: MatrixFunction = local_matrices
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule by which an optimizer step changes parameters. Parameters with equal rules share chunks."""
+    """The rule by which an optimizer step changes parameters. A chunk contains parameters with equal rules."""
 
     trains: ClassVar[bool] = False  # False: the weights never change and need no gradient
     kinds: ClassVar[tuple[str, ...]] = ()  # names of the rule's fp32 buffers in checkpoints
@@ -69,7 +69,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule(Rule, ABC):
-    """A rule that trains parameters, with its hyperparameters; their defaults are in the configuration."""
+    """A rule that trains parameters. Its fields are hyperparameters, whose defaults are in the configuration."""
 
     trains: ClassVar[bool] = True
 
@@ -88,11 +88,11 @@ class UpdateRule(Rule, ABC):
 
     @abstractmethod
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
-        """Updates the weight and the buffers in place from the fp32 gradient: the rule's arithmetic."""
+        """Updates the weight and the buffers in place from the fp32 gradient."""
 
 
 def scaled(gradient: Tensor, scale: float) -> Tensor:
-    """Returns `gradient` times `scale` in fp32, or `gradient` itself where nothing changes."""
+    """Returns `gradient` times `scale` in fp32, or `gradient` itself if it is in fp32 and `scale` is 1."""
     if scale == 1.0 and gradient.dtype == torch.float32:
         return gradient
     return gradient.to(torch.float32, copy=True).mul_(scale)

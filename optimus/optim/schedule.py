@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: a linear warm-up from zero to the peak, then a row of `SCHEDULES`."""
+"""The learning rate as a pure function of the step: a linear warm-up from zero to the peak, then one of `SCHEDULES`."""
 
 import math
 from collections.abc import Callable
@@ -20,8 +20,8 @@ class LrSchedule(NamedTuple):
     cooldown_steps: int = 0
 
 
-# Maps the elapsed fraction of the decay to the remaining fraction of the range: linear and 1 - sqrt (Hägele et al. 2024,
-# section 3), cosine (SGDR, eq. 5).
+# Maps the elapsed fraction of the decay to the remaining fraction of the range from the minimum to the peak. Linear and
+# 1 - sqrt: Hägele et al. 2024, section 3. Cosine: SGDR, eq. 5.
 COOLDOWNS: dict[Cooldown, Callable[[float], float]] = {
     "linear": lambda share: 1 - share,
     "sqrt": lambda share: 1 - math.sqrt(share),
@@ -30,7 +30,7 @@ COOLDOWNS: dict[Cooldown, Callable[[float], float]] = {
 
 
 def _fall(rule: LrSchedule, step: int, shape: Cooldown, first: int) -> float:
-    """Decays from the peak at step `first` to the minimum at the last step."""
+    """Returns the learning rate of a decay from the peak at step `first` to the minimum at the last step."""
     share = min(1.0, max(0.0, (step - first) / max(1, rule.steps - first)))
     return rule.minimum + (rule.peak - rule.minimum) * COOLDOWNS[shape](share)
 

@@ -1,8 +1,8 @@
 """Schedule-free AdamW (Defazio et al. 2024, algorithm 1) on flat tensors.
 
-The weights are x, an average of the iterates z. Gradients are taken at y, between x and z. The algorithm is meant for a
-constant learning rate after a warm-up. Other schedules are allowed, since the average is weighted by the squares of the
-learning rates: a decaying learning rate gives late iterates less weight.
+The weights are x, an average of the iterates z. The model computes gradients at y, an interpolation between x and z. The
+algorithm suits a constant learning rate after a warm-up. Other schedules work too, since the average weights each iterate by
+the square of the step's learning rate: a decaying learning rate gives late iterates less weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFree(UpdateRule):
-    """Keeps the iterate z and the second moment v."""
+    """Schedule-free AdamW with two buffers: the iterate z and the second moment v."""
 
     kinds: ClassVar[tuple[str, ...]] = ("schedule_free.z", "schedule_free.v")
     averages: ClassVar[bool] = True
@@ -44,18 +44,18 @@ class ScheduleFree(UpdateRule):
         weight.lerp_(z, self._average_weight(now))
 
     def computed(self, weight: Tensor, kept: Sequence[Tensor], out: Tensor) -> None:
-        """Fills `out` with y."""
+        """Fills `out` with y, at which training computes gradients."""
         out.copy_(kept[0].lerp(weight, self.beta1))
 
     def count(self, counters: Mapping[str, float], step: int, lr: float) -> dict[str, float]:
-        """Returns the sum of the weights of all steps in the average.
+        """Returns the sum of the average's weights over all steps up to `step`.
 
-        The weight of a step is the square of its learning rate, corrected for the bias of the second moment.
+        The weight of a step is the square of the step's learning rate, corrected for the bias of the second moment.
         """
         return {"weight_sum": counters["weight_sum"] + self._corrected(step, lr) ** 2}
 
     def _average_weight(self, now: OptimizerStep) -> float:
-        """Returns the algorithm's c: the step's fraction of the sum of weights."""
+        """Returns the algorithm's c: the weight of this step divided by the sum of the weights of all steps."""
         weight = self._corrected(now.step, now.lr) ** 2
         return weight / now.counters["weight_sum"] if weight else 0.0
 

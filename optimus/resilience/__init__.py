@@ -1,1 +1,1 @@
-"""Runs that survive their nodes: launching with spares, attributing failures to a culprit node, and excluding it."""
+"""Fault tolerance: launch with spare nodes, attribution of failures to a culprit node, and exclusion of culprit nodes."""

@@ -1,4 +1,4 @@
-"""The event log of a run, `events.jsonl`: every failure, exclusion, restart and recovery, on whichever node."""
+"""The event log of a run, `events.jsonl`: every failure, exclusion, restart and recovery, on any node."""
 
 import fcntl
 import json
@@ -18,7 +18,10 @@ EventKind = Literal[
 
 
 class EventLog:
-    """The file `events.jsonl` of a run folder on a file system that all nodes share; one write appends each event."""
+    """The file `events.jsonl` of a run folder on a file system that all nodes share.
+
+    A node appends each event by a single system call.
+    """
 
     def __init__(self, run: str | Path) -> None:
         self.path = Path(run) / "events.jsonl"
@@ -33,7 +36,7 @@ class EventLog:
         seconds: float | None = None,
         detail: str = "",
     ) -> None:
-        """Appends an event. `seconds` is the duration of the event, such as from a failure to the next step."""
+        """Appends an event. `seconds` is the duration of the event, for example from a failure to the next step."""
         event = {
             "time": time.time(),
             "kind": kind,

@@ -1,4 +1,7 @@
-"""Nodes excluded from a run: `excluded.txt` in the run folder, one name a line, for users and batch scripts."""
+"""Names of the nodes excluded from a run, in `excluded.txt` in the run folder; users and batch scripts read the file.
+
+Each line is one name.
+"""
 
 from pathlib import Path
 
@@ -14,7 +17,7 @@ def excluded(run: str | Path) -> list[str]:
 
 
 def exclude(run: str | Path, node: str) -> None:
-    """Excludes a node from now on."""
+    """Excludes `node` from all later launches of `run`."""
     if node not in excluded(run):
         path = Path(run) / _FILE
         with path.open("a", encoding="utf-8") as file:

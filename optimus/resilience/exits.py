@@ -16,12 +16,12 @@ class Exit(IntEnum):
     LOST = 75  # another rank is lost; this rank is healthy
     BAD_NODE = 76  # this rank's node is at fault
     DIVERGED = 77  # the training has diverged; no node is at fault
-    HANGUP = 128 + signal.SIGHUP  # the run received SIGHUP (below: SIGINT, SIGTERM) and has saved a checkpoint
+    HANGUP = 128 + signal.SIGHUP  # the run has received SIGHUP (below: SIGINT, SIGTERM) and saved a checkpoint
     INTERRUPT = 128 + signal.SIGINT
     TERMINATED = 128 + signal.SIGTERM
 
 
-SAVING = 100  # seconds for ranks to finish their step and save, after their launcher has received a signal
+SAVING = 100  # seconds that ranks have to finish their step and save after their launcher has received a signal
 STOPPED = (Exit.HANGUP, Exit.INTERRUPT, Exit.TERMINATED)
 
 
@@ -48,7 +48,7 @@ def how_ended(code: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Returns the name of a signal, such as SIGTERM."""
+    """Returns the name of a signal, for example SIGTERM."""
     try:
         return signal.Signals(number).name
     except ValueError:  # real-time signals have no names

@@ -40,16 +40,17 @@ class Verdict(NamedTuple):
 def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
     """Finds the culprit ranks of a hang from the state of every rank's `Recorder` (None: the rank did not report).
 
-    Ranks that did not report are culprits, unless most ranks did not. Otherwise the culprits are the ranks that wait in no
-    collective while others wait. If all ranks wait, or none does (with an accelerator the host runs ahead), the culprits are
-    the ranks that lag most behind the others in the number of collectives begun in a group.
+    Ranks that did not report are culprits, unless more than half of the ranks did not report. If all ranks reported, the
+    culprits are the ranks that wait in no collective while others wait. If all ranks wait, or none does (with an accelerator
+    the host runs ahead), the culprits are the ranks that lag most behind the others in the number of collectives begun in a
+    group.
     """
     silent = [rank for rank, state in states.items() if state is None]
     waiting = {rank: state["waiting"] for rank, state in states.items() if state is not None and state["waiting"]}
     what = next(
         (f"{name} (number {number} of ranks {group})" for group, name, number in waiting.values()), "no collective"
     )
-    if silent:  # if most are, the asking rank itself is cut off
+    if silent:  # if most ranks are silent, this rank itself is cut off
         return Verdict(silent if len(silent) <= len(states) / 2 else [], what)
     idle = [rank for rank in states if rank not in waiting]
     if idle and waiting:
@@ -65,7 +66,7 @@ def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
 
 
 class Watchdog:
-    """A thread that ends this rank when no step has been completed for `seconds`.
+    """A thread that ends this rank when this rank has completed no step for `seconds`.
 
     The watchdog of every rank that still responds calls `ended` with the verdict; `ended` must not return.
     """
@@ -86,7 +87,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def progress(self) -> None:
-        """Notes that a step has been completed."""
+        """Notes that this rank has completed a step."""
         self._last = time.monotonic()
 
     def stop(self) -> None:
@@ -101,7 +102,7 @@ class Watchdog:
 
     def _gather(self) -> dict[int, Any]:
         """Exchanges the states of all ranks through files in the run folder; the state of a rank without a file is None."""
-        with suppress(OSError):  # a rank that cannot write, with a full disk or replaced, stays silent
+        with suppress(OSError):  # a rank that cannot write (a full disk, or a replaced rank) stays silent
             self._folder.mkdir(parents=True, exist_ok=True)
             own = self._folder / f"{self._rank}.json"
             partial = own.with_suffix(".partial")

@@ -1,16 +1,16 @@
 #!/bin/bash
 @DIRECTIVES@
 #
-# Written by `optimus launch --scheduler @SCHEDULER@`; submit it with @SUBMIT@. It starts a training again, on the nodes
-# that are left, until it has finished. Load modules here, if `optimus` needs any.
+# Written by `optimus launch --scheduler @SCHEDULER@`; submit this script with @SUBMIT@. The script restarts a run on the
+# remaining nodes until the run has finished. Load modules here, if `optimus` needs any.
 
 set -u
 cd -- @FOLDER@ || exit 1
-PATH=$PATH:@BIN@   # for jobs that do not inherit the environment; an `optimus` found before it is taken first
+PATH=$PATH:@BIN@   # for jobs that do not inherit the environment; another `optimus` in PATH comes first
 
 run=@RUN@
-nodes=@NODES@      # that train; any others of the job are spares
-attempts=10        # to run the training, in this job
+nodes=@NODES@      # number of nodes that train; the other nodes of the job are spares
+attempts=10        # largest number of launches in this job
 command=(@COMMAND@)
 
 say() { printf 'job %s: %s\n' "$id" "$*"; }
@@ -27,8 +27,8 @@ clean_up() {
 }
 trap clean_up EXIT
 
-# The end of the job's time is near, or somebody wants it to stop. Not every launcher passes signals on, so each node looks
-# for a file; its ranks then finish their step and save.
+# Stops the run when the job's time limit is near, or when a user or the batch system stops the job. Not every launcher
+# forwards signals, so each node looks for the file `stop`; the node's ranks then finish their step and save.
 # shellcheck disable=SC2329  # called by a trap
 stop() {
     stopping=yes
@@ -37,8 +37,8 @@ stop() {
 trap stop TERM INT
 warn_in_time
 
-# What runs on every node, around its agent. It ends with 0, because some launchers end all when one has failed; the code
-# that counts is in a file, which a node that has died does not write.
+# The script that starts the agent on every node. The script exits with 0, because some launchers end all nodes when one has
+# failed. The script writes the agent's exit code to a file, which is missing for a dead node.
 cat >"$scratch/node.sh" <<'END'
 scratch=$1 attempt=$2
 shift 2
@@ -49,7 +49,7 @@ agent=$!
 trap 'kill -TERM "$agent"' TERM
 (
     while [ ! -e "$scratch/stop" ]; do
-        kill -0 "$agent" || exit 0 # it has ended, and this shell's parent perhaps before it could say so
+        kill -0 "$agent" || exit 0 # the agent has ended, and perhaps the parent of this shell too
         sleep 2
     done
     kill -TERM "$agent"
@@ -65,8 +65,8 @@ echo "$code" >"$scratch/$attempt/code-$node"
 exit 0
 END
 
-# The store where the nodes meet runs here, on the node that runs this script: the job ends with that node anyway, so nothing
-# more can fail than without it. It is started again where it has died.
+# Starts the rendezvous store on the node that runs this script. The job ends with that node anyway, so the store adds no
+# point of failure. Each attempt restarts a store that has died.
 start_store() {
     local try
     for try in 0 1 2 3 4; do
@@ -75,7 +75,7 @@ start_store() {
         optimus rendezvous --port "$port" --address "$(own_address)" >>"$scratch/store" &
         store=$!
         while kill -0 "$store" 2>/dev/null; do
-            [ ! -s "$scratch/store" ] || return 0 # it says when it listens
+            [ ! -s "$scratch/store" ] || return 0 # the store prints its address when it listens
             sleep 0.1
         done
     done
@@ -83,7 +83,7 @@ start_store() {
     exit 1
 }
 
-# This node by its address: its name may stand for 127.0.1.1 on the node itself.
+# Prints the address of this node, since the node itself may resolve its name to 127.0.1.1.
 own_address() {
     local address
     for address in $(getent ahostsv4 "$(hostname)" | cut -d ' ' -f 1) $(hostname -I); do
@@ -95,7 +95,7 @@ own_address() {
     hostname
 }
 
-# Nodes of the job that left no exit code in the attempt before, and now do not answer either: `silent`.
+# Writes a file `silent-NODE` for each node that left no exit code in the previous attempt and does not answer now.
 find_silent() {
     local before=$1 node asked=()
     rm -f -- "$scratch"/silent-*
@@ -113,7 +113,7 @@ find_silent() {
     ((${#asked[@]} == 0)) || wait "${asked[@]}"
 }
 
-# The nodes of the job that are neither excluded nor silent, `here`, and the others, `out`.
+# Sets `here` to the nodes of the job that are neither excluded nor silent, and `out` to the other nodes.
 choose_nodes() {
     local name node
     declare -gA excluded=()
@@ -133,14 +133,16 @@ choose_nodes() {
     done
 }
 
-# How often the run's event log says that it has finished. Exit codes do not tell: that of an excluded node is 1.
+# Prints the number of events "finished" in the run's event log. Exit codes are no evidence, since an excluded node exits
+# with 1 even if the run has finished.
 times_finished() {
     local found=0
     [ ! -e "$run/events.jsonl" ] || found=$(grep -c '"kind": "finished"' "$run/events.jsonl")
     echo "$found"
 }
 
-# Whether all nodes have ended, and those with an error because of bad input (2), which will be no better next time.
+# Returns 0 if all nodes have ended and all their errors were bad input (2), which another attempt cannot cure. Returns 1 if
+# a node had another error, left no exit code, or no node had an error.
 is_bad_input() {
     local files file code found=''
     for file in "$scratch/$attempt"/code-*; do

@@ -2,7 +2,7 @@ id=${PBS_JOBID:?submit this script with qsub}
 id=${id%%[!0-9]*}
 mapfile -t allocated < <(awk '!seen[$0]++' "$PBS_NODEFILE")
 
-# The command on every node that is in.
+# Runs the command on every node of `here`.
 on_all() {
     printf '%s\n' "${here[@]}" >"$scratch/hosts"
     mpiexec -n "${#here[@]}" --ppn 1 --hostfile "$scratch/hosts" "$@"
@@ -13,7 +13,7 @@ answers() {
     timeout 60 mpiexec -n 1 --ppn 1 --hostfile "$scratch/host-$1" true
 }
 
-# PBS warns no script of the end of its time, so a clock does.
+# PBS does not warn scripts before the time limit, so a timer sends SIGTERM to this script.
 warn_in_time() {
     {
         trap 'kill "$nap"; exit' TERM

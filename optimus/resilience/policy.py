@@ -1,4 +1,4 @@
-"""Policy for failed ranks: decides from exit codes what a node does, separately from the code that does it."""
+"""Policy for failed ranks: decides from exit codes what a node does. `launch/node.py` carries out the decision."""
 
 import signal
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ CRASHES = 2  # crashes of a node's ranks after which the node counts as faulty
 class Do(Enum):
     """The action of a node."""
 
-    RESTART = "restart"  # together with the other nodes, from the newest checkpoint
-    LEAVE = "leave"  # and let a spare take the node's place
+    RESTART = "restart"  # restart together with the other nodes, from the newest checkpoint
+    LEAVE = "leave"  # leave the launch, so that a spare replaces the node
     STOP = "stop"  # stop all nodes
 
 
 class Response(NamedTuple):
     """The action of a node, or the exit code of all nodes if a signal has ended the run.
 
-    `culprit` says that this node is at fault. `detail` describes the failure for users.
+    `culprit` is true if this node is at fault. `detail` describes the failure for users.
     """
 
     do: Do | Exit
@@ -31,11 +31,11 @@ class Response(NamedTuple):
 
 
 def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = False) -> Response:
-    """Decides from the exit codes of a node's own failed ranks (negative: signal) and the node's earlier crashes.
+    """Decides from the exit codes of a node's failed ranks (negative: signal) and the number of the node's earlier crashes.
 
-    A node is excluded for NaN or Inf, for not answering, and for a second crash, and only if a spare can take its place. One
-    crash is no reason to exclude a node, since software causes most crashes. `aborts` says that the backend aborts ranks
-    that have lost another rank, as NCCL's watchdog does; SIGABRT then means only that another rank was lost.
+    The policy excludes a node for NaN or Inf, for not answering, and for a second crash, but only if a spare can replace the
+    node. One crash is no reason to exclude a node, since software causes most crashes. `aborts` is true if the backend
+    aborts ranks that have lost another rank, as NCCL's watchdog does; SIGABRT then means only that another rank was lost.
     """
     by_code = {code: rank for rank, code in sorted(codes.items(), reverse=True)}
     if Exit.USER in by_code:

@@ -1,10 +1,10 @@
 """Batch script of a fault-tolerant run: a job with spare nodes, and a loop that relaunches the run without bad nodes.
 
-The template is `job.sh` beside this file; `slurm.sh` and `pbs.sh` hold the parts for each batch system. This module fills in
-words in capitals between two @. The script relies on two facts:
+The template is `job.sh` in this folder; `slurm.sh` and `pbs.sh` contain the parts for each batch system. This module
+replaces capitalised words between two @ in the template. The script relies on two facts:
 
-- the run folder holds the names of excluded nodes (`exclusion.py`) and an event log that says when the run has finished;
-- each attempt is a separate launch in the store, since a closed rendezvous stays closed.
+- The run folder contains the names of excluded nodes (`exclusion.py`) and an event log that says when the run has finished.
+- Each attempt is a separate launch in the store, since a closed rendezvous stays closed.
 """
 
 import re
@@ -19,12 +19,15 @@ from optimus.errors import UserError, naming_disk_errors
 
 Scheduler = Literal["slurm", "pbs"]
 
-_WARNING = 120  # seconds before the job's time limit in which ranks finish their step and save
+_WARNING = 120  # seconds before the job's time limit at which ranks begin to finish their step and save
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """The parameters of the script. `command` is the command of a node without what differs between attempts and nodes."""
+    """The parameters of the script.
+
+    `command` is the command of a node, without the options that differ between attempts or nodes.
+    """
 
     scheduler: Scheduler
     command: Sequence[str]
@@ -34,7 +37,7 @@ class BatchJob:
     nodes: int
     spares: int
     time: str = "12:00:00"  # HOURS:MINUTES:SECONDS
-    directives: Sequence[str] = field(default=())  # for the batch system, without #SBATCH or #PBS
+    directives: Sequence[str] = field(default=())  # lines for the batch system, without #SBATCH or #PBS
 
 
 def write_script(job: BatchJob, path: Path) -> str:

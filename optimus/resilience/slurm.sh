@@ -1,7 +1,7 @@
 id=${SLURM_JOB_ID:?submit this script with sbatch}
 mapfile -t allocated < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
-# The command on every node that is in. A node that fails or ends early must not take the others with it.
+# Runs the command on every node of `here`. A node that fails or ends early must not end the others.
 on_all() {
     local without=''
     ((${#out[@]} == 0)) || without=$(IFS=, && echo "${out[*]}")
@@ -11,4 +11,4 @@ on_all() {
 
 answers() { timeout 60 srun --nodes=1 --ntasks=1 --nodelist="$1" true; }
 
-warn_in_time() { :; } # Slurm does, by the signal that is asked for above
+warn_in_time() { :; } # Slurm warns the script by the signal of the directive --signal above
