@@ -88,7 +88,7 @@ class ModelState:
         self.trained = _trained(self.chunks)
         self.buffers = _place_buffers(
             module, device
-        )  # buffers of the modules, which the modules update; replicated over `team`
+        )  # buffers of the modules, which no optimizer updates; replicated over `team`
         # True if some rank lacks some gradients. Otherwise each rank computes the norm without communication.
         self._parted = any(chunk.plan.replica_count < groups.world.size for chunk in self.chunks)
         self._gathering = gathering or ParameterPrefetcher()
