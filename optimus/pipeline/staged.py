@@ -121,9 +121,10 @@ class PipelineStages(nn.Module):
     """The stages of `model` on this rank; the constructor removes the parameters of other stages from `model`.
 
     `share` gives the numbers of parts into which the ranks split rows and columns of the residual stream. The residual
-    stream has type `dtype`. `execute` runs a `ForwardWork` for a number of microbatches, with or without backward passes.
-    `pipeline` is the group of the pipeline's ranks, and `last` is the rank in it with the last stage. The length of
-    sequences must be a multiple of `multiple`. `links` is None unless every rank has a shard of the vocabulary.
+    stream has type `dtype`. `execute` (made by `training/stages.py`) runs a `ForwardWork` for a number of microbatches, with
+    or without backward passes. `pipeline` is the group of the pipeline's ranks, and `last` is the rank in it with the last
+    stage. The length of sequences must be a multiple of `multiple`. `links` is None unless every rank has a shard of the
+    vocabulary.
     """
 
     def __init__(
