@@ -24,9 +24,8 @@ _COLOURS = {
     Kind.EMBED_BACKWARD: "#c0504d",
 }
 _PALEST = 0.55  # fraction of white in the shade of a rank's last stage
-_THINNEST = (
-    0.002  # fraction of the makespan: the minimum width of a bar, so that computations without duration are visible
-)
+# Fraction of the makespan: the minimum width of a bar, so that computations without duration are visible.
+_THINNEST = 0.002
 UNIT = "time, in forward passes of a stage"
 _WIDTH, _ROW, _REST = 14.0, 0.35, 1.3  # inches: the picture's width, a rank's height, and a panel's title and axis
 
@@ -101,7 +100,7 @@ def _draw_panel(name: str, timeline: Timeline, panel: "Axes", unit: str) -> None
             edgecolor="#404040",
             linewidth=0.3,
         )
-        room = timeline.makespan * 0.009  # width of two digits, as time
+        room = timeline.makespan * 0.009  # the width of two digits, in the unit of time
         numbers = [str(event.microbatch) if event.end - event.start >= room else "" for event in events]
         panel.bar_label(bars, numbers, label_type="center", fontsize=7)
     peak = max(timeline.peak_activations, default=0)

@@ -53,7 +53,8 @@ class MessageDrivenExecutor:
         another rank is lost."""
         stages = self._schedule.stages_of(self._links.rank)
         for first in (Action(kind, stage, 0) for stage in stages for kind in _KINDS):
-            if self._schedule.receive_for(first) is not None:  # one thread for all receives of a stage from one side
+            # One thread receives all messages of a stage from one neighbouring stage.
+            if self._schedule.receive_for(first) is not None:
                 name = f"receives {first}"
                 threading.Thread(target=self._receive_all, args=(first,), daemon=True, name=name).start()
         for _ in range(2 * len(stages) * self._schedule.microbatches):

@@ -40,8 +40,8 @@ class ReadyQueue:
     `pipeline_limit` of the AxoNN dissertation: the maximum number of microbatches in the pipeline.
 
     With `prefer` "forward", forward passes of stages below their caps come before backward passes. With "backward", backward
-    passes come first. With "arrival", the computation with the earliest input comes first. Otherwise the last stage comes
-    first.
+    passes come first. With "arrival", the computation with the earliest input comes first. Among equally preferred
+    computations, the last stage comes first.
     """
 
     def __init__(self, schedule: Schedule, rank: int, caps: int | Sequence[int] | None, prefer: Preference) -> None:

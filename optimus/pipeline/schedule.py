@@ -73,7 +73,7 @@ _LETTERS = {
     Kind.EMBED_BACKWARD: "G",
 }
 VOCABULARY = (Kind.EMBED, Kind.LOGITS, Kind.LOSS, Kind.EMBED_BACKWARD)
-EMBEDDED_AHEAD = 2  # microbatches whose embeddings are computed before the first stage needs them
+EMBEDDED_AHEAD = 2  # number of microbatches by which the embedding passes run ahead of the first stage
 # For each side of a transfer: the kind of the other side, and the other side's stage relative to this side's stage.
 _PARTNERS = {
     Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),
@@ -132,7 +132,7 @@ class Schedule:
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def input_of(self, action: Action) -> Action | None:
-        """Returns the stage computation, on any rank, whose result this computation receives.
+        """Returns the stage computation, on any rank, whose result `action` receives.
 
         Returns None for forward passes of the first stage, and for passes of the vocabulary, which the ranks run together.
         """
@@ -160,11 +160,10 @@ class Schedule:
         return found
 
     def waits_for(self, action: Action) -> tuple[list[Action], Kind | None]:
-        """Returns the stage computations that must end before `action` can begin, and the kind of vocabulary pass that must
-        end before.
+        """Returns the stage computations that must end before `action` can begin, and the kind of vocabulary pass that all
+        ranks must end before, for the same microbatch.
 
-        Every rank must have run a pass of this kind for the same microbatch. The kind is None if `action` waits for no
-        vocabulary pass.
+        The kind is None if `action` waits for no vocabulary pass.
         """
         kind, stage, microbatch = action
         source = self.input_of(action)

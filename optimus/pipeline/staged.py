@@ -36,7 +36,7 @@ class Objective(Protocol):
 
     @property
     def add_rows(self) -> Callable[[Batch, Tensor, Tensor], None] | None:
-        """A callback for a microbatch, its targets and the cross-entropy of each target; None if there is none."""
+        """A callback with the arguments (microbatch, its targets, cross-entropy of each target), or None."""
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
         """Returns the value to minimise for a microbatch, and the value to report."""
@@ -145,7 +145,7 @@ class PipelineStages(nn.Module):
         self.partition, self.share, self.dtype = partition, share, dtype
         self.execute, self.pipeline, self.last, self.multiple, self.links = execute, pipeline, last, multiple, links
         self.trace: list[Executed] = []  # trace of the last step
-        # A teacher's soft targets for the tokens at these positions, on the last stage's rank.
+        # Maps (microbatch, positions) to a teacher's soft targets for these tokens, on the last stage's rank.
         self.teacher: Callable[[Batch, Tensor], SoftTargets] | None = None
         self.stages = {stage: Blocks(model.blocks[i] for i in partition.blocks[stage]) for stage in partition.here}
 
@@ -184,8 +184,8 @@ class PipelineStages(nn.Module):
     def train_microbatches(
         self, microbatches: Sequence[Batch], objective: Objective, gradients: Gradients
     ) -> list[Tensor]:
-        """Runs the forward and backward passes of a step; returns, on the last stage's rank, the value to report of
-        `objective` for each microbatch."""
+        """Runs the forward and backward passes of a step; returns, on the last stage's rank, the value that `objective`
+        reports for each microbatch."""
         work = _Training(self, microbatches, objective, gradients)
         self.trace = self.execute(work, len(microbatches), True)
         work.finish()
@@ -305,12 +305,10 @@ class _Training(_Forward):
         self._objective, self._gradients = objective, gradients
         self._kept: dict[tuple[int, int], tuple[Message | None, Message]] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self._left = dict.fromkeys(
-            staged.partition.here, len(microbatches)
-        )  # number of remaining backward passes, by stage
-        self._router: dict[
-            int, RouterStats | None
-        ] = {}  # output statistics of the last stage by microbatch, until its backward pass
+        # Number of remaining backward passes, by stage.
+        self._left = dict.fromkeys(staged.partition.here, len(microbatches))
+        # Output statistics of the last stage by microbatch, until its backward pass.
+        self._router: dict[int, RouterStats | None] = {}
         self.reported: list[Tensor] = []
 
     def _run(self, stage: int, microbatch: int, given: Message | None) -> Message | None:

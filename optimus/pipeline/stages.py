@@ -51,9 +51,8 @@ def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[ra
             * _search(blocks, stages, lambda *stage: (cost(*stage) if taken(*stage) <= limit else inf, 0.0)).largest
         )
 
-    rough = _MORE * max(
-        taken(*stage) for stage in _even(time.blocks, stages)
-    )  # an upper bound, which prunes the search
+    # An upper bound, which prunes the search.
+    rough = _MORE * max(taken(*stage) for stage in _even(time.blocks, stages))
     longest = within(rough, taken)
     fullest = within(longest, held)
 
@@ -92,10 +91,8 @@ def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[floa
     for stage in range(stages - 1, 0, -1):
         starts = range(stage, ends[0])
         ends.insert(0, starts[bisect_left(starts, True, key=lambda start: cost(stage, start, ends[0])[0] < inf)])
-    best: list[_Split | None] = [
-        _Split(0.0, 0.0, ()),
-        *([None] * blocks),
-    ]  # the best partition of the first `end` blocks over the stages so far, by `end`
+    # The best partition of the first `end` blocks over the stages so far, by `end`.
+    best: list[_Split | None] = [_Split(0.0, 0.0, ()), *([None] * blocks)]
     for stage in range(stages):
         following: list[_Split | None] = [None] * (blocks + 1)
         possible = [(start, before) for start, before in enumerate(best) if before is not None]

@@ -160,10 +160,8 @@ class VocabularyPasses:
     def _embed_backward(self, microbatch: int) -> None:
         group, what = self._links.embedding_gradients, "gradient of the embeddings"
         x_grad_TH = self._given(self._input_gradients, group, self._links.first, what, microbatch)
-        for what in (
-            "embedding",
-            "output gradient",
-        ):  # the received gradient depends on both transfers, so both have ended
+        # The received gradient depends on both transfers, so both have ended.
+        for what in ("embedding", "output gradient"):
             self._finish(what, microbatch)
         edge = self._embedding_edges.pop(microbatch, None)
         if edge is not None:

@@ -80,7 +80,7 @@ class Buffer(NamedTuple):
 
 
 def aligned(elements: int, align: int = ALIGN) -> int:
-    """Rounds up to the next multiple of `align`."""
+    """Rounds `elements` up to the next multiple of `align`."""
     return -(-elements // align) * align
 
 
@@ -107,8 +107,8 @@ def buffers(
     """Returns the buffers of a chunk that `rule` updates, or only the parameters if `rule` does not train.
 
     With `sends`, the host receives and accumulates the gradients of each microbatch. `lifetime` applies to the whole
-    parameters where they are sharded or on the host. fp32 parameters serve as the master weights, unless the rule averages
-    weights, the chunk is pruned, or the chunk is `prunable` with its optimizer state on a disk.
+    parameters where they are sharded or on the host. Parameters of type fp32 serve as the master weights, unless the rule
+    averages weights, the chunk is pruned, or the chunk is `prunable` with its optimizer state on a disk.
 
     Offloaded gradients of a step wait for the update in the host memory of the parameters, if both have the same type.
     Elixir (section 6) does the same: the step no longer uses the parameters. A parameter then takes 14 bytes of host memory
@@ -126,7 +126,7 @@ def buffers(
     rows += [Buffer("mask", torch.int32, 0, align=1, extent="mask")] if pruned else []
     apart = compute != torch.float32 or rule.averages or pruned or (prunable and optimizer == "disk")
     lasting: Lifetime = "always" if waiting == "device" else "step"
-    added = not sends and (pruned or depths.gradients > 0)  # each microbatch's gradients are added to the shard
+    added = not sends and (pruned or depths.gradients > 0)  # each microbatch adds its gradients to the shard
     rows += [Buffer("gradients", gradient, 0, lifetime="use" if added or sends else lasting, extent="whole")]
     rows += [Buffer("gradients.shard", gradient, depths.gradients, lifetime=lasting)] if added else []
     if waiting != "device" and (sends or not (apart and gradient == compute)):

@@ -144,9 +144,8 @@ class StateFile:
     def close(self) -> None:
         """Waits for all running operations, and frees the disk space."""
         file, self._file = self._file, -1
-        if threading.current_thread().name.startswith(
-            _NAME
-        ):  # garbage collection in a worker, which cannot join itself
+        # Garbage collection may call this method in a worker, which cannot join itself.
+        if threading.current_thread().name.startswith(_NAME):
             threading.Thread(target=_close, args=(self._threads, file)).start()
         else:
             _close(self._threads, file)

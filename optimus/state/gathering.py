@@ -42,8 +42,8 @@ class UseTrace:
         self._now: list[Chunk] = []
         self._expected: list[Chunk] = []
         self._places: dict[Chunk, list[int]] = {}  # positions of the expected uses, by chunk
-        self._counts = Counter[Chunk]()  # uses in this pass
-        self._place = 0  # first expected use that has not happened
+        self._counts = Counter[Chunk]()  # number of uses in this pass, by chunk
+        self._place = 0  # position of the first expected use that has not happened
 
     def begin(self) -> None:
         """Begins a pass."""
@@ -56,7 +56,7 @@ class UseTrace:
         self._place = 0
 
     def use(self, chunk: Chunk) -> None:
-        """Records a use."""
+        """Records a use of `chunk`."""
         self._now.append(chunk)
         self._counts[chunk] += 1
         while self._place < len(self._expected) and self.next_use(self._expected[self._place]) > self._place:
@@ -81,16 +81,15 @@ class UseTrace:
 
 
 class ParameterPrefetcher:
-    """Gathers chunks of parameters before a model's units use them: `parallelize` receives the methods `unit` and
-    `gradient_buffers` of this class."""
+    """Gathers chunks of parameters before a model's units use them: `parallelize` receives `unit` and `gradient_buffers` of
+    this class."""
 
     def __init__(self) -> None:
         self.gradient_buffers: dict[nn.Parameter, GradientBuffer] = {}
         self._ahead = 0
         self._cache: int | None = None
-        self._chunks: dict[
-            nn.Parameter, Chunk
-        ] = {}  # by parameter; no entry for parameters that are always present and up to date
+        # The chunk of each parameter, except parameters that are always present and up to date.
+        self._chunks: dict[nn.Parameter, Chunk] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._units: dict[Sequence[nn.Module], list[Chunk]] = {}  # chunks by unit
         self._traced: dict[Chunk, None] = {}  # chunks that are not always present and up to date
@@ -167,9 +166,8 @@ class ParameterPrefetcher:
         if chunks is None:
             parameters = (each for module in modules for each in module.parameters() if each in self._chunks)
             chunks = self._units[modules] = list(dict.fromkeys(self._chunks[each] for each in parameters))
-        if (
-            chunks and torch._C._current_graph_task_id() == -1
-        ):  # not during recomputation: the backward pass needs other chunks too
+        # During recomputation no chunk is resharded, because the backward pass needs other chunks too.
+        if chunks and torch._C._current_graph_task_id() == -1:
             for other in self._resharding:
                 if other.whole.here and other not in chunks:
                     other.whole.reshard()
@@ -201,7 +199,7 @@ class ParameterPrefetcher:
                     self._gather_ahead(self._trace, chunks)
 
     def _gather_ahead(self, trace: UseTrace, chunks: Sequence[Chunk]) -> None:
-        """Begins to gather the chunks with the nearest uses, as far as the cache has free entries."""
+        """Begins to gather the chunks with the nearest uses, as far as the cache allows."""
         ahead, seen = 0, {*chunks}
         for place, following in trace.following():
             if ahead == self._ahead or len(seen) == len(self._traced):

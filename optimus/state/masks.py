@@ -186,7 +186,7 @@ def unpacked_bits(bits: Tensor, count: int) -> Tensor:
 
 
 def bits_of(mask: Tensor) -> int:
-    """Returns the number of set bits: the unpruned elements."""
+    """Returns the number of set bits in `mask`, which is the number of unpruned elements."""
     return int(_ONES[mask.int()].sum())
 
 

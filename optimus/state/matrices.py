@@ -45,7 +45,7 @@ class Matrices(NamedTuple):
         return self.rows * self.columns
 
     def within(self, start: int, end: int) -> range:
-        """Returns the numbers of the matrices that lie between two elements of the chunk."""
+        """Returns the indices of the matrices that begin and end between elements `start` and `end` of the chunk."""
         first, last = (-(-(each - self.start) // self.size) for each in (start, end))
         return range(max(0, first), max(0, min(self.number, last)))
 
@@ -74,7 +74,7 @@ def borders(contents: Sequence[Matrices], size: int, loads: list[int]) -> tuple[
 
 
 def _taken(costs: Sequence[int], loads: Sequence[int], limit: int) -> list[int]:
-    """Returns the number of matrices that each shard takes, in order, without exceeding the limit on its load."""
+    """Returns the number of matrices that each shard gets, in order, such that no load exceeds `limit`."""
     taken, done = [], 0
     for load in loads:
         first = done
@@ -101,7 +101,8 @@ class OverBlocks:
         axes = split_axes(layout, groups.mesh)
         self._group = groups.along(*axes)
         places = [tuple(part.start for part in layout.region(groups.mesh, rank)[-2:]) for rank in self._group.ranks]
-        self._order = sorted(range(self._group.size), key=places.__getitem__)  # ranks by their blocks, row by row
+        # The ranks in row-major order of their blocks.
+        self._order = sorted(range(self._group.size), key=places.__getitem__)
         self._place = sorted(range(self._group.size), key=self._order.__getitem__)
         self._down = len({row for row, _ in places})
         self.ranks = self._group.size

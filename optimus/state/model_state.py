@@ -78,7 +78,7 @@ class ModelState:
         self.steps = 0  # optimizer steps applied
         self.drawn: Mapping[str, Tensor] | None = None  # candidate masks for the next pruning
         self.pruned = PruningProgress()
-        self._unlike = set(recipe.rules.values())  # rules of all stages, each once
+        self._unlike = set(recipe.rules.values())  # the distinct rules of all stages
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
         self._reducing = dict[GradientReduction, None]()  # the reductions in the order in which they last started
         self._leaving: deque[GradientReduction] = deque()
@@ -86,16 +86,15 @@ class ModelState:
         self._of_stage = self._make_chunks(masks or {}, moves or transfers(device))
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
         self.trained = _trained(self.chunks)
-        self.buffers = _place_buffers(
-            module, device
-        )  # buffers of the modules, which no optimizer updates; replicated over `team`
+        # Buffers of the modules, which no optimizer updates; replicated over `team`.
+        self.buffers = _place_buffers(module, device)
         # True if some rank lacks some gradients. Otherwise each rank computes the norm without communication.
         self._parted = any(chunk.plan.replica_count < groups.world.size for chunk in self.chunks)
         self._gathering = gathering or ParameterPrefetcher()
         self._hold()
 
     def _make_chunks(self, masks: Mapping[str, Tensor], moves: Transfers) -> dict[int, list[Chunk]]:
-        """Makes the chunks of each stage, whose parameters replace those of the module."""
+        """Makes the chunks of each stage, and replaces the parameters of the module by the parameters of the chunks."""
         options, groups, stages = self.options, self.groups, self._plans()
         file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.offload] else None
         cached = [plan for plans in stages.values() for plan in plans if plan.lifetime == "cache"]
@@ -110,9 +109,8 @@ class ModelState:
             options=options,
             started=self._limit_reductions,
         )
-        known: dict[
-            tuple[tuple[str, ...], bool], list[Group]
-        ] = {}  # a cache, because the division of thousands of ranks is slow
+        # A cache, because the division of thousands of ranks is slow.
+        known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}
         parameters = dict[str, nn.Parameter]()
 
         def make(plan: ChunkPlan) -> Chunk:
@@ -131,7 +129,8 @@ class ModelState:
         for stage, plans in stages.items():
             for plan in plans:
                 made.setdefault(stage, []).append(chunk := make(plan))
-                parameters.update(chunk.make_parameters())  # frees its whole parameters before the next chunk allocates
+                # `make_parameters` frees the chunk's whole parameters before the next chunk allocates.
+                parameters.update(chunk.make_parameters())
         if file is not None:
             file.reserve()
         _replace_parameters(self._module, parameters)
@@ -187,7 +186,7 @@ class ModelState:
 
     @property
     def gathers_on_use(self) -> bool:
-        """True if all ranks must run a forward pass together, even one for evaluation."""
+        """True if all ranks must run each forward pass together, even for evaluation."""
         return any(chunk.plan.depths.parameters for chunk in self.chunks)
 
     def initialize(self, seed: int, std: float, *, only: Role | None = None) -> None:
@@ -271,8 +270,8 @@ class ModelState:
     def step(self, lr: float, gradient_scale: float) -> None:
         """Runs one optimizer step on every chunk; the update of a chunk overlaps with the all-gathers of earlier chunks.
 
-        The chunks are updated in the order in which the next step is expected to use them, except that collective updates
-        come first. Each use of an offloaded chunk waits for the chunk's update.
+        The method updates the chunks in the order in which the next step is expected to use them, except that collective
+        updates come first. Each use of an offloaded chunk waits for the chunk's update.
         """
         self.steps += 1
         counted = [rule.count(self.counters, self.steps, lr) for rule in self._unlike]

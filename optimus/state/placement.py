@@ -60,9 +60,8 @@ class Placement:
     """
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
-        self.groups = [
-            group.unwatched for group in context.groups
-        ]  # without a watch: all-gathered data may come from other ranks
+        # The groups have no watch, because all-gathered data may come from other ranks.
+        self.groups = [group.unwatched for group in context.groups]
         self.context, self.transfers, self.part = context, context.transfers, OwnPart()
         self.disk: DiskStates | None = None
         self._whole = self._make(plan, "whole")
@@ -150,7 +149,7 @@ class Placement:
         return self.elements.expanded(part, self.plan.shard.start, self.dense_extent)
 
     def fill_part(self, part: Tensor, dense: Tensor) -> None:
-        """Fills one of this rank's buffers from `dense`: the dense form of the buffer, or that of the whole chunk."""
+        """Fills `part`, one of this rank's buffers, from `dense`: the dense form of the buffer or of the whole chunk."""
         first = 0 if len(dense) == self.plan.size else self.dense_extent.start
         source = self.elements.compressed(dense, self.plan.shard, first)
         if source.data_ptr() != part.data_ptr():

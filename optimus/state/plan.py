@@ -352,7 +352,7 @@ def end_to_end(
 
 
 def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: StateSpec) -> list[ChunkPlan]:
-    """Returns the divided chunks with the buffers that offloading and pruning need.
+    """Returns the chunks of `divide_chunks` with the buffers that offloading and pruning need.
 
     The first chunks, up to the fraction `resident_fraction` of all elements, stay on the device. All later chunks are
     offloaded as configured. The forward pass uses the first chunks while the updates of the others still run. Pruned chunks
@@ -565,7 +565,7 @@ def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> l
 
 
 def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateConfig) -> None:
-    """Raises `UserError` when `shard_ranks` exceeds the number of ranks that shard any parameter of the whole model.
+    """Raises `UserError` when `shard_ranks` exceeds the largest number of ranks that can shard a parameter of the model.
 
     `layouts` has the layouts of all parameters of the model. Parameters that tensor parallelism replicates, for example
     norms, do not count, because they are few. Experts may have fewer or more replicas than other parameters. Then the larger

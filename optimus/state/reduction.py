@@ -68,7 +68,8 @@ class GradientReduction:
         self.chunk, self._whole = chunk, whole
         self._context, self._transfers = chunk.context, chunk.transfers
         self._watch = chunk.context.copies.watch
-        self.replica_group = chunk.context.copies.unwatched  # the watch covers only the inputs of the sums
+        # This group has no watch: the watch covers only the inputs of reductions.
+        self.replica_group = chunk.context.copies.unwatched
         self.buffers: dict[nn.Parameter, ChunkGradient] = {}
         # For each backward pass that has some but not all gradients of this chunk: the number of gradients whose parameters
         # the pass no longer needs, and the number of gradients that are in the buffer.
@@ -127,7 +128,7 @@ class GradientReduction:
             self.free()
 
     def free(self) -> None:
-        """Zeroes the gradients: buffers that always have memory at once, other buffers when they get memory."""
+        """Zeroes the gradients: permanent buffers now, and other buffers when they next get memory."""
         self.sum.transition("clear")
         self._gradients.transition("free")
         self._accumulated.transition("free")

@@ -18,10 +18,8 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "parameters": {
         "here": {"use": "here", "free": "absent"},
         "absent": {"fetch": "fetching", "gather": "coming", "approach": "near", "free": "absent"},
-        "near": {
-            "gather": "coming",
-            "arrive": "absent",
-        },  # an extent larger than this rank's shard, but not the whole chunk, is in transfer
+        # An extent larger than this rank's shard, but not the whole chunk, is in transfer.
+        "near": {"gather": "coming", "arrive": "absent"},
         "fetching": {"gather": "coming", "arrive": "here"},  # this rank's shard is in transfer from the host
         "coming": {"arrive": "here"},  # shards are in transfer from other ranks
     },
@@ -36,15 +34,13 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "sum": {
         "more": {"add": "more", "last": "last", "send": "summing", "clear": "more"},
         "last": {"add": "last", "last": "last", "send": "summing", "reduce": "summing", "clear": "more"},
-        "summing": {
-            "last": "summing",
-            "arrive": "summed",
-        },  # collectives sum over all ranks; no further gradient may come
+        # Collectives sum over all ranks; no further gradient may come.
+        "summing": {"last": "summing", "arrive": "summed"},
         "summed": {"last": "summed", "measure": "summed", "leave": "leaving", "update": "used", "clear": "more"},
         "leaving": {"last": "leaving", "measure": "leaving", "arrive": "left"},  # in transfer to the host
         "left": {"last": "left", "again": "more", "measure": "left", "update": "used", "clear": "more"},
         "used": {"clear": "more", "clear behind": "clearing"},
-        # The gradients are cleared once the update has read them.
+        # The gradients wait until the update has read them; then `free` clears them.
         "clearing": {"last": "last behind", "clear behind": "clearing", "clear": "more"},
         "last behind": {"last": "last behind", "clear behind": "clearing", "clear": "last"},
     },

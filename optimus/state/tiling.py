@@ -65,8 +65,8 @@ class Tiling:
         `buffers` hold this rank's shard of a chunk. Each part has about `size` elements. Until the next iteration, the
         caller may change all parts except the second, the gradient.
 
-        Tile sizes are rounded up to whole vectors. A fused update rounds elements behind the last whole vector differently,
-        and the results must not depend on the tile size.
+        The method rounds tile sizes up to whole vectors. A fused update rounds elements behind the last whole vector
+        differently, and the results must not depend on the tile size.
         """
         for parts in zip(*(buffer.split(aligned(size, plan.align)) for buffer in buffers)):
             yield local_matrices, parts

@@ -42,7 +42,7 @@ class Transfers:
         return torch.zeros(elements, dtype=dtype)
 
     def resize(self, tensor: Tensor, size: int) -> None:
-        """Resizes a tensor's device memory to `size` bytes, or frees it at 0; the content is lost."""
+        """Resizes a tensor's device memory to `size` bytes, where 0 frees the memory; the content is lost."""
         tensor.untyped_storage().resize_(size)
 
     def up(self, target: Tensor, source: Tensor) -> Handle:
@@ -133,7 +133,8 @@ class StreamTransfers(Transfers):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._up, self._down, *self._sides = (torch.Stream(device) for _ in range(4))
-        self._tile = threading.local()  # per thread: the training thread may update while the worker does
+        # Per thread, because the training thread and the worker may update at the same time.
+        self._tile = threading.local()
 
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(elements, dtype=dtype, pin_memory=True)

@@ -34,9 +34,8 @@ class Row:
     """True if the schedule runs rounds of one microbatch per rank. It needs at least one microbatch per rank, and an
     incomplete round takes the time of a whole round."""
     deepens: bool = False  # True if the schedule supports a `warmup_factor` other than 1
-    dominated: bool = (
-        False  # another schedule takes the same time with fewer live activations, so no search tries this one
-    )
+    # Another schedule takes the same time with fewer live activations, so no search tries this schedule.
+    dominated: bool = False
     idle: Callable[[float, float], float] = lambda forward, whole: whole
     """Returns a lower bound on the idle time that a stage causes on the later ranks in a step. The arguments are the seconds
     of the stage's forward pass, and the seconds of all its passes, of one microbatch."""

@@ -83,7 +83,7 @@ def zbv(sizes: Sizes) -> Schedule:
     return schedule.in_order(orders)
 
 
-ROWS = (  # the weight passes fill the end of a step
+ROWS = (  # weight passes fill the bubble at the end of a step
     Row("zb-h1", zb_h1, splits_backward=True, idle=lambda forward, whole: forward),
     Row("zbv", zbv, placement="v", stages=2, splits_backward=True, idle=lambda forward, whole: 0.0),
 )
