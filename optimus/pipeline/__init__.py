@@ -1,7 +1,7 @@
-"""Pipelines: a schedule is data that is made, checked, simulated, drawn and executed.
+"""Pipelines: a schedule is data, and functions make, check, simulate, draw and execute it.
 
-`make_schedule` makes a `Schedule`, and `check` proves that it is correct. `simulate` computes its timeline under a cost
-model, and `draw` draws a picture. All of these functions are pure arithmetic: they need no process group and no model.
+`make_schedule` makes a `Schedule`, and `check` proves that the schedule is correct. `simulate` computes the schedule's
+timeline under a cost model, and `draw` draws a picture. None of these functions needs a process group or a model.
 """
 
 from optimus.pipeline.checking import check

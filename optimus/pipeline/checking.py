@@ -7,15 +7,15 @@ from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule, partne
 
 
 def check(schedule: Schedule) -> None:
-    """Proves a schedule.
+    """Proves that a schedule is correct:
 
-    - Every rank has the actions of its stages, each exactly once: forward and backward passes of every microbatch, and
-      the transfers between stages of different ranks; nothing else.
+    - Every rank has each action of its stages exactly once and no other action. The actions are the passes of every
+      microbatch and the transfers between stages of different ranks.
     - Each action comes after the actions it needs on its rank; the microbatches pass a stage in ascending order.
-    - The messages from one rank to another are received in the order in which they are sent.
-    - All ranks finish, even if every send lasts until its receive is reached, one transfer at a time.
+    - A rank receives the messages of another rank in the order in which that rank sends them.
+    - All ranks finish, even if transfers run one at a time and every send lasts until the other rank reaches the receive.
 
-    Raises `ScheduleError` that names the rank and the action.
+    Raises `ScheduleError`, which names the rank and the action.
     """
     for rank in range(schedule.ranks):
         _check_complete(schedule, rank)
@@ -55,7 +55,7 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
 
 
 def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
-    """Yields the actions that must come before this one on the same rank."""
+    """Yields the actions that must come before `action` on the same rank."""
     kind, stage, microbatch = action
     if kind.sends:
         yield schedule.made_for(action)
@@ -98,9 +98,9 @@ def _check_channels(schedule: Schedule) -> None:
 
 
 def _check_rendezvous(schedule: Schedule) -> None:
-    """Simulates the lists: a transfer happens when both of its ranks have reached it.
+    """Simulates the ranks' lists of actions: a transfer happens when both of its ranks have reached the transfer.
 
-    A vocabulary pass runs when the passes that it needs from other ranks are done.
+    A vocabulary pass runs when the passes that it needs from other ranks are done. Raises `ScheduleError` for a deadlock.
     """
     done: set[Action] = set()
     position = [0] * schedule.ranks
@@ -118,7 +118,7 @@ def _check_rendezvous(schedule: Schedule) -> None:
                 if not all(needed in done for needed in schedule.inputs_of(action) if needed != received):
                     break
                 done.add(action)
-                if schedule.splits_vocabulary:  # any rank may wait for it
+                if schedule.splits_vocabulary:  # any rank may wait for this action
                     ready.update(range(schedule.ranks))
             else:
                 peer = schedule.peer(action)

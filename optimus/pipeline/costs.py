@@ -13,26 +13,28 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of actions, in any one unit. A cost that may differ between stages is one number for all, or one per stage.
+    """The times of actions, all in one arbitrary unit. A cost of type `PerStage` is one number for all stages, or one number
+    per stage.
 
     Raises `UserError` for a negative number.
     """
 
     forward: PerStage = 1.0
     backward_input: PerStage = 1.0
-    backward_weights: PerStage = 1.0  # a backward pass that is not split takes this and `backward_input` together
+    backward_weights: PerStage = 1.0  # an unsplit backward pass takes `backward_input` + `backward_weights`
     logits: float = 0.0
-    """Time of the logits of one vocabulary shard, which every rank has; the gradients of both factors take twice as much."""
+    """Time of the logits of one vocabulary shard, where every rank has a shard; the loss and the gradients of hidden states
+    and weight take twice that time."""
     link: float = 0.0
-    """Time from the end of a computation until a waiting rank has the result; messages do not slow each other."""
+    """Time from the end of a computation until another rank has the result; concurrent messages do not slow each other."""
     blocking: bool = False
-    """Makes a rank wait for its sends and receives at their places in its list; adjacent transfers are one batch. Otherwise
-    transfers overlap with computations."""
+    """Makes a rank wait for its sends and receives at their positions in its list of actions; adjacent transfers are one
+    batch. By default transfers overlap with computations."""
     jitter: float = 0.0
-    """Standard deviation of the logarithm of a random factor on the time of every computation: lognormal, with mean 1."""
+    """Standard deviation of the logarithm of a random factor on the time of every computation. The factor is lognormal, with
+    mean 1."""
     seed: int = 0
-    """Seed of the jitter. The same computation has the same jitter in every schedule that does not split backward passes
-    differently."""
+    """Seed of the jitter. An action has the same jitter in all schedules with equal numbers of stages and microbatches."""
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward_input", "backward_weights"):
@@ -44,9 +46,9 @@ class Costs:
                 raise UserError(f"pipeline costs: {name} is {getattr(self, name)}; give zero or more")
 
     def durations(self, stages: int, microbatches: int) -> Callable[[Action], float]:
-        """Returns a function that gives the time of each computation.
+        """Returns a function that returns the time of each computation.
 
-        Raises `UserError` when a cost per stage has another number of stages.
+        Raises `UserError` when a sequence of costs does not have one number per stage.
         """
         input_, weights = (per_stage(getattr(self, f"backward_{part}"), stages) for part in ("input", "weights"))
         times = {
@@ -81,7 +83,10 @@ class Costs:
 
 
 def per_stage(value: T | Sequence[T], stages: int, what: str = "pipeline costs: {} numbers") -> list[T]:
-    """Returns one number per stage. Raises `UserError` when the sequence does not have one number per stage."""
+    """Returns one number per stage: `value` for each stage, or its elements.
+
+    Raises `UserError`, with the text `what`, when the sequence does not have one number per stage.
+    """
     numbers = list(value) if isinstance(value, Sequence) else [value] * stages
     if len(numbers) != stages:
         raise UserError(f"{what.format(len(numbers))} for {stages} stages; give one per stage, or one for all")

@@ -1,4 +1,4 @@
-"""Draws timelines, simulated or measured: as text for a terminal, and as a PNG."""
+"""Draws simulated or measured timelines: as text for a terminal, and as a PNG."""
 
 from collections.abc import Mapping
 from math import floor
@@ -23,17 +23,19 @@ _COLOURS = {
     Kind.LOSS: "#6a3fb0",
     Kind.EMBED_BACKWARD: "#c0504d",
 }
-_PALEST = 0.55  # share of white in the shade of a rank's last stage
-_THINNEST = 0.002  # of the makespan, so that computations without duration remain visible
+_PALEST = 0.55  # fraction of white in the shade of a rank's last stage
+# Fraction of the makespan: the minimum width of a bar, so that computations without duration are visible.
+_THINNEST = 0.002
 UNIT = "time, in forward passes of a stage"
 _WIDTH, _ROW, _REST = 14.0, 0.35, 1.3  # inches: the picture's width, a rank's height, and a panel's title and axis
 
 
 def text_timeline(timeline: Timeline, width: int) -> str | None:
-    """Draws a line per rank: `F0` is the forward pass of microbatch 0, `B` the backward pass, or `I` and `W` its two parts.
+    """Draws one line of text per rank: `F0` is the forward pass of microbatch 0, `B0` the backward pass, and `I0` and `W0`
+    are the two parts of a split backward pass.
 
     Dashes fill the time of a computation, and points are idle time. A small letter distinguishes the stages of a rank.
-    Labels are never cut: returns None if they need more than `width` characters.
+    The function never shortens labels: it returns None if the lines need more than `width` characters.
     """
     labels = {event: _label(timeline, event) for events in timeline.computations for event in events}
     shortest = min((event.end - event.start for event in labels if event.end > event.start), default=1.0)
@@ -53,10 +55,11 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
 
 
 def draw(timelines: Mapping[str, Timeline], path: Path, units: Mapping[str, str] | None = None) -> None:
-    """Writes a PNG with a panel per timeline under its name, simulated or measured, each on its own time axis.
+    """Writes a PNG with one panel per simulated or measured timeline. The panel has the timeline's name and a separate time
+    axis.
 
-    The first stage of a rank is dark, and each later stage is paler. `units` names the units of axes that do not count
-    forward passes of a stage.
+    The first stage of a rank is dark, and each later stage is paler. `units` gives, by timeline name, the label of a time
+    axis whose unit is not the forward pass of a stage.
 
     Raises `UserError` when the file cannot be written.
     """
@@ -73,7 +76,7 @@ def draw(timelines: Mapping[str, Timeline], path: Path, units: Mapping[str, str]
 
 
 def shade(kind: Kind, turn: int, stages: int) -> tuple[float, float, float]:
-    """Returns the colour (red, green, blue up to 1) of a computation in stage number `turn` of a rank with `stages`
+    """Returns the colour (red, green and blue, from 0 to 1) of a computation in stage number `turn` of a rank with `stages`
     stages."""
     white = _PALEST * turn / max(1, stages - 1)
     dark = (int(_COLOURS[kind][at : at + 2], 16) / 255 for at in (1, 3, 5))
@@ -97,7 +100,7 @@ def _draw_panel(name: str, timeline: Timeline, panel: "Axes", unit: str) -> None
             edgecolor="#404040",
             linewidth=0.3,
         )
-        room = timeline.makespan * 0.009  # width of two digits, as time
+        room = timeline.makespan * 0.009  # the width of two digits, in the unit of time
         numbers = [str(event.microbatch) if event.end - event.start >= room else "" for event in events]
         panel.bar_label(bars, numbers, label_type="center", fontsize=7)
     peak = max(timeline.peak_activations, default=0)
@@ -130,5 +133,5 @@ def _turn(timeline: Timeline, event: Event) -> int:
 
 
 def _column(time: float, scale: float) -> int:
-    """Rounds down, so that a computation of n columns of time gets n or n + 1 columns."""
+    """Converts a time to a column and rounds down, so that a computation of at least n columns gets at least n columns."""
     return floor(time * scale + 1e-9)

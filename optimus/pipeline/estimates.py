@@ -1,7 +1,7 @@
-"""Estimates the time of a pipeline and its live microbatches without simulating the whole schedule.
+"""Estimates the time of a pipeline and its live microbatches without a simulation of the whole schedule.
 
-The beginning and the end of a step are simulated. In the steady state every rank repeats itself, at the pace of the slowest
-rank.
+The module simulates a step with few microbatches, which has the warm-up and the cool-down. Each further microbatch of the
+steady state takes the time of the slowest rank.
 """
 
 from array import array
@@ -19,28 +19,28 @@ from optimus.pipeline.simulation import makespan
 
 _PARTS = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.BACKWARD]
 _schedule = lru_cache(maxsize=4096)(make_schedule)
-_ROUNDS = 2  # a schedule repeats itself after this number of microbatches per rank
+_ROUNDS = 2  # after `_ROUNDS` times `ranks` microbatches, a schedule is in its steady state
 
 
 class StageTimes(NamedTuple):
-    """Seconds of one microbatch in a stage."""
+    """The seconds of one microbatch in a stage, by pass."""
 
     forward: float
-    backward: float  # of the input, including recomputation
+    backward: float  # the gradient of the input, including recomputation
     weights: float
 
     @property
     def seconds(self) -> float:
-        """Seconds of all passes together."""
+        """The sum of the seconds of all passes."""
         return sum(self)
 
 
 def pipeline_seconds(
     name: str, ranks: int, microbatches: int, times: Sequence[StageTimes], link: float, *, blocking: bool = False
 ) -> float:
-    """Returns the seconds of a step of `microbatches`, given the `times` of each stage; `link` is the time of a message.
+    """Returns the seconds of a step of `microbatches`, given the `times` of each stage; `link` is the seconds of a message.
 
-    Raises `UserError` when no such schedule exists.
+    Raises `UserError` when no schedule with this name and these sizes exists.
     """
     if ranks == 1:
         return microbatches * sum(stage.seconds for stage in times)
@@ -59,7 +59,8 @@ def pipeline_seconds(
 
 @lru_cache(maxsize=4096)
 def _beginning(name: str, ranks: int, microbatches: int, times: tuple[StageTimes, ...], link: float) -> float:
-    """Computes `makespan` from recorded dependencies: a search asks for the same schedule with many different times."""
+    """Computes `makespan` from cached dependencies, because a search evaluates the same schedule with many different
+    times."""
     lasting = [seconds for each in times for seconds in (*each, each.backward + each.weights)]
     free, ends = [0.0] * ranks, array("d")
     for rank, what, source, away in zip(*_replayed(name, ranks, microbatches, len(times) // ranks)):
@@ -76,8 +77,8 @@ def _beginning(name: str, ranks: int, microbatches: int, times: tuple[StageTimes
 def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> tuple["array[int]", ...]:
     """Returns the computations of a schedule in a feasible order, as four columns.
 
-    The first two columns are the rank, and four times the stage plus the index of the pass in `_PARTS`. The third is the
-    number of the computation that this one waits for, or -1. The fourth says whether that computation is on another rank.
+    The first column is the rank. The second is four times the stage plus the index of the pass in `_PARTS`. The third is the
+    row of the computation that this computation waits for, or -1. The fourth is 1 if the two are on different ranks, or 0.
     """
     plan = _schedule(name, ranks, microbatches, stages_per_rank, transfers=False)
     done = {action: number for number, action in enumerate(replay(plan, plan.actions, lambda action: 0.0))}
@@ -92,10 +93,11 @@ def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
 
 
 def least_seconds(name: str, microbatches: int, times: Sequence[StageTimes], busy: Sequence[float]) -> float:
-    """Returns a lower bound of `pipeline_seconds`: a rank's own time, and the idle time that earlier stages cause.
+    """Returns a lower bound of `pipeline_seconds`: the largest sum of a rank's computing time and the idle time that earlier
+    stages cause.
 
-    `busy` are the seconds of a microbatch in all stages of each rank. The result is computed fastest if equal stages share
-    one object in `times`.
+    `busy` has, for each rank, the seconds of a microbatch in all stages of the rank. The function is fastest if equal stages
+    share one object in `times`.
     """
     idle = schedules()[name].idle
     known = {number: idle(stage.forward, stage.seconds) for number, stage in {id(each): each for each in times}.items()}
@@ -107,9 +109,10 @@ def least_seconds(name: str, microbatches: int, times: Sequence[StageTimes], bus
 
 
 def _few(name: str, ranks: int, microbatches: int) -> int:
-    """Returns the number of microbatches after which a step only repeats itself.
+    """Returns a number of microbatches that is enough to simulate all phases of the step; further ones only extend the
+    steady state.
 
-    The number keeps the remainder modulo `ranks` where the schedule works in rounds.
+    Where the schedule runs in rounds, the number has the same remainder modulo `ranks` as `microbatches`.
     """
     few = _ROUNDS * ranks
     if microbatches <= few:
@@ -118,15 +121,16 @@ def _few(name: str, ranks: int, microbatches: int) -> int:
 
 
 class Live(NamedTuple):
-    """The numbers of microbatches with saved data, for each stage of a rank, in order."""
+    """The numbers of microbatches with saved data, one number for each stage of a rank, in ascending order of stages."""
 
     kept: tuple[int, ...]
     """Microbatches with saved activations, from the forward pass to the backward pass."""
     waiting: tuple[int, ...]
-    """Microbatches between the two parts of a split backward pass, with the data that the weight part needs."""
+    """Microbatches between the two parts of a split backward pass, with saved data for the weight part."""
 
     def bytes(self, kept: Sequence[float], waiting: Sequence[float]) -> float:
-        """Returns the bytes of the saved data, given the bytes of one microbatch in each stage."""
+        """Returns the bytes of the saved data, given the bytes of one microbatch in each stage: `kept` for saved
+        activations, `waiting` for the data of the weight part."""
         return sum(map(mul, self.kept, kept)) + sum(map(mul, self.waiting, waiting))
 
 
@@ -139,11 +143,11 @@ def live_microbatches(
     vocabulary: bool = False,
     warmup_factor: float = 1.0,
 ) -> tuple[tuple[Live, ...], ...]:
-    """Returns for each rank its peaks of saved data at the beginning of a backward pass.
+    """Returns, for each rank, the peaks of saved data at the beginning of a backward pass.
 
-    The result has all states that no other state exceeds or equals in every stage. With `vocabulary`, all ranks share the
-    vocabulary, and more microbatches are live, as with a `warmup_factor` above 1. The peaks follow from a rank's order
-    alone, independent of the times of its passes.
+    The peaks of a rank are all states that no other state exceeds or equals in every stage. With `vocabulary`, all ranks
+    share the vocabulary, and more microbatches are live; likewise with a `warmup_factor` above 1. The peaks depend only on
+    the order of a rank's passes, not on their times.
     """
     if ranks == 1:
         return ((Live((1,), (0,)),),)
@@ -174,7 +178,7 @@ _WAITING = {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHTS: -1}
 
 
 def largest(seen: Iterable[Live]) -> tuple[Live, ...]:
-    """Returns the elements that no other element exceeds or equals in every stage."""
+    """Returns the elements of `seen` that no other element exceeds or equals in every stage."""
     several = set(seen)
     return tuple(
         one
@@ -188,6 +192,6 @@ def largest(seen: Iterable[Live]) -> tuple[Live, ...]:
 
 @lru_cache(maxsize=1024)
 def stages_of_ranks(name: str, ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the stages of each rank of the pipeline, in order."""
+    """Returns the stages of each rank of the pipeline, in ascending order."""
     place = schedules()[name].place(ranks, stages_per_rank)
     return tuple(tuple(place.stages_of(rank)) for rank in range(ranks))

@@ -1,7 +1,7 @@
 """Runs a schedule on the ranks of a pipeline: computations are callables, and messages are tuples of tensors.
 
-Transfers never block: a send proceeds while later actions are computed. A receive is posted one computation ahead of the one
-that needs it, so that a message arrives while something else is computed.
+Transfers never block: a send proceeds while the rank runs later computations. The executor posts a receive one computation
+ahead of the computation that needs its message, so that the transfer overlaps with a computation.
 """
 
 import time
@@ -22,32 +22,32 @@ Message = tuple[Tensor, ...]
 class ForwardWork(Protocol):
     """The computations of a rank's stages in forward passes alone.
 
-    None stands for the input of the first stage and the output of the last.
+    `received` is None for the first stage, and the last stage returns None.
     """
 
     def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
-        """Returns the stage's output for the next stage."""
+        """Runs a forward pass and returns the stage's output for the next stage."""
 
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
         """Runs one pass with this rank's shard of the vocabulary."""
 
     def room(self, microbatch: int) -> Message:
-        """Returns empty tensors for the content of a receive of this microbatch."""
+        """Returns uninitialised tensors into which a receive of this microbatch writes."""
 
 
 class StageWork(ForwardWork, Protocol):
     """The computations of a rank's stages in forward and backward passes."""
 
     def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
-        """Returns the input gradient, given the output gradient; adds the weight gradients, unless `defer` postpones
-        them."""
+        """Returns the input gradient, given the output gradient. Adds the weight gradients, or with `defer` leaves them to
+        `backward_weights`."""
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
         """Adds the weight gradients that a backward pass has deferred."""
 
 
 class Executed(NamedTuple):
-    """An action that was executed; times are seconds of `time.perf_counter`."""
+    """An executed action; times are seconds of `time.perf_counter`."""
 
     kind: Kind
     stage: int
@@ -59,7 +59,7 @@ class Executed(NamedTuple):
 class StageLinks:
     """Transfers messages between the ranks of a pipeline.
 
-    Every stage has two of the `streams`: one for messages from the stage before it, one for messages from the next.
+    Every stage has two of the `streams`: one for messages from the previous stage, one for messages from the next stage.
     Therefore the order of messages matters only between two stages, and no receive waits for a send.
     """
 
@@ -70,14 +70,17 @@ class StageLinks:
         self._leaving: deque[tuple[Message, list[Handle]]] = deque()
 
     def send(self, send: Action, message: Message) -> None:
-        """Begins to send `message` and holds it until it has arrived. A limited number of sends per stage may be running."""
+        """Begins to send `message`, and references the tensors until they have arrived.
+
+        At most twice as many sends as the pipeline has stages may be running: the method waits for older sends.
+        """
         stream, peer = self._stream(partner(send)), self._schedule.peer(send)
         where = f"{send} to rank {stream.ranks[peer]}"
         self._leaving.append((message, [stream.send_async(tensor, peer, where) for tensor in message]))
         self.finish(but=2 * self._schedule.stages)
 
     def start_receive(self, receive: Action, room: Message) -> Result[Message]:
-        """Begins to receive into `room`, which the result returns."""
+        """Begins to receive into the tensors `room`; the result's `wait` returns them."""
         stream, peer = self._stream(receive), self._schedule.peer(receive)
         where = f"{receive} from rank {stream.ranks[peer]}"
         handles = [stream.recv_async(tensor, peer, where) for tensor in room]
@@ -90,7 +93,7 @@ class StageLinks:
         return Result(wait)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Encloses a wait for whichever message comes first."""
+        """Encloses a wait for the first message to arrive from any rank."""
         return self._streams[0].waiting("receive of a message")
 
     def finish(self, but: int = 0) -> None:
@@ -104,9 +107,9 @@ class StageLinks:
 
 
 def links_of(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
-    """Returns the links that carry messages of a step, in one order on all ranks.
+    """Returns the links that carry messages of a step, in the same order on all ranks.
 
-    Each link is (index among the streams of `StageLinks`, (sending rank, receiving rank)).
+    Each link is (index into the streams of `StageLinks`, (sending rank, receiving rank)).
     """
     borders = [(stage, stage + 1) for stage in range(schedule.stages - 1)]
     found = [(2 * after, before, after) for before, after in borders]
@@ -116,7 +119,7 @@ def links_of(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
 
 
 class StageRunner:
-    """Runs the computations of one rank in a step, in the caller's order, and hands results over between stages of the rank.
+    """Runs the computations of one rank in a step, in the caller's order, and passes results between stages of the rank.
 
     If the schedule has backward passes, `work` must be a `StageWork`.
     """
@@ -127,7 +130,7 @@ class StageRunner:
         self.made: dict[Action, Message] = {}  # results for other stages, by computation
 
     def run(self, action: Action, received: Message | None) -> None:
-        """Runs `action`; `received` is the message that a receive has brought for the action, if it needs one."""
+        """Runs `action`; `received` is the message from another rank, or None if the action needs no message."""
         kind, stage, microbatch = action
         source = self.schedule.input_of(action)
         if received is None and source is not None and source.stage != stage:
@@ -155,10 +158,11 @@ class ScheduledExecutor:
         self._actions = schedule.actions[links.rank]
         self._schedule, self._links, self._work = schedule, links, work
         self._computing = StageRunner(schedule, work)
-        self._coming: dict[Action, Result[Message]] = {}  # by receive
+        self._coming: dict[Action, Result[Message]] = {}  # posted receives, by action
 
     def run(self) -> list[Executed]:
-        """Runs all actions of a step. Raises `CollectiveError`, which names action and peer, when another rank is lost."""
+        """Runs all actions of a step and returns the trace. Raises `CollectiveError`, which names action and peer, when
+        another rank is lost."""
         posts = self._posts()
         for action in self._actions:
             if action.kind.computes:
@@ -172,7 +176,8 @@ class ScheduledExecutor:
         return self._computing.trace
 
     def _posts(self) -> Iterator[Sequence[Action]]:
-        """Yields for each computation the receives to post before it: those that come before the next computation."""
+        """Yields, for each computation, the receives to post before it: all receives up to the next computation in the
+        order."""
         waves: list[list[Action]] = [[]]
         for action in self._actions:
             if action.kind.computes:

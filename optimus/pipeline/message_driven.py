@@ -1,11 +1,12 @@
 """Runs a pipeline whose ranks compute in the order of arriving messages (AxoNN, chapter 3, algorithm 2).
 
-For each stage, one thread posts the receives from the stage before it, and another thread those from the next. The thread
-waits for each message in turn: Gloo reports an arrival only to a waiting caller. On an accelerator, a wait on the thread's
-own stream has the same effect. Therefore messages arrive as soon as possible, and their arrival decides the next
-computation.
+For each stage, one thread posts the receives from the previous stage, and another thread posts the receives from the next
+stage. Each thread waits for one message after the other, because Gloo reports an arrival only to a waiting caller. On an
+accelerator, the thread waits for a separate stream. Therefore a rank notices messages as soon as they arrive, and their
+arrival decides the next computation.
 
-Ranks that share a stage must run the same computations, since they meet in collectives: the first of them chooses for all.
+Ranks that share a stage must run the same computations, because they take part in the same collectives: the first of these
+ranks chooses for all.
 """
 
 import threading
@@ -26,9 +27,9 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD)
 
 
 class MessageDrivenExecutor:
-    """Runs a step of `schedule`, which only places the stages.
+    """Runs a step of `schedule`, which maps stages to ranks but has no actions.
 
-    See `ReadyQueue` for `caps`; `team` are the ranks that share this rank's stages.
+    See `ReadyQueue` for `caps`; `team` is the group of ranks that share this rank's stages.
     """
 
     def __init__(
@@ -48,11 +49,12 @@ class MessageDrivenExecutor:
         self._messages: dict[Action, Message] = {}
 
     def run(self) -> list[Executed]:
-        """Runs all computations of a step. Raises `CollectiveError`, which names action and peer, when another rank is
-        lost."""
+        """Runs all computations of a step and returns the trace. Raises `CollectiveError`, which names action and peer, when
+        another rank is lost."""
         stages = self._schedule.stages_of(self._links.rank)
         for first in (Action(kind, stage, 0) for stage in stages for kind in _KINDS):
-            if self._schedule.receive_for(first) is not None:  # one thread for all receives of a stage from one side
+            # One thread receives all messages of a stage from one neighbouring stage.
+            if self._schedule.receive_for(first) is not None:
                 name = f"receives {first}"
                 threading.Thread(target=self._receive_all, args=(first,), daemon=True, name=name).start()
         for _ in range(2 * len(stages) * self._schedule.microbatches):
@@ -91,7 +93,7 @@ class MessageDrivenExecutor:
         return action
 
     def _take_in(self) -> None:
-        """Waits for the next arrival."""
+        """Waits for the next message and adds its action to the ready queue; raises the error of a failed receive."""
         with self._links.waiting():
             action, message = self._queue.get()
         if isinstance(message, Exception):
@@ -119,7 +121,7 @@ class MessageDrivenExecutor:
 
 
 def _own_stream(device: torch.device) -> tuple[nullcontext[None] | torch.Stream, Callable[[], None]]:
-    """Returns a stream for this thread, and a function that waits for all work on that stream."""
+    """Returns a stream for this thread, and a function that waits for all operations of that stream."""
     if device.type == "cpu":
         return nullcontext(), lambda: None
     torch.accelerator.set_device_index(device.index or 0)  # each thread has its own current device

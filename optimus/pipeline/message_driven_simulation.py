@@ -18,19 +18,20 @@ def simulate_message_driven(
     prefer: Preference = "forward",
     stages_per_rank: int = 1,
 ) -> Timeline:
-    """Simulates ranks that, whenever free, run a forward or backward pass whose input has arrived, the preferred one first.
+    """Simulates ranks of which each idle one runs the preferred forward or backward pass among those whose input has
+    arrived.
 
-    See `ReadyQueue` for `caps` and `prefer`. Costs are F = I = W = 1 by default; backward passes are whole, and transfers
-    never block (`costs.blocking` is not used). Stage s is on rank s mod `ranks`.
+    See `ReadyQueue` for `caps` and `prefer`. By default F = I = W = 1. Backward passes are not split, and transfers never
+    block: the function ignores `costs.blocking`. Stage s is on rank s mod `ranks`.
 
-    Raises `UserError` for a cap below one and for costs or caps that do not fit the stages.
+    Raises `UserError` for a cap below one and for costs or caps whose number is not the number of stages.
     """
     schedule, costs = message_driven(ranks, microbatches, stages_per_rank), costs or Costs()
     duration = costs.durations(schedule.stages, microbatches)
     ready = [ReadyQueue(schedule, rank, caps, prefer) for rank in range(ranks)]
     free = [True] * ranks
     events: list[Event] = []
-    # (time, arrives, rank, action): the end of a computation on the rank, or the arrival of its input.
+    # (time, arrives, rank, action): if `arrives`, the input of `action` arrives on the rank; otherwise `action` ends there.
     coming: list[tuple[float, bool, int, Action]] = []
 
     def begin(rank: int, now: float) -> None:

@@ -12,8 +12,8 @@ Preference = Literal["forward", "backward", "arrival"]
 
 
 def find_caps(caps: int | Sequence[int] | None, stages: int) -> list[int]:
-    """Returns one cap per stage: as given, one number for all, or by default the number of stages (AxoNN's
-    `pipeline_limit`).
+    """Returns one cap per stage: the elements of `caps`, one number for all stages, or by default the number of stages
+    (AxoNN's `pipeline_limit`).
 
     Raises `UserError` for a cap below one and for more or fewer caps than stages.
     """
@@ -24,7 +24,7 @@ def find_caps(caps: int | Sequence[int] | None, stages: int) -> list[int]:
 
 
 def message_driven(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """Returns a schedule that places the stages and has no actions: the order is open. Stage s is on rank s mod ranks."""
+    """Returns a schedule without actions, because the order is open: it maps stage s to rank s mod `ranks`."""
     return Schedule("message-driven", ranks, microbatches, (), stages_per_rank=stages_per_rank)
 
 
@@ -34,13 +34,14 @@ class _Arrived(NamedTuple):
 
 
 class ReadyQueue:
-    """The computations of `rank` that could run now, and the live activations of its stages.
+    """The computations of `rank` whose input has arrived, and the live activations of the rank's stages.
 
-    `caps` are the most live activations of each stage, as in `find_caps`. One number for all is `pipeline_limit` of the
-    AxoNN dissertation: the pipeline then has at most that many microbatches at once.
+    `caps` are the maximum live activations of each stage, in a form that `find_caps` accepts. One number for all stages is
+    `pipeline_limit` of the AxoNN dissertation: the maximum number of microbatches in the pipeline.
 
-    `prefer` is forward, backward or arrival. Forward prefers a forward pass while its stage is below its cap, backward
-    prefers a backward pass, and arrival the earliest input. Among several stages the last comes first.
+    With `prefer` "forward", forward passes of stages below their caps come before backward passes. With "backward", backward
+    passes come first. With "arrival", the computation with the earliest input comes first. Among equally preferred
+    computations, the last stage comes first.
     """
 
     def __init__(self, schedule: Schedule, rank: int, caps: int | Sequence[int] | None, prefer: Preference) -> None:
@@ -72,13 +73,13 @@ class ReadyQueue:
         return any(item.action == action for item in self._arrived)
 
     def begin(self, action: Action) -> None:
-        """Begins `action`, as this rank or another has chosen."""
+        """Begins `action`, which this rank or another rank of its team has chosen."""
         self._arrived = [item for item in self._arrived if item.action != action]
         if action.kind is Kind.FORWARD:
             self._live[action.stage] += 1
 
     def end(self, action: Action) -> Action | None:
-        """Ends `action`; returns the action that needs its result, here or on another rank."""
+        """Ends `action`; returns the action, on any rank, that needs the result of `action`, or None if there is none."""
         kind, stage, microbatch = action
         if kind is Kind.BACKWARD:
             self._live[stage] -= 1

@@ -1,4 +1,4 @@
-"""Computes start and end times of computations in a given order, if transfers do not block computations."""
+"""Computes start and end times of computations in a given order, under the assumption that transfers do not block them."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ Interval = tuple[float, float]
 
 
 class ScheduleError(UserError):
-    """A schedule that cannot be correct. The message names the rank and the action."""
+    """Raised for an incorrect schedule. The message names the rank and the action."""
 
 
 def replay(
@@ -17,8 +17,8 @@ def replay(
 ) -> dict[Action, Interval]:
     """Returns (start, end) of every computation.
 
-    A computation begins when the one before it on its rank has ended and its inputs have arrived. An input arrives at the
-    end of the computation that made it, and `link` later if that computation was on another rank.
+    A computation begins when the previous computation on its rank has ended and its inputs have arrived. An input arrives
+    at the end of the computation that produces it, or `link` later if that computation is on another rank.
 
     Args:
         orders: the computations of each rank, in order.

@@ -1,4 +1,4 @@
-"""Reports a schedule and its timeline to people and to programs: the output of `optimus schedule`."""
+"""Reports a schedule and its timeline as text and as JSON: the output of `optimus schedule`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,18 +32,18 @@ def run(
     plot: Path | None = None,
     output: Path | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Makes, checks and simulates a schedule, writes the requested files, and returns its `summary` and a text for people.
+    """Makes, checks and simulates a schedule, writes the requested files, and returns the `summary` and a readable text.
 
     Args:
-        vocabulary: every rank has a shard of the vocabulary.
-        output_layer: time of the output layer's forward pass, which `costs` do not include. The last stage runs the output
-            layer, or with `vocabulary` all ranks together.
-        measured: a file of `write_timeline`, which is shown and drawn beside the simulated timeline.
-        plot: the PNG to draw.
-        output: the JSON file for `summary`.
+        vocabulary: gives every rank a shard of the vocabulary.
+        output_layer: the time of the output layer's forward pass, which `costs` do not include. The last stage runs the
+            output layer, or with `vocabulary` all ranks together.
+        measured: a file by `write_timeline` with a second timeline for the text and the PNG.
+        plot: the path of the PNG.
+        output: the path of the JSON file for `summary`.
 
-    Raises `UserError` for input that `make_schedule`, `Costs`, `read_timeline` or `draw` refuse, and for files that cannot
-    be written.
+    Raises `UserError` for input that `make_schedule`, `Costs`, `read_timeline` or `draw` refuse, and when it cannot write a
+    file.
     """
     schedule = make_schedule(name, ranks, microbatches, stages_per_rank, warmup_factor, vocabulary=vocabulary)
     check(schedule)
@@ -74,7 +74,7 @@ def _with_output_layer(costs: Costs, schedule: Schedule, forward: float) -> Cost
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """Returns the content of the JSON file; the lists `bubbles`, `peak_activations` and `actions` are per rank."""
+    """Returns the content of the JSON file; `bubbles`, `peak_activations` and `actions` have one element per rank."""
     return {
         "schedule": schedule.name,
         "ranks": schedule.ranks,

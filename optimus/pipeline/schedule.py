@@ -1,8 +1,8 @@
 """Describes a pipeline schedule as data: for each rank the list of its actions, in the order in which they begin.
 
-A *stage* is a run of consecutive layers; a rank holds one stage or several. Stage s gets activations from stage s - 1 and
-gradients from stage s + 1. Between stages of different ranks, activations and gradients travel by a send and a receive,
-which are separate actions. Neighbouring stages on one rank hand their results over directly.
+A *stage* consists of consecutive layers; a rank has one stage or several. Stage s gets activations from stage s - 1 and
+gradients from stage s + 1. Between stages of different ranks, a send and a receive, which are separate actions, transfer the
+activations and gradients. Neighbouring stages on one rank use each other's results directly.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,24 +17,25 @@ class Kind(str, Enum):
     """The kind of an action."""
 
     FORWARD = "forward"
-    BACKWARD = "backward"  # gradients of the input and of the weights at once
+    BACKWARD = "backward"  # gradients of the input and of the weights in one action
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHTS = "backward_weights"
     SEND_FORWARD = "send_forward"  # the stage's output, to the next stage
-    RECEIVE_FORWARD = "receive_forward"  # the stage's input, from the stage before it
-    SEND_BACKWARD = "send_backward"  # the gradient of the stage's input, to the stage before it
+    RECEIVE_FORWARD = "receive_forward"  # the stage's input, from the previous stage
+    SEND_BACKWARD = "send_backward"  # the gradient of the stage's input, to the previous stage
     RECEIVE_BACKWARD = "receive_backward"  # the gradient of the stage's output, from the next stage
-    # Look up the tokens of this rank's shard of the vocabulary; the first stage gets the sum.
+    # The embedding lookup of this rank's shard of the vocabulary; a reduce over the ranks gives the sum to the first stage.
     EMBED = "embed"
     # The logits of this rank's shard of the vocabulary, from the output that the last stage sends to all ranks.
     LOGITS = "logits"
-    # The loss and its gradients, from the normaliser of all ranks; the last stage gets the sum.
+    # The loss and its gradients, from the softmax normalisers of all ranks; a reduce gives the gradient's sum to the last
+    # stage.
     LOSS = "loss"
-    # The gradient of the embedding's shard, from the input gradient that the first stage sends to all ranks.
+    # The gradient of this rank's shard of the embedding, from the input gradient that the first stage sends to all ranks.
     EMBED_BACKWARD = "embed_backward"
 
     __str__ = str.__str__
-    __hash__ = str.__hash__  # Enum's own hash is slow, and actions are keys everywhere
+    __hash__ = str.__hash__  # the hash of Enum is slow, and many dicts have actions as keys
 
     @property
     def computes(self) -> bool:
@@ -72,8 +73,8 @@ _LETTERS = {
     Kind.EMBED_BACKWARD: "G",
 }
 VOCABULARY = (Kind.EMBED, Kind.LOGITS, Kind.LOSS, Kind.EMBED_BACKWARD)
-EMBEDDED_AHEAD = 2  # microbatches whose embeddings are computed before the first stage needs them
-# Half of a transfer -> the other half, and the distance to its stage.
+EMBEDDED_AHEAD = 2  # number of microbatches by which the embedding passes run ahead of the first stage
+# For each side of a transfer: the kind of the other side, and the other side's stage relative to this side's stage.
 _PARTNERS = {
     Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),
     Kind.RECEIVE_FORWARD: (Kind.SEND_FORWARD, -1),
@@ -83,7 +84,7 @@ _PARTNERS = {
 
 
 class Action(NamedTuple):
-    """The work of a rank for one microbatch in one of its stages; for a transfer, `stage` is the stage on this rank."""
+    """A computation or transfer of a rank for one microbatch; `stage` is the stage on this rank, also for a transfer."""
 
     kind: Kind
     stage: int
@@ -97,10 +98,10 @@ class Action(NamedTuple):
 class Schedule:
     """The actions of every rank in order, from the first forward pass of a step to its last backward pass.
 
-    The transfers are placed so that every rank's list is a part of one global order, in which a send and its receive are one
-    event (`with_transfers`). Therefore no ranks wait in a circle, even if every send lasts until its receive is reached. For
-    the same reason, the messages from one rank to another are sent in the order in which they are received. An executor may
-    post receives earlier, and may post adjacent transfers as one batch: both only make data ready sooner.
+    `with_transfers` places the transfers so that every rank's list is a part of one global order, in which a send and its
+    receive are one event. Therefore no ranks wait in a circle, even if every send lasts until the other rank reaches its
+    receive. For the same reason, a rank sends messages to another rank in the order in which that rank receives them. An
+    executor may post receives earlier, and may post adjacent transfers as one batch: both only make data ready sooner.
     """
 
     name: str
@@ -109,30 +110,29 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]  # per rank
     stages_per_rank: int = 1
     placement: Placement = "loop"
-    """The placement of stages on ranks. loop: stage s is on rank s mod ranks. v: rank r has stages r and 2 * ranks - 1 -
-    r."""
-    splits_backward: bool = False  # whether the gradients of inputs and of weights are actions of their own
-    splits_vocabulary: bool = False  # whether every rank has a shard of the vocabulary, and actions for it
+    """The map from stages to ranks. loop: stage s is on rank s mod ranks. v: rank r has stages r and 2 * ranks - 1 - r."""
+    splits_backward: bool = False  # True if the gradients of inputs and of weights are separate actions
+    splits_vocabulary: bool = False  # True if every rank has a shard of the vocabulary, and actions for this shard
 
     @property
     def stages(self) -> int:
         return self.ranks * self.stages_per_rank
 
     def in_order(self, orders: Iterable[Iterable[Action]]) -> "Schedule":
-        """Returns the same schedule with these actions for each rank."""
+        """Returns a copy of the schedule in which each rank has the actions of its element of `orders`."""
         return replace(self, actions=tuple(map(tuple, orders)))
 
     def rank_of(self, stage: int) -> int:
-        """Returns the rank that holds a stage."""
+        """Returns the rank of a stage."""
         turn, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.placement == "v" and turn % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
-        """Returns the stages that a rank holds, in ascending order."""
+        """Returns the stages of a rank, in ascending order."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def input_of(self, action: Action) -> Action | None:
-        """Returns the stage computation, on any rank, whose result this computation receives.
+        """Returns the stage computation, on any rank, whose result `action` receives.
 
         Returns None for forward passes of the first stage, and for passes of the vocabulary, which the ranks run together.
         """
@@ -153,17 +153,17 @@ class Schedule:
         return Kind.BACKWARD_INPUT if self.splits_backward else Kind.BACKWARD
 
     def inputs_of(self, action: Action) -> list[Action]:
-        """Returns all computations, on any ranks, that must end before this one can begin."""
+        """Returns all computations, on any ranks, that must end before `action` can begin."""
         found, of_all = self.waits_for(action)
         if of_all is not None:
             found += [Action(of_all, rank, action.microbatch) for rank in range(self.ranks)]
         return found
 
     def waits_for(self, action: Action) -> tuple[list[Action], Kind | None]:
-        """Returns the stage computations that must end before this one can begin, and the kind of vocabulary pass it waits
-        for.
+        """Returns the stage computations that must end before `action` can begin, and the kind of vocabulary pass that all
+        ranks must end before, for the same microbatch.
 
-        Every rank must have run a pass of this kind for the same microbatch; None if there is no such kind.
+        The kind is None if `action` waits for no vocabulary pass.
         """
         kind, stage, microbatch = action
         source = self.input_of(action)
@@ -187,7 +187,7 @@ class Schedule:
         return found, None
 
     def receive_for(self, action: Action) -> Action | None:
-        """Returns the receive that brings a computation its input; None if the input is made on the same rank."""
+        """Returns the receive of a computation's input; None if the computation has no input from another rank."""
         source = self.input_of(action)
         if source is None or self.rank_of(source.stage) == self.rank_of(action.stage):
             return None
@@ -195,7 +195,7 @@ class Schedule:
         return Action(kind, action.stage, action.microbatch)
 
     def send_of(self, action: Action) -> Action | None:
-        """Returns the send that takes a computation's result to another rank; None if no other rank needs the result."""
+        """Returns the send of a computation's result; None if no other rank needs the result."""
         kind, stage, microbatch = action
         if kind is Kind.BACKWARD_WEIGHTS or kind.of_vocabulary:
             return None
@@ -205,7 +205,7 @@ class Schedule:
         return Action(send, stage, microbatch)
 
     def made_for(self, send: Action) -> Action:
-        """Returns the computation whose result is sent."""
+        """Returns the computation whose result `send` sends."""
         kind = Kind.FORWARD if send.kind is Kind.SEND_FORWARD else self.first_backward
         return send._replace(kind=kind)
 
@@ -229,15 +229,15 @@ class Computed(Protocol):
 
     @property
     def stage(self) -> int:
-        """The stage of the pipeline."""
+        """The stage of the action."""
 
 
 def live_changes(steps: Iterable[Computed]) -> Iterator[tuple[int, int]]:
-    """Yields (stage, change of its live activations) for each step of one rank, in their order.
+    """Yields, for each action or event in `steps` of one rank, (stage, change of the stage's live activations).
 
-    The unit is one stage's saved activations of one microbatch, from the beginning of the forward pass to the end of the
-    backward pass. If the backward pass is split, activations live to the end of the weight part, which needs the inputs of
-    the layers.
+    The unit is one stage's saved activations of one microbatch. They live from the beginning of the forward pass to the end
+    of the backward pass. If the backward pass is split, activations live to the end of the weight part, which needs the
+    inputs of the layers.
     """
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHTS: -1}
     return ((step.stage, changes.get(step.kind, 0)) for step in steps)

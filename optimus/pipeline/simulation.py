@@ -9,11 +9,11 @@ from optimus.pipeline.timeline import Event, Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Returns the start and end of every action of a (checked) schedule.
+    """Returns the timeline of all actions of a schedule that `check` has proved.
 
-    Default costs: forward pass 1, both parts of a backward pass 1, so together 2; links take no time.
+    By default a forward pass and each of the two parts of a backward pass take 1, and links take no time.
 
-    Raises `UserError` when the costs do not fit the stages.
+    Raises `UserError` when costs per stage do not have one number per stage.
     """
     costs = costs or Costs()
     times = (_blocking if costs.blocking else _overlapping)(schedule, costs)
@@ -24,7 +24,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def _overlapping(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
-    """Simulates transfers that begin when their content is made and take no computing time."""
+    """Simulates transfers that begin when the computation of their content ends, and that never delay a computation on their
+    ranks."""
     times = _computations(schedule, costs)
     for action, (_, end) in list(times.items()):
         send = schedule.send_of(action)
@@ -39,9 +40,9 @@ def _computations(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
 
 
 def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
-    """Simulates ranks that post adjacent transfers together and wait for all; a transfer begins when both sides have posted
-    it."""
-    # The actions of each rank in runs of computations and runs of transfers.
+    """Simulates ranks that post adjacent transfers together and wait for all of them; a transfer begins when both sides have
+    posted it."""
+    # For each rank, its actions in alternating runs of computations and of transfers.
     runs = [
         (list(run) for _, run in groupby(actions, lambda action: action.kind.computes)) for actions in schedule.actions
     ]
@@ -77,6 +78,6 @@ def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
 
 
 def makespan(schedule: Schedule, costs: Costs) -> float:
-    """Returns the end of the last action, without the whole timeline. Raises as `simulate` does."""
+    """Returns the end of the last action without making the whole timeline. Raises the errors of `simulate`."""
     times = (_blocking if costs.blocking else _computations)(schedule, costs)
     return max(end for _, end in times.values())

@@ -1,8 +1,8 @@
-"""Holds the stages of a model that are on one rank, and computes each of them. Without a pipeline there is one stage, and a
-step alternates its forward and backward passes.
+"""Holds the stages of a model that are on one rank, and runs their passes. Without a pipeline there is one stage, and a step
+alternates forward and backward passes.
 
-A stage's output is the residual stream and the router statistics of all blocks so far. Router losses depend on the sums over
-all layers. Therefore the last stage computes the router losses once, and their gradients flow back with the others.
+A stage's output is the residual stream and the router statistics of all blocks so far. Router losses depend on sums over all
+layers. Therefore only the last stage computes the router losses, and their gradients flow back through the earlier stages.
 
 Legend: T rows of the residual stream, H columns of it, E experts.
 """
@@ -31,12 +31,12 @@ from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
 class Objective(Protocol):
     """The objective that a step minimises."""
 
-    count: float  # divisor of the sum of a microbatch's cross-entropies
+    count: float  # the divisor of the sum of a microbatch's cross-entropies
     scale: float  # the gradient of the minimised value with respect to the cross-entropy
 
     @property
     def add_rows(self) -> Callable[[Batch, Tensor, Tensor], None] | None:
-        """A callback for a microbatch, its targets and the cross-entropy of each target; None if there is none."""
+        """A callback with the arguments (microbatch, its targets, cross-entropy of each target), or None."""
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
         """Returns the value to minimise for a microbatch, and the value to report."""
@@ -45,14 +45,14 @@ class Objective(Protocol):
 class Gradients(Protocol):
     """The receiver of the gradients of this rank's stages, for example a `ModelState`.
 
-    Parameters of a vocabulary that is split over the pipeline belong to no stage; their stage number is -1.
+    The parameters of a vocabulary that is split over the pipeline belong to no stage and have the stage number -1.
     """
 
     def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Encloses the backward pass of a microbatch through a stage, or a part of that pass."""
 
     def reduce_on_arrival(self, stage: int) -> None:
-        """Announces that the coming backward pass, which is not split, is the last of the stage."""
+        """Announces that the next backward pass, which is not split, is the last one of the stage."""
 
     def start_reduction(self, stage: int) -> None:
         """Starts the reduction after the stage's last backward pass."""
@@ -63,8 +63,8 @@ class StagePartition(NamedTuple):
 
     blocks: Sequence[range]
     here: Sequence[int]
-    vocabulary: bool = False  # whether every rank has a shard of it, whose parameters have the stage -1
-    # The first stage with trained parameters; its input needs no gradient.
+    vocabulary: bool = False  # True if every rank has a shard of the vocabulary, whose parameters have the stage -1
+    # The first stage with trained parameters, whose input needs no gradient; -1 if the embedding is trained.
     trained_from: int = -1
 
     @property
@@ -76,7 +76,7 @@ class StagePartition(NamedTuple):
         return len(self.blocks) - 1 in self.here
 
     def stage_of(self, name: str) -> int:
-        """Returns the stage of a parameter; for a tied embedding the first stage."""
+        """Returns the stage of a parameter: for a tied embedding the first stage, for a split vocabulary -1."""
         if self.vocabulary and name.startswith(("embedding.", "head.")):
             return -1
         if name.startswith("blocks."):
@@ -118,12 +118,13 @@ def _select(model: Transformer, partition: StagePartition) -> None:
 
 
 class PipelineStages(nn.Module):
-    """The stages of `model` on this rank; the model is reduced to them.
+    """The stages of `model` on this rank; the constructor removes the parameters of other stages from `model`.
 
-    `share` gives the numbers of parts into which rows and columns of the residual stream are split over ranks. The residual
-    stream has type `dtype`. `execute`, made by `training/stages.py`, runs the work of a number of microbatches, with or
-    without backward passes. `pipeline` is the group of its ranks, and `last` is the rank with the last stage. The length of
-    sequences must be a multiple of `multiple`. `links` exist where every rank has a shard of the vocabulary.
+    `share` gives the numbers of parts into which the ranks split rows and columns of the residual stream. The residual
+    stream has type `dtype`. `execute` (made by `training/stages.py`) runs a `ForwardWork` for a number of microbatches, with
+    or without backward passes. `pipeline` is the group of the pipeline's ranks, and `last` is the rank in it with the last
+    stage. The length of sequences must be a multiple of `multiple`. `links` is None unless every rank has a shard of the
+    vocabulary.
     """
 
     def __init__(
@@ -143,8 +144,8 @@ class PipelineStages(nn.Module):
         self.model = model
         self.partition, self.share, self.dtype = partition, share, dtype
         self.execute, self.pipeline, self.last, self.multiple, self.links = execute, pipeline, last, multiple, links
-        self.trace: list[Executed] = []  # of the last step
-        # A teacher's soft targets for the tokens at these positions, on the last stage's rank.
+        self.trace: list[Executed] = []  # trace of the last step
+        # Maps (microbatch, positions) to a teacher's soft targets for these tokens, on the last stage's rank.
         self.teacher: Callable[[Batch, Tensor], SoftTargets] | None = None
         self.stages = {stage: Blocks(model.blocks[i] for i in partition.blocks[stage]) for stage in partition.here}
 
@@ -154,10 +155,10 @@ class PipelineStages(nn.Module):
         return self.model.config
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """Evaluates `Transformer.at_tokens` of the whole model, fp32 [N, 2], on every rank; all ranks must call.
+        """Evaluates `Transformer.at_tokens` of the whole model, fp32 [N, 2], on every rank. All ranks must call this method.
 
         The rank with the last stage computes the values and broadcasts them. Where every rank has a shard of the output
-        layer, the last stage broadcasts the hidden states of these tokens instead.
+        layer, that rank broadcasts the hidden states of these tokens instead.
         """
         model, length = self.model, tokens_BS.shape[1]
         model.check_length(length)
@@ -183,16 +184,16 @@ class PipelineStages(nn.Module):
     def train_microbatches(
         self, microbatches: Sequence[Batch], objective: Objective, gradients: Gradients
     ) -> list[Tensor]:
-        """Runs the forward and backward passes of a step; returns, on the last stage's rank, the report of `objective` per
-        microbatch."""
+        """Runs the forward and backward passes of a step; returns, on the last stage's rank, the value that `objective`
+        reports for each microbatch."""
         work = _Training(self, microbatches, objective, gradients)
         self.trace = self.execute(work, len(microbatches), True)
         work.finish()
         return work.reported
 
     def router_statistics(self, microbatches: Sequence[Batch]) -> list[RouterStats]:
-        """Returns, on the last stage's rank, the statistics of each microbatch, summed over all layers; runs forward passes
-        only."""
+        """Runs forward passes only; returns, on the last stage's rank, the router statistics of each microbatch, summed over
+        all layers."""
         found: list[RouterStats | None] = []
         self._run_forward(microbatches, lambda _x_TH, stats: found.append(stats))
         return [stats for stats in found if stats is not None]
@@ -210,7 +211,7 @@ class PipelineStages(nn.Module):
 
 
 class _Forward:
-    """The `ForwardWork` of some microbatches."""
+    """The `ForwardWork` of `microbatches` in the stages `staged`."""
 
     def __init__(
         self,
@@ -227,7 +228,7 @@ class _Forward:
         self._last_stage, self._trains = len(staged.partition.blocks) - 1, trains
         self._choices = sum(staged.config.expert_counts)  # length of the vectors in the router statistics
         self._whole = whole
-        # By number of sequences. Microbatches with documents find their own positions.
+        # Positions by number of sequences. For a microbatch with documents, `_run` finds the positions each time.
         self._lying = {len(each.tokens_BS): self._find(each) for each in microbatches}
         self._vocabulary: VocabularyPasses | None = None
         if staged.links is not None:
@@ -235,7 +236,7 @@ class _Forward:
             self._vocabulary = VocabularyPasses(*given, lambda number: self.room(number)[0], count, scale, trains)
 
     def _find(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
-        """Returns the positions of these sequences, as numbers and for the blocks."""
+        """Returns the positions of the batch's sequences on this rank, as a tensor and in the form for the blocks."""
         model = self._staged.model
         return model.full_positions(batch.tokens_BS) if self._whole else model.places(batch)
 
@@ -270,7 +271,8 @@ class _Forward:
         return (x_TH,) if stats is None else (x_TH, _packed(stats))
 
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message | None:
-        """Processes the output of the last stage's blocks; returns the start of its backward pass, or None without one."""
+        """Processes the output of the last stage's blocks; returns the tensors at which the backward pass begins, or None
+        without a backward pass."""
         assert self._end is not None
         self._end(x_TH, stats)
         return None
@@ -294,7 +296,7 @@ class _Forward:
 
 
 class _Training(_Forward):
-    """The `StageWork` of a step."""
+    """The `StageWork` of a training step."""
 
     def __init__(
         self, staged: PipelineStages, microbatches: Sequence[Batch], objective: Objective, gradients: Gradients
@@ -303,8 +305,10 @@ class _Training(_Forward):
         self._objective, self._gradients = objective, gradients
         self._kept: dict[tuple[int, int], tuple[Message | None, Message]] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self._left = dict.fromkeys(staged.partition.here, len(microbatches))  # backward passes left, by stage
-        self._router: dict[int, RouterStats | None] = {}  # statistics of the last stage, until the loss is known
+        # Number of remaining backward passes, by stage.
+        self._left = dict.fromkeys(staged.partition.here, len(microbatches))
+        # Output statistics of the last stage by microbatch, until its backward pass.
+        self._router: dict[int, RouterStats | None] = {}
         self.reported: list[Tensor] = []
 
     def _run(self, stage: int, microbatch: int, given: Message | None) -> Message | None:
@@ -337,7 +341,7 @@ class _Training(_Forward):
     def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
         given, made = self._kept.pop((stage, microbatch))
         grads: Sequence[Tensor | None] = received or (None,)
-        if stage == self._last_stage and self._vocabulary is not None:  # from the output and the router's losses
+        if stage == self._last_stage and self._vocabulary is not None:  # backward from the output and the router losses
             target_T, rows_T, x_grad_TH = self._vocabulary.output_gradient(microbatch)
             if self._objective.add_rows is not None:
                 self._objective.add_rows(self._microbatches[microbatch], target_T, rows_T)
@@ -363,7 +367,7 @@ class _Training(_Forward):
         return gradients
 
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
-        with self._gradients.backward(-1, microbatch):  # shards of the output layer and of the embedding
+        with self._gradients.backward(-1, microbatch):  # the shards of output layer and embedding have the stage -1
             super().vocabulary(kind, microbatch)
         if kind is Kind.EMBED_BACKWARD and microbatch == len(self._microbatches) - 1:
             self._gradients.start_reduction(-1)
@@ -391,7 +395,8 @@ def _unpacked(packed: Tensor, tokens: int) -> RouterStats:
 
 
 def _backward(made: Message, grads: Sequence[Tensor | None]) -> None:
-    """Runs the backward pass from tensors that need one: in frozen stages before the first trained one, none does."""
+    """Runs the backward pass from the tensors of `made` that require a gradient; frozen stages before the first trained
+    stage have no such tensor."""
     needing = [(tensor, grad) for tensor, grad in zip(made, grads, strict=True) if tensor.requires_grad]
     if needing:
         tensors, gradients = zip(*needing)

@@ -28,8 +28,8 @@ class Weights(NamedTuple):
 def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[range]:
     """Returns the blocks of each stage, in order, so that the time of the slowest stage is minimal.
 
-    Among such partitions, the result minimises the memory of the fullest stage, and then the unevenness in time. Every stage
-    has at least one block.
+    Among these partitions, the result minimises the largest memory of a stage, and then the sum of squared times. Every
+    stage has at least one block.
 
     Raises:
         UserError: there are fewer blocks than stages.
@@ -44,13 +44,15 @@ def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[ra
     held = taken if memory is None else _sums(memory, stages)
 
     def within(limit: float, cost: Callable[[int, int, int], float]) -> float:
-        """Returns the minimal largest cost over partitions whose stages take no more time than `limit`."""
+        """Returns the smallest possible largest cost of a stage, plus a tolerance, over partitions in which each stage takes
+        at most the time `limit`."""
         return (
             _MORE
             * _search(blocks, stages, lambda *stage: (cost(*stage) if taken(*stage) <= limit else inf, 0.0)).largest
         )
 
-    rough = _MORE * max(taken(*stage) for stage in _even(time.blocks, stages))  # prunes the search
+    # An upper bound, which prunes the search.
+    rough = _MORE * max(taken(*stage) for stage in _even(time.blocks, stages))
     longest = within(rough, taken)
     fullest = within(longest, held)
 
@@ -72,24 +74,25 @@ def _even(weights: Sequence[float], stages: int) -> list[tuple[int, int, int]]:
 
 
 def _sums(weights: Weights, stages: int) -> Callable[[int, int, int], float]:
-    """Returns a function that sums the weights of a stage from one block to another."""
+    """Returns a function of (stage, start, end) that sums the weights of a stage with the blocks `start` to `end`."""
     sums = list(accumulate(weights.blocks, initial=0.0))
     besides = {0: weights.first} | {stages - 1: weights.last + (weights.first if stages == 1 else 0.0)}
     return lambda stage, start, end: sums[end] - sums[start] + besides.get(stage, 0.0)
 
 
 def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[float, float]]) -> _Split:
-    """Returns the partition whose largest cost is minimal, and among equals the one whose sum is minimal.
+    """Returns the partition whose largest cost is minimal, and among equal partitions the one whose sum is minimal.
 
-    Ties are decided at every prefix of stages. `cost` of a stage from block `start` to `end` is a pair. The first is the
-    cost, which does not fall with more blocks and is infinite where a stage may not have them. The second is the term to
-    sum.
+    The search decides ties at every prefix of stages. `cost` of (stage, start, end) is a pair for a stage with the blocks
+    `start` to `end`. The first element is the cost: it does not fall with more blocks, and is infinite for forbidden blocks.
+    The second element is the term of the sum.
     """
-    ends = [blocks]  # per stage the earliest end for which the later stages can take the remaining blocks
+    ends = [blocks]  # for each stage, the earliest end for which the later stages can have the remaining blocks
     for stage in range(stages - 1, 0, -1):
         starts = range(stage, ends[0])
         ends.insert(0, starts[bisect_left(starts, True, key=lambda start: cost(stage, start, ends[0])[0] < inf)])
-    best: list[_Split | None] = [_Split(0.0, 0.0, ()), *([None] * blocks)]  # for the first stages
+    # The best partition of the first `end` blocks over the stages so far, by `end`.
+    best: list[_Split | None] = [_Split(0.0, 0.0, ()), *([None] * blocks)]
     for stage in range(stages):
         following: list[_Split | None] = [None] * (blocks + 1)
         possible = [(start, before) for start, before in enumerate(best) if before is not None]
@@ -100,7 +103,7 @@ def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[floa
                     continue
                 own, summed = cost(stage, start, end)
                 if own == inf or (chosen is not None and own > chosen.largest):
-                    break  # more blocks cost no less
+                    break  # a stage with more blocks costs at least the same
                 least = max(before.largest, own), before.summed + summed
                 if chosen is None or (*least, before.ends) < (chosen.largest, chosen.summed, chosen.ends[:-1]):
                     chosen = _Split(*least, (*before.ends, end))

@@ -1,5 +1,4 @@
-"""Describes the timeline of a pipeline, simulated or measured: start and end of every action, and the metrics that
-follow."""
+"""Describes the simulated or measured timeline of a pipeline: start and end of every action, and metrics."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from optimus.pipeline.schedule import Kind, live_changes
 
 
 class Event(NamedTuple):
-    """An action with its times, all in one unit."""
+    """An action with its times, in the unit of its timeline."""
 
     rank: int
     kind: Kind
@@ -42,7 +41,7 @@ class Timeline:
 
     @cached_property
     def computations(self) -> list[list[Event]]:
-        """The computations of each rank, by start."""
+        """The computations of each rank, in the order of their starts."""
         found: list[list[Event]] = [[] for _ in range(self.ranks)]
         for event in self.events:
             if event.kind.computes:
@@ -56,23 +55,24 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Time from the first event to the end of the last."""
+        """The time at which the last event ends; the first event begins at zero."""
         return max((event.end for event in self.events), default=0.0)
 
     @property
     def busy(self) -> list[float]:
-        """Computing time of each rank."""
+        """The computing time of each rank."""
         return [sum(event.end - event.start for event in events) for events in self.computations]
 
     @property
     def bubbles(self) -> list[float]:
-        """The bubble of each rank: idle time over computing time, where idle time is the makespan minus the computing
+        """The bubble of each rank: idle time divided by computing time, where idle time is the makespan minus the computing
         time."""
         return [(self.makespan - busy) / busy if busy else float("inf") for busy in self.busy]
 
     @property
     def bubble(self) -> float:
-        """Idle time of all ranks over their computing time. (The literature's: (p - 1) / m for GPipe and 1F1B.)"""
+        """The idle time of all ranks divided by their computing time, as in the literature: (p - 1) / m for GPipe and
+        1F1B."""
         busy = sum(self.busy)
         return (self.ranks * self.makespan - busy) / busy if busy else float("inf")
 
@@ -87,15 +87,15 @@ class Timeline:
 def write_timeline(path: Path, timeline: Timeline, simulated: Timeline | None = None) -> None:
     """Writes a timeline for `read_timeline`: `{"ranks": n, "events": [[rank, kind, stage, microbatch, start, end], ...]}`.
 
-    The events of a `simulated` timeline go under the key "simulated", for reports.
+    The file has the events of a `simulated` timeline under the key "simulated", for reports.
     """
     beside = {} if simulated is None else {"simulated": simulated.events}
     write_json(path, {"ranks": timeline.ranks, "events": timeline.events, **beside})
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Reads a timeline, for example of a measured run. Raises `UserError` when the file is missing or holds something
-    else."""
+    """Reads a timeline, for example of a measured run. Raises `UserError` when the file is missing or has another
+    content."""
     path = user_path(path)
     try:
         content = parse_json(path.read_text(encoding="utf-8"))

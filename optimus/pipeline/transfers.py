@@ -1,23 +1,23 @@
-"""Adds sends and receives to an order of computations, so that they cannot deadlock."""
+"""Adds sends and receives to an order of computations, so that the ranks cannot deadlock."""
 
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.replay import replay
 from optimus.pipeline.schedule import Action, Schedule, partner
 
-USUAL = Costs(logits=0.25)  # typical relative times, which choose among several safe places for a transfer
+USUAL = Costs(logits=0.25)  # typical relative times, which choose among several safe positions of a transfer
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
-    """Returns a schedule of computations with the sends and receives between ranks inserted.
+    """Inserts the sends and receives between ranks into `schedule`, which has computations alone.
 
-    The computations are simulated with usual times. A transfer happens, as one event, when the computation that makes its
-    content ends; at the same moment, transfers come before computations that begin. Sorted by time, all events form one
-    global order, and the actions of a rank are those of its events. The earliest event not yet done can always happen.
-    Therefore no deadlock is possible, even if a send lasts until its receive is reached. A transfer to a busy rank stands
-    after the rank's current computation.
+    The function simulates the computations with the times `USUAL`. A transfer is one event at the end of the computation
+    that produces its content. Among simultaneous events, transfers come before computations that begin. Sorted by time, all
+    events form one global order, and each rank's list consists of its events in this order. The earliest remaining event can
+    always happen. Therefore no deadlock is possible, even if a send lasts until the other rank reaches its receive. A
+    transfer to a busy rank comes after the rank's current computation.
 
-    In the steady state of 1F1B the forward send and the backward receive between two neighbours coincide, and therefore are
-    adjacent.
+    In the steady state of 1F1B, the forward send and the backward receive between two neighbours are simultaneous, and
+    therefore adjacent in the lists.
 
     Raises `ScheduleError` when ranks wait for each other in a circle.
     """

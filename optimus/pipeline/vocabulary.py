@@ -1,9 +1,9 @@
 """Runs the embedding and the output layer of a pipeline whose ranks all have a shard of the vocabulary.
 
-Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. Transfers between the ranks
-overlap with other computations: the schedule says which computations come in between.
+Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. Transfers between the
+ranks overlap with the computations that the schedule has between the vocabulary passes.
 
-Legend: T rows of the residual stream, H columns of it, V tokens whose rows of the weight are here.
+Legend: T rows of the residual stream, H columns of it, V tokens of this rank's shard of the vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,22 +21,22 @@ from optimus.pipeline.schedule import Kind, Schedule
 
 
 class VocabularyLinks(NamedTuple):
-    """The groups for the exchanges between the ranks of a pipeline.
+    """The groups for vocabulary transfers between the ranks of a pipeline.
 
-    Each exchange has a group of its own, because the order of the exchanges differs from rank to rank.
+    Each kind of transfer has a separate group, because the order of the transfers differs from rank to rank.
     """
 
     first: int  # the pipeline rank with the first stage
-    last: int
-    outputs: Group  # of the last stage
+    last: int  # the pipeline rank with the last stage
+    outputs: Group  # for the outputs of the last stage
     output_gradients: Group
     embeddings: Group
     embedding_gradients: Group
-    normalisers: Group  # all ranks with other shards of the vocabulary
+    normalisers: Group  # for softmax normalisers: all ranks that together have the whole vocabulary
 
     @classmethod
     def along(cls, groups: Groups, place: Schedule) -> "VocabularyLinks":
-        """Makes the groups; all ranks must call. `place` maps stages to ranks."""
+        """Makes the groups; all ranks must call this method. `place` maps stages to ranks."""
         ends = place.rank_of(0), place.rank_of(place.stages - 1)
         return cls(*ends, *groups.apart(4, "pp"), *groups.apart(1, "pp", "tp_out"))
 
@@ -57,8 +57,8 @@ class _Logits(NamedTuple):
 class VocabularyPasses:
     """The vocabulary passes of a rank in one step.
 
-    `positions_S` are the sequence positions on this rank. `room` returns an empty tensor with the shape of a stage's output
-    for a microbatch. The loss is a sum divided by `count`, and its gradient is multiplied by `scale`.
+    `positions_S` are the sequence positions on this rank. `room` returns an uninitialised tensor with the shape of a stage's
+    output for a microbatch. The gradient of the loss is the gradient of the summed cross-entropy times `scale` / `count`.
     """
 
     def __init__(
@@ -84,30 +84,33 @@ class VocabularyPasses:
         self._under_way: dict[tuple[str, int], tuple[Tensor, Handle]] = {}  # running transfers, by name and microbatch
 
     def run(self, kind: Kind, microbatch: int) -> None:
-        """Runs one pass."""
+        """Runs one vocabulary pass of a microbatch."""
         passes = {Kind.EMBED: self._embed, Kind.LOGITS: self._find_logits, Kind.LOSS: self._find_loss}
         passes.get(kind, self._embed_backward)(microbatch)
 
     def embedded(self, microbatch: int) -> Tensor:
-        """Returns the input of the first stage [T, H], on the first stage's rank."""
+        """Waits for the input of the first stage [T, H] and returns it, on the first stage's rank."""
         x_TH, handle = self._under_way.pop(("embedding", microbatch))
         handle.wait()
         return x_TH
 
     def send_output(self, microbatch: int, x_TH: Tensor) -> None:
-        """Begins to send the normalised output of the last stage to all ranks, from the last stage's rank."""
+        """Begins to send the normalised output of the last stage to all other ranks; only the last stage's rank calls this
+        method."""
         self._outputs[microbatch] = x_TH
         self._give(x_TH, self._links.outputs, "output", microbatch)
 
     def output_gradient(self, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (targets [T], cross-entropy of each, gradient [T, H] of the sent output), on the last stage's rank."""
+        """Waits for the gradient of the sent output; returns (targets [T], their cross-entropies [T], gradient [T, H]), on
+        the last stage's rank."""
         x_grad_TH, handle = self._under_way.pop(("output gradient", microbatch))
         handle.wait()
         self._finish("output", microbatch)  # the gradient proves that all ranks have received the output
         return *self._losses.pop(microbatch), x_grad_TH
 
     def send_input_gradient(self, microbatch: int, x_grad_TH: Tensor) -> None:
-        """Begins to send the gradient of the first stage's input to all ranks, from the first stage's rank."""
+        """Begins to send the gradient of the first stage's input to all other ranks; only the first stage's rank calls this
+        method."""
         self._input_gradients[microbatch] = x_grad_TH
         self._give(x_grad_TH, self._links.embedding_gradients, "gradient of the embeddings", microbatch)
 
@@ -157,7 +160,8 @@ class VocabularyPasses:
     def _embed_backward(self, microbatch: int) -> None:
         group, what = self._links.embedding_gradients, "gradient of the embeddings"
         x_grad_TH = self._given(self._input_gradients, group, self._links.first, what, microbatch)
-        for what in ("embedding", "output gradient"):  # this gradient depends on both, so both have arrived
+        # The received gradient depends on both transfers, so both have ended.
+        for what in ("embedding", "output gradient"):
             self._finish(what, microbatch)
         edge = self._embedding_edges.pop(microbatch, None)
         if edge is not None:
@@ -169,8 +173,8 @@ class VocabularyPasses:
     def _give(self, tensor: Tensor, group: Group, what: str, microbatch: int) -> None:
         """Begins to send `tensor` to every other rank of `group`.
 
-        A broadcast could deadlock: data for one rank may be forwarded by another rank. Ranks are in different passes, and
-        would wait for each other in a circle.
+        A broadcast could deadlock, because one rank may forward the data of another rank. Ranks run different passes, and
+        could wait for each other in a circle.
         """
         where = f"send of the {what} of microbatch {microbatch} to rank"
         others = [rank for rank in range(group.size) if rank != group.rank]
@@ -183,8 +187,8 @@ class VocabularyPasses:
         self._under_way[what, microbatch] = tensor, Handle(wait)
 
     def _given(self, own: dict[int, Tensor], group: Group, source: int, what: str, microbatch: int) -> Tensor:
-        """Returns the tensor that rank `source` of `group` sends to all next; on `source` itself, the tensor comes from
-        `own`."""
+        """Receives the next tensor that rank `source` of `group` sends to all other ranks; on `source` itself, returns the
+        microbatch's tensor from `own`."""
         if self._rank == source:
             return own.pop(microbatch)
         tensor = self._room(microbatch)
@@ -193,9 +197,10 @@ class VocabularyPasses:
         return tensor
 
     def _finish(self, what: str, microbatch: int) -> None:
-        """Waits for a transfer of this rank, if there is one, whose receivers are known to be done, and frees its tensor.
+        """Waits for this rank's transfer `what` of a microbatch, if there is one, and frees the tensor.
 
-        An earlier wait could deadlock, because the schedule decides when the other ranks receive.
+        The caller must know that the receivers have the tensor. An earlier wait could deadlock, because the schedule decides
+        when the other ranks receive.
         """
         _, handle = self._under_way.pop((what, microbatch), (None, None))
         if handle is not None:

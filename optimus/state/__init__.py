@@ -1,1 +1,1 @@
-"""The home of the model state: chunks, and the optimizer step on them. Begin with `chunk.py`."""
+"""The model state in chunks, and the optimizer step on the chunks. Begin with `chunk.py`."""

@@ -1,8 +1,8 @@
-"""Plans the buffers of a chunk: their contents, their share of the chunk, their residency and their lifetime.
+"""Plans each buffer of a chunk: contents, fraction of the chunk, memory (device, host or disk) and lifetime.
 
-A chunk is sharded in steps: first over a few ranks near one another, then each shard over more of them, and so on
-(`plan.py`). A buffer of depth d holds what a rank has after d of these steps; a buffer of depth 0 holds the whole chunk.
-ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ only in the depths of three kinds:
+A chunk is sharded in steps (`plan.py`): the first step shards it over a few neighbouring ranks, and each further step shards
+every shard over more ranks. A buffer of depth d holds a rank's shard after d steps; a buffer of depth 0 holds the whole
+chunk. ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ only in the depths of three kinds of buffers:
 
                                                   parameters   gradients   master weights and moments
     none (DDP)                                             0           0                            0
@@ -11,13 +11,14 @@ ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ only in the depth
     parameters (ZeRO-3)                                    1           1                            1
     parameters, over 2, 8 and all ranks                    1           2                            3
 
-`RESIDENCES` says where each kind is kept. Parameters on the host have device memory only while they are used, like sharded
-parameters. On the host they are sharded like master weights: each rank uploads its shard, and the device gathers all shards.
+`RESIDENCES` gives the memory of each kind. Parameters on the host have device memory only while modules use them, like
+sharded parameters. Parameters on the host are sharded like master weights: each rank uploads its shard, and the ranks
+all-gather the shards on the device.
 
-Frozen parameters have only the first kind, sharded as far as its depth says.
+A chunk of frozen parameters has only parameter buffers, sharded to the depth of the parameters.
 
-Pruned parameters keep, reduce and send only their unpruned elements (SAMO: `masks.py`). Modules compute with dense
-parameters and produce dense gradients. The gradients are compressed when the last one of a microbatch has arrived. All other
+A pruned chunk stores, reduces and sends only its unpruned elements (SAMO: `masks.py`). Modules compute with dense parameters
+and produce dense gradients. The chunk compresses its gradients when the last gradient of a microbatch has arrived. All other
 buffers are compressed.
 """
 
@@ -29,14 +30,16 @@ from torch import Tensor
 from optimus.optim.rule import Rule
 
 Residency = Literal["device", "host", "disk"]
-# Always; from the first use in a step to the last or to the optimizer's; while in use; until another needs its memory.
+# The time during which a buffer has memory: always; from its first use in a step to its last use or to the optimizer's use;
+# during each use; until another chunk needs the memory.
 Lifetime = Literal["always", "step", "use", "cache"]
-# Contents for a pruned chunk: all elements, the unpruned elements, or the numbers that say which elements are unpruned.
+# The contents of a pruned chunk's buffer: all elements, the unpruned elements, or the mask of the unpruned elements.
 Extent = Literal["whole", "compressed", "mask"]
 
-KINDS = ("parameters", "gradients", "master", "moments", "mask")  # of buffers, as memory reports count them
+KINDS = ("parameters", "gradients", "master", "moments", "mask")  # kinds of buffers in memory reports
 
-# By `state.offload`, where three kinds reside: parameters, gradients between reduction and update, optimizer buffers.
+# For each value of `state.offload`: the memory of parameters, of gradients between reduction and update, and of optimizer
+# buffers.
 RESIDENCES: dict[str, tuple[Residency, Residency, Residency]] = {
     "none": ("device", "device", "device"),
     "optimizer": ("device", "device", "host"),  # ZeRO-Offload
@@ -50,10 +53,11 @@ ALIGN = 32  # elements: 64 bytes in bf16, the width of vector units
 
 
 class Buffer(NamedTuple):
-    """One buffer of a chunk, as planned.
+    """The plan of one buffer of a chunk.
 
-    Kinds: parameters, gradients, master, mask, and the state of an update rule. A kind with .shard is the part that is kept
-    while the whole buffer has no memory. The kind gradients.host holds gradients that wait for the update on the host.
+    The kinds are parameters, gradients, master, mask, and the kinds of the update rule's state. A kind that ends in .shard
+    is the shard that a rank stores while the whole buffer has no memory. The kind gradients.host holds gradients that wait
+    for the update on the host.
     """
 
     kind: str
@@ -62,7 +66,7 @@ class Buffer(NamedTuple):
     residency: Residency = "device"
     lifetime: Lifetime = "always"
     align: int = ALIGN  # parameters, shards and tiles begin at multiples of this number of elements
-    extent: Extent = "compressed"  # all elements where the chunk is not pruned
+    extent: Extent = "compressed"  # "compressed" means all elements where the chunk is not pruned
 
     def bytes(self, elements: N) -> N:
         """Returns the bytes of `elements` elements."""
@@ -76,12 +80,12 @@ class Buffer(NamedTuple):
 
 
 def aligned(elements: int, align: int = ALIGN) -> int:
-    """Rounds up to the next multiple of `align`."""
+    """Rounds `elements` up to the next multiple of `align`."""
     return -(-elements // align) * align
 
 
 class ShardDepths(NamedTuple):
-    """The number of steps in which a chunk's parameters, gradients and optimizer state are sharded."""
+    """The number of sharding steps of a chunk's parameters, gradients and optimizer state."""
 
     parameters: int
     gradients: int
@@ -102,16 +106,16 @@ def buffers(
 ) -> tuple[Buffer, ...]:
     """Returns the buffers of a chunk that `rule` updates, or only the parameters if `rule` does not train.
 
-    With `sends`, the gradients of each microbatch are sent to the host and accumulated there. `lifetime` is that of the
-    whole parameters where the chunk keeps a shard or the host keeps them. Parameters of type fp32 that are also the rule's
-    compute weights serve as the master weights.
+    With `sends`, the host receives and accumulates the gradients of each microbatch. `lifetime` applies to the whole
+    parameters where they are sharded or on the host. Parameters of type fp32 serve as the master weights, unless the rule
+    averages weights, the chunk is pruned, or the chunk is `prunable` with its optimizer state on a disk.
 
-    Gradients wait for the update in the host memory of the parameters, if both have the same type: by then the parameters
-    have been used for the last time (Elixir, section 6). That makes 14 bytes per parameter in bf16. Gradients that
-    accumulate on the host have memory of their own, because the parameters are still in use.
+    Offloaded gradients of a step wait for the update in the host memory of the parameters, if both have the same type.
+    Elixir (section 6) does the same: the step no longer uses the parameters. A parameter then takes 14 bytes of host memory
+    in bf16. Gradients that accumulate on the host have separate memory, because the step still uses the parameters.
 
-    The disk record of `prunable` parameters, which may be `pruned` later, reserves from the beginning what pruning will
-    need. Thus the space on the disk is known before the first step.
+    The disk record of `prunable` parameters, which may be `pruned` later, reserves the space of their master weights from
+    the beginning. Therefore the size of the record is known before the first step.
     """
     home, waiting, optimizer = RESIDENCES[offload]
     kept_whole = not depths.parameters and home == "device"
@@ -122,7 +126,7 @@ def buffers(
     rows += [Buffer("mask", torch.int32, 0, align=1, extent="mask")] if pruned else []
     apart = compute != torch.float32 or rule.averages or pruned or (prunable and optimizer == "disk")
     lasting: Lifetime = "always" if waiting == "device" else "step"
-    added = not sends and (pruned or depths.gradients > 0)  # each microbatch's gradients are added to the shard
+    added = not sends and (pruned or depths.gradients > 0)  # each microbatch adds its gradients to the shard
     rows += [Buffer("gradients", gradient, 0, lifetime="use" if added or sends else lasting, extent="whole")]
     rows += [Buffer("gradients.shard", gradient, depths.gradients, lifetime=lasting)] if added else []
     if waiting != "device" and (sends or not (apart and gradient == compute)):

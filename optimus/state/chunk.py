@@ -1,11 +1,11 @@
-"""Holds a chunk: parameters laid end to end in flat buffers, with their fp32 master weights and the update rule's state.
+"""Holds a chunk: contiguous parameters in flat buffers, with their fp32 master weights and the update rule's state.
 
-The parameters of the `nn.Module` are views of the chunk's compute buffer. Therefore gathering, updating and saving are
-operations on a few long tensors, for any model. All parameters of a chunk have the same replicas and the same update rule.
-The replicas shard the chunk in steps (`plan.py`): each rank keeps a shard of each buffer (`buffers.py`).
+The parameters of the `nn.Module` are views of the chunk's compute buffer. Therefore all-gathers, updates and checkpoints
+process a few long tensors, for any model. All parameters of a chunk have the same replicas and the same update rule. The
+replicas shard the chunk in steps (`plan.py`): each rank stores a shard of each buffer (`buffers.py`).
 
-Read `placement.py` (residency of the buffers), `whole.py` (whole parameters while they are used), `reduction.py` (gradients)
-and `update.py`. The permitted operations and their order are in `statuses.py`. A chunk of frozen parameters uses only
+Read `placement.py` (memory of the buffers), `whole.py` (all-gathered parameters), `reduction.py` (gradients) and
+`update.py`. `statuses.py` defines the permitted operations and their order. A chunk of frozen parameters uses only
 `placement.py` and `whole.py`.
 """
 
@@ -29,28 +29,28 @@ from optimus.state.whole import WholeParameters
 
 
 class Chunk(Placement):
-    """The parameters of `plan`; the docstring of `chunk.py` describes a chunk.
+    """The chunk of `plan`; the docstring of `chunk.py` describes a chunk.
 
-    Code that reads or changes the checkpointed state does so inside `states`. That context waits for the running update and
-    gives each thread its own buffers for state on a disk.
+    Callers read or change the checkpointed state inside the context `states`. `states` waits for the running update, and
+    allocates separate buffers for each caller to read state on a disk.
     """
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(plan, context, masks)
         self.whole = WholeParameters(self)
-        self.parameters: list[nn.Parameter] = []  # of the `nn.Module`
-        self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # of trained parameters
+        self.parameters: list[nn.Parameter] = []  # parameters of the `nn.Module`
+        self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # empty for frozen parameters
 
     @contextmanager
     def states(self, change: bool = False, *, after: Handle | None = None) -> Iterator[Mapping[str, Tensor]]:
-        """Yields the checkpointed state of this rank's shard, in memory, by the prefix of its keys, after the running
-        update.
+        """Waits for the running update and yields the checkpointed state of this rank's shard: tensors in memory by key
+        prefix.
 
         With `change`, the context also waits for pending copies of the state. The caller may then write to the state, and
         must call `refresh_compute_copy` afterwards.
 
-        Only the training thread knows the running update. Another thread passes the `updated` handle that it was given, as
-        `after`, and the context waits for that handle.
+        Only the training thread may wait for the running update itself. Another thread passes as `after` the `updated`
+        handle that it received from the training thread, and the context waits for that handle.
         """
         if after is not None:
             after.wait()
@@ -68,7 +68,7 @@ class Chunk(Placement):
 
     @property
     def updated(self) -> Handle:
-        """A handle that waits for the update that is running now; any thread may wait on the handle."""
+        """A handle of the running update; any thread may wait for the handle."""
         updating = self.part.until
 
         def wait() -> None:
@@ -79,26 +79,25 @@ class Chunk(Placement):
         return Handle(wait)
 
     def block_update_until(self, until: Handle, weights: bool = False) -> None:
-        """Blocks the next update of this rank's shard until the handle `until` is done: a checkpoint then has copied or
-        written the shard.
+        """Blocks the next update of this rank's shard until the handle `until` is done, which means that a checkpoint has
+        copied or written the shard.
 
-        Later updates do not wait for `until`. With `weights`, the copy also reads the compute weights.
+        Later updates do not wait for `until`. With `weights`, the checkpoint also reads the compute weights.
         """
         self.part.copy = Status("copy")  # the caller has waited for earlier copies
         self.part.copy.transition("hold weights" if weights else "hold", until)
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields (name, parameter) for every slot; the parameters are views of the buffer."""
+        """Yields (name, parameter) for every slot; the parameters are views of the chunk's parameter buffer."""
         for name, view in self.views(self.parameter).items():
             self.parameters.append(nn.Parameter(view, requires_grad=self.plan.rule.trains))
             yield name, self.parameters[-1]
         self.whole.reshard()
 
     def initialize(self, initial: Mapping[str, Initial], seed: int, std: float) -> None:
-        """Fills the parameters named in `initial` with initial weights of the kind given there; each rank fills its own
-        shard.
+        """Fills this rank's shard of each parameter in `initial` (by name) with initial weights of the given kind.
 
-        The values depend on the seed, the parameter's name and the position alone. Other parameters stay unchanged.
+        The values depend only on the seed, the parameter's name and the element's position. Other parameters stay unchanged.
         """
         named = [slot for slot in self.plan.slots if slot.name in initial]
         if not named:
@@ -117,7 +116,7 @@ class Chunk(Placement):
         self.refresh_compute_copy()
 
     def begin(self) -> None:
-        """Initializes the update rule's state, as it is before the first update."""
+        """Initializes the update rule's state for the first update."""
         with self.states(change=True) as states:
             weights, *kept = states.values()
             self.plan.rule.begin(weights, kept)
@@ -136,7 +135,7 @@ class Chunk(Placement):
         """Switches to the averaged weights for an evaluation, if the update rule averages weights;
         `refresh_compute_copy` switches back.
 
-        A checkpoint that is being written never reads the compute weights of a rule that averages.
+        A running checkpoint never reads the compute weights of a rule that averages weights.
         """
         if self.plan.rule.averages:
             self.whole.wait()
@@ -145,8 +144,8 @@ class Chunk(Placement):
             self.whole.invalidate()
 
     def gathered_state(self, prefix: str) -> Tensor:
-        """All-gathers the whole chunk's state with this checkpoint prefix, in fp32 on the device. All ranks of the chunk's
-        groups must call this method."""
+        """All-gathers the whole chunk's state with the checkpoint prefix `prefix`, in fp32 on the device. All ranks of the
+        chunk's groups must call this method."""
         self.whole.wait()
         whole = torch.zeros(self.plan.size, dtype=torch.float32, device=self.parameter.device)
         with self.states() as states:
@@ -159,7 +158,7 @@ class Chunk(Placement):
 
 
 class TrainedChunk(Chunk):
-    """A chunk that an update rule updates: it adds gradients, their reduction and the update."""
+    """A trained chunk: adds gradients, their reduction and the update to `Chunk`."""
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(plan, context, masks)
@@ -177,17 +176,17 @@ class TrainedChunk(Chunk):
         self.gradients.free()  # only after the views of the gradient buffer exist
 
     def skip(self) -> None:
-        """Discards the step: drops the gradients that wait in the memory of the compute weights, and recomputes the compute
+        """Drops gradients that wait for the update in the memory of the compute weights, and recomputes the compute
         weights."""
         if self.part.status == "lent":
             self.gradients.clear()
             self.refresh_compute_copy()
 
     def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
-        """Switches to `plan`, which has the same parameters, some of them pruned by `masks`.
+        """Switches to `plan`, which has the same parameters, some of which `masks` prune.
 
-        Call between steps, on all ranks of the groups. The unpruned elements keep their state; with `empty`, the caller
-        fills the state.
+        All ranks of the groups must call this method between steps. The state of unpruned elements stays; with `empty`, the
+        caller fills the state.
         """
         self.gradients.clear()
         self.whole.wait()

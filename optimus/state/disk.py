@@ -1,7 +1,7 @@
-"""Keeps master weights and moments on a disk (ZeRO-Infinity, section 4.1): one unnamed file per rank, a record per chunk.
+"""Stores master weights and moments on a disk (ZeRO-Infinity, section 4.1): one unnamed file per rank, a record per chunk.
 
-Reads and writes bypass the page cache (O_DIRECT) in a few threads, between the disk and three buffers. While the state of
-one chunk is updated, the next is read and the one before is written.
+A few threads read and write three host buffers, past the page cache (O_DIRECT). While the optimizer updates one chunk's
+state, the threads read the next chunk's state and write the previous one's.
 """
 
 import os
@@ -21,18 +21,18 @@ from optimus.comm import DONE, Handle
 from optimus.errors import UserError
 from optimus.state.transfers import Transfers
 
-PAGE = 4096  # bytes: O_DIRECT requires records and buffers to begin at multiples
+PAGE = 4096  # bytes: O_DIRECT requires records and buffers to begin at multiples of a page
 _PIECE = 4 << 20  # bytes of a read or write
 _THREADS = 4
 _NAME = "optimus disk"  # prefix of the threads' names
-BUFFERS = 3  # one is read, one updated, one written
+BUFFERS = 3  # one for reading, one for the update, one for writing
 
 
 class StateFile:
     """The state file of this rank in `folder`.
 
-    The file takes up its space in `reserve`, so that a disk that is too small is found before the first step. Raises
-    `UserError`, in the caller that waits, when the disk refuses.
+    `reserve` allocates the file's space, so that a disk that is too small fails before the first step. When a read or write
+    fails, the wait for its handle raises `UserError`.
     """
 
     def __init__(self, folder: Path, transfers: Transfers) -> None:
@@ -53,9 +53,9 @@ class StateFile:
             raise self._failed(error) from None
 
     def place(self, size: int) -> int:
-        """Assigns a place to a record of `size` bytes and returns its offset.
+        """Assigns file space to a record of `size` bytes and returns the record's offset.
 
-        The record takes up its space in `reserve`; after `reserve`, at once.
+        `reserve` allocates the space; after `reserve`, this method allocates it at once.
         """
         offset = self._size
         self._size += -(-size // PAGE) * PAGE
@@ -65,7 +65,7 @@ class StateFile:
         return offset
 
     def reserve(self) -> None:
-        """Takes up the space of all records, filled with zeros, and makes the buffers."""
+        """Allocates the space of all records, filled with zeros, and the host buffers."""
         self._take_up()
         self._reserved = True
         for _ in range(BUFFERS):
@@ -89,15 +89,16 @@ class StateFile:
         return buffer if len(buffer) >= self._longest else self.new_buffer()
 
     def give(self, buffer: Tensor) -> None:
-        """Returns a buffer to the free ones."""
+        """Adds `buffer` to the free buffers."""
         self._buffers.put(buffer)
 
     def read_async(self, record: Tensor, offset: int) -> Handle:
-        """Begins to read the bytes of `record`, whole pages."""
+        """Begins to read the bytes of `record`, whose size is a multiple of a page."""
         return self._pieces(_read, record, offset)
 
     def write_async(self, record: Tensor, offset: int, then: Callable[[], None] = lambda: None) -> Handle:
-        """Begins to write the bytes of `record`, whole pages; `then` is called when all writes have ended or failed."""
+        """Begins to write the bytes of `record`, whose size is a multiple of a page; calls `then` when all writes have ended
+        or failed."""
         return self._pieces(_write, record, offset, then)
 
     def _pieces(
@@ -141,9 +142,10 @@ class StateFile:
         )
 
     def close(self) -> None:
-        """Releases the disk space, after all running operations."""
+        """Waits for all running operations, and frees the disk space."""
         file, self._file = self._file, -1
-        if threading.current_thread().name.startswith(_NAME):  # garbage collected in a worker, which cannot join itself
+        # Garbage collection may call this method in a worker, which cannot join itself.
+        if threading.current_thread().name.startswith(_NAME):
             threading.Thread(target=_close, args=(self._threads, file)).start()
         else:
             _close(self._threads, file)
@@ -173,27 +175,28 @@ def _write(file: int, piece: memoryview, offset: int) -> None:
 
 
 class DiskStates:
-    """The fp32 buffers of `kinds` of a chunk, `elements` each, in `file`."""
+    """The record of a chunk in `file`: one fp32 buffer of `elements` elements for each of `kinds`."""
 
     def __init__(self, file: StateFile, kinds: Sequence[str], elements: int) -> None:
         self._file, self._kinds = file, kinds
-        self._room = 0  # bytes
-        self._read: tuple[Tensor, Handle] | None = None  # ahead of its update
+        self._room = 0  # bytes of the record in the file
+        self._read: tuple[Tensor, Handle] | None = None  # the state that has been read ahead of its update
         self._written = DONE
         self.resize(kinds, elements)
 
     def resize(self, kinds: Sequence[str], elements: int) -> None:
-        """Changes the number of `elements` of the same kinds; the old content is lost. Call between steps."""
+        """Changes the record to `elements` elements of the same kinds; the old content is lost. Call between steps."""
         assert (*kinds,) == (*self._kinds,), f"a record of {self._kinds} cannot be one of {kinds}"
         assert self._read is None, "read for an update that has not been"
         self._written.wait()
         self._elements, self._bytes = elements, 4 * elements * len(kinds)
-        if not self._room or self._bytes > self._room:  # a loaded state may be pruned less than planned
+        if not self._room or self._bytes > self._room:  # a checkpoint may load state that is pruned less than planned
             self._offset, self._room = self._file.place(self._bytes), self._bytes
 
     @contextmanager
     def loaded(self, change: bool) -> Iterator[Mapping[str, Tensor]]:
-        """Yields the buffers in memory of their own; writes them back afterwards if they may `change`."""
+        """Reads the record into new memory and yields its buffers by kind; with `change`, writes the record back
+        afterwards."""
         buffer = self._file.new_buffer()
         record = self._record(buffer)
         self._written.wait()
@@ -203,7 +206,7 @@ class DiskStates:
             self._file.write_async(record, self._offset).wait()
 
     def read_ahead(self) -> None:
-        """Begins to read the state for the coming update, into the next of the file's buffers."""
+        """Begins to read the state for the next update into a free host buffer of the file."""
         if self._read is None:
             self._written.wait()
             buffer = self._file.take()
@@ -211,7 +214,7 @@ class DiskStates:
 
     @contextmanager
     def updating(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yields the buffers in memory, and afterwards begins to write them."""
+        """Yields the record's buffers in memory by kind, and afterwards begins to write the record."""
         self.read_ahead()
         assert self._read is not None
         (buffer, arrived), self._read = self._read, None

@@ -1,15 +1,15 @@
-"""Gathers or fetches whole parameters on use or ahead of use, and frees them.
+"""All-gathers whole parameters, or fetches them from the host, on use or ahead of use, and reshards them.
 
-A unit is a module, or several that run in a row (`model/units.py`). Before a unit runs, the chunks of its parameters are
-gathered. The backward pass of a unit begins when the gradient of its output has arrived: then the chunks are gathered once
-more. Without a cache, all other chunks are resharded when a unit runs. A backward pass reshards each chunk when it has found
-the last gradient of the chunk (`reduction.py`). A frozen chunk, which gets no gradients, is resharded when the backward pass
-of the next unit begins.
+A unit is a module, or several modules that run in a row (`model/units.py`). Before a unit runs, the `ParameterPrefetcher`
+gathers the chunks of the unit's parameters. The backward pass of a unit begins when the gradient of the unit's output has
+arrived: then the prefetcher gathers the chunks again. Without a cache, it reshards all other chunks when a unit runs. A
+backward pass reshards each chunk when it no longer needs the chunk's parameters (`reduction.py`). The prefetcher reshards a
+frozen chunk, which gets no gradients, when the backward pass of the next unit begins.
 
-With a cache, a fixed number of chunks stays gathered (Elixir's rCache). The uses of a step are recorded in order, and those
-of an evaluation apart. By this record the chunk whose next use is furthest away makes room (Belady), and the chunks with the
-nearest uses are gathered ahead. No decision depends on the arrival of data: all ranks begin the same collectives in the same
-order.
+With a cache, a fixed number of chunks stays gathered (Elixir's rCache). One trace records the order of uses in a step, and
+another trace the order in an evaluation. A full cache reshards the chunk whose next use is furthest away (Belady), and the
+prefetcher gathers the chunks with the nearest uses ahead. No decision depends on the arrival of data: all ranks begin the
+same collectives in the same order.
 """
 
 import math
@@ -32,17 +32,18 @@ T = TypeVar("T", bound=Chunk)
 
 
 class UseTrace:
-    """The uses of chunks in this pass, and the expected uses: those of the pass before.
+    """Records the uses of chunks in this pass, and expects the uses of the previous pass.
 
-    Each chunk is expected to have as many uses in the same places, though other uses may come between.
+    Each chunk is expected to have the same number of uses at the same positions, but the uses of different chunks may
+    interleave in another order.
     """
 
     def __init__(self) -> None:
         self._now: list[Chunk] = []
         self._expected: list[Chunk] = []
-        self._places: dict[Chunk, list[int]] = {}  # places of expected uses
-        self._counts = Counter[Chunk]()  # uses in this pass
-        self._place = 0  # first expected use that has not happened
+        self._places: dict[Chunk, list[int]] = {}  # positions of the expected uses, by chunk
+        self._counts = Counter[Chunk]()  # number of uses in this pass, by chunk
+        self._place = 0  # position of the first expected use that has not happened
 
     def begin(self) -> None:
         """Begins a pass."""
@@ -55,39 +56,40 @@ class UseTrace:
         self._place = 0
 
     def use(self, chunk: Chunk) -> None:
-        """Records a use."""
+        """Records a use of `chunk`."""
         self._now.append(chunk)
         self._counts[chunk] += 1
         while self._place < len(self._expected) and self.next_use(self._expected[self._place]) > self._place:
             self._place += 1
 
     def next_use(self, chunk: Chunk, place: int = 0) -> float:
-        """Returns the place of the chunk's next expected use from `place` on; infinity if there is none."""
+        """Returns the position of the chunk's next expected use, at `place` or later; infinity if there is none."""
         places = self._places.get(chunk, ())
         count = bisect_left(places, place, min(self._counts[chunk], len(places)))
         return places[count] if count < len(places) else math.inf
 
     def following(self) -> Iterator[tuple[int, Chunk]]:
-        """Yields the place and chunk of each expected use to come, the next one first."""
+        """Yields the position and chunk of each remaining expected use, the next one first."""
         for place in range(self._place, len(self._expected)):
             if self.next_use(self._expected[place]) <= place:
                 yield place, self._expected[place]
 
     @property
     def order(self) -> dict[Chunk, int]:
-        """The chunks that this pass has used, numbered by first use."""
+        """The number of each used chunk in the order of first uses in this pass."""
         return {chunk: number for number, chunk in enumerate(dict.fromkeys(self._now))}
 
 
 class ParameterPrefetcher:
-    """Gathers parameters on use, for a model whose parameters are in chunks: `parallelize` gets its `unit` and
-    `gradient_buffers`."""
+    """Gathers chunks of parameters before a model's units use them: `parallelize` receives `unit` and `gradient_buffers` of
+    this class."""
 
     def __init__(self) -> None:
         self.gradient_buffers: dict[nn.Parameter, GradientBuffer] = {}
         self._ahead = 0
         self._cache: int | None = None
-        self._chunks: dict[nn.Parameter, Chunk] = {}  # for parameters that are not always present, or up to date
+        # The chunk of each parameter, except parameters that are always present and up to date.
+        self._chunks: dict[nn.Parameter, Chunk] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._units: dict[Sequence[nn.Module], list[Chunk]] = {}  # chunks by unit
         self._traced: dict[Chunk, None] = {}  # chunks that are not always present and up to date
@@ -95,14 +97,14 @@ class ParameterPrefetcher:
         self._frozen: list[Chunk] = []  # frozen chunks outside the cache
         self._in_backward: Sequence[Chunk] = ()  # chunks of the unit whose backward pass began last
         self._training, self._evaluation = UseTrace(), UseTrace()
-        self._trace: UseTrace | None = None  # of the running pass
+        self._trace: UseTrace | None = None  # trace of the running pass
         self._uses = 0
         self._last_use = dict[Chunk, int]()
 
     def hold(self, chunks: Sequence[Chunk], ahead: int, cache: int | None = None) -> None:
-        """Takes over `chunks`, whose parameters the modules have.
+        """Registers `chunks`, which hold the parameters of the modules.
 
-        From then on, `ahead` chunks are gathered ahead of use, and at most `cache` chunks stay gathered.
+        From then on, this object gathers `ahead` chunks ahead of use, and at most `cache` chunks stay gathered.
         """
         self._ahead, self._cache = ahead, cache
         self._units.clear()
@@ -116,7 +118,7 @@ class ParameterPrefetcher:
         self._frozen = [chunk for chunk in chunks if not chunk.plan.rule.trains and chunk.plan.lifetime != "cache"]
 
     def begin_step(self) -> None:
-        """Begins a step, and with it a new record of uses."""
+        """Begins a step, and a new pass of its trace."""
         self._trace = self._training
         self._trace.begin()
 
@@ -127,7 +129,7 @@ class ParameterPrefetcher:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Encloses passes that do not belong to a step."""
+        """Encloses forward passes outside a step, which have a separate trace."""
         before, self._trace = self._trace, self._evaluation
         self._trace.begin()
         try:
@@ -142,17 +144,17 @@ class ParameterPrefetcher:
             chunk.whole.reshard()
 
     def unit(self, modules: Sequence[nn.Module], function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-        """Runs `function(x, *args)`, which runs `modules`, with their parameters gathered, and gathers again in the backward
-        pass.
+        """Gathers the parameters of `modules`, runs `function(x, *args)`, which runs the modules, and gathers the parameters
+        again in the backward pass.
 
-        The parameters may influence nothing but the first of the results. All ranks must make the same calls.
+        Only the first result of `function` may depend on the parameters. All ranks must make the same calls.
         """
         with region(lambda: " and ".join(map(self._name, modules))):
             return self._unit(modules, function, x, *args)
 
     def _name(self, module: nn.Module) -> str:
-        """Returns a name for profilers: the module's place in the model, if one of its parameters tells it, and the module's
-        class."""
+        """Returns a name for profilers: the module's path in the model, if the name of a parameter gives it, and the
+        module's class."""
         of = ((self._names[each], own) for own, each in module.named_parameters() if each in self._names)
         place = next((name.removesuffix(own).rstrip(".") for name, own in of), "")
         return f"{place} ({type(module).__name__})" if place else type(module).__name__
@@ -164,14 +166,15 @@ class ParameterPrefetcher:
         if chunks is None:
             parameters = (each for module in modules for each in module.parameters() if each in self._chunks)
             chunks = self._units[modules] = list(dict.fromkeys(self._chunks[each] for each in parameters))
-        if chunks and torch._C._current_graph_task_id() == -1:  # not in recomputation, whose backward pass needs them
+        # During recomputation no chunk is resharded, because the backward pass needs other chunks too.
+        if chunks and torch._C._current_graph_task_id() == -1:
             for other in self._resharding:
                 if other.whole.here and other not in chunks:
                     other.whole.reshard()
         self._use(chunks)
         made = function(x, *args)
         first = made if isinstance(made, Tensor) else made[0]
-        # A lookup of rows, with integer input, needs no parameters in the backward pass.
+        # The backward pass of an embedding lookup, whose input is integers, needs no parameters.
         if chunks and self._traced and first.requires_grad and x.is_floating_point():
             first.register_hook(partial(self._before_backward, chunks))
         return made
@@ -184,7 +187,7 @@ class ParameterPrefetcher:
         self._use(chunks)
 
     def _use(self, chunks: Sequence[Chunk]) -> None:
-        """Gathers these chunks, and begins to gather those with the nearest uses."""
+        """Gathers `chunks`, and begins to gather the chunks with the nearest uses."""
         for chunk in chunks:
             self._make_room(chunk, chunks)
             chunk.whole.gather()
@@ -196,7 +199,7 @@ class ParameterPrefetcher:
                     self._gather_ahead(self._trace, chunks)
 
     def _gather_ahead(self, trace: UseTrace, chunks: Sequence[Chunk]) -> None:
-        """Begins to gather the chunks with the nearest uses, as far as there is room."""
+        """Begins to gather the chunks with the nearest uses, as far as the cache allows."""
         ahead, seen = 0, {*chunks}
         for place, following in trace.following():
             if ahead == self._ahead or len(seen) == len(self._traced):
@@ -210,12 +213,12 @@ class ParameterPrefetcher:
                 following.whole.start_gather()
 
     def _make_room(self, chunk: Chunk, using: Sequence[Chunk], place: int = 0, nearest: bool = True) -> bool:
-        """Reshards the chunk whose next use, from `place` on, is last, if the cache is full; returns whether there is room
-        for `chunk`.
+        """Reshards the chunk with the furthest next use, counted from position `place`, if the cache is full; returns
+        whether `chunk` now fits.
 
-        Chunks that are in use, or will be before `place`, stay. If the last-used chunk is one of those, `chunk` is not
-        gathered ahead, because that would cost one more fetch. The `nearest` chunk is the exception: its fetch would
-        otherwise be exposed. Raises `UserError` where too many chunks are in use.
+        Chunks that are in use, or are used again before `place`, stay. If the chunk with the furthest use must stay, this
+        method returns False, because an eviction would cost one more gather. For the `nearest` chunk it evicts another chunk
+        instead, because the gather would otherwise be exposed. Raises `UserError` where too many chunks are in use.
         """
         if self._cache is None or chunk.plan.keeps_whole or chunk.whole.has_memory:
             return True

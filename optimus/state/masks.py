@@ -1,8 +1,8 @@
 """Masks of pruned chunks, and the two forms of a buffer: dense and compressed (SAMO, chapter 4 of the dissertation on
 AxoNN).
 
-A pruned chunk keeps, reduces and sends compressed buffers: its unpruned elements end to end, in order. Modules compute with
-dense parameters, zero where pruned, and produce dense gradients. Each chunk has one mask, of positions in the dense form,
+A pruned chunk stores, reduces and sends compressed buffers: contiguous unpruned elements in their dense order. Modules
+compute with dense parameters, zero where pruned, and produce dense gradients. Each chunk has one mask of dense positions,
 which converts between the two forms. Both forms begin at the front of one buffer. Element p of the dense form has a position
 q <= p in the compressed form, so that compression and expansion need only one tile of extra memory.
 """
@@ -18,7 +18,7 @@ from optimus.kernels import backend
 
 MaskForm = Literal["int32", "bits"]
 _WORD = 32  # bits
-_BLOCK = 4096  # positions per block; unpruned positions are counted by block
+_BLOCK = 4096  # positions per block; the form "bits" counts unpruned positions by block
 
 
 class MaskPlan(NamedTuple):
@@ -30,10 +30,10 @@ class MaskPlan(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """int32 numbers of the mask itself.
+        """The number of int32 numbers in the mask itself.
 
         The form "int32" has a position for each unpruned element. The form "bits" has a bit for each element, and for each
-        block the number of unpruned elements before it.
+        block the number of unpruned elements before the block.
         """
         if self.form == "int32":
             return self.unpruned
@@ -47,7 +47,7 @@ class AllElements:
     prunes = False
 
     def unpruned(self, start: int, end: int) -> Tensor:
-        """Returns for dense elements `start` to `end` whether each is unpruned: booleans on the host."""
+        """Returns one boolean per dense element from `start` to `end`, on the host: true if the element is unpruned."""
         return torch.ones(end - start, dtype=torch.bool)
 
     def borders(self, compressed: Sequence[int]) -> list[int]:
@@ -55,25 +55,24 @@ class AllElements:
         return [*compressed]
 
     def compress(self, dense: Tensor, length: int) -> Tensor:
-        """Compresses `dense` in place and returns the first `length` elements, which are zero behind the last unpruned
-        one."""
+        """Compresses `dense` in place and returns its first `length` elements: the unpruned elements, then zeros."""
         return dense
 
     def expand(self, dense: Tensor, length: int, *, fresh: bool) -> None:
-        """Expands `dense`, of which the first `length` elements are compressed, in place.
+        """Expands `dense` in place; its first `length` elements hold the compressed form.
 
-        The elements behind `length` must be zero where pruned, unless the buffer is `fresh`: then their values are
-        undefined.
+        The elements behind `length` must be zero where pruned, unless the buffer is `fresh`: then those elements may have
+        any values.
         """
 
     def compressed(self, dense: Tensor, part: slice, first: int = 0) -> Tensor:
-        """Returns the `part` of the compressed form of `dense`, which begins at element `first`; zero behind the last
-        unpruned element."""
+        """Returns elements `part` of the compressed chunk, with zeros behind the last unpruned element; `dense` begins at
+        element `first` of the dense chunk."""
         return dense[part.start - first : part.stop - first]
 
     def expanded(self, compressed: Tensor, start: int, part: slice) -> Tensor:
-        """Returns the `part` of the dense form whose unpruned elements are `compressed`, beginning at compressed element
-        `start`."""
+        """Returns elements `part` of the dense chunk, whose unpruned elements are `compressed`; `compressed` begins at
+        element `start` of the compressed chunk."""
         return compressed
 
 
@@ -187,7 +186,7 @@ def unpacked_bits(bits: Tensor, count: int) -> Tensor:
 
 
 def bits_of(mask: Tensor) -> int:
-    """Returns the number of set bits: the unpruned elements."""
+    """Returns the number of set bits in `mask`, which is the number of unpruned elements."""
     return int(_ONES[mask.int()].sum())
 
 

@@ -1,10 +1,10 @@
-"""Handles chunks of rules that work on whole matrices: shards end at matrix borders, and ranks may hold blocks of a matrix.
+"""Divides chunks for update rules of whole matrices: shards end at matrix borders, and ranks may hold blocks of a matrix.
 
-A parameter [..., R, C] consists of matrices of its last two dims: one for each expert, and separate ones for gate and up, or
-q, k and v, of a stacked parameter. Where shards of a chunk end at borders of matrices, a rank updates only whole matrices.
-Then a step sends no more data than a rule of single elements does.
+A parameter [..., R, C] consists of matrices of its last two dims: one for each expert, and separate matrices for gate and
+up, or for q, k and v, of a stacked parameter. Where shards of a chunk end at borders of matrices, a rank updates only whole
+matrices. Then a step sends no more data than the step of an elementwise rule.
 
-Legend: N matrices, R rows and C columns of whole ones, r and c of the block that is here.
+Legend: N matrices; R rows and C columns of a whole matrix; r rows and c columns of this rank's block.
 """
 
 import math
@@ -18,20 +18,20 @@ from optimus.mesh import Layout, Mesh
 
 
 class Matrices(NamedTuple):
-    """A number of matrices, or blocks of matrices, end to end from element `start` of a chunk on."""
+    """Matrices, or blocks of matrices, that are contiguous from element `start` of a chunk."""
 
     start: int
     number: int
     rows: int
     columns: int
-    cost: int  # multiplications of one orthogonalization step; a rank with a block does its share
+    cost: int  # multiplications of one orthogonalization step per matrix; for a block, the block's fraction of them
 
     @classmethod
     def of(cls, start: int, shape: Sequence[int], whole: Sequence[int] | None = None) -> "Matrices":
-        """Returns the matrices of a parameter with local `shape`, by default equal to the `whole`. Raises `ValueError` for a
-        vector.
+        """Returns the matrices of a parameter with local `shape`; the default of the global shape `whole` is `shape`. Raises
+        `ValueError` for a vector.
 
-        The cost counts the products X X^T, its square, and both with X.
+        The cost counts the matmuls A = X X^T, A A, and the matmul of a polynomial of A with X.
         """
         if len(shape) < 2:
             raise ValueError(f"a parameter of shape {list(shape)} is no matrix")
@@ -41,11 +41,11 @@ class Matrices(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements of one matrix."""
+        """The number of elements of one matrix or block."""
         return self.rows * self.columns
 
     def within(self, start: int, end: int) -> range:
-        """Returns the numbers of the matrices that lie between two elements of the chunk."""
+        """Returns the indices of the matrices that begin and end between elements `start` and `end` of the chunk."""
         first, last = (-(-(each - self.start) // self.size) for each in (start, end))
         return range(max(0, first), max(0, min(self.number, last)))
 
@@ -53,8 +53,8 @@ class Matrices(NamedTuple):
 def borders(contents: Sequence[Matrices], size: int, loads: list[int]) -> tuple[int, ...]:
     """Returns the borders of the shards of a chunk of `size` elements, one shard for each of `loads`.
 
-    `loads` is the work that each shard's rank already has; the function adds the new work. Shards lie in order. The largest
-    load afterwards is the smallest possible.
+    `loads` are the costs of the matrices that each shard's rank already updates; the function adds the costs of the new
+    matrices. Shards are in ascending order. The function minimises the largest load.
     """
     costs = [each.cost for each in contents for _ in range(each.number)]
     starts = [each.start + i * each.size for each in contents for i in range(each.number)]
@@ -74,7 +74,7 @@ def borders(contents: Sequence[Matrices], size: int, loads: list[int]) -> tuple[
 
 
 def _taken(costs: Sequence[int], loads: Sequence[int], limit: int) -> list[int]:
-    """Returns the number of matrices that each shard takes, in order, without exceeding the limit on its load."""
+    """Returns the number of matrices that each shard gets, in order, such that no load exceeds `limit`."""
     taken, done = [], 0
     for load in loads:
         first = done
@@ -93,26 +93,28 @@ def split_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
 class OverBlocks:
     """Applies a function of whole matrices where every rank of a group has a block of each matrix.
 
-    Each rank receives an equal number of whole matrices, and returns the blocks of the results. Therefore no matrix is
-    computed twice, and the numbers are those of one device.
+    An all-to-all gives each rank about the same number of whole matrices, and a second one returns the blocks of the
+    results. Therefore the group computes each matrix once, with the same results as one device.
     """
 
     def __init__(self, groups: Groups, layout: Layout) -> None:
         axes = split_axes(layout, groups.mesh)
         self._group = groups.along(*axes)
         places = [tuple(part.start for part in layout.region(groups.mesh, rank)[-2:]) for rank in self._group.ranks]
-        self._order = sorted(range(self._group.size), key=places.__getitem__)  # ranks by their blocks, row by row
+        # The ranks in row-major order of their blocks.
+        self._order = sorted(range(self._group.size), key=places.__getitem__)
         self._place = sorted(range(self._group.size), key=self._order.__getitem__)
         self._down = len({row for row, _ in places})
         self.ranks = self._group.size
 
     @property
     def how(self) -> tuple[object, ...]:
-        """The assignment of blocks to ranks: equal for parameters whose blocks can be exchanged together."""
+        """The assignment of blocks to ranks; parameters with equal assignments can share an all-to-all."""
         return *self._group.ranks, *self._order, self._down
 
     def __call__(self, function: Callable[[Tensor], Tensor], x_Nrc: Tensor) -> Tensor:
-        """Returns the blocks of `function` of the whole matrices; all ranks of the group must call."""
+        """Applies `function` to the whole matrices and returns this rank's blocks of the results. All ranks of the group
+        must call this method."""
         number, r, c = x_Nrc.shape
         ranks = self.ranks
         across = ranks // self._down

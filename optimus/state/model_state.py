@@ -28,7 +28,7 @@ from optimus.state.plan import ChunkPlan, StateSpec, divisions, place_chunks, sh
 from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers, transfers
 
-_REDUCING = 2  # chunks whose long gradient buffers may be in reduction, or in transfer to the host, at once
+_REDUCING = 2  # number of chunks whose whole gradient buffers may be in reduction, or in transfer to the host, at once
 
 
 @dataclass
@@ -38,23 +38,23 @@ class PruningProgress:
     events: int = 0
     """The number of times the model has been pruned."""
     unpruned: float = 1.0
-    """The fraction of the prunable parameters that remains."""
+    """The unpruned fraction of the prunable parameters."""
     distances: list[float] = field(default_factory=list)
-    """Distances between consecutive masks among the last ones drawn, for an early-bird ticket."""
+    """Distances between consecutive masks among the last drawn masks, for the search for an early-bird ticket."""
 
 
 class ModelState:
-    """Takes over the parameters of `module` (usually made on the meta device) and keeps their whole state in chunks.
+    """Replaces the parameters of `module` (usually on the meta device) and stores their whole state in chunks.
 
     `layouts` gives, by name, the layout of each parameter on the mesh of `groups`. `masks` are packed bits for this rank's
-    slices of the pruned parameters. Afterwards the parameters of `module` are views into the chunks, of this rank's slices.
-    Their values are zero until `initialize` or `load_slices`.
+    slices of the pruned parameters. The new parameters of `module` are views of the chunks that hold this rank's slices. The
+    values of the parameters are zero until `initialize` or `load_slices` fills them.
 
-    `divided` are the chunks of each stage of a pipeline, from `state.plan.divide_stages`. `gathering` is the object with
-    which the parts of `module` were made. Without `gathering`, parameters must not be sharded, and autograd accumulates all
-    gradients.
+    `divided` are the planned chunks of each pipeline stage, from `state.plan.divide_stages`. `gathering` is the prefetcher
+    whose `unit` and `gradient_buffers` the modules use. Without `gathering`, parameters must not be sharded, and autograd
+    accumulates all gradients.
 
-    Raises `UserError` where a parameter has been frozen by hand.
+    Raises `UserError` where the caller has changed `requires_grad` of a parameter.
     """
 
     def __init__(
@@ -78,22 +78,23 @@ class ModelState:
         self.steps = 0  # optimizer steps applied
         self.drawn: Mapping[str, Tensor] | None = None  # candidate masks for the next pruning
         self.pruned = PruningProgress()
-        self._unlike = set(recipe.rules.values())  # rules of all stages, each once
+        self._unlike = set(recipe.rules.values())  # the distinct rules of all stages
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
-        self._reducing = dict[GradientReduction, None]()  # ordered by the start of their last reductions
+        self._reducing = dict[GradientReduction, None]()  # the reductions in the order in which they last started
         self._leaving: deque[GradientReduction] = deque()
         self._divided = divided
         self._of_stage = self._make_chunks(masks or {}, moves or transfers(device))
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
         self.trained = _trained(self.chunks)
-        self.buffers = _place_buffers(module, device)  # updated by their own rules; replicated over `team`
-        # Otherwise every rank has every gradient, and computes the same norm by itself.
+        # Buffers of the modules, which no optimizer updates; replicated over `team`.
+        self.buffers = _place_buffers(module, device)
+        # True if some rank lacks some gradients. Otherwise each rank computes the norm without communication.
         self._parted = any(chunk.plan.replica_count < groups.world.size for chunk in self.chunks)
         self._gathering = gathering or ParameterPrefetcher()
         self._hold()
 
     def _make_chunks(self, masks: Mapping[str, Tensor], moves: Transfers) -> dict[int, list[Chunk]]:
-        """Makes the chunks of each stage, whose parameters replace those of the module."""
+        """Makes the chunks of each stage, and replaces the parameters of the module by the parameters of the chunks."""
         options, groups, stages = self.options, self.groups, self._plans()
         file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.offload] else None
         cached = [plan for plans in stages.values() for plan in plans if plan.lifetime == "cache"]
@@ -108,7 +109,8 @@ class ModelState:
             options=options,
             started=self._limit_reductions,
         )
-        known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}  # dividing thousands of ranks is slow
+        # A cache, because the division of thousands of ranks is slow.
+        known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}
         parameters = dict[str, nn.Parameter]()
 
         def make(plan: ChunkPlan) -> Chunk:
@@ -127,18 +129,19 @@ class ModelState:
         for stage, plans in stages.items():
             for plan in plans:
                 made.setdefault(stage, []).append(chunk := make(plan))
-                parameters.update(chunk.make_parameters())  # frees its whole parameters before the next chunk allocates
+                # `make_parameters` frees the chunk's whole parameters before the next chunk allocates.
+                parameters.update(chunk.make_parameters())
         if file is not None:
             file.reserve()
         _replace_parameters(self._module, parameters)
         return made
 
     def _plans(self) -> dict[int, list[ChunkPlan]]:
-        """Returns the placed chunks of each stage; pruned chunks have only their unpruned elements."""
+        """Returns the chunks of each stage with their final buffers; pruned chunks have only their unpruned elements."""
         return {stage: place_chunks(plans, self.options, self.recipe) for stage, plans in self._divided.items()}
 
     def _hold(self) -> None:
-        """Hands the chunks to the gathering, so that modules gather the chunks they use."""
+        """Registers the chunks at the prefetcher, which gathers the chunks that modules use."""
         assert self.options.cache != "auto", "chosen before"
         self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
 
@@ -153,9 +156,9 @@ class ModelState:
         }
 
     def _pruned_by(self, masks: Mapping[str, Tensor], recipe: StateSpec) -> tuple[StateSpec, dict[str, Tensor]]:
-        """Returns the recipe with the unpruned fractions of these masks, and the masks of frozen parameters.
+        """Returns `recipe` with the unpruned fractions of `masks`, and the masks of frozen parameters.
 
-        Frozen parameters have no buffers to compress: their masks are kept for checkpoints alone.
+        Frozen parameters have no buffers to compress: only checkpoints need their masks.
         """
         shares = unpruned_shares(masks, self._layouts, self.groups.mesh, self.groups.rank)
         frozen = {name: bits for name, bits in masks.items() if not self.rules[name].trains}
@@ -164,8 +167,9 @@ class ModelState:
     def prune(self, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
         """Prunes parameters by `masks`: by name, packed bits for this rank's slices of parameters that the recipe can prune.
 
-        Call between steps, on all ranks. The state of unpruned elements is kept, and parameters pruned earlier stay pruned.
-        With `empty`, earlier masks and all state are dropped, because the caller will load values.
+        All ranks must call this method between steps. The state of unpruned elements stays, and a parameter without a new
+        mask keeps its earlier mask. With `empty`, the method drops earlier masks and all state, because the caller will load
+        values.
         """
         masks = ({} if empty else self.masks) | {name: masks[name] for name in self.recipe.unpruned if name in masks}
         self.recipe, self._frozen_masks = self._pruned_by(masks, self.recipe)
@@ -177,16 +181,19 @@ class ModelState:
 
     @property
     def team(self) -> Group:
-        """The ranks with the same stages. All ranks must read this property first at the same time."""
+        """The group of ranks with the same stages. All ranks must read this property for the first time together."""
         return self.groups.along("dp", "cp", "tp")
 
     @property
     def gathers_on_use(self) -> bool:
-        """True if all ranks must run a forward pass together, even one for evaluation."""
+        """True if all ranks must run each forward pass together, even for evaluation."""
         return any(chunk.plan.depths.parameters for chunk in self.chunks)
 
     def initialize(self, seed: int, std: float, *, only: Role | None = None) -> None:
-        """Sets initial weights by name and position, as the modules declare them: of all parameters, or of one role."""
+        """Sets the initial weights that the modules declare for all parameters, or for parameters of the role `only`.
+
+        The values depend only on the seed, the parameter's name and the element's position.
+        """
         declared = dict(declarations(self._module))
         initial = {name: each.initial for name, each in declared.items() if only in (None, each.role)}
         for chunk in self.chunks:
@@ -195,13 +202,14 @@ class ModelState:
             buffer.zero_()
 
     def begin(self) -> None:
-        """Initializes the state of the update rules, as it is before the first update."""
+        """Initializes the state of the update rules for the first update."""
         for chunk in self.trained:
             chunk.begin()
             chunk.refresh_compute_copy()
 
     def begin_step(self) -> None:
-        """Clears the gradients; must precede the first microbatch of a step. Raises `UserError` as the class does."""
+        """Clears the gradients; must precede the first microbatch of a step. Raises `UserError` where the caller has changed
+        `requires_grad` of a parameter."""
         _check_trainable(
             (slot.name, each.requires_grad is chunk.plan.rule.trains)
             for chunk in self.chunks
@@ -211,7 +219,7 @@ class ModelState:
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
-        """Sets all gradients to zero, in any state of their reduction."""
+        """Sets all gradients to zero; their reductions may be running."""
         self._reducing.clear()
         self._leaving.clear()
         for chunk in self.trained:
@@ -227,19 +235,20 @@ class ModelState:
                 chunk.gradients.end_backward()
 
     def reduce_on_arrival(self, stage: int) -> None:
-        """Announces the last backward pass of a stage: each chunk is reduced when its last gradient has arrived."""
+        """Announces the last backward pass of a stage: each chunk reduces its gradients when the last one has arrived."""
         for chunk in _trained(self._of_stage.get(stage, [])):
             chunk.gradients.reduce_on_arrival()
 
     def start_reduction(self, stage: int) -> None:
-        """Starts the reductions that are not running yet, after the last backward pass of a stage."""
+        """Starts the remaining reductions of a stage after its last backward pass."""
         for chunk in _trained(self._of_stage.get(stage, [])):
             chunk.gradients.start()
 
     def reduce_gradients(self) -> float:
         """Sums the gradients over the replicas; returns the Euclidean norm of all gradients, each parameter counted once.
 
-        The norm is not finite when any gradient is not. While one chunk is measured, the reductions of others still run.
+        The norm is not finite when any gradient is not finite. The reductions of other chunks overlap with the computation
+        of one chunk's norm.
         """
         self._gathering.end_passes()
         device = self.chunks[0].parameter.device
@@ -259,17 +268,17 @@ class ModelState:
         return float(square.sqrt().float())
 
     def step(self, lr: float, gradient_scale: float) -> None:
-        """Runs one optimizer step on every chunk; while one chunk is updated, the parameters of earlier chunks are gathered.
+        """Runs one optimizer step on every chunk; the update of a chunk overlaps with the all-gathers of earlier chunks.
 
-        State that is not on the device is updated in the order in which the next step uses it. Each use waits for its
-        update.
+        The method updates the chunks in the order in which the next step is expected to use them, except that collective
+        updates come first. Each use of an offloaded chunk waits for the chunk's update.
         """
         self.steps += 1
         counted = [rule.count(self.counters, self.steps, lr) for rule in self._unlike]
         self.counters = {name: value for each in counted for name, value in each.items()}
         now = OptimizerStep(self.steps, lr, gradient_scale, self.counters)
-        chunks = self._gathering.used_order(self.trained)  # the next step uses them in the same order
-        chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)  # before the worker gets any
+        chunks = self._gathering.used_order(self.trained)  # the next step uses the chunks in the same order
+        chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)  # before the worker gets any update
         for chunk in chunks:
             chunk.whole.wait()
         for chunk, following in zip_longest(chunks, chunks[1:]):
@@ -282,9 +291,11 @@ class ModelState:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Switches to the model's own parameters, for evaluation, saving and export. All ranks must call.
+        """Switches to the evaluation weights (averaged, if the rule averages) for evaluation, saving and export. All ranks
+        must call this method.
 
-        Transfers that were running are finished, so that one rank can continue alone with parameters that are kept whole.
+        The method finishes running transfers, so that one rank can continue alone with parameters that are always whole on
+        the device.
         """
         self.skip()  # the last step may not have been finished
         for chunk in self.chunks:
@@ -299,20 +310,20 @@ class ModelState:
                     chunk.refresh_compute_copy()
 
     def finish(self) -> None:
-        """Finishes all running operations and gathers the parameters that are kept whole; must precede the end of the
-        process group."""
+        """Finishes all running operations, and all-gathers the parameters that are always whole on the device; must precede
+        the end of the process group."""
         for chunk in self.chunks:
             if chunk.plan.keeps_whole:
                 chunk.whole.gather()
             chunk.whole.wait()
 
     def _limit_reductions(self, begun: GradientReduction) -> None:
-        """Limits the running reductions after one has begun: only a few may hold their long buffers, or none without
-        overlap."""
+        """Limits the running reductions after `begun` has started: at most `_REDUCING` may use their whole buffers, or none
+        without `overlap`."""
         if not self.options.overlap:
             begun.finish()
         elif begun.chunk.plan.adds_gradients or (begun.leaves and not begun.alone):
-            self._reducing.pop(begun, None)  # an earlier microbatch's, which has been waited for
+            self._reducing.pop(begun, None)  # the finished reduction of an earlier microbatch
             self._reducing[begun] = None
             if len(self._reducing) <= _REDUCING:
                 return
@@ -323,10 +334,10 @@ class ModelState:
             self._let_leave(begun)
 
     def _let_leave(self, gradients: GradientReduction) -> None:
-        """Starts the copy of a chunk's gradients to the host, and frees their device memory once a few other copies are
-        running.
+        """Starts the copy of a chunk's gradients to the host; if more than `_REDUCING` copies are running, waits for the
+        oldest one and frees its device memory.
 
-        The copy happens once: if nothing has waited for the reduction yet, this method finishes it.
+        The method first finishes the reduction, because the copy cannot begin before.
         """
         self._reducing.pop(gradients, None)
         gradients.offload_gradient(self.tile)
@@ -340,9 +351,10 @@ def _trained(chunks: Iterable[Chunk]) -> list[TrainedChunk]:
 
 
 def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:
-    """Checks each parameter, given by name and whether `requires_grad` is as planned.
+    """Checks pairs of a parameter's name and a flag, which is true if `requires_grad` is as planned.
 
-    The optimizer processes whole chunks: it would decay and move a parameter that has been frozen by hand.
+    The optimizer processes whole chunks: it would update a parameter whose `requires_grad` the caller has set to False.
+    Raises `UserError` with the names of parameters whose flag is false.
     """
     others = [name for name, as_planned in parameters if not as_planned]
     if others:
@@ -363,7 +375,7 @@ def _place_buffers(module: nn.Module, device: torch.device) -> dict[str, Tensor]
 
 
 def _replace_parameters(module: nn.Module, made: Mapping[str, nn.Parameter]) -> None:
-    """Puts the new parameters in the places of the old ones, in every module that shares one."""
+    """Replaces each old parameter by the new one of the same name, in every module that shares the old parameter."""
     new = {id(old): made[name] for name, old in module.named_parameters()}
     for owner in module.modules():
         for leaf, old in owner._parameters.items():

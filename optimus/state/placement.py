@@ -1,6 +1,6 @@
 """Places the buffers of a chunk in memory of the device or the host, or on a disk, and maps them to checkpoint entries.
 
-Some buffers of a pruned chunk are compressed (`masks.py`); this module also makes their dense forms.
+Some buffers of a pruned chunk are compressed (`masks.py`); this module also converts them to their dense forms and back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,39 +27,41 @@ NOTHING_ON_DISK: AbstractContextManager[Mapping[str, Tensor]] = nullcontext({})
 
 @dataclass(frozen=True)
 class ChunkContext:
-    """The groups, transfers and options that a chunk works with, in addition to its plan."""
+    """The groups, transfers and options that a chunk needs in addition to its plan."""
 
     groups: Sequence[Group]
-    """The groups of the steps in which the chunk is sharded."""
+    """The process group of each sharding step of the chunk."""
     copies: Group
-    """The replica group: the ranks that keep the same shard, whose gradients are summed last."""
+    """The replica group: the ranks that store the same shard. The last all-reduce sums their gradients."""
     transfers: Transfers
     step: StepContext = field(default_factory=StepContext)
-    """The step context, which may defer gradients."""
+    """The step context, which identifies the current backward pass and may defer weight gradients."""
     file: StateFile | None = None
     """The state file on the disk."""
     block: int = 0
-    """Bytes of the memory block that whole parameters get."""
+    """The minimum number of bytes that whole parameters allocate on the device."""
     options: StateConfig = field(default_factory=StateConfig)
     blocks: Mapping[str, OverBlocks] = field(default_factory=dict)
-    """The way to apply a rule's matrix function, by name of a parameter whose matrices are split into blocks over ranks."""
+    """For each parameter whose matrices are split into blocks over ranks, by name: the object that applies a matrix function
+    to the whole matrices."""
     started: Callable[[Any], None] = lambda reduction: None
-    """Called with a reduction of gradients when the reduction has begun and holds memory."""
+    """A callback for each gradient reduction that has begun and uses memory."""
 
 
 class Placement:
     """The buffers of `plan`: flat tensors.
 
-    `parameter` (compute type) holds the whole chunk. The other buffers hold the shard that this rank updates, which may be
-    the whole chunk. `compute_shard` (compute type) is a view of the kept parameters. The checkpointed buffers go by the
-    prefix of their keys: fp32 master weights, "model", and the update rule's state, by kind. `resident` has those of them
-    that are always in memory. Where a chunk has no separate master weights, `compute_shard` takes their place.
+    `parameter` (compute type) holds the whole chunk. `compute_shard` (compute type) is a view of the stored parameters: the
+    shard that this rank updates, which may be the whole chunk. Checkpointed buffers have the same length, and a key prefix:
+    "model" for fp32 master weights, and its kind for a buffer of the update rule. `resident` maps prefixes to the
+    checkpointed buffers that are not on a disk. A chunk without separate master weights checkpoints `compute_shard` instead.
 
     `masks` are packed bits for the pruned parameters.
     """
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
-        self.groups = [group.unwatched for group in context.groups]  # gathered data may come from other ranks
+        # The groups have no watch, because all-gathered data may come from other ranks.
+        self.groups = [group.unwatched for group in context.groups]
         self.context, self.transfers, self.part = context, context.transfers, OwnPart()
         self.disk: DiskStates | None = None
         self._whole = self._make(plan, "whole")
@@ -67,7 +69,7 @@ class Placement:
         self.place(plan, masks or {})
 
     def _make(self, plan: ChunkPlan, *extents: str) -> dict[str, Tensor]:
-        """Makes the buffers of these extents that are in memory, by kind."""
+        """Allocates the buffers with one of these extents that are not on a disk; returns them by kind."""
         return {
             each.kind: self.transfers.make(each, plan.elements(each))
             for each in plan.buffers
@@ -75,14 +77,14 @@ class Placement:
         }
 
     def place(self, plan: ChunkPlan, masks: Mapping[str, Tensor]) -> None:
-        """Makes all buffers of `plan` except those of the whole chunk."""
+        """Allocates all buffers of `plan` except buffers of the extent "whole", which stay."""
         self.plan = plan
         self._made = self._whole | self._make(plan, "compressed", "mask")
         self.elements = AllElements()
         if plan.mask is not None:
             tile = self.context.options.tile if self.parameter.device.type == "cpu" else None
             self.elements = Mask(plan.mask, positions(plan, masks), self._made["mask"], tile)
-        self.parameter_shard = self.buffer("parameters.shard", self.parameter)  # between its uses
+        self.parameter_shard = self.buffer("parameters.shard", self.parameter)  # the stored parameters between uses
         self.compute_shard = self.parameter_shard[plan.within(plan.depths.parameters, plan.depths.optimizer)]
         on_disk = [each.kind for each in plan.buffers if each.residency == "disk"]
         if on_disk and self.disk is not None:
@@ -96,8 +98,8 @@ class Placement:
         return self._made.get(kind, otherwise)
 
     def by_prefix(self, on_disk: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the checkpointed state by prefix: buffers that are always in memory, and buffers read `on_disk`, by
-        kind."""
+        """Returns the checkpointed state by prefix: buffers in memory, and the buffers `on_disk`, which the caller has read
+        from the disk and gives by kind."""
         made = {**self._made, **on_disk}
         if not self.plan.has_master:
             made["master"] = self.compute_shard
@@ -105,8 +107,8 @@ class Placement:
         return {prefix: made[kind] for prefix, kind in kinds.items() if kind in made}
 
     def residency(self, prefix: str, weights: bool = False) -> Residency:
-        """Returns the residency of the checkpoint entry with this prefix, in a full checkpoint or in one of `weights`
-        alone."""
+        """Returns the location (device, host or disk) of the buffer that a checkpoint stores under `prefix`; with `weights`,
+        a checkpoint of weights alone."""
         if prefix != "model":
             return self.plan.residency(prefix)
         apart = self.plan.has_master and (not weights or self._computes_otherwise)
@@ -114,13 +116,12 @@ class Placement:
 
     @property
     def _computes_otherwise(self) -> bool:
-        """True if the compute weights are not simply this rank's shard of the weights: averaging or pruning makes them
-        differ."""
+        """True if averaging or pruning makes the compute weights differ from this rank's shard of the master weights."""
         return self.plan.rule.averages or self.elements.prunes
 
     def weights(self, states: Mapping[str, Tensor]) -> Tensor:
-        """Picks from `states` this rank's shard of the weights for a checkpoint of weights alone: the compute weights, if
-        possible."""
+        """Returns this rank's shard of the weights for a checkpoint of weights alone: the compute weights, or master weights
+        from `states` where averaging or pruning makes the two differ."""
         return states["model"] if self._computes_otherwise else self.compute_shard
 
     @property
@@ -136,19 +137,19 @@ class Placement:
 
     @property
     def dense_extent(self) -> slice:
-        """The extent of this rank's shard in the dense chunk, pruned elements included; the extents of all shards cover the
-        chunk."""
+        """The extent of this rank's shard in the dense chunk, including pruned elements. The extents of all shards cover
+        the chunk."""
         borders = self.elements.borders(self.plan.borders)
         first, number = self.plan.shards(self.plan.depths.optimizer)
         return slice(borders[first], borders[first + number])
 
     def dense_part(self, part: Tensor) -> Tensor:
-        """Returns the dense form, zero where pruned, of one of this rank's buffers or its copy on the host; unpruned buffers
-        as is."""
+        """Returns the dense form, zero where pruned, of `part`: one of this rank's buffers or its copy on the host. Returns
+        `part` itself if nothing is pruned."""
         return self.elements.expanded(part, self.plan.shard.start, self.dense_extent)
 
     def fill_part(self, part: Tensor, dense: Tensor) -> None:
-        """Fills one of this rank's buffers from `dense`: the dense form of the buffer, or that of the whole chunk."""
+        """Fills `part`, one of this rank's buffers, from `dense`: the dense form of the buffer or of the whole chunk."""
         first = 0 if len(dense) == self.plan.size else self.dense_extent.start
         source = self.elements.compressed(dense, self.plan.shard, first)
         if source.data_ptr() != part.data_ptr():

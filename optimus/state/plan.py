@@ -1,6 +1,6 @@
-"""Plans the division of parameters into chunks and of chunks over ranks: pure arithmetic, for any rank of any mesh.
+"""Divides parameters into chunks and shards the chunks over ranks: pure arithmetic, for any rank of any mesh.
 
-`ModelState` allocates the buffers of a plan. Checks and the planner ask the same plan for bytes without allocating anything.
+`ModelState` allocates the buffers of a plan. Checks and the planner compute bytes from the same plan without any allocation.
 """
 
 import math
@@ -27,22 +27,21 @@ from optimus.state.tiling import TILINGS, Tiling
 Sizes = npt.NDArray[np.int64]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
-_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # range of chunk sizes: long enough for a network, small compared to a device
+_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # elements: range of chunk sizes, large enough for a network, small for a device
 _SIZES = 240  # number of sizes that the search tries
-_CHUNKS = 8  # minimum per model, unless chunks would be too small: others are communicated while one is used
+_CHUNKS = 8  # minimum per model, unless chunks get too small: transfers of other chunks overlap with the use of one
 
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """The place of this rank's slice of one parameter in its chunk: elements `start` to `end`.
+    """The elements of a chunk that hold this rank's slice of one parameter: elements `start` to `end`.
 
-    The slot reaches up to `limit`, which leaves room for the largest slice that any rank has. Therefore all ranks have the
-    same chunk layout.
+    The slot ends at `limit`, so that the largest slice of any rank fits. Therefore all ranks have the same chunk layout.
     """
 
     name: str
     layout: Layout
-    region: tuple[slice, ...]  # of the global tensor
+    region: tuple[slice, ...]  # this rank's slice of the global tensor
     start: int
     limit: int
 
@@ -57,7 +56,7 @@ class ParameterSlot:
         return _shape(self.region)
 
     def global_positions(self, local: Tensor) -> Tensor:
-        """Row-major positions in the global tensor of row-major positions `local` (int64) in this rank's slice."""
+        """Maps row-major positions `local` (int64) in this rank's slice to row-major positions in the global tensor."""
         if not self.layout.sharded_dims:
             return local
         positions, stride = torch.zeros_like(local), 1
@@ -73,7 +72,7 @@ def _shape(region: Sequence[slice]) -> torch.Size:
 
 
 class ShardStep(NamedTuple):
-    """One of the steps in which a chunk is sharded: over `ranks` ranks; this rank gets shard number `group_rank`."""
+    """A sharding step of a chunk over `ranks` ranks, of which this rank gets shard number `group_rank`."""
 
     ranks: int
     group_rank: int
@@ -81,9 +80,10 @@ class ShardStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """A chunk: parameters with the same replicas and rule, sharded in steps. `replica_count` ranks keep the same shard.
+    """The plan of a chunk: parameters with the same replicas and rule, sharded in steps.
 
-    A pruned chunk has a `mask`, and its extents, lengths and borders count compressed elements.
+    `replica_count` ranks store the same shard. A pruned chunk has a `mask`, and its extents, lengths and borders count
+    compressed elements.
     """
 
     slots: tuple[ParameterSlot, ...]
@@ -98,17 +98,17 @@ class ChunkPlan:
 
     @property
     def size(self) -> int:
-        """Elements of the whole chunk, including the padding of the last shard."""
+        """The number of elements of the whole dense chunk, including padding."""
         return self.borders[-1] if self.mask is None else self.mask.size
 
     @property
     def shard_count(self) -> int:
-        """Number of shards of the chunk after the last step."""
+        """The number of shards of the chunk after the last step."""
         return len(self.borders) - 1
 
     @property
     def length(self) -> int:
-        """Elements of a shard after the last step; the mean where shards differ in length."""
+        """The number of elements of a shard after the last step; the mean where shards differ in length."""
         return self.borders[-1] // self.shard_count
 
     def extent(self, depth: int) -> slice:
@@ -123,7 +123,7 @@ class ChunkPlan:
         return [end - start for start, end in pairwise(ends)]
 
     def shards(self, depth: int) -> tuple[int, int]:
-        """Returns the first shard of the extent of `depth`, and the number of shards in that extent."""
+        """Returns the first of the shards in this rank's extent of `depth`, and the number of shards in that extent."""
         first, number = 0, self.shard_count
         for share in self.shard_steps[:depth]:
             number //= share.ranks
@@ -146,12 +146,12 @@ class ChunkPlan:
 
     @property
     def tiling(self) -> Tiling:
-        """The tiling of the chunk, as its rule names it."""
+        """The tiling that the chunk's rule names."""
         return TILINGS[self.rule.tiling]
 
     @property
     def align(self) -> int:
-        """The largest alignment that any of its buffers needs, in elements."""
+        """The largest alignment of the chunk's buffers, in elements."""
         return max(buffer.align for buffer in self.buffers)
 
     @property
@@ -161,20 +161,20 @@ class ChunkPlan:
 
     @property
     def keeps_whole(self) -> bool:
-        """True if the device keeps the whole parameters."""
+        """True if the device always has memory for the whole parameters."""
         return self.stays("parameters")
 
     def residency(self, kind: str) -> Residency:
-        """Returns the residency of a buffer; "device" if the chunk has no buffer of this kind."""
+        """Returns the location of a buffer (device, host or disk); "device" if the chunk has no buffer of this kind."""
         return next((buffer.residency for buffer in self.buffers if buffer.kind == kind), "device")
 
     def stays(self, kind: str) -> bool:
-        """Returns whether the device always has a buffer of this kind."""
+        """Returns whether the chunk has a buffer of this kind that always has memory."""
         return any(buffer.kind == kind and buffer.lifetime == "always" for buffer in self.buffers)
 
     @property
     def has_master(self) -> bool:
-        """True if the master weights are a buffer apart from the compute weights."""
+        """True if the master weights and the compute weights are separate buffers."""
         return any(buffer.kind == "master" for buffer in self.buffers)
 
     @property
@@ -184,19 +184,18 @@ class ChunkPlan:
 
     @property
     def adds_gradients(self) -> bool:
-        """True if the gradients of each microbatch are added to a buffer that holds only a shard or the unpruned
-        elements."""
+        """True if each microbatch adds its gradients to a buffer of only a shard or only the unpruned elements."""
         return any(buffer.kind == "gradients.shard" for buffer in self.buffers)
 
     @property
     def sends_gradients(self) -> bool:
-        """True if the gradients of each microbatch are added to the gradients on the host."""
+        """True if each microbatch adds its gradients to the gradients on the host."""
         used = any(buffer.kind == "gradients" and buffer.lifetime == "use" for buffer in self.buffers)
         return used and not self.adds_gradients
 
     @property
     def offloaded(self) -> bool:
-        """True if some buffer of the chunk does not reside on the device."""
+        """True if some buffer of the chunk is on the host or on a disk."""
         return any(buffer.residency != "device" for buffer in self.buffers)
 
     @property
@@ -211,12 +210,12 @@ class ChunkPlan:
 
     @property
     def block(self) -> int:
-        """Bytes of the whole parameters."""
+        """The bytes of the whole parameters."""
         return self.buffers[0].bytes(self.size)
 
     def bytes_by_kind(self, residency: Residency = "device") -> dict[str, int]:
-        """Returns the bytes of this rank's buffers at rest by kind; `master` is zero where the parameters serve as master
-        weights."""
+        """Returns the bytes by kind of this rank's buffers that always have memory; `master` is zero where the parameters
+        serve as master weights."""
         found = dict.fromkeys(KINDS, 0)
         for buffer in self.buffers:
             if buffer.residency == residency and buffer.lifetime == "always":
@@ -225,17 +224,17 @@ class ChunkPlan:
 
 
 class StateSpec(NamedTuple):
-    """The facts beyond the section `state` that decide which buffers chunks have: compute type, and update rules by
-    parameter."""
+    """The inputs that decide the buffers of chunks, in addition to the configuration section `state`: for example compute
+    type, and update rules by parameter."""
 
     compute: torch.dtype
     rules: Mapping[str, Rule]
-    # For parameters that are, or will be, pruned: the unpruned fraction of this rank's slice; None: not pruned yet.
+    # The unpruned fraction of this rank's slice of each prunable parameter; None for a parameter that is not pruned yet.
     unpruned: Mapping[str, float | None] = {}
     mask_form: MaskForm = "int32"
 
     def unpruned_of(self, slot: ParameterSlot) -> int:
-        """Returns the number of unpruned elements in this rank's slice of a parameter."""
+        """Returns the number of unpruned elements in this rank's slice of the parameter of `slot`."""
         share, elements = self.unpruned.get(slot.name), slot.shape.numel()
         return elements if share is None else round(share * elements)
 
@@ -243,7 +242,7 @@ class StateSpec(NamedTuple):
 def unpruned_shares(
     masks: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh, rank: int
 ) -> dict[str, float]:
-    """Returns, by name, the fraction of the slice of `rank` that a parameter's mask (packed bits) leaves unpruned."""
+    """Returns, by parameter name, the fraction of the slice of `rank` that the mask (packed bits) leaves unpruned."""
     sizes = {name: _shape(layouts[name].region(mesh, rank)).numel() for name in masks}
     return {name: bits_of(bits) / max(1, sizes[name]) for name, bits in masks.items()}
 
@@ -251,11 +250,11 @@ def unpruned_shares(
 def divide_chunks(
     layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: StateSpec
 ) -> list[ChunkPlan]:
-    """Returns the chunks of `rank`, planned as if nothing were pruned and everything were on the device.
+    """Returns the plans of the chunks of `rank` without pruning and offloading.
 
-    Parameters with the same replicas and rule lie end to end, in order, in chunks within the size limit.
+    Parameters with the same replicas and rule are contiguous, in model order, in chunks within the size limit.
 
-    Raises `UserError` when a parameter or its replicas cannot be divided as configured.
+    Raises `UserError` when the configured sharding does not divide a parameter or its replicas.
     """
     replicas = {axes: tuple(mesh.group(rank, axes)) for axes in {layout.partial_axes for layout in layouts.values()}}
     plans = list[ChunkPlan]()
@@ -280,7 +279,7 @@ def in_order(plans: Iterable[ChunkPlan], names: Iterable[str]) -> list[ChunkPlan
 
 
 class ChunkRow(NamedTuple):
-    """Parameters with the same replicas and rule, end to end in chunks that are not sharded yet."""
+    """Parameters with the same replicas and rule, contiguous in chunks that are not sharded yet."""
 
     axes: tuple[str, ...]  # mesh axes of the replicas, whose gradients are partial sums
     same: tuple[str, ...]  # further mesh axes along which ranks hold identical parameters
@@ -291,7 +290,7 @@ class ChunkRow(NamedTuple):
     def borders(self, parts: int) -> list[Sequence[int]]:
         """Returns, for each chunk, the positions where its `parts` shards begin, and the position where the last one
         ends."""
-        tiling, loads = TILINGS[self.rule.tiling], [0] * parts  # work of each part so far
+        tiling, loads = TILINGS[self.rule.tiling], [0] * parts  # cost of each part's matrices so far
         return [
             tiling.borders(
                 [each for slot in slots for each in tiling.matrices(slot.start, slot.shape, slot.layout.shape)],
@@ -310,7 +309,7 @@ class ChunkRow(NamedTuple):
         copies: int,
         kept: tuple[Buffer, ...],
     ) -> list[ChunkPlan]:
-        """Returns the chunks of this row, sharded in `steps`; `copies` ranks keep one shard, in the buffers `kept`."""
+        """Returns the chunks of this row, sharded in `steps`; `copies` ranks store the same shard, in the buffers `kept`."""
         return [
             ChunkPlan(slots, self.axes, self.rule, ends, steps, copies, depths, kept)
             for slots, ends in zip(self.chunks, borders)
@@ -325,10 +324,10 @@ def end_to_end(
     chunk: int | None,
     recipe: StateSpec,
 ) -> list[ChunkRow]:
-    """Groups the parameters of `rank` by replicas, rule and whether they are ever pruned, and lays each group out in chunks.
+    """Groups the parameters of `rank` by replicas, rule and whether they are prunable, and lays each group out in chunks.
 
-    A chunk has at most `chunk` elements; the limit is searched for where `chunk` is None. `replicas` are the ranks along
-    axes: two sets of axes may have the same ranks. The number of those ranks does not influence the result.
+    A chunk has at most `chunk` elements; where `chunk` is None, `search_limit` finds the limit. `replicas` maps mesh axes to
+    the ranks along them: two sets of axes may have the same ranks. The number of those ranks does not influence the result.
     """
     unlike = set(layouts.values())
     regions = {layout: layout.region(mesh, rank) for layout in unlike}
@@ -353,15 +352,15 @@ def end_to_end(
 
 
 def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: StateSpec) -> list[ChunkPlan]:
-    """Returns the divided chunks with the buffers that their residency and pruning ask for.
+    """Returns the chunks of `divide_chunks` with the buffers that offloading and pruning need.
 
-    The first chunks, the fraction `resident_fraction`, stay on the device. All chunks behind are offloaded as configured.
-    The first chunks are used first, while the updates of the others still run. Pruned chunks keep only their unpruned
-    elements.
+    The first chunks, up to the fraction `resident_fraction` of all elements, stay on the device. All later chunks are
+    offloaded as configured. The forward pass uses the first chunks while the updates of the others still run. Pruned chunks
+    store only their unpruned elements.
     """
     if options.offload == "none" and not recipe.unpruned:
         return [*plans]
-    # With `auto`, the chunks that fit are added to the device later.
+    # With `auto`, a later decision moves the chunks that fit to the device.
     fraction = 0.0 if options.resident_fraction == "auto" else options.resident_fraction
     here = fraction * sum(plan.size for plan in plans)
     found, size = list[ChunkPlan](), 0
@@ -393,7 +392,7 @@ def chunk_buffers(
     prunable: bool = False,
     sends: bool = False,
 ) -> tuple[Buffer, ...]:
-    """Returns the buffers of a chunk for these depths and residencies; see `buffers.buffers`."""
+    """Returns the buffers of a chunk for `depths` and `offload`; see `buffers.buffers`."""
     whole = lifetime(options)
     return buffers(
         depths,
@@ -418,15 +417,15 @@ def _compressed(plan: ChunkPlan, recipe: StateSpec) -> ChunkPlan:
 def placed(depths: ShardDepths, offload: str, sends: bool = False) -> ShardDepths:
     """Returns the depths of a chunk after offloading.
 
-    On the host, parameters are sharded as finely as this rank updates them. Gradients that each microbatch `sends` to the
-    host are whole until they are sent.
+    Parameters on the host have the depth of the optimizer state. Gradients that each microbatch `sends` to the host are not
+    sharded on the device.
     """
     depths = depths._replace(parameters=depths.optimizer) if RESIDENCES[offload][0] != "device" else depths
     return depths._replace(gradients=0) if sends else depths
 
 
 def lifetime(options: StateConfig) -> Lifetime:
-    """Returns the lifetime of whole parameters that are gathered or fetched on use."""
+    """Returns the lifetime of whole parameters that a chunk all-gathers or fetches on use."""
     if options.cache is not None or RESIDENCES[options.offload][0] != "device":
         return "cache"
     return "use" if options.reshard_after_forward else "step"
@@ -452,14 +451,15 @@ def divide_stages(
 
 
 def lay_out(sizes: Sequence[int], limit: int, align: int = ALIGN) -> list[list[tuple[int, int, int]]]:
-    """Returns (number, start, end) of each parameter of the given sizes, by chunk of at most `limit` elements. Each
-    parameter begins at a multiple of `align`.
+    """Lays out parameters of the given `sizes` in chunks of at most `limit` elements; returns, for each chunk, (number,
+    start, end) of each parameter.
 
-    A parameter larger than `limit` has a chunk of its own. Chunks are filled from the last parameter backwards, so that the
-    first chunk is the small one. Its gradients arrive last, and no computation is left to overlap with their reduction.
+    Each parameter begins at a multiple of `align`. A parameter larger than `limit` gets a separate chunk. The function fills
+    chunks from the last parameter backwards, so that the first chunk is the smallest. The gradients of the first chunk
+    arrive last, and no computation remains to overlap with their reduction.
     """
     chunks: list[list[int]] = []
-    length = 0  # of the current chunk
+    length = 0  # elements of the current chunk
     for number in reversed(range(len(sizes))):
         length += aligned(sizes[number], align)
         if not chunks or length - aligned(sizes[chunks[0][-1]], align) + sizes[chunks[0][-1]] > limit:
@@ -478,27 +478,28 @@ def _end_to_end(numbers: Sequence[int], sizes: Sequence[int], align: int) -> lis
 
 
 def chunk_limit(groups: Sequence[Sequence[int]], chosen: int | None) -> int:
-    """Returns the largest number of elements in a chunk: `chosen`, or the result of `search_limit` over `groups`."""
+    """Returns the largest number of elements in a chunk: `chosen`, or where it is None the result of `search_limit`."""
     return chosen or _found_limit(tuple(map(tuple, groups)))
 
 
 @lru_cache(maxsize=1024)
 def _found_limit(groups: tuple[tuple[int, ...], ...]) -> int:
-    """Searches for the limit once for equal sizes: many stages, and many plans, hold parameters of the same sizes."""
+    """Searches for the limit once for equal `groups`: many stages and many plans have parameters of the same sizes."""
     return search_limit(groups, _SMALLEST, largest_chunk(sum(map(sum, groups))))
 
 
 def largest_chunk(elements: int) -> int:
-    """Returns the chunk size, in elements, at which the search begins for a model of `elements`."""
+    """Returns the largest chunk size of the search, in elements, for a model of `elements` elements."""
     return max(_SMALLEST, min(_LARGEST, elements // _CHUNKS))
 
 
 def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -> int:
-    """Returns the one chunk size between the two limits that wastes least (Elixir, section 4: the search over all sizes).
+    """Returns the chunk size between the two limits that leaves the fewest elements empty (Elixir, section 4: the search
+    over all sizes).
 
-    `groups` are the sizes of the parameters of each group. The empty space of chunks would be wasted in blocks of that one
-    size. A group that fits into the smallest chunk is one small chunk and does not count, nor does a parameter larger than a
-    chunk. Among equals, the largest size wins.
+    `groups` are the sizes of the parameters of each group. Memory blocks of one size would waste the empty elements of
+    chunks. A group that fits into the smallest chunk is one small chunk and does not count. A parameter larger than a chunk
+    does not count either. Among equal sizes, the function chooses the largest.
     """
     counted = [sizes for sizes in groups if lay_out(sizes, sum(map(aligned, sizes)))[0][-1][2] > smallest]
 
@@ -507,11 +508,12 @@ def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -
 
 
 def wasted(sizes: Sequence[int], limits_L: Sizes) -> Sizes:
-    """Returns, for each limit, the elements that parameters of these sizes leave empty in chunks of at most that size.
+    """Returns, for each limit, the number of elements that parameters of these sizes leave empty in chunks of at most that
+    size.
 
     The function computes `lay_out` for all limits at once.
     """
-    # As if the current chunk were full.
+    # The initial state is a full chunk.
     waste_L, length_L, padding_L = np.zeros_like(limits_L), limits_L.copy(), np.zeros_like(limits_L)
     for size in reversed(sizes):
         room = aligned(size)
@@ -525,7 +527,7 @@ def wasted(sizes: Sequence[int], limits_L: Sizes) -> Sizes:
 def sharding_of(rule: Rule, options: StateConfig) -> StateConfig:
     """Returns the sharding options for chunks of `rule`.
 
-    Frozen chunks are sharded only as far as their parameters are, because they have no other state.
+    Frozen chunks have only parameters, so that only the sharding of parameters applies.
     """
     if rule.trains:
         return options
@@ -535,11 +537,11 @@ def sharding_of(rule: Rule, options: StateConfig) -> StateConfig:
 
 
 def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> list[list[int]]:
-    """Divides ranks that hold the same parameters into the groups that share their state out among them.
+    """Divides `replicas`, the ranks with the same parameters, into the groups that shard the state of these parameters.
 
-    The setting `shard_over: replicas` takes all of them (EPSO: the Optimus paper, section 3.2), and `data` the ranks along
-    the data axis of the experts. `shard_ranks` makes groups of that many neighbours (HSDP). Raises `UserError` when
-    `shard_ranks` does not divide the replicas.
+    The setting `shard_over: replicas` makes one group of all replicas (EPSO: the Optimus paper, section 3.2). `data` makes
+    groups along the data axis of the experts. `shard_ranks` makes groups of that number of neighbouring ranks (HSDP). Raises
+    `UserError` when `shard_ranks` does not divide the replicas.
     """
     if options.shard == "none":
         return [[rank] for rank in replicas]
@@ -563,11 +565,11 @@ def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> l
 
 
 def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateConfig) -> None:
-    """Raises `UserError` when `shard_ranks` exceeds the number of ranks that shard any parameter of the whole model.
+    """Raises `UserError` when `shard_ranks` exceeds the largest number of ranks that can shard a parameter of the model.
 
-    `layouts` are those of the whole model. Parameters that tensor parallelism replicates, such as norms, do not count: they
-    are few. Experts may have fewer or more replicas than other parameters. Then the larger number is the limit, and
-    parameters with fewer replicas are sharded over all of their replicas.
+    `layouts` has the layouts of all parameters of the model. Parameters that tensor parallelism replicates, for example
+    norms, do not count, because they are few. Experts may have fewer or more replicas than other parameters. Then the larger
+    number is the limit, and parameters with fewer replicas are sharded over all of their replicas.
     """
     wanted = max(width or 0 for width in shard_widths(options.shard, options.shard_ranks))
     over_all = options.model_copy(update={"shard_ranks": None})
@@ -582,7 +584,7 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
 
 
 def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list[RankPartition]:
-    """Returns one partition of all ranks per sharding step, and last the partition into ranks that hold the same shard."""
+    """Returns one partition of all ranks per sharding step, and last the partition into replica groups of the same shard."""
     all_replicas = mesh.groups(replicas)
     first = all_replicas.group(0)
     # All replica groups have the same structure, so the division of the first one applies to each.
@@ -594,21 +596,21 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list
         return shards.cut(lambda ranks_GW: ranks_GW.reshape(-1, step, inner).swapaxes(1, 2).reshape(-1, step))
 
     inner = accumulate(steps, operator.mul, initial=1)
-    copies_WP = np.sort(places_PW.T)  # the ranks of a group ascend
+    copies_WP = np.sort(places_PW.T)  # ascending ranks in each group
     copies = all_replicas.cut(lambda ranks_GR: ranks_GR[:, copies_WP].reshape(-1, copies_WP.shape[1]))
     return [*map(shared, steps, inner), copies]
 
 
 def bytes_by_kind(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
-    """Returns the bytes at rest of all chunks of a rank, by kind."""
+    """Returns the bytes by kind of a rank's buffers that always have memory, over all chunks."""
     counts = [plan.bytes_by_kind(residency) for plan in plans]
     return {kind: sum(count[kind] for count in counts) for kind in KINDS}
 
 
 def sharing_steps(widths: Sequence[int | None], ranks: int) -> tuple[list[int], ShardDepths]:
-    """Returns the steps in which `ranks` shard a chunk, and for each kind the number of steps after which it is kept.
+    """Returns the steps in which `ranks` ranks shard a chunk, and the depths of parameters, gradients and optimizer state.
 
-    `widths` come from `shard_widths`. Raises `UserError` where they do not divide the ranks.
+    `widths` come from `shard_widths`. Raises `UserError` where the widths do not divide the ranks or one another.
     """
     steps, depths, inner = list[int](), list[int](), 1
     for kind, width in zip(ShardDepths._fields, (min(width or ranks, ranks) for width in widths)):

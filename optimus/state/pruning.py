@@ -1,8 +1,9 @@
-"""Decides which parameters are pruned, by exact thresholds over all ranks, so that every layout finds the same masks.
+"""Chooses the pruned elements by exact thresholds over all ranks, so that every layout finds the same masks.
 
-Scores are non-negative fp32 numbers, whose bits, taken as integers, have the same order. Two histograms, summed over the
-ranks, find the k-th largest score of all ranks. The first counts the upper 16 bits. The second counts the lower 16 bits of
-those scores whose upper bits are those of the k-th largest. All scores that are no less are kept: ties may keep a few more.
+Scores are non-negative fp32 numbers, whose bits, read as integers, have the same order. Two histograms, summed over the
+ranks, find the k-th largest score of all ranks. The first histogram counts the upper 16 bits. The second one counts the
+lower 16 bits of the scores whose upper bits equal the upper bits of the k-th largest score. Elements whose scores are at
+least the k-th largest score stay unpruned: with ties, these are a few more than k.
 """
 
 import math
@@ -27,16 +28,16 @@ from optimus.state.plan import ParameterSlot
 Score = Callable[[ParameterSlot, Tensor], Tensor]  # fp32 scores of the elements of this rank's slice of a parameter
 
 _HALF = 1 << 16
-_BLOCK = 16  # rows and columns of a block that is pruned as a whole
+_BLOCK = 16  # rows and columns of a block, the unit of block pruning
 
 
 def magnitudes(slot: ParameterSlot, weights: Tensor) -> Tensor:
-    """Returns the magnitude of each weight."""
+    """Returns the magnitude of each weight as its score."""
     return weights.abs()
 
 
 def block_norms(slot: ParameterSlot, weights: Tensor) -> Tensor:
-    """Returns, for each weight, the root mean square of the weights of its block of 16 x 16."""
+    """Returns, for each weight, the root mean square of the weights in its block of 16 x 16."""
     rows, columns = weights.shape[-2:]
     square = weights.reshape(-1, 1, rows, columns).square()
     # Blocks at the edges have fewer weights.
@@ -46,7 +47,8 @@ def block_norms(slot: ParameterSlot, weights: Tensor) -> Tensor:
 
 
 def random_scores(seed: int) -> Score:
-    """Returns scores by name and position, so that the same elements are pruned with any layout."""
+    """Returns a function for random scores that depend on the parameter's name and the element's position, so that every
+    layout prunes the same elements."""
 
     def scores(slot: ParameterSlot, weights: Tensor) -> Tensor:
         found = torch.empty(weights.numel(), device=weights.device)
@@ -57,7 +59,7 @@ def random_scores(seed: int) -> Score:
 
 
 def check_blocks(layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Raises `UserError` where a 16 x 16 block of these parameters would lie on several ranks, or a parameter is no
+    """Raises `UserError` where a 16 x 16 block of these parameters would span several ranks, or a parameter is no
     matrix."""
     for name, layout in layouts.items():
         parts = layout.local_shape(mesh)[-2:]
@@ -75,15 +77,15 @@ class LocalWeights(NamedTuple):
 
     slot: ParameterSlot
     weights: Tensor  # fp32, of the slot's shape
-    counts: bool  # in sums over the ranks: true on one of the ranks that hold this slice
+    counts: bool  # true on exactly one of the ranks that hold this slice, so that sums over ranks count it once
 
 
 @dataclass(frozen=True)
 class PrunableWeights:
-    """Weights that may be pruned, and that decide which elements are.
+    """Weights of prunable parameters, which decide the pruned elements.
 
-    `parts` yields this rank's slices of the named parameters; it is called several times. `before` are packed bits for this
-    rank's slices of parameters that have been pruned before.
+    `parts` yields this rank's slices of the named parameters; pruning calls `parts` several times. `before` has packed bits,
+    by name, for this rank's slices of parameters that have been pruned before.
     """
 
     world: Group
@@ -93,7 +95,7 @@ class PrunableWeights:
 
 
 def weights_of(state: ModelState) -> PrunableWeights:
-    """Returns the weights of a state. Consecutive slices of one chunk share one gathering."""
+    """Returns the prunable weights of `state`. Consecutive slices of one chunk share one all-gather."""
     held: list[tuple[TrainedChunk, Tensor]] = []
 
     def parts(names: Collection[str]) -> Iterator[LocalWeights]:
@@ -116,7 +118,7 @@ def weights_to_be(
     read: Callable[[ParameterSlot, Tensor], None],
     before: Mapping[str, Tensor],
 ) -> PrunableWeights:
-    """Returns the weights of a state that does not exist yet, for parameters with these layouts.
+    """Returns the prunable weights of parameters with these layouts, before a `ModelState` exists.
 
     The function `read` fills this rank's slice of a parameter.
     """
@@ -137,17 +139,17 @@ def weights_to_be(
 def prune(
     weights: PrunableWeights, unpruned: float, sizes: Mapping[str, int], score: Score, *, per_tensor: bool = False
 ) -> dict[str, Tensor]:
-    """Returns masks of this rank's slices that leave the fraction `unpruned` of the parameters; `sizes` are those of the
-    model.
+    """Returns masks of this rank's slices that leave the fraction `unpruned` of the parameters; `sizes` gives, by name, each
+    parameter's number of elements in the whole model.
 
-    Elements pruned before remain pruned. Without `per_tensor`, scores are compared over all parameters. All ranks must call.
-    Raises `UserError` on all ranks where weights are not finite.
+    Elements pruned before remain pruned. The function compares scores over all parameters, or with `per_tensor` within each
+    parameter. All ranks must call this function. Raises `UserError` on all ranks if weights of any rank are not finite.
     """
     masks: dict[str, Tensor] = {}
     failure: UserError | None = None
 
     def scored(slot: ParameterSlot, values: Tensor) -> Tensor:
-        """Returns the scores, zero for elements that have been pruned before."""
+        """Returns the scores of `values`: zero for elements that have been pruned before."""
         before = weights.before.get(slot.name)
         found = score(slot, values)
         return (
@@ -177,12 +179,12 @@ def prune(
 def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]], k: int, device: torch.device) -> int:
     """Returns the bits of the k-th largest score of all ranks, exactly.
 
-    `parts` yields this rank's scores, and whether they count: equal scores on several ranks count on one of them. The
-    function calls `parts` twice.
+    `parts` yields pairs of this rank's scores and a flag that is true if the scores count: replicated scores count on one
+    rank. The function calls `parts` twice.
     """
 
     def counts(of: Callable[[Tensor], Tensor]) -> Tensor:
-        # float64 is exact for these counts, and every backend sums it. Largest first.
+        # float64 is exact for these counts, and every backend can sum it. The result begins with the largest score.
         found = torch.zeros(_HALF, dtype=torch.float64, device=device)
         for scores, counted in parts():
             if counted:
@@ -200,11 +202,11 @@ def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]]
 
 
 def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: ModelState) -> float:
-    """Returns the fraction of the elements kept by the masks `now` that the masks `before` pruned, over the whole model.
+    """Returns the fraction of the elements unpruned by the masks `now` that the masks `before` prune, over the whole model.
 
-    You et al. divide the number of differing elements by that of all elements, which gives small values at a high sparsity
-    for any masks. A parameter without an earlier mask, for example after a change of `pruning.targets`, counts as new
-    entirely.
+    You et al. divide the number of differing elements by the number of all elements, which gives small values at a high
+    sparsity for any masks. All unpruned elements of a parameter without an earlier mask, for example after a change of
+    `pruning.targets`, count as pruned before.
     """
     known = {name: before.get(name, torch.zeros_like(bits)) for name, bits in now.items()}
     new = _total(state, {name: bits_of(bits & ~known[name]) for name, bits in now.items()})
@@ -212,13 +214,14 @@ def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: Mod
 
 
 def share_left(state: ModelState, sizes: Mapping[str, int]) -> float:
-    """Returns the unpruned fraction of the pruned parameters, with `sizes` in the whole model. All ranks must call."""
+    """Returns the unpruned fraction of the parameters in `sizes`, their numbers of elements in the whole model. All ranks
+    must call this function."""
     slots = [slot for chunk in state.trained for slot in chunk.plan.slots if slot.name in sizes]
     return _total(state, {slot.name: state.recipe.unpruned_of(slot) for slot in slots}) / sum(sizes.values())
 
 
 def _total(state: ModelState, counts: Mapping[str, int]) -> float:
-    """Sums counts of this rank's slices of parameters, by name, over the whole model."""
+    """Sums `counts`, numbers for this rank's slices by parameter name, over the whole model."""
     mesh, world = state.groups.mesh, state.groups.world
     here = {
         slot.name for chunk in state.trained for slot in chunk.plan.slots if slot.layout.first_holds(mesh, world.rank)

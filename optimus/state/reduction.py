@@ -1,13 +1,13 @@
-"""Reduces the gradients of a chunk, from the first that arrives to their sum over all replicas.
+"""Accumulates and reduces the gradients of a chunk, from the first gradient to the sum over all replicas.
 
-Gradients accumulate into views of the chunk's gradient buffer. The reduction sums gradients over all replicas, and over
-those that keep the same shard (its `copies`) last. The loss is divided by the number of data ranks before the backward pass.
-Where gradients are not kept whole, the buffer has memory from the first gradient of a microbatch to the last, when the
-reduction begins. Gradients of a pruned chunk are compressed in place before their reduction.
+Gradients accumulate into views of the chunk's gradient buffer. Reduce-scatters sum the gradients in the sharding steps, and
+an all-reduce over the ranks with the same shard (`copies`) comes last. The step divides the loss by the number of data ranks
+before the backward pass. Where gradients are sharded, the whole buffer has memory from the first gradient of a microbatch to
+the end of the reduce-scatter. A pruned chunk compresses its gradients in place before their reduction.
 
-A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass continues. Each
-backward pass counts its own gradients: where weight gradients are deferred, other passes come in between. For the same
-reason a pass no longer needs the parameters when it has *found* all gradients, though it may not have added them yet.
+The reduction of a chunk begins as soon as the chunk's last gradient of the last microbatch has arrived, while the backward
+pass continues. Gradients are counted separately for each backward pass, because passes with deferred weight gradients
+interleave. A pass no longer needs the parameters when it has *found* all gradients: it may still defer their addition.
 
 Gradients that wait for the update on the host leave the device after their reduction. The transfer happens after the last
 microbatch, or after each microbatch if the host accumulates.
@@ -33,14 +33,15 @@ from optimus.step_context import StepContext
 class ChunkGradient(GradientBuffer):
     """The gradient buffer of a parameter: a view of its chunk's gradient buffer.
 
-    A kernel adds to the buffer in place of autograd, once in every backward pass of a step, between `open` and `close`.
-    `close` counts the gradient as arrived. Autograd then gets no gradient, but still calls its hooks, which must not count.
+    A kernel, instead of autograd, adds to the buffer between `open` and `close`, once in every backward pass of a step.
+    `close` counts the gradient as arrived. Autograd then gets no gradient, but still calls its hooks, which must not count
+    the gradient again.
     """
 
     def __init__(self, reduction: "GradientReduction", parameter: nn.Parameter, step: StepContext | None) -> None:
         super().__init__(step)
         self._reduction, self._parameter = reduction, parameter
-        self.used = False  # in this step
+        self.used = False  # True if a kernel has used the buffer in this step
 
     def open(self) -> Tensor:
         self.used = True
@@ -57,34 +58,35 @@ class ChunkGradient(GradientBuffer):
 
 
 class GradientReduction:
-    """The gradient reduction of `chunk`, whose parameters are `whole` while they are used; see the module's text.
+    """The gradient reduction of `chunk`, with the chunk's parameters `whole`; see the docstring of the module.
 
-    `gradient` (gradient type) covers the whole chunk. `reduced` is a view of the kept gradients: the shard that this rank's
-    optimizer updates. The update reads `waiting`: the same tensor, or the host's if the gradient `leaves` the device.
+    `gradient` (gradient type) covers the whole chunk. `reduced` is a view of the accumulated gradients: the shard that this
+    rank's optimizer updates. The update reads `waiting`: `reduced`, or a host tensor if the gradient `leaves` the device.
     """
 
     def __init__(self, chunk: Placement, whole: WholeParameters) -> None:
         self.chunk, self._whole = chunk, whole
         self._context, self._transfers = chunk.context, chunk.transfers
         self._watch = chunk.context.copies.watch
-        self.replica_group = chunk.context.copies.unwatched  # the watch covers only the inputs of the sums
+        # This group has no watch: the watch covers only the inputs of reductions.
+        self.replica_group = chunk.context.copies.unwatched
         self.buffers: dict[nn.Parameter, ChunkGradient] = {}
-        # Numbers of gradients of this chunk by backward pass, while the pass has some but not all: gradients whose
-        # parameters the pass no longer needs, and gradients that have been added.
+        # For each backward pass that has some but not all gradients of this chunk: the number of gradients whose parameters
+        # the pass no longer needs, and the number of gradients that are in the buffer.
         self._found, self._added = Counter[tuple[int, int] | None](), Counter[tuple[int, int] | None]()
         self.sum, self._host = Status("sum"), Status("host gradients")
         self._turn = InTurn()
-        self._square: Tensor  # sum of squares of the gradients on the host
+        self._square: Tensor  # sum of squares of the gradients that leave for the host
         self.gradient = chunk.buffer("gradients", chunk.parameter)
         self._gradients = ManagedBuffer("gradients", self.gradient, chunk.transfers.resize, stays=True)
         self.place()
 
     def place(self) -> None:
-        """Takes over the buffers of the chunk's plan."""
+        """Switches to the buffers of the chunk's current plan."""
         chunk, plan, resize = self.chunk, self.chunk.plan, self._transfers.resize
         self._gradients.transition("open")  # a ManagedBuffer starts from a tensor that has memory
         self._gradients = ManagedBuffer("gradients", self.gradient, resize, stays=plan.stays("gradients"))
-        self._kept = chunk.buffer("gradients.shard", self.gradient)  # between its uses
+        self._kept = chunk.buffer("gradients.shard", self.gradient)  # the accumulated gradients
         self._accumulated = self._gradients
         if plan.adds_gradients:
             stays = plan.stays("gradients.shard")
@@ -107,7 +109,8 @@ class GradientReduction:
     def clear(self) -> None:
         """Sets the gradients to zero; must precede the first microbatch of a step.
 
-        Where an update still reads the gradients, they are cleared after the update and before the parameters are used.
+        While an update still reads the gradients, the wait for the update clears them; this wait precedes every use of the
+        parameters.
         """
         self.finish()  # the last step may not have been finished
         self.leave()
@@ -125,7 +128,7 @@ class GradientReduction:
             self.free()
 
     def free(self) -> None:
-        """Zeroes the gradients: buffers that stay now, other buffers when they get memory."""
+        """Zeroes the gradients: permanent buffers now, and other buffers when they next get memory."""
         self.sum.transition("clear")
         self._gradients.transition("free")
         self._accumulated.transition("free")
@@ -135,11 +138,12 @@ class GradientReduction:
     # ---- Arrival of gradients ----
 
     def before_gradient(self) -> None:
-        """Prepares the buffer for a gradient of this chunk: it needs memory, and no reduction of it may be running."""
+        """Prepares the gradient buffer for a gradient: waits until no reduction reads the buffer, and allocates its
+        memory."""
         plan = self.chunk.plan
         if plan.adds_gradients:
             self.free_gradient()
-        elif plan.sends_gradients and self._begun:  # by an earlier microbatch
+        elif plan.sends_gradients and self._begun:  # an earlier microbatch has begun the reduction
             if self.may_leave:
                 self.offload_gradient(0)
             self.leave()
@@ -147,7 +151,7 @@ class GradientReduction:
         self._gradients.transition("open")
 
     def after_gradient(self) -> None:
-        """Counts a gradient of this chunk that has been added; starts the reduction after the last one."""
+        """Counts a gradient of this chunk that is now in the buffer; starts the reduction after the last one."""
         self.sum.transition("add")
         self._gradients.transition("add")
         plan = self.chunk.plan
@@ -161,7 +165,7 @@ class GradientReduction:
             self._reshard_unneeded()
 
     def _complete(self, counts: Counter[tuple[int, int] | None]) -> bool:
-        """Counts one gradient of the current backward pass; returns whether it is the last."""
+        """Counts one gradient of the current backward pass; returns whether it is the pass's last one of this chunk."""
         present = self._context.step.backward
         counts[present] += 1
         if counts[present] < len(self.chunk.plan.slots):
@@ -170,12 +174,12 @@ class GradientReduction:
         return True
 
     def end_backward(self) -> None:
-        """Ends the current backward pass, or a part of it, whether or not the pass has found all gradients."""
+        """Ends the current backward pass, or a part of the pass, even if the pass has not found all gradients."""
         if self._found.pop(self._context.step.backward, 0):
             self._reshard_unneeded()
 
     def _reshard_unneeded(self) -> None:
-        """Reshards after a backward pass, unless another pass that has begun still needs the parameters."""
+        """Reshards the parameters after a backward pass, unless another running pass still needs them."""
         if self.chunk.plan.lifetime == "use" and not self._found:
             self._whole.reshard()
 
@@ -186,15 +190,16 @@ class GradientReduction:
         self.sum.transition("last")
 
     def start(self) -> None:
-        """Starts the reduction where it has not begun on arrival: no further gradient of this step will come."""
+        """Starts the reduction if it has not begun on arrival. The caller promises that no further gradient of this step
+        comes."""
         self.chunk.part.finish_update()  # still running if this step has not used the parameters
         self.sum.transition("last")
         if not self._begun and not self.chunk.plan.adds_gradients:
             self._start()
 
     def reduce(self) -> None:
-        """Sums the gradients over the replicas into `reduced`: finishes a reduction that began on arrival, or runs all of it
-        now."""
+        """Sums the gradients over the replicas into `reduced`: finishes a reduction that began on arrival, or runs a whole
+        reduction."""
         self.start()
         if not self._begun and self._gradients.status == "here":
             self._start()
@@ -214,7 +219,7 @@ class GradientReduction:
         self._turn.wait()
 
     def free_gradient(self) -> None:
-        """Advances the reduction until the long buffer is free."""
+        """Advances the reduction until it no longer needs the whole gradient buffer."""
         while self._gradients.status == "leaving" and self._turn:
             self._turn.advance()
 
@@ -224,7 +229,7 @@ class GradientReduction:
         return self.chunk.plan.shard_count * self.chunk.plan.replica_count == 1
 
     def _start(self) -> None:
-        """Begins to reduce-scatter the gradients to the depth that is kept; reduces further if no more gradients will
+        """Begins to reduce-scatter the gradients to the depth of gradients; reduces them further if no more gradients
         come."""
         plan = self.chunk.plan
         if self._gradients.status == "absent":  # no gradient has arrived
@@ -242,7 +247,8 @@ class GradientReduction:
         self._context.started(self)
 
     def _reduce_kept(self) -> None:
-        """Reduces the kept gradients to the shard of this rank's optimizer, and all-reduces that shard over its replicas."""
+        """Reduce-scatters the accumulated gradients to the optimizer's shard, and all-reduces that shard over its
+        replicas."""
         plan = self.chunk.plan
         self.sum.transition("send" if plan.sends_gradients else "reduce", self._turn)
         kept = plan.depths.gradients
@@ -253,7 +259,8 @@ class GradientReduction:
         self._turn.add(self._all_reduce_async)
 
     def _reduce_scatter_async(self, buffer: Tensor, outer: int, depth: int) -> Handle:
-        """Begins to reduce-scatter the extent of `depth` over its group; `buffer` holds the extent of `outer`."""
+        """Begins to reduce-scatter the extent of `depth` over the group of that step; `buffer` holds the extent of depth
+        `outer`."""
         plan = self.chunk.plan
         whole, part = buffer[plan.within(outer, depth)], buffer[plan.within(outer, depth + 1)]
         handle = self.chunk.groups[depth].reduce_scatter_async(whole, part, plan.lengths(depth))
@@ -266,14 +273,15 @@ class GradientReduction:
         return Handle(wait)
 
     def _add(self, part: Tensor) -> Handle:
-        """Adds the kept part of a microbatch's gradients to the earlier ones, and frees the whole gradients."""
+        """Adds `part`, this rank's shard of a microbatch's gradients, to the accumulated gradients, and frees the whole
+        buffer."""
         self._accumulated.transition("open")
         self._kept.add_(part)
         self._gradients.transition("free")
         return DONE
 
     def _all_reduce_async(self) -> Handle:
-        """Begins to all-reduce `reduced` over the replicas, in pieces of which several run at once (AxoNN, 3.3.3)."""
+        """Begins to all-reduce `reduced` over the replicas, in several concurrent pieces (AxoNN, section 3.3.3)."""
         options, length = self._context.options, len(self.reduced)
         pieces = self.reduced.split((options.all_reduce_tiles or length) * options.tile) if length else ()
         handles = [self.replica_group.all_reduce_async(piece) for piece in pieces]
@@ -288,19 +296,19 @@ class GradientReduction:
 
     @property
     def may_leave(self) -> bool:
-        """True if the gradients in reduction go to the host: those of the whole step, or of a microbatch if each sends its
-        own."""
+        """True if the gradients in reduction go to the host: the gradients of the step, or of one microbatch if each
+        microbatch sends its gradients."""
         return self.leaves and self.sum.status in ("summing", "summed")
 
     def offload_gradient(self, tile: int) -> None:
-        """Begins to copy the reduced gradients to the host, which accumulates those of each microbatch."""
+        """Begins to copy the reduced gradients to the host; later copies of the same step add to the host's gradients."""
         self.finish()
         moves, part = self._transfers, self.chunk.part
         if self._host.status == "none":
             if not self.chunk.plan.sends_gradients:
                 self._square = self._square_sum(self.reduced, tile)
             if self.waiting is self.chunk.compute_shard:
-                self._whole.wait()  # the parameters may have been fetched without a use
+                self._whole.wait()  # a prefetch of the parameters may still read their host memory
                 if part.copy.status == "weights":
                     part.copy.finish()
                 part.transition("lend")
@@ -313,7 +321,7 @@ class GradientReduction:
         self.sum.transition("leave", copied)
 
     def leave(self) -> None:
-        """Waits for the copy of the gradients to the host, if one is running, and frees them on the device."""
+        """Waits for a running copy of the gradients to the host, and frees the gradients on the device."""
         if self.sum.status == "leaving":
             self.sum.transition("arrive")
             self._accumulated.transition("free")
@@ -331,7 +339,7 @@ class GradientReduction:
         return self._square
 
     def _square_sum(self, gradients: Tensor, tile: int) -> Tensor:
-        if gradients.device.type != "cpu":  # one launch
+        if gradients.device.type != "cpu":  # one kernel launch for the whole shard
             return square_sum(gradients)
         return torch.stack([square_sum(part) for part in gradients.split(aligned(tile, self.chunk.plan.align))]).sum()
 

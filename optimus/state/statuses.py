@@ -1,7 +1,7 @@
-"""Defines in one table the operations on a chunk's data, their order and their threads. Other orders raise.
+"""Defines in tables the operations on a chunk's data, their order and their threads. Other orders raise an error.
 
-The training thread or autograd's threads change a status; the two are never at work at once. Operations by another thread, a
-stream or a collective are under way until they have arrived. The event `arrive` waits for the operation.
+The training thread and autograd's threads change a status, but never at the same time. An operation by another thread, a
+stream or a collective stays under way until the event `arrive`, which waits for the operation.
 """
 
 import threading
@@ -11,32 +11,36 @@ from torch import Tensor
 
 from optimus.comm import Handle
 
-# For each thing: by status, the permitted events and the status after each. The first status is the initial one.
+# For each kind of data and each status: the permitted events, and the status after each event. The first status is the
+# initial status.
 TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
-    # Whole parameters. Absent: without memory, or memory whose content is out of date.
+    # Whole parameters. Absent: without memory, or with out-of-date content.
     "parameters": {
         "here": {"use": "here", "free": "absent"},
         "absent": {"fetch": "fetching", "gather": "coming", "approach": "near", "free": "absent"},
-        "near": {"gather": "coming", "arrive": "absent"},  # more than this rank's shard is in transfer, but not all
+        # An extent larger than this rank's shard, but not the whole chunk, is in transfer.
+        "near": {"gather": "coming", "arrive": "absent"},
         "fetching": {"gather": "coming", "arrive": "here"},  # this rank's shard is in transfer from the host
         "coming": {"arrive": "here"},  # shards are in transfer from other ranks
     },
-    # Whole gradients, of a microbatch or a step; and the kept shard, where it is a separate buffer. Both start at zero.
+    # Whole gradients of a microbatch or a step; also the accumulated shard, where it is a separate buffer. Both start at
+    # zero.
     "gradients": {
         "here": {"open": "here", "add": "here", "reduce": "leaving", "free": "absent"},
         "absent": {"open": "here", "free": "absent"},
         "leaving": {"free": "absent"},  # the reduction to other ranks reads the buffer
     },
-    # The sum of the gradients of a step, or of a microbatch where each one sends its gradients to the host.
+    # The sum of the gradients of a step, or of a microbatch where each microbatch sends its gradients to the host.
     "sum": {
         "more": {"add": "more", "last": "last", "send": "summing", "clear": "more"},
         "last": {"add": "last", "last": "last", "send": "summing", "reduce": "summing", "clear": "more"},
-        "summing": {"last": "summing", "arrive": "summed"},  # over all ranks, without further gradients
+        # Collectives sum over all ranks; no further gradient may come.
+        "summing": {"last": "summing", "arrive": "summed"},
         "summed": {"last": "summed", "measure": "summed", "leave": "leaving", "update": "used", "clear": "more"},
-        "leaving": {"last": "leaving", "measure": "leaving", "arrive": "left"},  # to the host
+        "leaving": {"last": "leaving", "measure": "leaving", "arrive": "left"},  # in transfer to the host
         "left": {"last": "left", "again": "more", "measure": "left", "update": "used", "clear": "more"},
         "used": {"clear": "more", "clear behind": "clearing"},
-        # Cleared once the update has read the gradients.
+        # The gradients wait until the update has read them; then `free` clears them.
         "clearing": {"last": "last behind", "clear behind": "clearing", "clear": "more"},
         "last behind": {"last": "last behind", "clear behind": "clearing", "clear": "last"},
     },
@@ -55,9 +59,9 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
         # Gradients wait in the memory of the compute weights.
         "lent": {"read": "lent", "write": "lent", "compute": "rest", "update": "updating"},
-        "updating": {"gather": "updating", "arrive": "rest"},  # the gathering waits for the update
+        "updating": {"gather": "updating", "arrive": "rest"},  # the all-gather waits for the update
     },
-    # A copy that is made beside the training: of the state, or of the state and the compute weights.
+    # A copy that overlaps with training: of the state, or of the state and the compute weights.
     "copy": {
         "none": {"hold": "state", "hold weights": "weights", "lend": "none", "write": "none"},
         "state": {"lend": "state", "arrive": "none"},
@@ -66,8 +70,8 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 }
 _WITHOUT_MEMORY = "absent", "near"
 
-# By thing and status, the threads that may touch its content, by the beginnings of their names. All other statuses belong
-# to the training threads alone. The next writer waits for a copy, and may be the update thread.
+# By kind of data and status: the prefixes of the names of other threads that may change the status. In all other statuses,
+# only the training threads may. The next writer waits for a copy, and may be the update thread.
 THREADS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("part", "updating"): ("optimus update", "optimus disk"),
     ("host gradients", "coming"): ("optimus update",),
@@ -79,7 +83,7 @@ _OTHERS = "optimus update", "optimus disk", "optimus checkpoint"
 
 
 class Status:
-    """The status of one thing of the table, and the handle `until` of an operation that is under way."""
+    """The status of the data `thing`, a key of `TRANSITIONS`, and the handle `until` of a running operation."""
 
     def __init__(self, thing: str) -> None:
         self.thing, self._table = thing, TRANSITIONS[thing]
@@ -87,9 +91,10 @@ class Status:
         self.until: Handle | None = None
 
     def transition(self, event: str, until: Handle | None = None) -> None:
-        """Takes the transition of the table; `arrive` waits for the operation that is under way.
+        """Changes the status as `TRANSITIONS` defines for `event`; the event `arrive` first waits for the running operation.
 
-        Raises `RuntimeError` where the table has no such transition, and in a thread that may not touch this status.
+        `until` is the handle of an operation that the event begins. Raises `RuntimeError` where the table has no transition
+        for the event, and in a thread that may not change this status.
         """
         following, name = self._table[self.status].get(event), threading.current_thread().name
         if following is None:
@@ -104,7 +109,7 @@ class Status:
             self.until = until
 
     def finish(self) -> None:
-        """Waits for the operation that is under way, if there is one."""
+        """Waits for the running operation, if there is one."""
         if self.until is not None:
             self.transition("arrive")
 
@@ -112,8 +117,8 @@ class Status:
 class ManagedBuffer(Status):
     """The memory of a `tensor` of the whole chunk, and the status of its content.
 
-    Unless the buffer `stays`, its memory is freed while it is absent (by `resize`). Views of the tensor are valid again when
-    it has memory. The buffer gets at least `block` bytes: blocks of one size can reuse one another's memory.
+    Unless the buffer `stays`, `resize` frees its memory while the status is without memory. Views of the tensor are valid
+    again when the tensor has memory. The buffer allocates at least `block` bytes: the allocator reuses blocks of equal size.
     """
 
     def __init__(
@@ -131,7 +136,7 @@ class ManagedBuffer(Status):
 
     @property
     def has_memory(self) -> bool:
-        """True if the buffer has memory for its content."""
+        """True if the status is one in which the buffer has memory."""
         return self.status not in _WITHOUT_MEMORY
 
     def transition(self, event: str, until: Handle | None = None) -> None:
@@ -144,16 +149,16 @@ class ManagedBuffer(Status):
 
 
 class OwnPart(Status):
-    """The status of this rank's shard of a chunk: the optimizer updates the shard, and its copies overlap with training."""
+    """The status of this rank's shard of a chunk, and the status of the shard's `copy` for a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__("part")
         self.copy = Status("copy")
-        self.behind: Callable[[], None] | None = None  # called after the wait for the update
+        self.behind: Callable[[], None] | None = None  # a callback after the wait for the update
 
     def transition(self, event: str, until: Handle | None = None) -> None:
         super().transition(event, until)
-        if event in ("write", "lend"):  # only where the status of the copy allows the event
+        if event in ("write", "lend"):  # raises where the status of the copy forbids the event
             self.copy.transition(event)
 
     def finish_update(self) -> None:

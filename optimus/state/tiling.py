@@ -16,11 +16,11 @@ from optimus.state.matrices import Matrices, OverBlocks, borders, split_axes
 
 
 class Divided(Protocol):
-    """The properties of a chunk that a tiling needs: `plan.ChunkPlan` has them."""
+    """The properties of a chunk that a tiling needs, for example of a `plan.ChunkPlan`."""
 
     @property
     def align(self) -> int:
-        """The number of elements of which the lengths of parts are multiples."""
+        """The alignment in elements: lengths of shards and tiles are multiples of it."""
 
     @property
     def shard(self) -> slice:
@@ -28,7 +28,7 @@ class Divided(Protocol):
 
     @property
     def slots(self) -> Sequence[Any]:
-        """The parameters, end to end: `plan.ParameterSlot`."""
+        """The contiguous parameters, each a `plan.ParameterSlot`."""
 
 
 class Tiling:
@@ -37,21 +37,22 @@ class Tiling:
     equal: ClassVar[bool] = True  # all shards have the same length
 
     def split_axes(self, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
-        """Returns the axes over which the units of a rule's work are split: ranks along these axes update each unit
-        together."""
+        """Returns the mesh axes over which the rows or columns of a matrix are split: ranks along these axes update each
+        matrix together. A flat tiling has no such axes."""
         return ()
 
     def matrices(self, start: int, shape: Sequence[int], whole: Sequence[int]) -> list[Matrices]:
-        """Returns the matrices of a parameter that must stay whole.
+        """Returns the matrices of a parameter that must stay whole; a flat tiling has none.
 
-        The parameter begins at element `start`, and has local `shape`, of the `whole` shape.
+        The parameter begins at element `start`, and has local `shape` and global shape `whole`.
         """
         return []
 
     def borders(self, contents: Sequence[Matrices], size: int, loads: list[int], align: int) -> Sequence[int]:
         """Returns the borders of the shards of a chunk, one shard for each of `loads`; the `contents` fill `size` elements.
 
-        `loads` is the work that each shard's rank already has; the method adds the new work.
+        `loads` are the costs of the matrices that each shard's rank already updates. `OfMatrices` adds the costs of the new
+        matrices.
         """
         length = aligned(-(-size // len(loads)), align)
         return range(0, length * len(loads) + 1, length) if length else (0,) * (len(loads) + 1)
@@ -59,13 +60,13 @@ class Tiling:
     def tiles(
         self, plan: Divided, blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int
     ) -> Iterator[tuple[MatrixFunction, Sequence[Tensor]]]:
-        """Yields parts of `buffers`, of about `size` elements each, and the way to apply a function of matrices to them.
+        """Yields tiles of `buffers`: a function that applies a matrix function to a tile, and one part of each buffer.
 
-        `buffers` hold this rank's shard of a chunk. The caller may change all parts but the second until it asks for the
-        next tile.
+        `buffers` hold this rank's shard of a chunk. Each part has about `size` elements. Until the next iteration, the
+        caller may change all parts except the second, the gradient.
 
-        Tile sizes are rounded up to whole vectors. A fused update rounds elements behind the last whole vector differently,
-        and the numbers must not depend on the tile.
+        The method rounds tile sizes up to whole vectors. A fused update rounds elements behind the last whole vector
+        differently, and the results must not depend on the tile size.
         """
         for parts in zip(*(buffer.split(aligned(size, plan.align)) for buffer in buffers)):
             yield local_matrices, parts
@@ -93,8 +94,8 @@ class OfMatrices(Tiling):
     ) -> Iterator[tuple[MatrixFunction, Sequence[Tensor]]]:
         """Yields tiles like `Tiling.tiles`: each tile holds matrices of one shape.
 
-        Matrices that are split into `blocks` over ranks share a tile across parameters. Such tiles are copies, because the
-        matrices are not contiguous in memory.
+        For matrices that are split into `blocks` over ranks, a tile may combine several parameters. These tiles are copies,
+        because the matrices are not contiguous in memory.
         """
         part, split = plan.shard, dict[tuple[object, ...], tuple[OverBlocks, Matrices, list[int]]]()
         for slot in plan.slots:
@@ -109,7 +110,7 @@ class OfMatrices(Tiling):
                 here = slice(first + some[0] * found.size, first + (some[-1] + 1) * found.size)
                 yield local_matrices, [buffer[here].view(-1, found.rows, found.columns) for buffer in buffers]
         for over, each, places in split.values():
-            for those in _batches(places, max(over.ranks, size // each.size)):  # one for each rank at least
+            for those in _batches(places, max(over.ranks, size // each.size)):  # at least one matrix for each rank
                 views = [[buffer[at : at + each.size].view(each.rows, -1) for at in those] for buffer in buffers]
                 copies = [torch.stack(view) for view in views]
                 yield over, copies

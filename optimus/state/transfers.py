@@ -1,6 +1,6 @@
-"""Overlaps transfers between device and host with computation; a worker updates state that is not on the device.
+"""Overlaps transfers between device and host with computation; a worker thread updates state that is not on the device.
 
-Operations return a handle. After a wait for the handle, later work of this thread (or its stream) runs after the operation.
+Operations return a handle. After `handle.wait()`, later operations of this thread (or its stream) run after the operation.
 """
 
 import threading
@@ -18,7 +18,7 @@ Job = Callable[[], None]
 
 
 class Transfers:
-    """The transfers of a device whose memory is the host's: copies run at once, updates in a thread."""
+    """Transfers for a device that uses host memory (the CPU): copies run at once, updates in a thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -26,7 +26,7 @@ class Transfers:
         self._scratch: dict[tuple[object, ...], Tensor] = {}
 
     def make(self, buffer: Buffer, elements: int) -> Tensor:
-        """Allocates zeroed memory for a buffer where the buffer resides."""
+        """Allocates zeroed memory for a buffer, on the device or the host."""
         return (
             self.on_device(elements, buffer.dtype)
             if buffer.residency == "device"
@@ -42,23 +42,23 @@ class Transfers:
         return torch.zeros(elements, dtype=dtype)
 
     def resize(self, tensor: Tensor, size: int) -> None:
-        """Resizes a tensor's device memory to `size` bytes, or frees it at 0; the content is lost."""
+        """Resizes a tensor's device memory to `size` bytes, where 0 frees the memory; the content is lost."""
         tensor.untyped_storage().resize_(size)
 
     def up(self, target: Tensor, source: Tensor) -> Handle:
-        """Begins to copy from the host to the device, after the device's earlier work."""
+        """Begins to copy from the host to the device, after the earlier operations of the current stream."""
         target.copy_(source)
         return DONE
 
     def down(self, target: Tensor, source: Tensor) -> Handle:
-        """Begins to copy from the device to the host, after the device's earlier work."""
+        """Begins to copy from the device to the host, after the earlier operations of the current stream."""
         target.copy_(source)
         return DONE
 
     def add_down(self, target: Tensor, source: Tensor) -> tuple[Handle, Handle]:
-        """Begins to copy from the device, after its earlier work, and to add the copy to a tensor on the host.
+        """Begins to copy `source` from the device, like `down`, and to add the copy to `target` on the host.
 
-        Returns a handle that waits for the copy, like `down`, and a handle that lets the host wait for the sum.
+        Returns a handle that waits for the copy, and a handle that makes the host wait for the sum.
         """
         copied = torch.empty(source.shape, dtype=source.dtype)
         copies, left = self.down(copied, source), [copied]
@@ -71,13 +71,14 @@ class Transfers:
         return Handle(add), Handle(add)
 
     def advance(self, turn: InTurn) -> None:
-        """Lets the operations that follow a copy or an update in `turn` begin when it is done, without waiting for it."""
+        """Begins the next operation in `turn`; on an accelerator, a stream waits for the previous copy or update instead of
+        the caller."""
         turn.advance()
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:
-        """Submits `work`, an update of `elements` elements on device or host, to run after the work submitted before.
+        """Submits `work`, an update of `elements` elements on device or host, to the worker, which runs jobs in order.
 
-        The handle raises the errors of `work`.
+        The wait for the handle raises the errors of `work`.
         """
         self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="optimus update")
         done = self._worker.submit(torch.no_grad()(work))
@@ -88,23 +89,25 @@ class Transfers:
         return Handle(wait)
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Encloses an update by this thread itself: after the earlier work of its stream, and before the later work."""
+        """Encloses an update in this thread: the update runs after the earlier operations of the thread's stream and before
+        the later ones."""
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Lets the host wait for the work of this thread's stream."""
+        """Makes the host wait for the operations of this thread's stream."""
 
     def tile(self, number: int) -> AbstractContextManager[None]:
-        """Encloses the next tile of an update, whose copies may overlap with the tile before."""
+        """Encloses tile `number` of an update; the tile's copies may overlap with the previous tile."""
         return nullcontext()
 
     def finish_tiles(self) -> None:
-        """Lets the host wait for all tiles of an update."""
+        """Makes the host wait for all tiles of an update."""
 
     def staged(self, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
-        """Returns memory for a tile's `part` `on` device or host, where it does not reside; with its values if `filled`.
+        """Returns memory `on` the device or host for a tile's `part`, which is in the other memory; `filled` copies the
+        part's values.
 
-        The memory is valid until the tile after the next.
+        The memory is valid until the tile after the next one begins.
         """
         scratch = self._held(name, part, on)
         if filled:
@@ -112,7 +115,7 @@ class Transfers:
         return scratch
 
     def put_back(self, part: Tensor, staged: Tensor) -> None:
-        """Copies the updated values of a tile from its staging memory back to `part`."""
+        """Copies the updated values of a tile from the staging memory `staged` back to `part`."""
         part.copy_(staged)
 
     def _held(self, name: object, part: Tensor, on: str) -> Tensor:
@@ -124,13 +127,14 @@ class Transfers:
 
 
 class StreamTransfers(Transfers):
-    """The transfers of an accelerator: copies from pinned memory on one stream per direction; tiles alternate between two
-    more."""
+    """Transfers for an accelerator: copies between device and pinned host memory on one stream per direction; tiles of
+    updates alternate between two more streams."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._up, self._down, *self._sides = (torch.Stream(device) for _ in range(4))
-        self._tile = threading.local()  # per thread: the training thread may update while the worker does
+        # Per thread, because the training thread and the worker may update at the same time.
+        self._tile = threading.local()
 
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(elements, dtype=dtype, pin_memory=True)
@@ -165,12 +169,12 @@ class StreamTransfers(Transfers):
 
     def advance(self, turn: InTurn) -> None:
         self._up.wait_stream(torch.accelerator.current_stream(self.device))
-        with self._up:  # this stream waits for the copy, and the next operation for this stream
+        with self._up:  # this stream waits for the copy, and the next operation waits for this stream
             turn.advance()
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:
         ready = torch.accelerator.current_stream(self.device).record_event()
-        ended: list[torch.Event] = []  # of this update alone: others may follow before the wait
+        ended: list[torch.Event] = []  # only this update's events: other updates may follow before the wait
 
         def run() -> None:
             torch.accelerator.set_device_index(self.device.index or 0)

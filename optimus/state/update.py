@@ -1,9 +1,9 @@
-"""Updates a chunk by the optimizer.
+"""Runs the optimizer's update of a chunk.
 
-On a CPU the optimizer processes the chunk tile by tile: gradients become fp32, and are scaled, for one tile only (TED,
-section 7.2), and the working set of a tile stays in cache. An accelerator updates a chunk at once. Where state is not on the
-device, a worker runs the update (`transfers.py`): it brings each tile to the place of computation and takes it back (AxoNN,
-section 3.3.2). The next use of the parameters waits for the worker.
+On a CPU, the optimizer processes the chunk tile by tile. It converts gradients to fp32 and scales them for only one tile at
+a time (TED, section 7.2), and the working set of a tile stays in cache. An accelerator updates a whole chunk at once. Where
+state is not on the device, a worker runs the update (`transfers.py`): it copies each tile to the device or host that
+computes the update, and copies the results back (AxoNN, section 3.3.2). The next use of the parameters waits for the worker.
 """
 
 from collections.abc import Mapping
@@ -21,27 +21,28 @@ from optimus.state.whole import WholeParameters
 
 
 class Update:
-    """The update of `chunk` by `rule` with its reduced `gradients`; see the module's text."""
+    """The update of `chunk` by `rule` with the reduced `gradients`; see the docstring of the module."""
 
     def __init__(
         self, chunk: Placement, whole: WholeParameters, gradients: GradientReduction, rule: UpdateRule
     ) -> None:
         self._chunk, self._whole, self._gradients, self._rule = chunk, whole, gradients, rule
         self._transfers = chunk.transfers
-        # Whether other ranks take part in the update: then all ranks run updates in one order, without the worker.
+        # True if the update contains collectives: all ranks then run such updates in the same order, without the worker.
         self.is_collective = bool(chunk.context.blocks)
         self._on: Residency = "host" if chunk.context.options.update_on == "host" else "device"
 
     def step(self, now: OptimizerStep, tile: int, following: DiskStates | None = None) -> None:
-        """Runs one optimizer update and recomputes the compute weights; meanwhile `following`, state on a disk, is read.
+        """Runs one optimizer update and recomputes the compute weights; meanwhile reads `following`, the next chunk's state
+        on the disk.
 
-        Where state is not on the device, a worker runs the update, and `WholeParameters.wait` waits for it.
+        Where state is not on the device, a worker runs the update, and `WholeParameters.wait` waits for the worker.
         """
         chunk, part = self._chunk, self._chunk.part
         self._whole.wait()
         self._gradients.use()
         update = partial(self._run, now, tile, following, part.copy)
-        part.copy = Status("copy")  # of the updated shard
+        part.copy = Status("copy")  # a new status, for copies of the updated shard
         if chunk.plan.offloaded and not self.is_collective:
             part.transition("update", self._transfers.submit(update, chunk.plan.updated, self._on))
         else:
@@ -60,14 +61,15 @@ class Update:
                 following.read_ahead()
             self._update_tiles(now, tile, self._chunk.by_prefix(on_disk))
             if on_disk:
-                self._transfers.finish_tiles()  # before the host writes them
+                self._transfers.finish_tiles()  # before the host writes the state to the disk
 
     def _update_tiles(self, now: OptimizerStep, tile: int, states: Mapping[str, Tensor]) -> None:
-        """Updates tile by tile, at the place of computation; tiles that reside elsewhere are copied there and back."""
+        """Updates tile by tile, on the device or host that computes the update; copies tiles from other memory there and
+        back."""
         chunk, plan, transfers, blocks = self._chunk, self._chunk.plan, self._transfers, self._chunk.context.blocks
         on = self._on if plan.offloaded else "device"
         if chunk.parameter.device.type != "cpu" and not plan.offloaded:
-            # On an accelerator, launches cost more than memory for a whole chunk, which activations have freed.
+            # On an accelerator, launches per tile cost more than the memory for a whole chunk, which activations have freed.
             tile = max(tile, plan.updated)
         copied, master, kept = plan.has_master, states["model"], [(kind, states[kind]) for kind in plan.rule.kinds]
         home, gradients = plan.residency("parameters.shard"), self._gradients

@@ -1,7 +1,7 @@
-"""The schedules by name, one per file. Start with `row.py`; `gpipe.py` is an example.
+"""The schedules by name, one file per generator. Start with `row.py`; `gpipe.py` is an example.
 
-Every module of this package that has `ROWS` registers its schedules: a new schedule needs only a new file. Each generator
-lists the computations of every rank; `transfers.with_transfers` adds the sends and receives.
+Every module of this package with a constant `ROWS` registers its schedules: a new schedule needs only a new file. Each
+generator lists the computations of every rank; `transfers.with_transfers` adds the sends and receives.
 """
 
 import pkgutil
@@ -38,20 +38,20 @@ def make_schedule(
     vocabulary: bool = False,
     transfers: bool = True,
 ) -> Schedule:
-    """Makes the schedule of that name.
+    """Makes the schedule with this name.
 
     Args:
-        name: one of `schedules()`.
-        ranks: of the pipeline.
-        microbatches: of a step.
-        stages_per_rank: default: the fewest that the schedule takes.
-        warmup_factor: the live activations that a stage may hold, relative to the usual number, where the schedule can use
-            more.
-        vocabulary: every rank has a shard of the vocabulary; the forward passes of schedules that support it are then two
+        name: a key of `schedules()`.
+        ranks: the number of ranks of the pipeline.
+        microbatches: the number of microbatches of a step.
+        stages_per_rank: the number of stages of each rank; the default is the smallest number that the schedule supports.
+        warmup_factor: the live activations that a stage may have, relative to the usual number; only some schedules support
+            a factor other than 1.
+        vocabulary: gives every rank a shard of the vocabulary; 1F1B and interleaved 1F1B then run forward passes two
             microbatches further ahead.
-        transfers: False leaves out sends and receives, for callers that need computations alone.
+        transfers: False omits sends and receives, for callers that need computations alone.
 
-    Raises `UserError` for an unknown name and for numbers that the schedule cannot take.
+    Raises `UserError` for an unknown name and for numbers that the schedule does not support.
     """
     if name not in schedules():
         raise UserError(f"schedule {name!r} does not exist; {nearest(name, schedules())}")
@@ -66,7 +66,8 @@ def make_schedule(
 
 
 def _problem(row: Row, sizes: Sizes) -> str | None:
-    """Explains why the schedule cannot take these sizes, and what to do; returns None if it can."""
+    """Explains why the schedule of `row` does not support these sizes, and suggests others; returns None if it supports
+    them."""
     ranks, microbatches, per_rank, warmup_factor, _ = sizes
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", per_rank)):
         if value < 1:

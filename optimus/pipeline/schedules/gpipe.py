@@ -9,9 +9,9 @@ from optimus.pipeline.transfers import with_transfers
 
 
 def gpipe(sizes: Sizes) -> Schedule:
-    """Makes the GPipe schedule: every stage keeps the activations of all microbatches. Bubble: (ranks - 1) / microbatches.
+    """Makes the GPipe schedule: every stage saves the activations of all microbatches. Bubble: (ranks - 1) / microbatches.
 
-    The backward passes take the microbatches in the order of the forward passes, so that gradients are added in the same
+    The backward passes process the microbatches in the order of the forward passes, so that gradients accumulate in the same
     order as in the other schedules.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
@@ -23,8 +23,8 @@ def gpipe(sizes: Sizes) -> Schedule:
 
 
 def forward_only(place: Schedule, microbatches: int, *, vocabulary: bool = False) -> Schedule:
-    """Makes a schedule of forward passes alone, with the stages of `place`. A rank with several stages finishes each stage
-    before the next."""
+    """Makes a schedule of forward passes alone, with the map from stages to ranks of `place`. A rank with several stages
+    runs all microbatches through one stage before the next stage."""
     orders = [
         [Action(Kind.FORWARD, stage, number) for stage in place.stages_of(rank) for number in range(microbatches)]
         for rank in range(place.ranks)
@@ -33,4 +33,5 @@ def forward_only(place: Schedule, microbatches: int, *, vocabulary: bool = False
     return with_transfers(with_vocabulary(made, backward=False) if vocabulary else made)
 
 
-ROWS = (Row("gpipe", gpipe, dominated=True, live=lambda sizes, rank: sizes.microbatches),)  # 1F1B keeps less
+# GPipe is dominated: 1F1B takes the same time with fewer live activations.
+ROWS = (Row("gpipe", gpipe, dominated=True, live=lambda sizes, rank: sizes.microbatches),)

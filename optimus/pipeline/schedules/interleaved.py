@@ -10,9 +10,9 @@ from optimus.pipeline.schedules.row import Row, Sizes
 def interleaved(sizes: Sizes) -> Schedule:
     """Makes interleaved 1F1B: stage s is on rank s mod ranks. Bubble: (ranks - 1) / (stages per rank * microbatches).
 
-    A round has as many microbatches as there are ranks, and the formula holds for whole rounds. A rank runs a round through
-    its first stage, then through its second stage and so on, and then begins the next round. Backward passes go through the
-    rank's stages in reverse order. If the last round is incomplete, the schedule is that of whole rounds without the missing
+    A round has one microbatch per rank, and the formula holds for whole rounds. A rank runs a round through its first stage,
+    then through its second stage and so on, and then begins the next round. Backward passes go through the rank's stages in
+    reverse order. For an incomplete last round, the function makes the schedule of whole rounds and removes the missing
     microbatches. The order remains valid, and the bubble grows. The warm-up of every rank has `ahead` more forward passes.
     """
     ranks, microbatches, stages_per_rank, _, ahead = sizes

@@ -9,13 +9,13 @@ from optimus.pipeline.schedules.row import Row, Sizes
 
 
 def one_f_one_b(sizes: Sizes) -> Schedule:
-    """Makes 1F1B: stage s keeps the activations of ranks - s microbatches. Bubble: (ranks - 1) / microbatches, like GPipe.
+    """Makes 1F1B: stage s saves the activations of ranks - s microbatches. Bubble: (ranks - 1) / microbatches, like GPipe.
 
-    With `warmup_factor` c > 1, a stage begins c * (ranks - s) microbatches, rounded down, before its first backward pass,
-    and keeps as many; `ahead` adds to that number. If all times are equal, a longer warm-up changes nothing; it hides the
-    times of links and jitter.
+    With `warmup_factor` c > 1, a stage runs c * (ranks - s) forward passes, rounded down, before its first backward pass,
+    and then saves the activations of at most that number of microbatches. `ahead` adds to that number. If all times are
+    equal, a longer warm-up changes nothing; otherwise it hides link times and jitter.
 
-    Raises `UserError` for a warm-up below 1, with which stages would wait for each other in a circle.
+    Raises `UserError` for a `warmup_factor` below 1, with which stages would wait for each other in a circle.
     """
     if sizes.warmup_factor < 1:
         raise UserError(
@@ -32,7 +32,8 @@ def one_f_one_b(sizes: Sizes) -> Schedule:
 
 
 def take_turns(forwards: Sequence[Action], backwards: Sequence[Action], live: int) -> list[Action]:
-    """Returns the first `live` - 1 forward passes, then alternates forward and backward passes, until both have run out."""
+    """Orders the passes: first `live` - 1 forward passes, then alternately one forward and one backward pass, until both
+    lists end."""
     first = min(live - 1, len(forwards))
     turns = zip_longest(forwards[first:], backwards)
     return [*forwards[:first], *(action for turn in turns for action in turn if action is not None)]

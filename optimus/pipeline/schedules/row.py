@@ -1,4 +1,4 @@
-"""The properties of a schedule: one row of the table of schedules, which all other modules query."""
+"""The properties of a schedule: one row of the table `schedules()`, which all other modules query."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from optimus.pipeline.schedule import Placement, Schedule
 
 
 class Sizes(NamedTuple):
-    """The sizes for which a schedule is made.
+    """The sizes of a schedule.
 
-    `warmup_factor` is the number of live activations that a stage may hold, relative to the usual number. `ahead` is the
-    number of microbatches by which forward passes are further ahead than usual.
+    `warmup_factor` is the number of live activations that a stage may have, relative to the usual number. `ahead` is the
+    number of additional microbatches by which forward passes run ahead of backward passes.
     """
 
     ranks: int
@@ -23,25 +23,26 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule. `make` lists the computations of every rank in order; sends and receives are added later."""
+    """A schedule. `make` lists the computations of every rank in order; `with_transfers` adds sends and receives later."""
 
     name: str
     make: Callable[[Sizes], Schedule]
     placement: Placement = "loop"
-    stages: int = 1  # per rank; the minimum, where the schedule takes `any_stages`
+    stages: int = 1  # number of stages per rank; with `any_stages`, the minimum
     any_stages: bool = False
     in_rounds: bool = False
-    """True if microbatches go in rounds of as many as there are ranks. Fewer microbatches than ranks are impossible, and an
-    incomplete round takes as long as a whole one."""
-    deepens: bool = False  # whether the schedule takes a `warmup_factor`
-    dominated: bool = False  # another schedule takes as long and keeps less, so no search tries this one
+    """True if the schedule runs rounds of one microbatch per rank. It needs at least one microbatch per rank, and an
+    incomplete round takes the time of a whole round."""
+    deepens: bool = False  # True if the schedule supports a `warmup_factor` other than 1
+    # Another schedule takes the same time with fewer live activations, so no search tries this schedule.
+    dominated: bool = False
     idle: Callable[[float, float], float] = lambda forward, whole: whole
-    """A lower bound on the idle time that a stage causes on the later ranks in a step. The arguments are the seconds of the
-    stage's forward pass, and of all its passes of one microbatch."""
-    splits_backward: bool = False  # whether the gradients of inputs and of weights are actions of their own
+    """Returns a lower bound on the idle time that a stage causes on the later ranks in a step. The arguments are the seconds
+    of the stage's forward pass, and the seconds of all its passes, of one microbatch."""
+    splits_backward: bool = False  # True if the gradients of inputs and of weights are separate actions
     live: Callable[[Sizes, int], int] | None = None
-    """The most activations that the one stage of a rank keeps, if there are enough microbatches; None: the order determines
-    it."""
+    """Returns, for a schedule of one stage per rank, the peak live activations of a rank if there are enough microbatches.
+    None means that callers count them from the order of actions."""
 
     def place(self, ranks: int, stages_per_rank: int) -> Schedule:
         """Returns a schedule without actions, which maps stages to ranks."""

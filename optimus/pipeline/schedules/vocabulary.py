@@ -1,8 +1,8 @@
-"""Adds embedding and output layer on all ranks, each with its shard of the vocabulary.
+"""Adds the passes of embedding and output layer on all ranks, each with its shard of the vocabulary.
 
-Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. A rank's pass over its logits (S)
-needs the last stage's output. Its pass over their gradients (T) needs the normaliser, which combines the results of all
-ranks. The last stage's backward pass needs the sum of the gradients from all ranks.
+Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. A rank's logits pass (S)
+needs the last stage's output. A rank's loss pass (T) needs the softmax normaliser, which combines the results of all ranks.
+The last stage's backward pass needs the sum of the gradients from all ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,23 +14,25 @@ from optimus.pipeline.replay import ScheduleError
 from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.transfers import USUAL
 
-_BEFORE = (Kind.LOSS, Kind.LOGITS, Kind.EMBED)  # others wait for these
+_BEFORE = (Kind.LOSS, Kind.LOGITS, Kind.EMBED)  # passes for which other computations wait
 
-_HELD = 2  # most gradients of the embedding that wait until a rank has time
+_HELD = 2  # maximum number of deferred embedding gradients of a rank, before they take precedence
 
 AHEAD = 2
-"""Microbatches by which the forward passes of 1F1B must be further ahead. The last stage's backward pass waits for S and
-then T on all ranks; both then overlap with its next forward passes (section 5.2: p + 2 activations)."""
+"""The number of additional microbatches by which the forward passes of 1F1B must run ahead. The last stage's backward pass
+waits for S and then T on all ranks, which overlap with the last stage's next forward passes (section 5.2: p + 2
+activations)."""
 
 
 def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
-    """Inserts the vocabulary passes into `schedule`, which has computations alone, at their earliest places.
+    """Inserts the vocabulary passes into `schedule`, which has computations alone, at their earliest positions.
 
-    The order of the schedule's own computations stays. Without `backward`, the schedule has forward passes alone, and only
-    the embedding is inserted.
+    The order of the other computations stays. Without `backward`, the schedule must have forward passes alone, and the
+    function inserts only the embedding passes.
 
-    The computations are simulated with usual times. Whenever a rank is free, passes that others wait for come first. The
-    gradients of the embedding, for which no rank waits, come last, unless more than a few of them are held.
+    The function simulates the computations with the times `USUAL`. Whenever a rank is idle, passes for which other
+    computations wait come first. The gradients of the embedding, for which no rank waits, come last, unless more than
+    `_HELD` of them are ready.
     """
     playing = _Playing(replace(schedule, splits_vocabulary=True), backward)
     while playing.left:
@@ -49,9 +51,9 @@ class _Option(NamedTuple):
 
 
 class _Playing:
-    """The state of the simulation. Each rank's first option waits in one queue.
+    """The state of the simulation. One queue has the first option of each rank.
 
-    An option changes only by actions of the rank itself, or of a rank that it waits for.
+    A rank's first option changes only after actions of this rank, or of a rank for which it waits.
     """
 
     def __init__(self, schedule: Schedule, backward: bool) -> None:
@@ -66,7 +68,7 @@ class _Playing:
         self._position = [0] * schedule.ranks
         self._free = [0.0] * schedule.ranks
         self._ends: dict[Action, float] = {}
-        # By pass: the number of ranks that have done it, and the last end.
+        # For each vocabulary pass: the number of ranks that have run it, and the latest end.
         self._passes: dict[tuple[Kind, int], tuple[int, float]] = {}
         self._queue: list[_Option] = []
         self._first: list[_Option | None] = [None] * schedule.ranks
@@ -92,9 +94,9 @@ class _Playing:
         return True
 
     def _touched(self, rank: int, action: Action) -> Iterable[int]:
-        """Returns the ranks that may have waited for an action.
+        """Returns the ranks whose first option may change after `action` of `rank`.
 
-        All ranks wait for the first and the last stage, and for the last rank of a vocabulary pass.
+        All ranks may wait for the first and the last stage, and for the last rank that runs a vocabulary pass.
         """
         stages = self.schedule.stages
         if action.kind.of_vocabulary:
@@ -126,7 +128,7 @@ class _Playing:
                 yield _Option(max(self._free[rank], ready), priority, rank, action)
 
     def _ready(self, action: Action) -> float | None:
-        """Returns the time when all inputs of the action have ended; None if that time is not known yet."""
+        """Returns the time when all inputs of the action have ended; None if some input has not run yet."""
         sources, of_all = self.schedule.waits_for(action)
         times = [self._ends.get(source) for source in sources]
         if of_all is not None:

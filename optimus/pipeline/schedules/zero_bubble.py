@@ -1,6 +1,7 @@
-"""Splits backward passes into two actions, of inputs and of weights, and defers the second into the bubble.
+"""Splits backward passes into two actions, one for inputs and one for weights, and defers the second into the bubble.
 
-Zero Bubble Pipeline Parallelism, Qi et al. 2023: ZB-H1 (section 2.1) and ZBV (section 6). "I" below is their "B".
+Source: Zero Bubble Pipeline Parallelism, Qi et al. 2023: ZB-H1 (section 2.1) and ZBV (section 6). "I" below is the paper's
+"B".
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,13 +15,14 @@ F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS
 def zb_h1(sizes: Sizes) -> Schedule:
     """Makes ZB-H1: 1F1B in which stage s runs the weight part of a microbatch s microbatches after its input part.
 
-    Therefore every stage keeps at most the activations of `ranks` microbatches, the maximum of 1F1B. If the three times are
-    equal and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (3 * microbatches), a third of 1F1B's.
+    Therefore every stage saves the activations of at most `ranks` microbatches, the maximum of 1F1B. If the three passes
+    take equal times and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (3 * microbatches), a third of
+    the bubble of 1F1B.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
 
     def order(rank: int) -> Iterator[Action]:
-        ahead = ranks - rank - 1  # forward passes before the first turn; then F, I and W in turns
+        ahead = ranks - rank - 1  # number of forward passes before the first turn; each turn runs F, I and W
         for turn in range(-ahead, microbatches + rank):
             for kind, microbatch in ((F, turn + ahead), (I, turn), (W, turn - rank)):
                 if 0 <= microbatch < microbatches:
@@ -30,23 +32,24 @@ def zb_h1(sizes: Sizes) -> Schedule:
 
 
 def zbv(sizes: Sizes) -> Schedule:
-    """Makes ZBV: rank r holds stages r and 2 * ranks - 1 - r.
+    """Makes ZBV: rank r has stages r and 2 * ranks - 1 - r.
 
-    A rank keeps at most 2 * ranks activations, in bytes the maximum of 1F1B. If the three times are equal and there are at
-    least `ranks` microbatches, the bubble is (ranks - 1) / (6 * microbatches). The rest of the bubble remains because rank r
-    can begin only when r forward passes are done.
+    A rank saves at most 2 * ranks activations of one stage, in bytes the maximum of 1F1B. If the three passes take equal
+    times and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (6 * microbatches). This bubble remains
+    because rank r can begin only when r forward passes have ended.
 
-    The order comes from a simulation with equal times: whenever a rank is free, it runs the first possible action of a fixed
-    list. First comes a forward pass, of the second stage if possible, if the rank may keep one more activation. Next come
-    the input part and then the weight part of a backward pass of the first stage, and last the same of the second stage.
+    The order comes from a simulation with equal times: an idle rank runs the first possible action in a fixed order of
+    preference. First comes a forward pass, of the second stage if possible, unless the rank has 2 * ranks live activations.
+    Next come the input part and then the weight part of a backward pass of the first stage, and last these two parts of the
+    second stage.
 
-    The paper gives a picture, which holds for at least 2 * ranks - 1 microbatches. The order of preference here is one of
-    the few that reach the bubble above for every number of microbatches; the tests check that.
+    The paper has only a picture, which is valid for at least 2 * ranks - 1 microbatches. The order of preference here is one
+    of the few that reach the bubble above for every number of microbatches of at least `ranks`; tests check this bubble.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
     schedule = Schedule("zbv", ranks, microbatches, (), stages_per_rank=2, placement="v", splits_backward=True)
     last = schedule.stages - 1
-    # Numbers of microbatches done, which every stage takes in order.
+    # The number of finished microbatches of each stage, by pass; every stage processes microbatches in ascending order.
     done = {kind: [0] * schedule.stages for kind in (F, I, W)}
     forward, backward, weights = done.values()
     live = [0] * ranks
@@ -69,7 +72,7 @@ def zbv(sizes: Sizes) -> Schedule:
         return (W, second) if weights[second] < backward[second] else None
 
     while sum(weights) < schedule.stages * microbatches:
-        # The counts at the beginning of this turn, in which every rank runs one action.
+        # Copies of the counts at the beginning of this turn, in which every rank runs at most one action.
         there = forward.copy(), backward.copy()
         for rank in range(ranks):
             if (chosen := choose(rank, *there)) is not None:
@@ -80,7 +83,7 @@ def zbv(sizes: Sizes) -> Schedule:
     return schedule.in_order(orders)
 
 
-ROWS = (  # the weight passes fill the end of a step
+ROWS = (  # weight passes fill the bubble at the end of a step
     Row("zb-h1", zb_h1, splits_backward=True, idle=lambda forward, whole: forward),
     Row("zbv", zbv, placement="v", stages=2, splits_backward=True, idle=lambda forward, whole: 0.0),
 )
