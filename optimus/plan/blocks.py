@@ -34,7 +34,8 @@ class Projection(NamedTuple):
 class BlockModules(NamedTuple):
     """The projections of a block, and the number of the block's norms of the residual stream.
 
-    `dense` are the projections of the feed-forward layer, or of the shared expert; `expert` are those of each routed expert.
+    `dense` are the projections of the feed-forward layer, or of the shared expert. `expert` are the projections of each
+    routed expert.
     """
 
     attention: tuple[Projection, ...]

@@ -1,4 +1,6 @@
-"""Lists the candidate layouts: divisions of a block over ranks and of all blocks over a pipeline, with bounds of step times.
+"""Lists the candidate layouts, each with a lower bound of its step time.
+
+A candidate divides a block over ranks and all blocks over a pipeline.
 
 The list leaves out:
 - tensor-parallel groups that span nodes, and expert-parallel groups that neither divide a node evenly nor fill whole nodes;

@@ -64,13 +64,13 @@ class ParameterKind(NamedTuple):
 
 
 class PartCounts(NamedTuple):
-    """The parts of the model on a stage or a rank."""
+    """Counts of the model's parts on a stage or a rank."""
 
     layers: tuple[int, ...]  # one entry per block: the first layer of the block's kind
-    first: int  # 1 if the modules before the blocks are included, else 0
-    last: int  # 1 if the modules after the blocks are included, else 0
-    tied: int  # 1 if the table that embedding and output layer share is included, else 0
-    every: int = 1  # 1 if a slice of the parameters that all stages share is included, else 0
+    first: int  # 1 if the stage or rank has the modules before the blocks, else 0
+    last: int  # 1 if the stage or rank has the modules after the blocks, else 0
+    tied: int  # 1 if the stage or rank has the table that embedding and output layer share, else 0
+    every: int = 1  # 1 if the stage or rank has a slice of the parameters that all stages share, else 0
 
     @property
     def blocks(self) -> int:
@@ -240,7 +240,7 @@ class ChunkGroup:
 
     @cached_property
     def elements(self) -> int:
-        """Elements of the whole chunks. Whole chunks are dense: pruned elements are zeros."""
+        """Number of elements in the whole chunks. Whole chunks are dense: pruned elements are zeros."""
         return sum(plan.size for plan in self.plans)
 
     def after(self, depth: int) -> int:
@@ -372,7 +372,7 @@ def _places(
     return replicas, tuple(shared.outer(inner).inner(step) for inner, step in zip(before, steps)), depths
 
 
-# ---- Sums ----
+# ---- Totals ----
 
 
 def max_load(matrices: Sequence[tuple[float, float]], ranks: int) -> float:

@@ -1,8 +1,8 @@
 """Predicts the seconds of collectives, by the placement of a group's ranks (the dissertation on AxoNN, section 5.1.2).
 
-Equations 5.1 to 5.5 give the bytes that a ring moves, case 1 and equation 5.7 the bandwidth of its links. The dissertation
-looks at large messages only. This module adds the latency of each step, algorithms with fewer steps where those are cheaper,
-and a network with less bandwidth between distant nodes.
+Equations 5.1 to 5.5 give the bytes that a ring moves; case 1 and equation 5.7 give the bandwidth of the ring's links. The
+dissertation models large messages only. This module adds the latency of each step, algorithms with fewer steps where those
+are cheaper, and a network with less bandwidth between distant nodes.
 
 A run of this library chooses among the algorithms of `comm.algorithms`. The planner chooses by the same table. It predicts
 the table's measured seconds, or simulates the messages where the table has no measurement.
@@ -29,7 +29,7 @@ Algorithm = Literal["ring", "hierarchical", "best", "library", "pccl", "chosen"]
 
 
 def ring_bandwidth(place: StridedGroup, machine: Machine) -> float:
-    """Returns the bandwidth of each link of a group's ring while all groups of its kind communicate: case 1 on a node,
+    """Returns the bandwidth of each link of a group's ring while all groups of the same form communicate: case 1 on a node,
     equation 5.7 across nodes."""
     if place.nodes(machine.ranks_per_node) == 1:
         return machine.node.groups.get(f"{place.stride}x{place.size}", machine.node.bandwidth)
@@ -39,8 +39,8 @@ def ring_bandwidth(place: StridedGroup, machine: Machine) -> float:
 
 
 def node_bandwidth(place: StridedGroup, machine: Machine) -> float:
-    """Returns the bandwidth of a node to the other nodes of a group. Nodes that are far apart share links with less
-    bandwidth."""
+    """Returns the bandwidth of a node to the other nodes of a group. The bandwidth is lower if the group spans distant
+    nodes."""
     network = machine.network
     if network.links is not None:
         return thinnest(place, machine)
@@ -180,7 +180,7 @@ def _by_events(name: str, kind: CollectiveKind, shape: Shape, size: float, links
 
 
 def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
-    """Returns the links of a group while `groups` groups of its form communicate on each node. `bandwidth` is a node's
+    """Returns the links of a group while `groups` groups of the same form communicate on each node. `bandwidth` is a node's
     bandwidth to other nodes."""
     network, node = machine.network, machine.node
     adapters = max(1, network.rings // groups)
@@ -194,7 +194,7 @@ def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
 def hierarchical_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine) -> float:
     """Returns the seconds of a collective in two levels (the dissertation's chapter on PCCL).
 
-    All ranks of a node exchange one part each with other nodes at the same time, and exchange whole data within the node. An
+    All ranks of a node at once exchange one part each with other nodes; on the node, the ranks exchange all parts. An
     all-reduce is a reduce-scatter on the node, an all-reduce of the parts between nodes and an all-gather on the node.
     """
     here = place.on_a_node(machine.ranks_per_node)

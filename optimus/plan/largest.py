@@ -16,7 +16,7 @@ MOST_LAYERS = 1 << 12
 def largest(job: Job) -> list[Plan]:
     """Returns the fastest plan of the deepest model that fits, for each offloading of the state that the machine supports.
 
-    Raises `UserError` when the model's layers are not all alike, or when no number of layers fits.
+    Raises `UserError` when the model's layers are not all of one kind, or when no number of layers fits.
     """
     if len(set(job.model.alike)) > 1:
         raise UserError(

@@ -247,8 +247,8 @@ def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
 
 
 def placements(job: Job) -> Iterator[Job]:
-    """Yields the job with consecutive ranks for each stage, and with the smallest `pipeline_stride` that keeps the groups of
-    a stage together."""
+    """Yields the job with consecutive ranks for each stage, and with the smallest `pipeline_stride` that does not split
+    the other groups of a stage."""
     yield job
     mesh = job.mesh
     least = math.lcm(mesh.cp * mesh.tp, mesh.ep * mesh.etp)

@@ -47,7 +47,7 @@ def dry_run(job: Job, rank: int) -> dict[str, int]:
     bytes of a backward pass). Further kinds are gathered (whole parameters and gradients in use) and teacher. If ranks
     compute on the host's CPUs, copies for checkpoints are a kind too.
 
-    Raises `UserError` when there is no such rank, or the model cannot be divided as configured.
+    Raises `UserError` when the job has no rank `rank`, or the configuration cannot divide the model.
     """
     if not 0 <= rank < job.mesh.size:
         raise UserError(f"--dry-run {rank}: the ranks are 0 to {job.mesh.size - 1}")

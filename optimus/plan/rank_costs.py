@@ -36,7 +36,7 @@ class Terms(NamedTuple):
 
     @property
     def compute(self) -> float:
-        """Seconds of the rank's own computation, without collectives."""
+        """Seconds of the rank's computation, without collectives."""
         return self.matmul + self.attention + self.memory + self.teacher
 
     @property
@@ -60,7 +60,7 @@ class Passes(NamedTuple):
 
 
 class RankCosts:
-    """Seconds of the modules of a job's model on one rank."""
+    """Seconds that one rank spends in the modules of a job's model, for one microbatch."""
 
     def __init__(self, job: Job, shared: dict[Any, Any] | None = None) -> None:
         """Reads and stores results in `shared`, a cache for all jobs with the same model on the same machine, with
@@ -83,7 +83,7 @@ class RankCosts:
         )  # precision of matmuls without a cast to fp8 or fp4
 
     def with_job(self, job: Job) -> "RankCosts":
-        """Returns the costs of `job`, which share the known times of modules.
+        """Returns the costs of `job`. The returned costs share the cached times of modules.
 
         `job` must divide a block in the same way, but may differ in the pipeline, in sharding and in recomputation.
         """
@@ -104,7 +104,8 @@ class RankCosts:
         return _found(self._held, key, find)
 
     def collective(self, kind: CollectiveKind, whole: float, place: StridedGroup) -> float:
-        """Returns the seconds of a collective by the profile's algorithm, and records its size in `collectives`."""
+        """Returns the seconds of a collective with the profile's algorithm, and records the collective's size in
+        `collectives`."""
         asked = self.collectives
         asked[place, kind] = max(whole, asked.get((place, kind), 0.0))
         return collective_seconds(kind, whole, place, self.machine, self.profile.collectives)

@@ -37,7 +37,7 @@ _ALGORITHMS = {  # names of algorithms in words
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns a plan as JSON: sections of a configuration, seconds, bytes."""
+    """Returns a plan as data for JSON: sections of a configuration, seconds, bytes."""
     job, layout = plan.job, layout_of(plan.job)
     connected, buffers = communicators_of(job)
     return {
@@ -189,8 +189,8 @@ def _run_length(plan: Plan) -> _RunLength | None:
 
 
 def _below_table(plan: Plan) -> list[str]:
-    """Returns the lines below a table: the duration of the run with its first plan, the memory that is left, and the meaning
-    of the table's words and figures."""
+    """Returns the lines below a table: the run's duration and the free memory with the first plan, and the meaning of the
+    table's words and figures."""
     job, machine = plan.job, plan.job.machine
     number, size = job.microbatches, job.train.micro_batch
     lines = [
@@ -263,7 +263,8 @@ def explained(plan: Plan) -> str:
 
 
 def _elsewhere(plan: Plan) -> Iterator[str]:
-    """Yields lines on offloaded state: its bytes, where gradients are accumulated, and the time that offloading costs."""
+    """Yields lines on offloaded state: the state's bytes, whether the host accumulates gradients, and the time that
+    offloading costs."""
     job, state, host = plan.job, plan.job.state, plan.job.machine.host
     if state.offload == "none":
         return

@@ -12,7 +12,8 @@ from optimus.plan.search import search
 
 
 class ScalingPoint(NamedTuple):
-    """A plan on `ranks` ranks. `efficiency` is its tokens per second of a rank, relative to the plan on the fewest ranks."""
+    """A plan on `ranks` ranks. `efficiency` compares the plan's tokens per second of a rank with the plan on the fewest
+    ranks."""
 
     ranks: int
     efficiency: float

@@ -6,12 +6,12 @@ microbatches on the slowest rank, and the bubble before them (`candidate_meshes`
 
 Layouts wait in a queue in the order of their bounds. The search removes the first layout and computes a closer bound:
 without recomputation, over all shardings whose state leaves memory for activations. The layout waits again with this bound.
-When the layout is first again, `memory_fit` measures its activations and finds the fastest sharding, placement of stages
-and recomputation that fit. The search ends when no bound is below the slowest of the `best` times found, so no skipped
-layout can be among the best.
+When the layout is first again, `memory_fit` measures the layout's activations and finds the fastest sharding, placement of
+stages and recomputation that fit. The search ends when no bound is below the slowest of the `best` times found: then no
+skipped layout can be among the best.
 
 If links differ between nodes, bounds assume the bandwidth of the nearest two nodes everywhere. The search puts the nodes
-into a chain of neighbours. For the layouts found, it swaps pairs of nodes while a swap shortens the step.
+into a chain of neighbours. For the layouts found, the search swaps pairs of nodes while a swap shortens the step.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Predicts the seconds of a training step, term by term.
 
-The time of a microbatch in a stage is the sum over the stage's modules (`rank_costs`), and the exposed time of all-gathers
-of parameters. The pipeline schedule turns the times of stages into the time of all passes (`pipeline`). To the passes, a
-step adds the exposed time of the reduction of gradients over replicas, and the time of the optimizer.
+The time of a microbatch in a stage is the time of the stage's modules (`rank_costs`) plus the exposed time of all-gathers of
+parameters. The pipeline schedule turns the times of stages into the time of all passes (`pipeline`). A step takes the time
+of all passes, the exposed time of the reduction of gradients over replicas, and the time of the optimizer.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ from optimus.resolve import stages as of_run
 # Share of the overlapped time by which collectives slow computation. Collectives use 16 to 24 of a GPU's 108 to 148 cores,
 # and memory bandwidth.
 _CONTENTION = 0.2
-_TOKEN = 8  # bytes of a token that is copied to the device
+_TOKEN = 8  # bytes of each token that a rank copies to its device
 _DIVERGENCE = 33 * 4  # bytes that `kernels.linear_divergence` reads and writes for each logit, with one teacher
 
 
@@ -138,8 +138,8 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 def _alike(
     model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], tuple[PartCounts, ...]]]:
-    """Returns (for each stage the first stage with the same parts, for each rank its stages by these numbers, for each tuple
-    of numbers the parts of the stages)."""
+    """Returns three values: the number of the first equal stage for each stage, the tuple of these numbers for each rank's
+    stages, and the parts of the model for each such tuple. Stages are equal if they have the same parts of the model."""
     first, counts = dict[PartCounts, int](), counts_of(model, sizes)
     alike = tuple(first.setdefault(each, number) for number, each in enumerate(counts))
     ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
@@ -147,7 +147,8 @@ def _alike(
 
 
 def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float:
-    """Returns the seconds of a pipeline whose ranks may share cores: the bubble of one rank then makes the others faster."""
+    """Returns the seconds of a pipeline whose ranks may share cores. If ranks share cores, the bubble of one rank makes the
+    other ranks faster."""
     job, machine = work.job, work.machine
     if machine.alone == 1 or job.group("pp").nodes(machine.ranks_per_node) > 1:
         return seconds
@@ -263,8 +264,8 @@ def _scaled(terms: Terms, times: float) -> Terms:
 
 
 def _gathering(work: RankCosts, counts: PartCounts, forward: Terms, backward: Terms) -> float:
-    """Returns the exposed seconds of a microbatch's all-gathers of parameters, forward and backward, and of its
-    reduce-scatters of gradients."""
+    """Returns the exposed seconds of a microbatch's collectives in a stage: all-gathers of parameters, forward and backward,
+    and reduce-scatters of gradients."""
     profile = work.profile
     gather, reduce = work.memo(("gathers", counts), lambda: _gathers(work, counts))
     second = (gather if work.job.state.reshard_after_forward else 0.0) + reduce
@@ -286,7 +287,7 @@ def _gathers(work: RankCosts, counts: PartCounts) -> tuple[float, float]:
 
 
 def _reduced_each(job: Job, group: ChunkGroup) -> int:
-    """Returns the number of sharding steps in which a group's gradients are reduced for every microbatch."""
+    """Returns the number of sharding steps in which ranks reduce a group's gradients for every microbatch."""
     return group.depths.optimizer if sends_gradients(job) else group.depths.gradients
 
 
@@ -370,8 +371,8 @@ def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:
 
 
 def _orthogonalising(work: RankCosts, held: ChunkGroup) -> float:
-    """Returns the seconds of orthogonalisation on the rank with most matrices. Ranks with blocks of the same matrix exchange
-    the blocks (`OverBlocks`)."""
+    """Returns the seconds of orthogonalisation on the rank with the largest cost. Ranks with blocks of the same matrix
+    exchange the blocks (`OverBlocks`)."""
     ranks, each = held.shards(held.depths.optimizer), list[tuple[float, float]]()
     here = -(-round(sum(number for number, *_ in held.matrices)) // ranks)
     for number, together, rows, columns, axes, blocks in held.matrices:

@@ -30,8 +30,8 @@ def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] 
     rank writes and prints.
 
     Returns the report on the first rank, and None on the other ranks. `name` is the machine's name, by default the file's.
-    Before measuring, raises `UserError` for a file that exists or cannot be written, for the name of a machine that comes
-    with the library, and for a number of ranks that the machine does not have.
+    Before measuring, raises `UserError` for a file that exists or cannot be written, and for the name of a machine that
+    comes with the library. A number of ranks that the machine does not have also raises `UserError`.
     """
     name = name or output.stem
     check_output(output, name)
@@ -88,7 +88,7 @@ def write(machine: Machine, path: Path) -> None:
 
 
 def rows(found: Sequence[FitPoint]) -> list[dict[str, Any]]:
-    """Returns a row for each matrix product and kernel. A collective has one row for each kind of group, over all sizes."""
+    """Returns a row for each matmul and other kernel. A collective has one row for each form of group, over all sizes."""
     table: dict[tuple[str, str], list[FitPoint]] = {}
     for point in found:
         table.setdefault((point.what, "" if _is_talk(point) else point.shape), []).append(point)
@@ -106,7 +106,7 @@ def rows(found: Sequence[FitPoint]) -> list[dict[str, Any]]:
 
 
 def ratios(found: Sequence[FitPoint]) -> dict[str, float]:
-    """Returns the median relative errors of matrix products, attention, memory and collectives."""
+    """Returns the median relative errors of matmuls, attention, memory and collectives."""
     kinds: dict[str, list[float]] = {}
     for point in found:
         kinds.setdefault("collectives" if _is_talk(point) else point.what.split()[0], []).append(point.error)

@@ -111,7 +111,7 @@ class Moved(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Causal attention in bf16, forward and backward, by this library's own kernel."""
+    """Causal attention in bf16, forward and backward, by this library's kernel."""
 
     sequences: int
     context: int
