@@ -114,7 +114,7 @@ class Job:
 
     @property
     def common_batch(self) -> int:
-        """Greatest common divisor of the global batches of all phases, in sequences: a layout must divide it."""
+        """Greatest common divisor of the global batches of all phases, in sequences. A layout must divide this number."""
         return math.gcd(self.train.global_batch, *(phase.global_batch or 0 for phase in self.config.phases))
 
     @property

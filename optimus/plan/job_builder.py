@@ -48,9 +48,9 @@ def plan(
 ) -> Answer:
     """Returns the `best` plans for `model` on `ranks` ranks of a machine, fastest first.
 
-    `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, only the configured layout is planned.
-    With `largest`, the answer is the model with as many of these layers as fit. With `scale`, the answer has a plan for each
-    of these numbers of ranks.
+    `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the only plan is the configured layout.
+    With `largest`, the answer is the model with as many layers as fit. With `scale`, the answer has a plan for each of these
+    numbers of ranks.
 
     The experts of the most loaded rank get `imbalance` times the mean number of tokens. `what_if` changes the machine or the
     profile, and `links` is a file with the bandwidth between nodes. Raises `UserError` when no layout fits, or for an

@@ -76,7 +76,7 @@ class Node(Section):
 
     def nearest(self, stride: int) -> list[int]:
         """Returns the sizes of groups of ranks, `stride` apart, whose rings are faster than `bandwidth`: the ranks of a
-        card, or of a plane of links."""
+        card, or of a plane."""
         keys = (key.split("x") for key, bandwidth in self.groups.items() if bandwidth > self.bandwidth)
         return sorted(int(size) for apart, size in keys if int(apart) == stride)
 
@@ -144,12 +144,12 @@ class Network(Section):
 
 
 class Communicator(Section):
-    """Memory of a rank that a communicator takes, after the model of NCCL. The defaults are NCCL's.
+    """Memory of a rank that a communicator takes, modelled on NCCL. The defaults are NCCL's.
 
     Each channel has a buffer for each protocol and each connected peer. The estimate counts the two peers of a ring, for any
     number of ranks (NVIDIA's answers in NCCL's issues 864, 986 and 1450). The estimate leaves out the additional peers of
-    trees, and the buffers that sends and receives share. Every protocol counts with NCCL_BUFFSIZE bytes, though LL has
-    smaller buffers and LL128 larger ones.
+    trees, and the buffers that sends and receives share. The estimate assumes NCCL_BUFFSIZE for every protocol, though LL
+    has smaller buffers and LL128 larger ones.
     """
 
     buffer: float = Field(2.0**22, ge=0, description="Bytes (NCCL_BUFFSIZE).")

@@ -34,7 +34,7 @@ from optimus.resolve.stages import live_of
 from optimus.state.buffers import Residency
 from optimus.state.plan import ChunkPlan
 
-FRAGMENTS = 0.08  # share of a rank's memory that is lost to fragmentation
+FRAGMENTS = 0.08  # share of a rank's memory that fragmentation wastes
 OPTIMIZER = "master", "moments", "mask"  # kinds of buffers of the optimizer
 KINDS = "norm", "attention", "mlp", "moe", "block"  # modules that a run can recompute, in the configuration's order
 
@@ -95,7 +95,7 @@ def stages_of_each(job: Job) -> list[tuple[PartCounts, ...]]:
 
 def state_of(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
     """Returns the bytes of parameters, gradients and optimizer state on each rank: on the device by kind, and on the host or
-    disk. In a run with pruning, the bytes are the largest of all times between two prunings."""
+    disk. In a run with pruning, the bytes are the maximum over `unpruned_shares`."""
     plans = cache(partial(chunk_plans, job))
 
     @cache

@@ -190,8 +190,8 @@ def residencies(job: Job) -> Iterator[Job]:
     """Yields the job with each offloading of its state that the machine supports, the fastest first.
 
     The state is on the device, then on the host if the host's bandwidth is known, then on the machine's disks. If the
-    configuration sets offloading, the function tries no other. With each offloading, the job accumulates gradients on the
-    device, then on the host.
+    configuration sets offloading, the function yields no other offloading. With each offloading, the job accumulates
+    gradients on the device, then on the host.
     """
     yield from _accumulations(job)
     host = job.machine.host

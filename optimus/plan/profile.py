@@ -20,7 +20,7 @@ class Profile(Section):
 
     speed: float = Field(1.0, gt=0, description="Its computing speed to the predicted one.")
     attention: float = Field(0.9, ge=0, le=1)
-    """Speed of the framework's attention kernel relative to the machine's best; 0: scores are stored in memory."""
+    """Speed of the framework's attention kernel relative to the machine's best; 0: the kernel stores scores in memory."""
     products: Literal["fp16", "fp8", "fp4"] | None = None
     """Type of the matmuls, where it differs from `train.precision`."""
     recompute: frozenset[str] = frozenset()

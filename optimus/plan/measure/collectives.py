@@ -42,7 +42,7 @@ def measure(ranks: int, path: Path) -> list[dict[str, Any]] | None:
     """Measures on `ranks` fresh ranks of this machine, or on those of torchrun, and writes the results into a machine file.
 
     Returns a row for each measurement; None on all ranks of torchrun but the first. The function does not change the file's
-    earlier results for other shapes. Before it measures, it raises `UserError` for an invalid file.
+    earlier results for other shapes. Before measuring, raises `UserError` for an invalid file.
     """
     before = _existing(path)
     found = on_ranks(measure_rank, ranks)
@@ -93,8 +93,11 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
 
 
 def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
-    """Returns the algorithms that a group would really use. With Gloo, these include the backend's algorithm for all-reduces
-    only, because it is slow for the other kinds. With other backends, these are the backend's algorithm and two levels."""
+    """Returns the algorithms that a group would really use. All-to-alls have only the backend's algorithm.
+
+    With Gloo, the list includes the backend's algorithm for all-reduces only: Gloo is slow for the other kinds. With other
+    backends, the list has the backend's algorithm and, if both levels have several ranks, two levels.
+    """
     if kind == "all_to_all":
         return [OWN]
     if dist.get_backend() != "gloo":

@@ -1,4 +1,4 @@
-"""Runs a function on ranks in fresh processes, so that earlier functions do not affect its memory and speed.
+"""Runs a function on ranks in fresh processes, so that earlier calls do not affect the function's memory and speed.
 
 `optimus.testing.run_ranks` reuses its processes, whose heaps have grown and whose libraries have compiled kernels.
 """

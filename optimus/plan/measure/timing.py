@@ -60,7 +60,7 @@ class Extent:
     attention: Sequence[tuple[int, int, int, int]]  # B, S, N, D
     memory: int  # bytes of a tensor in copies and additions
     sizes: Sequence[int] = tuple(4096 * 4**i for i in range(8))  # bytes of collectives: 4 KiB to 64 MiB
-    window: float = 0.05  # seconds for which a call is repeated
+    window: float = 0.05  # seconds for which a clock repeats a call
     rounds: int = 3  # windows per measurement, of which the fastest counts
 
     @classmethod
