@@ -1,7 +1,7 @@
-"""The matrix products of a model's blocks, by the declarations of parameters in the model's modules.
+"""Lists the matmuls of a model's blocks, from the parameter declarations in the model's modules.
 
-Blocks of the same shapes are of one kind (`ModelConfig.alike`), named by its first layer. One block of each kind is built,
-on the meta device.
+Blocks with the same shapes are of one kind (`ModelConfig.alike`); the index of the kind's first layer identifies the kind.
+`examples` builds one block of each kind on the meta device.
 """
 
 import math
@@ -20,11 +20,11 @@ from optimus.model.units import units_of
 from optimus.parallel.layouts import RULES
 
 Over = Literal["outputs", "inputs", "nothing"]
-_DIVIDING = ("tp_out", "etp")  # axes over which a projection's outputs, or its inputs, are divided
+_DIVIDING = ("tp_out", "etp")  # mesh axes that divide a projection's outputs or inputs
 
 
 class Projection(NamedTuple):
-    """A matrix that multiplies the rows of a module; tensor parallelism divides its outputs or inputs."""
+    """A weight matrix. Tensor parallelism divides the projection's outputs, its inputs, or nothing, as `over` says."""
 
     inputs: int
     outputs: int
@@ -32,9 +32,10 @@ class Projection(NamedTuple):
 
 
 class BlockModules(NamedTuple):
-    """The projections of a block, and the number of its norms of the residual stream.
+    """The projections of a block, and the number of the block's norms of the residual stream.
 
-    `dense` are the projections of the feed-forward layer, or of the shared expert; `expert` are those of each routed expert.
+    `dense` are the projections of the feed-forward layer, or of the shared expert. `expert` are the projections of each
+    routed expert.
     """
 
     attention: tuple[Projection, ...]
@@ -43,14 +44,14 @@ class BlockModules(NamedTuple):
     norms: int
 
 
-Factors = tuple[tuple[str, int], ...]  # projections with low-rank factors, and the rank
+Factors = tuple[tuple[str, int], ...]  # for each projection with low-rank factors: (name, rank of the factors)
 
 
 @lru_cache(maxsize=256)
 def examples(model: ModelConfig, factors: Factors = ()) -> tuple[Transformer, list[int]]:
-    """Returns a model on the meta device with one block of each kind of `model`, and the layers that these blocks stand for.
+    """Returns (a model on the meta device with one block of each kind of `model`, the first layer of each kind).
 
-    A projection has factors if one of the projections that it stands for is in `factors`.
+    A projection of the returned model has low-rank factors if `factors` names any projection that it represents.
     """
     layers = sorted(set(model.alike))
     with torch.device("meta"):
@@ -61,7 +62,7 @@ def examples(model: ModelConfig, factors: Factors = ()) -> tuple[Transformer, li
 
 
 def _example_name(model: ModelConfig, layers: Sequence[int], name: str) -> str:
-    """Returns the name in `examples` that stands for a module or parameter of `model`."""
+    """Returns the name of the module or parameter in `examples` that represents the one called `name` in `model`."""
     part, _, rest = name.partition(".")
     if part != "blocks":
         return name
@@ -71,7 +72,7 @@ def _example_name(model: ModelConfig, layers: Sequence[int], name: str) -> str:
 
 @lru_cache(maxsize=256)
 def blocks_of(model: ModelConfig) -> Mapping[int, BlockModules]:
-    """Returns the kinds of blocks of `model`, by their first layer."""
+    """Returns the modules of each kind of block in `model`, by the first layer of the kind."""
     made, layers = examples(model)
     return {layer: _block(block) for layer, block in zip(layers, made.blocks)}
 
@@ -84,7 +85,7 @@ def _block(block: nn.Module) -> BlockModules:
         sizes = dict(zip(declared.dims, block.get_parameter(name).shape))
         own = expert if sizes.pop("experts", 0) else attention if name.startswith("attention.") else dense
         projection = _projection(sizes)
-        if own and projection[::2] == own[-1][::2]:  # one product for the same rows, as with grouped heads
+        if own and projection[::2] == own[-1][::2]:  # one matmul for the same input
             projection = projection._replace(outputs=projection.outputs + own.pop().outputs)
         own.append(projection)
     norms = sum(kind == "norm" for unit in units_of(block) for kind, _ in unit.steps)
@@ -92,7 +93,7 @@ def _block(block: nn.Module) -> BlockModules:
 
 
 def _projection(sizes: dict[Dim, int]) -> Projection:
-    """Returns the projection of a matrix with these dims, of which the last one is its inputs."""
+    """Returns the projection of a matrix with these dims; the last dim is the projection's inputs."""
     *outputs, inputs = sizes
     divided = [dim for dim in sizes if RULES.get(dim) in _DIVIDING]
     over: Over = "inputs" if inputs in divided else "outputs" if divided else "nothing"

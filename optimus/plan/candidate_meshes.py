@@ -1,8 +1,11 @@
-"""Lists the ways to divide a block over ranks, and such blocks over a pipeline, each with a lower bound of its step time.
+"""Lists the candidate layouts, each with a lower bound of its step time.
 
-Left out beforehand:
-- tensor-parallel groups that span nodes, and expert-parallel groups that share nodes unevenly;
-- schedules that another one dominates, as it takes as long and keeps less, and microbatches that are no power of two;
+A candidate divides a block over ranks and all blocks over a pipeline.
+
+The list leaves out:
+- tensor-parallel groups that span nodes, and expert-parallel groups that neither divide a node evenly nor fill whole nodes;
+- schedules that another schedule dominates (it takes as long and saves fewer activations);
+- microbatches of a number of sequences other than 1, 2, 4, 8 and 16;
 - context-parallel parts of fewer than 512 tokens.
 """
 
@@ -19,33 +22,33 @@ from optimus.plan.job import Job
 from optimus.plan.rank_costs import Passes, RankCosts
 from optimus.plan.step import stage_sizes
 
-_SMALLEST_PART = 512  # tokens of a sequence on a context-parallel rank
+_SMALLEST_PART = 512  # fewest tokens of a sequence on a context-parallel rank
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _MOST_STAGES_PER_RANK = 4
 
 
 class BlockTiming(NamedTuple):
-    """A division of a block, and the seconds of a microbatch in the block's parts."""
+    """A division of a block over ranks, and the seconds of a microbatch in a block, the output layer and the embedding."""
 
-    work: RankCosts  # of a job with one stage and as few replicas as possible
-    block: float  # forward and backward pass
-    forward: float  # computation of the forward pass
+    work: RankCosts  # costs of a job with one stage and as few replicas as possible
+    block: float  # forward and backward pass of the fastest kind of block
+    forward: float  # forward pass of the fastest kind of block, without collectives
     head: float
     embedding: float
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the job that is timed."""
+        """The mesh of the job in `work`."""
         return self.work.job.mesh
 
     @property
     def micro_batch(self) -> int:
-        """Sequences of a microbatch."""
+        """Number of sequences in a microbatch."""
         return self.work.job.train.micro_batch
 
 
 class Candidate(NamedTuple):
-    """A division of a block in a pipeline. A step takes `bound` seconds at least."""
+    """A division of a block, with a pipeline and a number of replicas. A step takes at least `bound` seconds."""
 
     bound: float
     division: BlockTiming
@@ -57,14 +60,14 @@ class Candidate(NamedTuple):
 
     @property
     def job(self) -> Job:
-        """The candidate's job, with nothing sharded and nothing recomputed."""
+        """The candidate's job, without sharding of the state and without recomputation."""
         mesh = replace(self.division.mesh, pp=self.pp, dp=self.dp)
         order = {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank}
         return self.division.work.job.changed(mesh, parallel=order)
 
 
 def candidates(job: Job) -> Iterator[Candidate]:
-    """Yields all candidates."""
+    """Yields all candidate layouts of the job's ranks."""
     divisions = list(_divisions(job))
     for pp in (n for n in divisors(job.mesh.size) if n <= job.model.layers):
         ranks, orders = job.mesh.size // pp, list(_orders(job, pp))
@@ -84,10 +87,10 @@ def candidates(job: Job) -> Iterator[Candidate]:
 
 
 def _divisions(job: Job) -> Iterator[BlockTiming]:
-    """Yields the divisions of a block that the model and the node allow, timed."""
+    """Yields a timing for each division of a block that the model and the node allow."""
     model, ranks = job.model, job.mesh.size
     node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
-    whole = bool(job.teachers)  # a teacher's logits are compared with whole logits, without tensor parallelism
+    whole = bool(job.teachers)  # distillation compares whole logits, which tensor parallelism would divide
     within = [1] if whole else [size for size in divisors(node) if ranks % size == 0]
     for out in (n for n in within if not model.kv_heads % n and n <= model.vocab and _columns(model, n)):
         for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
@@ -100,7 +103,7 @@ def _divisions(job: Job) -> Iterator[BlockTiming]:
 
 
 def _parts(job: Job, out: int, cp: int) -> bool:
-    """True if sequences can be divided into `cp` parts. A ring needs two pieces per part; Ulysses also divides the heads."""
+    """True if `cp` ranks can divide the sequences. A ring needs two pieces per rank; Ulysses also divides the heads."""
     length, ulysses = job.common_length, job.parallel.context_method == "ulysses"
     pieces = cp if ulysses or cp == 1 else 2 * cp
     heads = job.model.kv_heads // out % cp == 0 or not ulysses
@@ -113,7 +116,7 @@ def _columns(model: ModelConfig, parts: int) -> bool:
 
 
 def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
-    """Returns pairs (expert-parallel ranks, ranks that divide an expert) whose groups are within a node, or on whole
+    """Returns pairs (expert-parallel size, expert-tensor-parallel size) whose groups divide a node evenly or fill whole
     nodes."""
     model, ranks = job.model, job.mesh.size
     node = min(ranks, job.machine.ranks_per_node)
@@ -130,8 +133,8 @@ def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
 
 
 class _RankBlocks(NamedTuple):
-    """Blocks of a rank, flags for the embedding and the output layer, and the number of blocks in the stages before the
-    rank's first."""
+    """Number of blocks on a rank, flags for the embedding (`first`) and the output layer (`last`), and the number of blocks
+    in the stages before the rank's first stage (`before`)."""
 
     blocks: int
     first: bool
@@ -140,7 +143,8 @@ class _RankBlocks(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """A pipeline schedule, and the ranks that can be the slowest. `lent`: the bubble of a rank makes the others faster."""
+    """A pipeline schedule, and the ranks that can be the slowest. With `lent`, ranks share cores, so that other ranks are
+    faster during a rank's bubble."""
 
     row: Row
     pp: int
@@ -169,7 +173,7 @@ def _orders(job: Job, pp: int) -> Iterator[_Order]:
         for per_rank in range(row.stages, (_MOST_STAGES_PER_RANK if row.any_stages else row.stages) + 1):
             if per_rank * pp <= layers:
                 ranks = _blocks_of_ranks(row, pp, stage_sizes(job.model, pp * per_rank))
-                slowest = {rank[:3]: rank for rank in ranks}  # of ranks alike, the last one waits longest
+                slowest = {rank[:3]: rank for rank in ranks}  # of ranks with equal blocks, the last one waits longest
                 yield _Order(row, pp, per_rank, ranks if lent else [*slowest.values()], lent)
 
 
@@ -183,16 +187,16 @@ def _blocks_of_ranks(row: Row, pp: int, sizes: Sequence[int]) -> list[_RankBlock
 
 
 def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dict[Any, Any]) -> Iterator[BlockTiming]:
-    """Yields a division of the block with each way to divide the experts. The rest of the block takes as long in all of
-    these ways, and is timed once."""
+    """Yields a timing of the block for each division of the experts. The other modules take the same time in all these
+    divisions, so the function times them once."""
     tp, rest = out * inner, None
     for ep, etp in _expert_groups(job, tp):
-        data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # the least with which the mesh is valid
+        data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # fewest data-parallel ranks of a valid mesh
         mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=job.machine.ranks_per_node)
         divided = job.changed(mesh, train={"micro_batch": micro_batch})
         if rest is None:
             rest = RankCosts(divided, known)
-            attention = min(rest.attention.values(), key=_seconds)  # of the fastest kind of block
+            attention = min(rest.attention.values(), key=_seconds)  # attention of the fastest kind of block
             norms = min(each.norms for each in rest.blocks.values())
             shared = [*norms * [rest.norm], attention]
             besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))

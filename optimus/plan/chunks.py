@@ -1,8 +1,8 @@
-"""The chunks of one representative rank per set of pipeline stages, as the run divides them, and the ranks that shard each
-chunk.
+"""Computes the chunks of one representative rank per set of pipeline stages, and the ranks that shard each chunk.
 
-The order of parameters in chunks depends only on the parts of parameters that a rank holds, and is computed once for all
-jobs with the same parts. The number of ranks that shard a chunk only decides where the shards begin.
+The chunks are the same as those of the run. The order of parameters in chunks depends only on the rank's slices of
+parameters, so this module computes the order once for all jobs with the same slices. The number of ranks that shard a chunk
+only decides where the shards begin.
 """
 
 import math
@@ -44,8 +44,8 @@ from optimus.state.tiling import TILINGS
 
 _DEFAULT = ((default_rule(), 1.0, 1.0),)
 
-# The place of a parameter: an integer names a kind of block by its first layer; "first" is before the blocks, "last" after
-# the blocks. A "tied" table belongs to embedding and output layer; of an "every" parameter all stages have a part.
+# Position of a parameter in the model. An integer identifies a kind of block by its first layer; "first" is before the
+# blocks, "last" after the blocks. Embedding and output layer share a "tied" table; all stages share an "every" parameter.
 Where = int | Literal["first", "last", "tied", "every"]
 
 
@@ -53,8 +53,8 @@ Where = int | Literal["first", "last", "tied", "every"]
 
 
 class ParameterKind(NamedTuple):
-    """A parameter with this layout and place in the model. Of all parameters alike, those between the two fractions
-    `between` have the update rule `rule`. After pruning, the share `unpruned` of their elements is left."""
+    """Parameters with the same layout and the same position in a block or in the model. The fractions `between` select those
+    with the update rule `rule`. After pruning, the share `unpruned` of their elements is left."""
 
     where: Where
     layout: Layout
@@ -64,21 +64,21 @@ class ParameterKind(NamedTuple):
 
 
 class PartCounts(NamedTuple):
-    """The parts of the model on a stage or a rank."""
+    """Counts of the model's parts on a stage or a rank."""
 
     layers: tuple[int, ...]  # one entry per block: the first layer of the block's kind
-    first: int  # 1 with the modules before the blocks, else 0
-    last: int  # 1 with the modules after the blocks, else 0
-    tied: int  # 1 with the table that embedding and output layer share, else 0
-    every: int = 1  # 1 with a part of the parameters that all stages share, else 0
+    first: int  # 1 if the stage or rank has the modules before the blocks, else 0
+    last: int  # 1 if the stage or rank has the modules after the blocks, else 0
+    tied: int  # 1 if the stage or rank has the table that embedding and output layer share, else 0
+    every: int = 1  # 1 if the stage or rank has a slice of the parameters that all stages share, else 0
 
     @property
     def blocks(self) -> int:
-        """Blocks of all kinds."""
+        """Number of blocks of all kinds."""
         return len(self.layers)
 
     def of(self, where: Where) -> int:
-        """Returns the number of blocks of one kind; for any other place, 1 or 0."""
+        """Returns the number of blocks of one kind; for any other position, 1 or 0."""
         return int(getattr(self, where)) if isinstance(where, str) else self.layers.count(where)
 
 
@@ -106,7 +106,7 @@ class Kinds:
 
 
 def kinds_of(job: Job) -> Kinds:
-    """Returns the parameters of the job's model in the job's layouts, with one block of each kind."""
+    """Returns the kinds of parameters in the job's model, with the job's layouts and one block of each kind."""
     return _kinds(job.model, job.rules, job.factors, *layout_options(job.config).items())
 
 
@@ -136,26 +136,26 @@ def _kinds(model: ModelConfig, rules: Rules, factors: Factors, *options: tuple[s
 
 
 class MatrixGroup(NamedTuple):
-    """Matrices of parameters that are alike: `number` in all, `together` in each parameter. Every matrix is divided into
-    `blocks` blocks over the ranks along `axes`."""
+    """Matrices of parameters with the same layout: `number` in all, `together` in each parameter. The ranks along `axes`
+    divide every matrix into `blocks` blocks."""
 
     number: int
     together: int
-    rows: int  # of a whole matrix
+    rows: int  # rows of a whole matrix
     columns: int
     axes: tuple[str, ...]
     blocks: int
 
 
 class _Rows:
-    """The parameters of a rank, end to end in chunks. Borders of shards are computed once per number of ranks."""
+    """The parameters of a rank, end to end in chunks. The class caches the borders of shards by the number of ranks."""
 
     def __init__(self, names: Sequence[str], recipe: StateSpec, rows: Sequence[ChunkRow], mesh: Mesh) -> None:
         self.names, self.recipe, self.rows, self._mesh = names, recipe, rows, mesh
         self._borders: dict[tuple[int, int], Sequence[Sequence[int]]] = {}
 
     def unpruned(self, share: float | None) -> StateSpec:
-        """Returns the recipe with this share left of every parameter that is ever pruned; None: before pruning."""
+        """Returns the recipe after pruning has left this share of every prunable parameter; None: before pruning."""
         return self.recipe._replace(unpruned=dict.fromkeys(self.recipe.unpruned, share))
 
     def borders(self, row: int, parts: int) -> Sequence[Sequence[int]]:
@@ -166,7 +166,7 @@ class _Rows:
 
     @cached_property
     def matrices(self) -> Sequence[Sequence[MatrixGroup]]:
-        """The matrices of each row."""
+        """The groups of matrices in each row."""
         return [list(self._matrices(row)) for row in self.rows]
 
     def _matrices(self, row: ChunkRow) -> Iterator[MatrixGroup]:
@@ -190,8 +190,8 @@ def _rows(
     compute: torch.dtype,
     mask_form: MaskForm,
 ) -> _Rows:
-    """Lays the parameters of a rank end to end in chunks. `alike` has equal numbers for those of `kinds.axes` along which
-    the same ranks lie."""
+    """Lays the parameters of a rank end to end in chunks. `alike` has a number for each entry of `kinds.axes`; entries that
+    span the same ranks have equal numbers."""
     named = dict(kinds.names(counts))
     unpruned = {name: None for name, kind in named.items() if kind.unpruned < 1}
     recipe = StateSpec(compute, {name: kind.rule for name, kind in named.items()}, unpruned, mask_form)
@@ -214,7 +214,7 @@ def _rows_of(job: Job, counts: PartCounts) -> _Rows:
 
 @lru_cache(maxsize=1024)
 def _least(mesh: Mesh, stages: int) -> Mesh:
-    """Returns the smallest mesh whose ranks hold the same parts of parameters as those of `mesh`, with at most `stages`
+    """Returns the smallest mesh whose ranks have the same slices of parameters as the ranks of `mesh`, with at most `stages`
     stages and as few replicas as possible."""
     data = math.lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp
     return Mesh(min(mesh.pp, stages), data, 1, mesh.tp, mesh.ep, mesh.etp, mesh.tp_in)
@@ -233,19 +233,19 @@ class ChunkGroup:
         replicas: StridedGroup,
         steps: tuple[StridedGroup, ...],
     ) -> None:
-        """Holds `plans`, which `replicas` shard in these `steps` (`state.plan.sharing_steps`). `matrices` is empty unless
-        the rule updates whole matrices."""
+        """Stores `plans`, which the ranks of `replicas` shard in `steps` (`state.plan.sharing_steps`). `matrices` is empty
+        unless the rule updates whole matrices."""
         self.plans, self.matrices, self.replicas, self.steps = plans, matrices, replicas, steps
         self.rule, self.depths = plans[0].rule, plans[0].depths
 
     @cached_property
     def elements(self) -> int:
-        """Elements of the whole chunks, which are dense, with zeros where parameters are pruned."""
+        """Number of elements in the whole chunks. Whole chunks are dense: pruned elements are zeros."""
         return sum(plan.size for plan in self.plans)
 
     def after(self, depth: int) -> int:
-        """Returns the unpruned elements of a rank's shard after `depth` steps; where shards differ, those of the largest
-        one."""
+        """Returns the number of unpruned elements in a rank's shard after `depth` sharding steps; where shards differ, in
+        the largest shard."""
         ways = self.shards(depth)
         if all(plan.tiling.equal for plan in self.plans):
             return sum(plan.borders[-1] for plan in self.plans) // ways
@@ -256,12 +256,12 @@ class ChunkGroup:
         return max(parts)
 
     def shards(self, depth: int) -> int:
-        """Returns the number of shards after `depth` steps."""
+        """Returns the number of shards after `depth` sharding steps."""
         return math.prod(step.size for step in self.steps[:depth])
 
     @cached_property
     def updated(self) -> int:
-        """Elements that a rank updates."""
+        """Number of elements that a rank updates."""
         return self.after(self.depths.optimizer)
 
     @property
@@ -270,8 +270,8 @@ class ChunkGroup:
         return self.replicas.outer(self.shards(self.depths.optimizer))
 
     def moved(self, first: int, last: int) -> Iterator[tuple[int, StridedGroup]]:
-        """Yields (elements, the ranks that all-gather or reduce-scatter them) for each step from `first` to before
-        `last`."""
+        """Yields (number of elements, ranks that all-gather or reduce-scatter the elements) for each sharding step from
+        `first` up to, but not including, `last`."""
         for depth in range(first, last):
             yield self.after(depth), self.steps[depth]
 
@@ -279,8 +279,8 @@ class ChunkGroup:
 def held_in(job: Job, stages: Iterable[PartCounts]) -> Iterator[PartCounts]:
     """Yields the parts of the model on a rank with these stages, such that no chunk belongs to two parts.
 
-    A table that embedding and output layer share is in one part only. If all ranks share the vocabulary, a rank's piece of
-    the vocabulary is a part of its own.
+    A table that embedding and output layer share is in one part only. If all ranks share the vocabulary, a rank's slice of
+    the vocabulary is a separate part.
     """
     if job.parallel.vocabulary:
         yield PartCounts((), 0, 0, 0)
@@ -291,7 +291,7 @@ def held_in(job: Job, stages: Iterable[PartCounts]) -> Iterator[PartCounts]:
 
 
 def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
-    """Returns the chunks of a rank with these stages, all on its device, grouped by replicas and update rule. In a run with
+    """Returns the chunks of a rank with these stages, grouped by replicas and update rule, without offloading. In a run with
     pruning, the chunks are those after the last pruning."""
     state = job.state if job.state.offload == "none" else job.state.model_copy(update={"offload": "none"})
     left = 1 - job.config.pruning.sparsity if job.config.pruning is not None else None
@@ -312,8 +312,8 @@ def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
 
 
 def unpruned_shares(job: Job) -> list[float | None]:
-    """Returns the unpruned share of the parameters that are pruned, from the run's first step on and after each event; None
-    before the first event."""
+    """Returns the unpruned shares of prunable parameters: at the run's first step, and after each later pruning event. The
+    share is None before the first event."""
     pruning = job.config.pruning
     if pruning is None:
         return [None]
@@ -322,11 +322,11 @@ def unpruned_shares(job: Job) -> list[float | None]:
 
 
 def chunk_plans(job: Job, counts: PartCounts, unpruned: float | None = None) -> list[ChunkPlan]:
-    """Returns the chunks of a stage with these parts of the model, with their state where the job places it, while such a
-    share of the parameters that are pruned at some time is `unpruned`."""
+    """Returns the chunks of a stage with these parts of the model, with the job's offloading. `unpruned` is the share that
+    is left of prunable parameters; None: before pruning."""
     rows = _rows_of(job, counts)
     plans = [plan for shared, *_ in _shared(job, rows, job.state) for plan in shared]
-    if job.state.offload != "none":  # the first chunks may stay on the device
+    if job.state.offload != "none":  # a run may leave the state of the first chunks on the device
         plans = in_order(plans, rows.names)
     return place_chunks(plans, job.state, rows.unpruned(unpruned))
 
@@ -334,7 +334,7 @@ def chunk_plans(job: Job, counts: PartCounts, unpruned: float | None = None) -> 
 def _shared(
     job: Job, rows: _Rows, options: StateConfig
 ) -> Iterator[tuple[list[ChunkPlan], StridedGroup, tuple[StridedGroup, ...]]]:
-    """Yields for each row its chunks, the placement of their replicas, and the groups that shard the chunks in each step."""
+    """Yields (chunks, placement of their replicas, groups that shard the chunks in each step) for each row."""
     for number, row in enumerate(rows.rows):
         sharding = sharding_of(row.rule, options)
         widths = shard_widths(sharding.shard, sharding.shard_ranks)
@@ -359,7 +359,7 @@ def _places(
     axes: tuple[str, ...], mesh: Mesh, over_data: bool, widths: tuple[int | None, ...]
 ) -> tuple[StridedGroup, tuple[StridedGroup, ...], ShardDepths]:
     """Returns the placement of the ranks along `axes`, the groups that shard the state in each step
-    (`state.plan.shard_groups`), and the depths."""
+    (`state.plan.shard_groups`), and the depths of sharding."""
     replicas = shared = _replicas(axes, mesh)
     if over_data and axes != ("edp",):
         experts = {tuple(mesh.coordinate(rank, axis) for axis in ("ep", "etp")) for rank in mesh.group(0, axes)}
@@ -372,12 +372,12 @@ def _places(
     return replicas, tuple(shared.outer(inner).inner(step) for inner, step in zip(before, steps)), depths
 
 
-# ---- Sums ----
+# ---- Totals ----
 
 
 def max_load(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
-    """Estimates the largest cost on one of `ranks` that share whole matrices out. `matrices` are pairs (number, cost of
-    each).
+    """Estimates the largest cost on any of `ranks` ranks that divide whole matrices among themselves. `matrices` are pairs
+    (number of matrices, cost of each).
 
     The estimate is the largest number of matrices on a rank times the mean cost, and at least the cost of the largest
     matrix.
@@ -394,5 +394,5 @@ def written(held: Iterable[ChunkGroup], size: Callable[[Rule], float], *, scatte
     found = defaultdict[float, float](float)
     for each in held:
         shards = each.replicas.size if scattered else each.shards(each.depths.optimizer)
-        found[size(each.rule)] += each.elements / shards  # dense, even if pruned
+        found[size(each.rule)] += each.elements / shards  # checkpoints store pruned chunks densely
     return sum(bytes_each * elements for bytes_each, elements in found.items())

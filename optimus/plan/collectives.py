@@ -1,11 +1,11 @@
 """Predicts the seconds of collectives, by the placement of a group's ranks (the dissertation on AxoNN, section 5.1.2).
 
-Equations 5.1 to 5.5 give the bytes that a ring moves, case 1 and equation 5.7 the bandwidth of its links. The dissertation
-looks at large messages only. This module adds the latency of each step, algorithms with fewer steps where those are cheaper,
-and a network with less bandwidth between distant nodes.
+Equations 5.1 to 5.5 give the bytes that a ring moves; case 1 and equation 5.7 give the bandwidth of the ring's links. The
+dissertation models large messages only. This module adds the latency of each step, algorithms with fewer steps where those
+are cheaper, and a network with less bandwidth between distant nodes.
 
-A run of this library chooses among the algorithms of `comm.algorithms`. The planner chooses by the same table, and takes the
-measured seconds, or else simulates the events of the messages.
+A run of this library chooses among the algorithms of `comm.algorithms`. The planner chooses by the same table. It predicts
+the table's measured seconds, or simulates the messages where the table has no measurement.
 """
 
 import math
@@ -29,7 +29,7 @@ Algorithm = Literal["ring", "hierarchical", "best", "library", "pccl", "chosen"]
 
 
 def ring_bandwidth(place: StridedGroup, machine: Machine) -> float:
-    """Returns the bandwidth of each link of a group's ring while all groups of its kind communicate: case 1 on a node,
+    """Returns the bandwidth of each link of a group's ring while all groups of the same form communicate: case 1 on a node,
     equation 5.7 across nodes."""
     if place.nodes(machine.ranks_per_node) == 1:
         return machine.node.groups.get(f"{place.stride}x{place.size}", machine.node.bandwidth)
@@ -39,8 +39,8 @@ def ring_bandwidth(place: StridedGroup, machine: Machine) -> float:
 
 
 def node_bandwidth(place: StridedGroup, machine: Machine) -> float:
-    """Returns the bandwidth of a node to the other nodes of a group. Nodes that are far apart share links with less
-    bandwidth."""
+    """Returns the bandwidth of a node to the other nodes of a group. The bandwidth is lower if the group spans distant
+    nodes."""
     network = machine.network
     if network.links is not None:
         return thinnest(place, machine)
@@ -53,16 +53,16 @@ def node_bandwidth(place: StridedGroup, machine: Machine) -> float:
 
 
 def thinnest(place: StridedGroup, machine: Machine) -> float:
-    """Returns the lowest bandwidth of the links that rings of this kind use, where nodes are not equally near and stand in
-    the order of the ranks."""
+    """Returns the lowest bandwidth of the links that rings of this form use, on a machine with a bandwidth for each pair of
+    nodes. The nodes are in the order of the ranks."""
     links = machine.network.links or []
     return min((links[a][b] for a, b in _neighbours(place, machine.ranks_per_node, len(links))), default=math.inf)
 
 
 @lru_cache(maxsize=1024)
 def _neighbours(place: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[int, int]]:
-    """Returns the pairs of nodes that follow each other on a ring of any group of this kind, with `ranks` on each of
-    `nodes`."""
+    """Returns the pairs of nodes that follow each other on a ring of any group of this form, with `ranks` ranks on each of
+    `nodes` nodes."""
     near = place.near or place.size
     one = [i % near * place.stride + i // near * place.far for i in range(place.size)]
     blocks = range(0, place.far, near * place.stride) if place.near else range(1)
@@ -81,7 +81,7 @@ def _neighbours(place: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[
 def reduce_scatter_seconds(size: int, whole: float, bandwidth: float) -> float:
     """Returns the seconds of a reduce-scatter in which each of `size` ranks begins with `whole` bytes (equation 5.2).
 
-    An all-gather to `whole` bytes takes as long (5.1), an all-reduce twice as long (5.3 to 5.5).
+    An all-gather to `whole` bytes takes as long (equation 5.1), an all-reduce twice as long (equations 5.3 to 5.5).
     """
     return (size - 1) / size * whole / bandwidth
 
@@ -89,17 +89,18 @@ def reduce_scatter_seconds(size: int, whole: float, bandwidth: float) -> float:
 def collective_seconds(
     kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
 ) -> float:
-    """Returns the seconds of a collective among `place` while all other groups of its kind communicate.
+    """Returns the seconds of a collective among the ranks of `place` while all other groups of the same form communicate.
 
-    `whole` is the bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or both
-    (all-reduce).
+    `whole` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
+    at both (all-reduce).
 
     `algorithm` decides how a group on several nodes communicates:
     - ring: one ring over all ranks;
     - hierarchical: within nodes and between nodes, one after the other;
     - best: the faster of ring and hierarchical;
-    - library, pccl: all-gathers and reduce-scatters as measured of the vendor's library or PCCL, other kinds as one ring;
-    - chosen: the choice of a run of this library, or one ring where the seconds of that choice are not known.
+    - library, pccl: the vendor's library or PCCL, by measured figures, for all-gathers and reduce-scatters; one ring for
+      other kinds;
+    - chosen: the algorithm that a run of this library chooses, or one ring where that algorithm's seconds are unknown.
 
     Raises `UserError` when the machine lacks the figures that the algorithm needs.
     """
@@ -119,8 +120,8 @@ def collective_seconds(
 def algorithm_named(
     kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm
 ) -> str:
-    """Returns the algorithm that `collective_seconds` takes: by its name in `comm.algorithms`, or among several nodes ring,
-    hierarchical, library or pccl."""
+    """Returns the algorithm that `collective_seconds` assumes: a name of `comm.algorithms` or, for a group on several nodes,
+    ring, hierarchical, library or pccl."""
     if algorithm == "chosen":
         shape = shape_of(place, machine) if _chooses(machine) else None
         return used(kind, shape, whole, machine.collectives, by_messages=machine.host.shared) if shape else OWN
@@ -139,7 +140,7 @@ def algorithm_named(
 
 
 def _chooses(machine: Machine) -> bool:
-    """True if a run has a choice besides the vendor's library.
+    """True if a run can choose other algorithms than the vendor's library.
 
     Ranks on CPUs communicate over Gloo, by the schedules of `comm.algorithms`. Other ranks use two levels where the
     machine's table says that two levels are faster.
@@ -148,7 +149,7 @@ def _chooses(machine: Machine) -> bool:
 
 
 def shape_of(place: StridedGroup, machine: Machine) -> Shape | None:
-    """Returns the shape of a group on its nodes, or None where some nodes have more of its ranks than others."""
+    """Returns the shape of a group on its nodes, or None if the group's ranks are spread unevenly over the nodes."""
     shape = Shape(place.nodes(machine.ranks_per_node), place.on_a_node(machine.ranks_per_node))
     return shape if shape.ranks == place.size else None
 
@@ -156,8 +157,8 @@ def shape_of(place: StridedGroup, machine: Machine) -> Shape | None:
 def _chosen_seconds(
     name: str, kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine
 ) -> float | None:
-    """Returns the seconds of algorithm `name`: as measured, or over Gloo between nodes by simulated events; None where
-    neither is known."""
+    """Returns the seconds of algorithm `name`: measured or, for Gloo between nodes, simulated. Returns None for any other
+    algorithm without a measurement."""
     shape = shape_of(place, machine) if _chooses(machine) else None
     if shape is None:
         return None
@@ -167,7 +168,7 @@ def _chosen_seconds(
     if not machine.host.shared or shape.nodes == 1:
         return None
     links = links_of(machine, place.groups_on_a_node(machine.ranks_per_node), node_bandwidth(place, machine))
-    # Interpolation between two powers of two saves simulations, as a search asks for many sizes.
+    # A search needs many sizes: interpolation between two powers of two saves simulations.
     low = 2.0 ** math.floor(math.log2(max(whole, 1.0)))
     sizes = [low] if whole == low else [low, 2 * low]
     return Curve(sizes=sizes, seconds=[_by_events(name, kind, shape, size, links) for size in sizes]).at(whole)
@@ -179,8 +180,8 @@ def _by_events(name: str, kind: CollectiveKind, shape: Shape, size: float, links
 
 
 def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
-    """Returns the links of a group while `groups` groups of its kind communicate on each node. `bandwidth` is that of a node
-    to other nodes."""
+    """Returns the links of a group while `groups` groups of the same form communicate on each node. `bandwidth` is a node's
+    bandwidth to other nodes."""
     network, node = machine.network, machine.node
     adapters = max(1, network.rings // groups)
     each = bandwidth / groups / adapters
@@ -193,8 +194,8 @@ def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
 def hierarchical_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine) -> float:
     """Returns the seconds of a collective in two levels (the dissertation's chapter on PCCL).
 
-    The ranks of a node each exchange a part with other nodes, all at once, and share the results on the node. An all-reduce
-    is a reduce-scatter on the node, an all-reduce of its parts between nodes and an all-gather on the node.
+    All ranks of a node at once exchange one part each with other nodes; on the node, the ranks exchange all parts. An
+    all-reduce is a reduce-scatter on the node, an all-reduce of the parts between nodes and an all-gather on the node.
     """
     here = place.on_a_node(machine.ranks_per_node)
     inside, across = place.inner(here), place.outer(here)
@@ -209,8 +210,8 @@ def library_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, mac
     """Returns the seconds of an all-gather or reduce-scatter by the ring of the vendor's library, over all ranks on several
     nodes.
 
-    Each of its size - 1 steps takes the root of the sum of two squares: of its latency, and of a block's time on the links.
-    Raises `UserError` when the machine lacks these figures (`network.library`).
+    A ring of n ranks has n - 1 steps. The time of a step is the square root of (latency squared + transfer time of a block
+    squared). Raises `UserError` when the machine lacks these figures (`network.library`).
     """
     library = machine.network.library
     if library is None:
@@ -230,7 +231,8 @@ def pccl_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machin
     """Returns the seconds of an all-gather or reduce-scatter by PCCL (dissertation on AxoNN, section 6.2).
 
     An all-gather is recursive doubling between nodes, then a ring on the node, and a copy that puts all blocks in order. A
-    reduce-scatter runs the other way. Raises `UserError` when the machine lacks the time of a round (`network.doubling`).
+    reduce-scatter runs these steps in reverse. Raises `UserError` when the machine lacks the time of a round
+    (`network.doubling`).
     """
     doubling, here = machine.network.doubling, place.on_a_node(machine.ranks_per_node)
     if doubling is None:
@@ -255,21 +257,20 @@ _BETWEEN_NODES = {"hierarchical": hierarchical_seconds, "library": library_secon
 
 
 def _paced(kind: CollectiveKind, moving: float, place: StridedGroup, machine: Machine) -> float:
-    """Combines transfer time and latency into more than their sum: links that are used for a short time do not reach their
-    bandwidth.
+    """Combines transfer time and latency into more than their sum, because links do not reach their bandwidth within a short
+    time.
 
     The exponent is the best fit of measured all-reduces (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16 GiB).
-    The error is 7 % on average, and 12 % with the plain sum.
+    The mean error is 7 %; with the plain sum, it would be 12 %.
     """
     moving, latency = moving / machine.node.pace(kind).share, _latency(kind, place, machine)
     return float((moving**_BLEND + latency**_BLEND) ** (1 / _BLEND))
 
 
 def _latency(kind: CollectiveKind, place: StridedGroup, machine: Machine) -> float:
-    """Returns the latency of all steps: those on a node, then a ring of the nodes.
+    """Returns the latency of all steps: the steps on a node, then the steps of a ring over the nodes.
 
-    An all-reduce may also go up and down a tree of the nodes, and counts both ways. An all-to-all sends to all ranks at
-    once.
+    An all-reduce may use a tree instead of a ring, and takes the steps twice. An all-to-all sends to all nodes at once.
     """
     here, nodes, pace = (
         place.on_a_node(machine.ranks_per_node),
@@ -282,12 +283,13 @@ def _latency(kind: CollectiveKind, place: StridedGroup, machine: Machine) -> flo
 
 
 def _steps(ranks: int) -> float:
-    """Returns the steps of a ring, or of a tree up and down where a tree is shorter."""
+    """Returns the number of steps of a ring, or of a tree (up and down) where a tree has fewer."""
     return min(ranks - 1, 2 * math.log2(ranks) + 1)
 
 
 def _all_to_all(whole: float, place: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of an all-to-all. All ranks of a node send at once, to other nodes through the node's adapters."""
+    """Returns the seconds of an all-to-all. All ranks of a node send at once; the node's adapters carry the data to other
+    nodes."""
     here = place.on_a_node(machine.ranks_per_node)
     inside = whole * (here - 1) / place.size / machine.node.bandwidth
     across = whole * (place.size - here) / place.size * machine.ranks_per_node / node_bandwidth(place, machine)
@@ -295,8 +297,8 @@ def _all_to_all(whole: float, place: StridedGroup, machine: Machine) -> float:
 
 
 def transfer_seconds(sent: float, place: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of a message to the next rank of `place` while all ranks send one (a pipeline's next stage).
-    Messages that leave the node take longest, so they decide if there are any."""
+    """Returns the seconds of a message to the next rank of `place` (a pipeline's next stage) while all ranks send one. The
+    slowest message decides, within a node or between nodes."""
     pace = machine.node.pace("shift")
     bandwidth = machine.node.groups.get(f"{place.stride}x2", machine.node.bandwidth)
     inside = sent / bandwidth / pace.share + pace.start + pace.step

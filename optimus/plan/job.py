@@ -1,4 +1,4 @@
-"""A run on a machine: the planner predicts it, and the search varies its layout."""
+"""A run on a machine: the planner predicts the run's step, and the search varies the run's layout."""
 
 import math
 from collections import Counter
@@ -28,26 +28,27 @@ from optimus.resolve.precision import precision
 from optimus.resolve.run import RunInputs
 from optimus.resolve.teachers import teacher_models
 
-# For each parameter of `blocks.examples`, in order: (update rule, share of the blocks alike with this rule, unpruned share).
-# A parameter has several entries where blocks of one kind have different rules.
+# For each parameter of `blocks.examples`, in order: tuples (update rule, share of the kind's blocks with this rule, share of
+# elements that pruning leaves). A parameter has several tuples if blocks of one kind have different rules.
 Rules = tuple[tuple[tuple[Rule, float, float], ...], ...]
 
 _PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
 _FACTOR = ".lora_a"
 _WORTH = (
-    0.8  # most time of products in bf16, relative to fp32, for bf16 to be worth it: the rest of a step gains nothing
+    0.8  # largest ratio of matmul times, bf16 to fp32, with which a run uses bf16: the rest of a step gains nothing
 )
-_GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes per parameter
+_GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes of a gradient per parameter
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run of `config` on a machine, with its work divided over the ranks of `mesh`.
+    """A run of `config` on a machine, divided over the ranks of `mesh`.
 
-    `imbalance` is the most tokens of a rank's experts over the mean. `rules` are the update rules (empty: AdamW for all
-    parameters). `factors` are the projections with low-rank factors, and `teachers` the models of the run's teacher. `nodes`
-    are the nodes in use, as indices into the machine's links, in the order of the ranks. `run` is the whole run of which
-    `config` may be a phase. `sequences` counts the sequences of the run's data, where the run's length is in epochs.
+    `imbalance` is the number of tokens on the most loaded rank's experts, relative to the mean. `rules` are the update rules
+    (empty: AdamW for all parameters). `factors` are the projections with low-rank factors. `teachers` are the models that
+    the run distils. `nodes` are the nodes in use, as indices into the machine's links, in the order of the ranks. `run` is
+    the whole run of which `config` may be a phase. `sequences` is the number of sequences in the run's data, if the run's
+    length is in epochs.
     """
 
     config: RunConfig
@@ -76,7 +77,7 @@ class Job:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The section `parallel`: the division of the work."""
+        """The section `parallel`: how parallelism divides the run over ranks."""
         return self.config.parallel
 
     @property
@@ -93,27 +94,27 @@ class Job:
 
     @property
     def precision(self) -> str:
-        """Precision of the matrix products."""
+        """Precision of matmuls."""
         return self.profile.products or _PRECISION[self.train.precision]
 
     @property
     def itemsize(self) -> float:
-        """Bytes of an element of activations, and of parameters in computation."""
+        """Bytes per element of activations, and of parameters in the forward and backward pass."""
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a rank in a step."""
+        """Number of microbatches of a rank in a step."""
         return self.train.microbatches(self.mesh.dp)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Number of tokens in a step, over all ranks."""
         return self.train.micro_batch * self.microbatches * self.mesh.dp * self.train.sequence_length
 
     @property
     def common_batch(self) -> int:
-        """Greatest common divisor of the global batches of all phases, in sequences: a layout must divide it."""
+        """Greatest common divisor of the global batches of all phases, in sequences. A layout must divide this number."""
         return math.gcd(self.train.global_batch, *(phase.global_batch or 0 for phase in self.config.phases))
 
     @property
@@ -123,12 +124,12 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Tokens of a microbatch on a rank, before tensor parallelism."""
+        """Number of tokens of a microbatch on a rank, before tensor parallelism divides them."""
         return self.train.micro_batch * self.train.sequence_length // self.mesh.cp
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline."""
+        """Number of pipeline stages."""
         return self.mesh.pp * self.parallel.stages_per_rank
 
     @property
@@ -144,18 +145,19 @@ class Job:
 
     @property
     def node_count(self) -> int:
-        """Nodes of the job."""
+        """Number of nodes that the job uses."""
         return -(-self.mesh.size // self.machine.ranks_per_node)
 
     @property
     def placed(self) -> Machine:
-        """The machine with its nodes in the order of the ranks, by default in the order of the machine's links."""
+        """The machine with its nodes in the order of `nodes`, by default in the order of the machine's links."""
         if self.machine.network.links is None:
             return self.machine
         return in_order(self.machine, self.nodes or range(self.node_count))
 
     def with_neighbours(self) -> "Job":
-        """Returns the job with its nodes in a chain of near neighbours, if links differ between nodes."""
+        """Returns the job with its nodes in a chain of near neighbours, if the machine has a bandwidth for each pair of
+        nodes."""
         if self.machine.network.links is None:
             return self
         return replace(self, nodes=tuple(chained(self.machine, self.node_count)))
@@ -180,7 +182,8 @@ class Job:
     # ---- Other layouts ----
 
     def changed(self, mesh: Mesh | None = None, **sections: Any) -> "Job":
-        """Returns the job with other values in sections of the configuration, a mapping for each, and on another mesh."""
+        """Returns the job with other values in the configuration, on `mesh` if given. A mapping changes keys of a section;
+        any other value replaces the section or key."""
         if mesh is not None:
             sections["parallel"] = {**axes_of(mesh), **sections.get("parallel", {})}
         config = self.config
@@ -192,7 +195,7 @@ class Job:
 
     @property
     def undivided(self) -> "Job":
-        """The job on as many ranks, all data-parallel, with nothing sharded and nothing recomputed."""
+        """The job on the same number of ranks, all data-parallel, without sharding of the state or recomputation."""
         before = self.parallel
         parallel = ParallelConfig.model_construct(context_method=before.context_method, overlap=before.overlap)
         plain = replace(self, config=self.config.model_copy(update={"parallel": parallel}))
@@ -258,11 +261,11 @@ def profile_of(config: RunConfig) -> Profile:
 
 
 def _rules(config: RunConfig, model: Transformer, factors: Factors) -> Rules:
-    """Returns the update rules of a run's parameters, counted over the blocks of each kind. Some of these blocks may lack a
-    factor."""
+    """Returns the update rules of a run's parameters, with the share of each kind's blocks that have each rule. Some blocks
+    of a kind may lack a low-rank factor."""
     recipe, alike = recipe_of(config, model, RunInputs()), config.model.alike
     made, layers = examples(config.model, factors)
-    left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # after the last pruning
+    left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # share of elements after the last pruning
 
     def rule(name: str) -> tuple[Rule | None, float]:
         return recipe.rules.get(name), left if name in recipe.unpruned else 1.0

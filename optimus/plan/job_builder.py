@@ -29,7 +29,7 @@ from optimus.resolve.microbatches import with_microbatches
 _SEQUENCES, _PER_RANK = (
     1024,
     4,
-)  # sequences of the default batch: the paper's, or more per rank where many ranks need work
+)  # sequences in the default global batch: the paper's number, or this number per rank if that is more
 
 
 def plan(
@@ -48,11 +48,13 @@ def plan(
 ) -> Answer:
     """Returns the `best` plans for `model` on `ranks` ranks of a machine, fastest first.
 
-    `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, only the configured layout is planned.
-    With `largest`, the answer is the largest model of such layers; with `scale`, a plan for each of these numbers of ranks.
+    `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the only plan is the configured layout.
+    With `largest`, the answer is the model with as many layers as fit. With `scale`, the answer has a plan for each of these
+    numbers of ranks.
 
-    Tokens of the most loaded rank's experts are `imbalance` times the mean. `what_if` changes the machine or the profile,
-    and `links` is a file of the bandwidth between nodes. Raises `UserError` when nothing fits, or for an invalid request.
+    The experts of the most loaded rank get `imbalance` times the mean number of tokens. `what_if` changes the machine or the
+    profile, and `links` is a file with the bandwidth between nodes. Raises `UserError` when no layout fits, or for an
+    invalid request.
 
     Example:
         plans = api.plan("mula-7b-a1b", machine="dgx-h100", ranks=8, best=3).plans
@@ -81,7 +83,7 @@ def _counted(ranks: int | None) -> int:
 
 
 def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
-    """Returns the run that `model` names: a YAML file, or a preset or folder with the defaults of a run around it."""
+    """Returns the run that `model` names: a run's YAML file, or a preset or folder, to which the function adds defaults."""
     if Path(model).suffix in (".yaml", ".yml"):
         return with_microbatches(load_config(model, overrides, read_model_folder), ranks)
     batch = _SEQUENCES if ranks <= _SEQUENCES // _PER_RANK else _PER_RANK * ranks
@@ -108,11 +110,11 @@ def asked(
     imbalance: float = 1.0,
     links: Path | None = None,
 ) -> Job:
-    """Returns the job of `config` on `ranks` ranks of a machine, all of them data-parallel. `links` is a file of the
-    bandwidth between nodes.
+    """Returns the job of `config` on `ranks` data-parallel ranks of a machine. `links` is a file with the bandwidth between
+    nodes.
 
-    Raises `UserError` for an unknown machine, for invalid changes to the machine or the profile, and when the length is in
-    epochs of data that is missing.
+    Raises `UserError` for an unknown machine, for invalid changes to the machine or the profile, and when the run's length
+    is in epochs but the data is missing.
     """
     if not 1 <= imbalance < math.inf:
         raise UserError(f"`imbalance` is {imbalance}: it is 1, where experts get equally many tokens, or more")
@@ -130,14 +132,15 @@ def asked(
 
 
 def as_configured(job: Job) -> Job:
-    """Returns the job on the mesh of its configuration, with open settings as a run would choose them there."""
+    """Returns the job on the mesh of its configuration. The job's run decides the settings that the configuration leaves
+    open."""
     return decided(job, run_of(job))
 
 
 def read_links(path: Path) -> list[list[float]]:
-    """Reads the bandwidth between each two nodes, bytes/s: one line of comma-separated numbers for each node.
+    """Reads the bandwidth between each pair of nodes in bytes/s: one line of comma-separated numbers for each node.
 
-    Raises `UserError` when the file cannot be read, or holds anything else.
+    Raises `UserError` when the file cannot be read, or has another format.
     """
     path = user_path(path)
     try:
@@ -160,10 +163,10 @@ def read_links(path: Path) -> list[list[float]]:
 
 
 def best_layout(config: str | Path, overrides: Iterable[str], machine: str, ranks: int | None) -> RunConfig:
-    """Returns `config` with the layout that is fastest on `machine` for these ranks. Under a launcher, the ranks are those
-    that the launcher has started.
+    """Returns `config` with the layout that is fastest on `machine` for this number of ranks. Under a launcher, the number
+    is the launcher's `WORLD_SIZE`.
 
-    Raises `UserError` when the number of ranks is not known, or nothing fits.
+    Raises `UserError` when the number of ranks is unknown, or no layout fits.
     """
     if ranks is None and "WORLD_SIZE" not in os.environ:
         raise UserError("--auto-plan divides ranks: say how many with --ranks, or start them with a launcher")

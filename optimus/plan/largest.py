@@ -1,5 +1,5 @@
-"""Finds the largest model that a machine trains: the given one with as many layers as fit, with its state on the devices or
-offloaded."""
+"""Finds the largest model that a machine can train: the job's model with as many layers as fit. The state is on the devices
+or offloaded."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,13 @@ from optimus.plan.prediction import Plan
 from optimus.plan.search import fits, search_residency
 
 MOST_LAYERS = 1 << 12
-"""Largest number of layers that is tried."""
+"""Largest number of layers that the search tries."""
 
 
 def largest(job: Job) -> list[Plan]:
-    """Returns the deepest model of which a layout fits, in its fastest layout, for each place of the state that the machine
-    has.
+    """Returns the fastest plan of the deepest model that fits, for each offloading of the state that the machine supports.
 
-    Raises `UserError` when the model's layers are not all alike, or when no number of layers fits.
+    Raises `UserError` when the model's layers are not all of one kind, or when no number of layers fits.
     """
     if len(set(job.model.alike)) > 1:
         raise UserError(
@@ -30,8 +29,8 @@ def largest(job: Job) -> list[Plan]:
 
 
 def _deepest(job: Job) -> Iterator[Plan]:
-    """Yields the plan of the deepest model, if any fits. The number of layers is doubled, then bisected to within a
-    sixteenth."""
+    """Yields the plan of the deepest model, if any fits. The search doubles the number of layers, then bisects it to within
+    a sixteenth."""
     least, most, layers = 0, None, job.model.layers
     while 0 < layers <= MOST_LAYERS and (most is None or most - least > max(1, least // 16)):
         if fits(job.changed(model={"layers": layers})):

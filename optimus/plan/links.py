@@ -1,7 +1,7 @@
-"""Orders nodes that are not equally near, so that neighbours in the order of the ranks have fast links (Pipette; Holmes).
+"""Orders nodes with unequal links so that neighbours in the order of the ranks have fast links (Pipette; Holmes).
 
-A matrix gives the bandwidth between each two nodes. The order of the nodes decides which links a group's ring uses, as ranks
-are on the nodes in order. All groups of a kind wait for the slowest of their links.
+A matrix gives the bandwidth between each pair of nodes. Ranks are on the nodes in order, so the order of the nodes decides
+which links a group's ring uses. All groups of one form wait for the slowest of their links.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,13 +9,14 @@ from itertools import combinations, pairwise
 
 from optimus.plan.machine import Machine
 
-_ROUNDS = 4  # through all pairs of nodes; the order is seldom improved after the second
-_MOST_TRIES = 400  # orders whose step is timed: all pairs of 16 nodes three times
-_BEGINNINGS = 32  # first nodes of a chain that are tried
+_ROUNDS = 4  # most rounds over all pairs of nodes; rounds after the second seldom improve the order
+_MOST_TRIES = 400  # most orders whose step `exchanged` predicts: all pairs of 16 nodes three times
+_BEGINNINGS = 32  # most nodes with which `chained` tries to begin a chain
 
 
 def even(machine: Machine) -> Machine:
-    """Returns the machine as if all nodes were as near as the nearest two: no order of its nodes is faster."""
+    """Returns the machine with the bandwidth of the nearest two nodes between all nodes. No order of the real nodes is
+    faster."""
     links = machine.network.links or [[]]
     best = max(
         (value for number, row in enumerate(links) for other, value in enumerate(row) if number != other), default=0
@@ -25,7 +26,7 @@ def even(machine: Machine) -> Machine:
 
 
 def in_order(machine: Machine, nodes: Sequence[int]) -> Machine:
-    """Returns the machine with its nodes in this order."""
+    """Returns the machine with its nodes in the order of `nodes`."""
     links = machine.network.links
     assert links is not None
     network = machine.network.model_copy(update={"links": [[links[a][b] for b in nodes] for a in nodes]})
@@ -33,8 +34,8 @@ def in_order(machine: Machine, nodes: Sequence[int]) -> Machine:
 
 
 def chained(machine: Machine, count: int) -> list[int]:
-    """Returns a chain of `count` nodes, from the best first node. Each node is followed by the nearest of the nodes that are
-    left."""
+    """Returns the chain of `count` nodes with the highest total bandwidth between neighbours, over all first nodes tried.
+    Each next node is the one with the highest total bandwidth to the last four nodes of the chain."""
     links = machine.network.links
     assert links is not None
 
@@ -52,8 +53,8 @@ def chained(machine: Machine, count: int) -> list[int]:
 
 
 def exchanged(nodes: Sequence[int], every: int, seconds: Callable[[Sequence[int]], float]) -> list[int]:
-    """Returns `nodes` in a better order; the machine has `every` nodes. Pairs change places while that makes a step shorter:
-    two nodes in use, or one in use and one that is not."""
+    """Returns `nodes` in a better order, on a machine of `every` nodes. The function swaps two nodes, at least one of them
+    in use, while a swap makes the step shorter. `seconds` predicts the step of an order."""
     order, tries = [*nodes, *(node for node in range(every) if node not in nodes)], 0
     best = seconds(order[: len(nodes)])
     for _ in range(_ROUNDS):

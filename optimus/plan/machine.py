@@ -1,7 +1,7 @@
 """Describes machines as data: rates of arithmetic and memory, links within a node and between nodes.
 
-The files are in `machines/`; `optimus bench machine` writes one for the machine that it runs on. Units are bytes, seconds
-and floating point operations; a link's bandwidth is that of one direction.
+The files are in `machines/`; `optimus bench machine` writes a file for the machine on which it runs. Units are bytes,
+seconds and floating point operations. A link's bandwidth counts one direction.
 """
 
 import math
@@ -23,16 +23,16 @@ _STEP = 32  # attention kernels pad the columns of a head to a multiple of this
 
 
 class Arithmetic(Section):
-    """Matrix products in one precision."""
+    """Rates of matmuls in one precision."""
 
     peak: float = Field(gt=0, description="What the vendor states, FLOP/s; utilisation is a share of it.")
     achieved: float = Field(gt=0, description="What the best product of large matrices has reached, FLOP/s.")
     sustained: float = Field(1.0, gt=0, le=1)
-    """Share of `achieved` that products sustain one after another, at the power limit."""
+    """Share of `achieved` that consecutive matmuls sustain at the power limit."""
 
     @property
     def sustained_rate(self) -> float:
-        """FLOP/s of large products one after another."""
+        """FLOP/s of large consecutive matmuls."""
         return self.achieved * self.sustained
 
     @model_validator(mode="after")
@@ -43,7 +43,7 @@ class Arithmetic(Section):
 
 
 class Matmul(Section):
-    """Efficiency of products of smaller matrices."""
+    """Efficiency of matmuls of smaller matrices."""
 
     tile: int = Field(gt=0, description="Rows and columns of the result that one core computes at a time.")
     depth: int = Field(ge=0, description="Inner elements that take as long as beginning and ending a tile.")
@@ -69,24 +69,25 @@ class Node(Section):
     latency: float = Field(ge=0, description="Of a message, seconds.")
     groups: dict[str, float] = Field({})
     """Measured bandwidth of simultaneous rings of G1 ranks, G0 apart ('G0xG1'; the dissertation on AxoNN, section 5.1.2,
-    case 1), where different from `bandwidth`."""
+    case 1), where it differs from `bandwidth`."""
     paces: dict[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"], Pace] = Field({})
-    """Costs of the kinds of collectives (shift: a message to the next rank) that bandwidth and latency do not describe."""
+    """Measured costs of each kind of collective that `bandwidth` and `latency` do not describe. The kind shift is a message
+    to the next rank."""
 
     def nearest(self, stride: int) -> list[int]:
-        """Returns the sizes of groups of ranks, `stride` apart, whose rings are faster than others: ranks of a card, or of a
-        plane."""
+        """Returns the sizes of groups of ranks, `stride` apart, whose rings are faster than `bandwidth`: the ranks of a
+        card, or of a plane."""
         keys = (key.split("x") for key, bandwidth in self.groups.items() if bandwidth > self.bandwidth)
         return sorted(int(size) for apart, size in keys if int(apart) == stride)
 
     def pace(self, kind: str) -> Pace:
-        """Returns the pace of a kind of collective."""
+        """Returns the costs of a kind of collective, by default the node's latency for each step."""
         return self.paces.get(kind) or _pace(self.latency)  # type: ignore[call-overload]
 
 
 class Protocol(Section):
-    """Steps in which ranks of several nodes send to each other, all ranks of a node at once. Each step hides some of its
-    latency behind its transfer."""
+    """Measured costs of steps in which all ranks of a node send to other nodes at once. The transfer of a step hides some
+    of the step's latency."""
 
     step: float = Field(ge=0, description="Seconds of a step, however little is sent.")
     bandwidth: float = Field(gt=0, description="Of a node, bytes/s.")
@@ -96,9 +97,10 @@ class Library(Section):
     """Measured rings of a vendor's library (NCCL, RCCL) over all ranks of several nodes."""
 
     protocols: list[Protocol] = Field(min_length=1)
-    """Protocols of which the library takes the fastest: in NCCL's words LL for small blocks, and Simple."""
+    """Protocols from which the library chooses the fastest, such as NCCL's LL (for small blocks) and Simple."""
     crowded: list[Protocol] = Field([])
-    """Protocols on more than `few_nodes` nodes, where messages come before they are awaited (PCCL, arXiv 2504.18658 v2)."""
+    """Protocols on more than `few_nodes` nodes, where messages arrive before the receiver waits for them (PCCL, arXiv
+    2504.18658 v2)."""
     few_nodes: int | None = Field(None, gt=0, description="None: as many as there are.")
 
     def on(self, nodes: int) -> list[Protocol]:
@@ -117,18 +119,18 @@ class Network(Section):
 
     rings: int = Field(1, gt=0, description="Rings at once that it takes to use all adapters of a node.")
     bandwidth: float = Field(gt=0)
-    """Bandwidth of a node, all its adapters together, bytes/s, as collectives reach it."""
+    """Bandwidth that collectives reach between a node and other nodes, over all adapters of the node, bytes/s."""
     latency: float = Field(ge=0, description="Of a message, seconds.")
     group_nodes: int | None = Field(None, gt=0, description="Nodes among which the bandwidth is whole.")
     taper: float = Field(1.0, gt=0, le=1, description="Share of it between all nodes, if there are more.")
     library: Library | None = None
     """Rings of the vendor's library, where bandwidth and latency do not describe them (`profile.collectives: library`)."""
     doubling: Protocol | None = None
-    """Rounds of recursive doubling between nodes, each rank with the ranks of its local rank on other nodes
-    (`profile.collectives: pccl`)."""
+    """Rounds of recursive doubling between nodes, in which each rank exchanges with ranks of the same local rank on other
+    nodes (`profile.collectives: pccl`)."""
     links: list[list[float]] | None = None
-    """Bandwidth between each two nodes, all adapters of a node together, bytes/s, where nodes are not equally near. The
-    matrix replaces bandwidth, group_nodes and taper."""
+    """Matrix of the bandwidth between each pair of nodes, over all adapters of a node, bytes/s, for nodes with unequal
+    links. The matrix replaces bandwidth, group_nodes and taper."""
 
     @model_validator(mode="after")
     def _matrix(self) -> "Network":
@@ -142,11 +144,12 @@ class Network(Section):
 
 
 class Communicator(Section):
-    """Memory of a rank that a communicator takes, as with NCCL, and with NCCL's defaults where a file says nothing else.
+    """Memory of a rank that a communicator takes, modelled on NCCL. The defaults are NCCL's.
 
-    Each channel has a buffer for each protocol and each connected peer. The peers of rings are counted: two, however many
-    ranks there are (NVIDIA's answers in NCCL's issues 864, 986 and 1450). The additional peers of trees, and the buffers
-    that sends and receives share, are not counted. Every protocol is taken to have NCCL_BUFFSIZE: LL has less, LL128 more.
+    Each channel has a buffer for each protocol and each connected peer. The estimate counts the two peers of a ring, for any
+    number of ranks (NVIDIA's answers in NCCL's issues 864, 986 and 1450). The estimate leaves out the additional peers of
+    trees, and the buffers that sends and receives share. The estimate assumes NCCL_BUFFSIZE for every protocol, though LL
+    has smaller buffers and LL128 larger ones.
     """
 
     buffer: float = Field(2.0**22, ge=0, description="Bytes (NCCL_BUFFSIZE).")
@@ -154,7 +157,7 @@ class Communicator(Section):
     protocols: int = Field(3, gt=0, description="With buffers of their own: LL, LL128, Simple.")
 
     def memory(self, ranks: int) -> float:
-        """Returns the bytes that each of `ranks` ranks takes, once all are connected."""
+        """Returns the bytes that a communicator of `ranks` ranks takes on each rank, once all ranks are connected."""
         return min(2, ranks - 1) * self.channels * self.protocols * self.buffer
 
 
@@ -163,18 +166,18 @@ class Host(Section):
 
     memory: float = Field(gt=0, description="Bytes of a node.")
     shared: bool = False
-    """True if ranks compute on the host's CPUs: the ranks' memory is then a part of the host's."""
+    """True if ranks compute on the host's CPUs: the ranks' memory is then a part of the host memory."""
     link: float = Field(gt=0, description="Between a rank and its host, bytes/s each way, all of a node at once.")
     bandwidth: float | None = Field(None, gt=0)
-    """Bandwidth of a node's host memory, bytes/s. None: not known, and state is not planned to be on the host."""
+    """Bandwidth of a node's host memory, bytes/s. None: unknown, and the planner offloads no state."""
     read: float | None = Field(None, gt=0, description="Of a node's own disks, bytes/s; None: it has none.")
     write: float | None = Field(None, gt=0, description="The same, when written to.")
     storage: float = Field(1e9, gt=0)
-    """Rate at which a node writes to the file system, bytes/s, all nodes at once; the default is a guess."""
+    """Rate at which each node writes to the file system while all nodes write, bytes/s; the default is a guess."""
 
 
 class Machine(Section):
-    """One kind of node, in any number, and the network of the nodes."""
+    """Nodes of one kind, in any number, and the network between the nodes."""
 
     name: str = Field(description="What tables call it.")
     source: str = Field(description="Where the figures come from.")
@@ -187,19 +190,20 @@ class Machine(Section):
     attention: float = Field(gt=0, le=1)
     """Share of the peak in 16 bits that the best fused attention approaches with long sequences."""
     attention_before: float | None = Field(None, gt=0, le=1)
-    """Share of the peak in 16 bits for kernels written for the previous generation; None: as the best."""
+    """Share of the peak in 16 bits for kernels written for the previous generation; None: the same as `attention`."""
     attention_half: float = Field(480, ge=0, description="Tokens of a sequence with which it reaches half of that.")
     kernel_latency: float = Field(ge=0, description="From one kernel to the next, seconds.")
     alone: float = Field(1.0, ge=1)
     """Speedup of a rank while the other ranks of its node are idle, for ranks that share cores."""
     overlap: float = Field(1.0, ge=0, le=1)
-    """Share of computation that transfers can overlap; 0 where the cores that compute move the data as well."""
+    """Share of computation that transfers can overlap; 0 if the same cores compute and move data."""
     node: Node
     network: Network
     host: Host
     communicator: Communicator = Communicator()
     collectives: Measured | None = None
-    """Measured seconds of each algorithm, by which a run chooses among algorithms (`optimus bench collectives --write`)."""
+    """Measured seconds of each algorithm for collectives (`optimus bench collectives --write`). A run chooses its algorithms
+    by these seconds."""
 
     def rates(self, precision: str) -> Arithmetic:
         """Returns the rates of a precision; either 16-bit type stands for the other. Raises `UserError` for a precision that
@@ -212,11 +216,11 @@ class Machine(Section):
     def matmul_seconds(
         self, rows: float, columns: float, inner: float, precision: str, count: float = 1, *, units: float = 1.0
     ) -> float:
-        """Returns the seconds of `count` products [rows, inner] x [inner, columns] at once.
+        """Returns the seconds of a batch of `count` matmuls [rows, inner] x [inner, columns].
 
-        All cores compute tiles in waves, of which the last is half full on average. A tile takes `depth` steps more than it
-        has inner elements. No product is faster than memory. `units` is the share of the matrix units' rate that the
-        alignment of the matrices leaves; products that are faster without matrix units do without.
+        All cores compute tiles in waves; the last wave is half full on average. A tile takes as long as `inner` plus `depth`
+        inner elements. The memory traffic of a matmul bounds its time from below. `units` is the share of the matrix units'
+        rate that the alignment of the matrices allows. A matmul that is faster without matrix units does not use them.
         """
         rate, tile = self.rates(precision).sustained_rate, self.matmul.tile
         without = self.rates("fp32").achieved if "fp32" in self.arithmetic else rate
@@ -242,7 +246,7 @@ class Machine(Section):
         """Returns the seconds of the forward pass and of the backward pass of fused causal attention.
 
         The `tokens` tokens are in sequences of `context` tokens, each on `ranks` ranks. `sizes` are the columns of a head's
-        queries and values, `speed` is the kernel's speed relative to the machine's best. With `window`, a token attends to
+        queries and values. `speed` is the kernel's speed relative to the machine's best. With `window`, a token attends to
         at most `window` tokens.
         """
         query, value = sizes
@@ -264,7 +268,7 @@ _BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4":
 
 
 def machine_names() -> list[str]:
-    """Names of the machines that come with the library."""
+    """Returns the names of the machines that come with the library."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
@@ -286,8 +290,8 @@ def load_machine(name: str) -> Machine:
 
 
 def _check_units(machine: Machine, path: Path) -> None:
-    """Raises `UserError` for a figure that can only be in other units than the file's. All measurements are far from these
-    limits, even those of a slow stand-in for a machine."""
+    """Raises `UserError` for a figure that can only be in another unit than the documented one. Measured figures are far
+    from these limits, even for a slow simulated machine."""
     rates = {f"arithmetic.{kind}.peak": each.peak for kind, each in machine.arithmetic.items()}
     host, network = machine.host, machine.network
     moved = {

@@ -22,7 +22,7 @@ _WIDTH = 118
 
 
 def machine_template() -> str:
-    """Returns the YAML of a whole machine with comments, which `load_machine` reads."""
+    """Returns the commented YAML of a complete machine file, which `load_machine` can read."""
     example = load_machine(_EXAMPLE).model_dump(exclude_unset=True) | _OWN
     return "\n".join([*_comment(_HEAD, ""), "", *_section(Machine, example, "")]) + "\n"
 
@@ -36,7 +36,7 @@ def _section(kind: type[BaseModel], example: Mapping[str, Any], indent: str) -> 
         elif inner is not None and isinstance(value, Mapping) and not _is_mapping(field):
             yield f"{indent}{name}:"
             yield from _section(inner, value, f"{indent}  ")
-        elif inner is not None and isinstance(value, Mapping):  # several sections by name
+        elif inner is not None and isinstance(value, Mapping):  # a mapping from names to sections
             for each, more in inner.model_fields.items():
                 yield from _comment(f"{each}: {more.description or _about(more)}", f"{indent}  ")
             yield f"{indent}{name}:"
@@ -59,7 +59,7 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 
 
 def _model_in(field: FieldInfo) -> type[BaseModel] | None:
-    """Returns the class of the section, or sections, that a field holds; None for any other field."""
+    """Returns the class of the section, or sections, in a field; None for a field without sections."""
 
     def found(annotation: Any) -> type[BaseModel] | None:
         if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
@@ -84,7 +84,7 @@ def _written(value: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes large and small numbers as people do: 8.5e+10."""
+    """Writes YAML with large and small numbers in a short form, such as 8.5e+10."""
 
 
 def _number(dumper: _Dumper, value: float) -> yaml.ScalarNode:

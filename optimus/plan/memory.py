@@ -1,11 +1,11 @@
-"""Estimates the bytes on a rank in microseconds, for the search.
+"""Estimates a rank's memory for the search; an estimate takes microseconds.
 
-Parameters, gradients and optimizer state follow from their layouts, activations from recomputation and from the live
-microbatches of the schedule. A plan reports the memory account of its run instead (`resolve.memory`), and must fit by that
-account.
+The layouts decide the bytes of parameters, gradients and optimizer state. Recomputation and the schedule's live microbatches
+decide the bytes of activations. A plan reports the memory account of its run instead (`resolve.memory`), and must fit by
+that account.
 
-For this library, activations are those that `parallel.activations` measures of its own modules. For the frameworks of
-published measurements, `benchmarks.published.activations` counts the activations.
+For this library, `parallel.activations` measures the activations of the library's modules. For the frameworks of published
+measurements, `benchmarks.published.activations` counts the activations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +34,9 @@ from optimus.resolve.stages import live_of
 from optimus.state.buffers import Residency
 from optimus.state.plan import ChunkPlan
 
-FRAGMENTS = 0.08  # share of a rank's memory that is lost to fragmentation
+FRAGMENTS = 0.08  # share of a rank's memory that fragmentation wastes
 OPTIMIZER = "master", "moments", "mask"  # kinds of buffers of the optimizer
-KINDS = "norm", "attention", "mlp", "moe", "block"  # modules to recompute, in the configuration's order
+KINDS = "norm", "attention", "mlp", "moe", "block"  # modules that a run can recompute, in the configuration's order
 
 
 ActivationSizes = Callable[[PartCounts], tuple[float, float, float]]
@@ -46,7 +46,7 @@ of a split backward pass, transient)."""
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest rank of the pipeline: on the device by kind, and on the host or disk."""
+    """Bytes of a pipeline rank: on the device by kind, and on the host or disk."""
 
     rank: int
     parts: Mapping[str, float]
@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All bytes on the device."""
+        """Total bytes on the device."""
         return sum(self.parts.values())
 
 
@@ -67,13 +67,13 @@ class Rank(NamedTuple):
 
 
 def memory_of(job: Job, kept: ActivationSizes | None = None) -> Memory:
-    """Returns the memory of the fullest rank."""
+    """Returns the memory of the pipeline rank with the most bytes on its device."""
     return max(memory_of_ranks(job, kept), key=lambda memory: memory.total)
 
 
 def memory_of_ranks(job: Job, kept: ActivationSizes | None = None) -> list[Memory]:
-    """Returns the memory of each rank of the pipeline. `kept` gives the bytes of activations; default: those of the run's
-    own modules."""
+    """Returns the memory of each rank of the pipeline. `kept` computes the bytes of activations, by default of the run's
+    modules."""
     ranks = ranks_of(job)
     states = state_of([rank.stages for rank in ranks], job)
     activations = activations_of(ranks, kept or run_activations(job))
@@ -95,7 +95,7 @@ def stages_of_each(job: Job) -> list[tuple[PartCounts, ...]]:
 
 def state_of(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
     """Returns the bytes of parameters, gradients and optimizer state on each rank: on the device by kind, and on the host or
-    disk."""
+    disk. In a run with pruning, the bytes are the maximum over `unpruned_shares`."""
     plans = cache(partial(chunk_plans, job))
 
     @cache
@@ -126,17 +126,17 @@ def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[st
 
 
 def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -> tuple[dict[str, float], Elsewhere]:
-    """Returns the bytes of the chunks of these stages, by the rules of the memory account.
+    """Returns the bytes of the chunks of these stages, by the rules of the memory account: on the device by kind, and on the
+    host or disk.
 
-    The bytes include copies for checkpoints, and whole parameters and gradients in use. In a run with pruning, the bytes are
-    those of the largest chunks.
+    The bytes include copies for checkpoints, and whole parameters and gradients in use.
     """
     config, profile, saving = job.config, job.profile, job.config.checkpoint
     places: Sequence[Residency] = ("device",) if job.state.offload == "none" else ("device", "host", "disk")
     if opens_cache(job.state):
         config = job.changed(state={"cache": cache_blocks(job, len(plans))}).config
     copied = teacher = 0.0
-    if job.machine.host.shared and saving.asynchronous:  # copies lie in the ranks' own memory
+    if job.machine.host.shared and saving.asynchronous:  # the copies are in the ranks' memory
         held = chunk_groups(job, stages)
         copied = device_share(job) * written(held, profile.state_bytes, scattered=saving.scattered)
     if any(counts.last for counts in stages):
@@ -158,12 +158,12 @@ def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -
 
 
 def run_activations(job: Job) -> ActivationSizes:
-    """Returns the sizes of activations that the run's own modules save (`parallel.activations`)."""
+    """Returns a function that computes the sizes of activations of the run's modules (`parallel.activations`)."""
     kinds = tuple(kind for kind in KINDS if kind in job.recompute)
     chosen = Recomputation(kinds, job.config.recompute_every)
     config = job.config.decided(dispatch(job.config, job.mesh, job.machine.collectives).values)
     shapes = activation_shapes(config, job.mesh, job.teachers, int(job.itemsize))
-    # The search also tries layouts that cannot send duplicates: the estimate counts none.
+    # The search also tries layouts that cannot send duplicates of tokens, so the estimate counts none.
     shapes |= {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
 
     @cache
@@ -181,7 +181,7 @@ def usable(machine: Machine) -> float:
 
 
 def room_of(job: Job) -> float:
-    """Returns the bytes of a rank that state and activations may take, without communicators' buffers and fragmentation."""
+    """Returns the bytes of a rank's memory that communicators' buffers and fragmentation leave for state and activations."""
     return usable(job.machine) - buffers_of(job)
 
 

@@ -31,9 +31,9 @@ from optimus.resolve.stages import splits_backward
 from optimus.state.buffers import RESIDENCES
 from optimus.state.plan import Shard
 
-# Sharding at these levels reduces or all-gathers in every microbatch. Sharding the optimizer's state alone moves the same
-# bytes once per step, during the last backward pass and the next forward pass. These two passes hide as much communication
-# as the passes of any other microbatch.
+# Sharding at these levels reduce-scatters gradients or all-gathers parameters in every microbatch. Sharding the optimizer's
+# state alone moves the same bytes once per step, during the last backward pass and the next forward pass. These two passes
+# hide as much communication as the passes of any other microbatch.
 _FINER = ("gradients", "parameters")
 
 
@@ -82,11 +82,11 @@ class Fitting:
         step takes less than `limit` seconds."""
         best = None
         job = replace(candidate.job, machine=self._machine, nodes=self._nodes)
-        # The costs of the division hold for equal links between nodes only.
+        # The cached costs of the division are valid only if all links between nodes are equal.
         work = candidate.division.work if self._machine.network.links is None else None
         sizes = cache(partial(self._activation_sizes, candidate, job))
         too_slow = set[int | ShardRanks | None]()  # widths over which sharding the optimizer's state alone is too slow
-        enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # by width: recomputation that lower levels need
+        enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # recomputation that lower levels need, by width
 
         def in_time(places: Iterable[Job]) -> list[Job]:
             return [placed for placed in places if least_time(placed, work) < limit]
@@ -111,8 +111,8 @@ class Fitting:
         return best
 
     def _is_slower(self, shard: Shard, width: int | ShardRanks | None) -> bool:
-        """True if sharding the optimizer's state alone over as many ranks takes no longer, unless it needs more
-        recomputation."""
+        """True if a step with only the optimizer's state sharded over the same ranks takes no longer, except where the
+        step needs more recomputation."""
         return self._hides and shard in _FINER and not isinstance(width, ShardRanks)
 
     def _ways_of(self, job: Job) -> list[_Way]:
@@ -133,7 +133,8 @@ class Fitting:
         return self._buffers[key]
 
     def _ranks_of(self, job: Job) -> list[Rank]:
-        """Merges all ranks with the same stages into one rank, whose live microbatches are the largest of these ranks."""
+        """Returns the pipeline's ranks, with ranks that have the same stages merged into one rank. The merged rank has the
+        maximum of their live microbatches."""
         key = job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank, job.microbatches
         if key not in self._ranks:
             merged: dict[tuple[PartCounts, ...], Rank] = {}
@@ -151,10 +152,10 @@ class Fitting:
         in_time: Callable[[Iterable[Job]], list[Job]],
     ) -> tuple[frozenset[str], Sequence[Job]]:
         """Returns (the cheapest recomputation that fits, the jobs of `places` that pass `in_time` with this recomputation).
-        Returns no jobs if nothing fits.
+        Returns no jobs if no recomputation fits.
 
-        Activations fit if they take at most `room` bytes on each rank. The call of `sizes` takes longest, so this check
-        comes last.
+        Activations fit if they take at most `room` bytes on each rank. The call of `sizes` takes longest, so the function
+        makes this call last.
         """
         slow: list[frozenset[str]] = []
         for recompute in self._sets:
@@ -176,8 +177,8 @@ class Fitting:
 
 
 def state_room(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[float]:
-    """Returns the bytes that the job's state leaves on the device of each of `ranks`; -inf where the host has no room for
-    the state."""
+    """Returns the bytes that the job's state leaves on the device of each of `ranks`; -inf where the host's memory is too
+    small for the state."""
     room, beside = usable(job.machine), host_room(job)
     return [
         room - sum(parts.values()) if elsewhere.host <= beside else -math.inf
@@ -186,11 +187,11 @@ def state_room(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[float]
 
 
 def residencies(job: Job) -> Iterator[Job]:
-    """Yields the job with each residency of its state, the fastest residency first.
+    """Yields the job with each offloading of its state that the machine supports, the fastest first.
 
-    State resides on the device, then on the host if the host's bandwidth is known, then on the machine's disks. A job whose
-    configuration sets offloading keeps this residency. For each residency, the job first accumulates gradients on the
-    device, then on the host.
+    The state is on the device, then on the host if the host's bandwidth is known, then on the machine's disks. If the
+    configuration sets offloading, the function yields no other offloading. With each offloading, the job accumulates
+    gradients on the device, then on the host.
     """
     yield from _accumulations(job)
     host = job.machine.host
@@ -200,7 +201,8 @@ def residencies(job: Job) -> Iterator[Job]:
 
 
 def _accumulations(job: Job) -> Iterator[Job]:
-    """Yields the job, and the job that accumulates gradients on the host, if a step may have several microbatches."""
+    """Yields the job and, if gradients are offloaded and a step may have several microbatches, the job that accumulates
+    gradients on the host."""
     yield job
     leaves = RESIDENCES[job.state.offload][1] != "device"
     if leaves and job.state.accumulate_on == "auto" and job.train.global_batch > job.mesh.size:
@@ -220,9 +222,8 @@ def recomputed(job: Job, recompute: frozenset[str]) -> Job:
 def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
     """Yields all ways to shard the state, as (level, width).
 
-    The width of a level is all replicas (None), or the replicas on a node. Parameters are also sharded over the nearest
-    ranks of a node. Gradients are then sharded over these ranks or over the node, and the optimizer's state over all
-    replicas.
+    A width is all replicas (None), or the number of replicas on a node. Further ways shard parameters over the nearest ranks
+    of a node, gradients over these ranks or over the node, and the optimizer's state over all replicas.
     """
     mesh = job.mesh
     yield "none", None
@@ -246,8 +247,8 @@ def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
 
 
 def placements(job: Job) -> Iterator[Job]:
-    """Yields the job with consecutive ranks for each stage, and with the smallest `pipeline_stride` that keeps the groups of
-    a stage together."""
+    """Yields the job with consecutive ranks for each stage, and with the smallest `pipeline_stride` that does not split
+    the other groups of a stage."""
     yield job
     mesh = job.mesh
     least = math.lcm(mesh.cp * mesh.tp, mesh.ep * mesh.etp)

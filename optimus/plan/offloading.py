@@ -1,4 +1,4 @@
-"""Predicts the costs of state on the host or a disk, by the run's own equations (`resolve.offload_times`)."""
+"""Predicts the costs of state on the host or a disk, with the equations that a run uses (`resolve.offload_times`)."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _UPDATE = 28
 
 
 class OffloadSeconds(NamedTuple):
-    """Seconds of a step outside its passes: for updates, and for fetching parameters."""
+    """Seconds that updates, and fetching of parameters, add to the passes of a step."""
 
     update: float
     fetching: float
@@ -38,7 +38,7 @@ def rates_of(job: Job) -> Rates:
     """Returns the rates of a rank while all ranks of its node are busy."""
     machine, host, ranks = job.machine, job.machine.host, ranks_of_node(job)
     memory = (host.bandwidth or math.inf) / ranks
-    link = min(host.link, memory / 2)  # one direction reads host memory while the other one writes it
+    link = min(host.link, memory / 2)  # one direction reads host memory while the other direction writes host memory
     disks = ((each or math.inf) / ranks for each in (host.read, host.write))
     return Rates(link, link, memory / _UPDATE, machine.memory_bandwidth / _UPDATE, machine.node.bandwidth, *disks)
 
@@ -48,7 +48,7 @@ def device_share(job: Job) -> float:
     share = job.state.resident_fraction
     if job.state.offload == "none":
         return 1.0
-    return 0.0 if share == "auto" else share  # the run adds the chunks that fit, once a layout is found
+    return 0.0 if share == "auto" else share  # the run decides how many chunks fit, after the search has found a layout
 
 
 def cache_blocks(job: Job, chunks: int) -> int:
@@ -58,14 +58,16 @@ def cache_blocks(job: Job, chunks: int) -> int:
 
 
 def shape_of(job: Job, held: Sequence[ChunkGroup], forward: float, backward: float) -> StepShape:
-    """Returns the shape of a step on a rank that has `held`. `forward` and `backward` are the seconds of a microbatch."""
+    """Returns the shape of a step on a rank with the chunks `held`. `forward` and `backward` are the seconds of a
+    microbatch's passes."""
     plans, sizes = [plan for each in held for plan in each.plans], (int(job.itemsize), int(job.profile.gradient))
     whole = job.state.shard != "parameters"
     return step_shape(plans, job.state, job.microbatches, forward, backward, sizes, whole=whole)
 
 
 def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:
-    """Returns the configured choice; where the place of the update is left open, the faster place."""
+    """Returns the configured offload choice. With `state.update_on: auto`, the update is on the faster of device and
+    host."""
     asked = job.state.update_on
     places: Sequence[UpdatePlace] = ("device", "host") if asked == "auto" else (asked,)
     cache, device = cache_blocks(job, shape.chunks), round(device_share(job) * shape.chunks)
@@ -73,10 +75,10 @@ def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:
 
 
 def offload_seconds(job: Job, held: Sequence[ChunkGroup], forward: float, backward: float) -> OffloadSeconds:
-    """Returns the seconds that a step takes outside its passes, on a rank that has `held`. `forward` and `backward` are the
-    seconds of a microbatch."""
+    """Returns the seconds that a step takes besides its passes, on a rank with the chunks `held`. `forward` and `backward`
+    are the seconds of a microbatch's passes."""
     rates, shape = rates_of(job), shape_of(job, held, forward, backward)
-    if job.state.shard == "parameters":  # the all-gather is a term of the passes
+    if job.state.shard == "parameters":  # the passes include the all-gather
         rates = rates._replace(gather=math.inf)
     choice = choice_of(job, shape, rates)
     there = choice.device * shape.elements / shape.shards / rates.device_update
@@ -89,17 +91,17 @@ def offload_seconds(job: Job, held: Sequence[ChunkGroup], forward: float, backwa
 
 
 def sends_gradients(job: Job) -> bool:
-    """True if each microbatch's gradients go to the host, to be accumulated there."""
+    """True if the host accumulates the gradients of each microbatch."""
     return job.state.accumulate_on == "host"
 
 
 class Elsewhere(NamedTuple):
-    """Bytes of a rank on the host, and on a disk."""
+    """Bytes of a rank's state on the host, and on a disk."""
 
     host: float = 0.0
     disk: float = 0.0
 
 
 def host_room(job: Job) -> float:
-    """Returns the bytes that state may take of a rank's part of the host's memory."""
+    """Returns the bytes that a rank's state may take on the host: 90 % of the rank's part of the memory."""
     return 0.9 * job.machine.host.memory / ranks_of_node(job)

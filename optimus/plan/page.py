@@ -1,4 +1,4 @@
-"""Plans as an HTML page: time and memory of each plan as bars, scaling, and the placement of the first plan's ranks."""
+"""Plans as an HTML page: time and memory of each plan as bars, the scaling study, and the first plan's rank placement."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from optimus.plan.report import as_json, rows_of
 from optimus.plan.scaling import ScalingPoint
 from optimus.report.page import render
 
-_NODES = 64  # drawn at most
+_NODES = 64  # most nodes that the page draws
 
 
 def write_page(plans: Sequence[Plan], points: Sequence[ScalingPoint], path: Path) -> None:

@@ -21,7 +21,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all ranks."""
+        """Tokens per second of all ranks together."""
         return self.job.tokens / self.step.seconds
 
     @property
@@ -33,8 +33,8 @@ class Plan:
 
 
 def predict(job: Job) -> Plan:
-    """Predicts the time and the memory of a step of `job`, with open settings as its run decides them. Raises `UserError`
-    when the run is impossible."""
+    """Predicts the time and the memory of a step of `job`. The job's run decides the settings that the configuration leaves
+    open. Raises `UserError` when the run is impossible."""
     run = run_of(job)
     job = decided(job, run)
     return Plan(job, step_time(job), memory_of_run(job, run))
@@ -44,10 +44,10 @@ def dry_run(job: Job, rank: int) -> dict[str, int]:
     """Returns the bytes of a rank at its peak, by kind.
 
     The kinds are parameters, gradients, master, moments, mask, activations (of all live microbatches) and working (transient
-    bytes of a backward pass). Further kinds are gathered (whole parameters and gradients in use), teacher and, where copies
-    are in the same memory, copies for checkpoints.
+    bytes of a backward pass). Further kinds are gathered (whole parameters and gradients in use) and teacher. If ranks
+    compute on the host's CPUs, copies for checkpoints are a kind too.
 
-    Raises `UserError` when there is no such rank, or the model cannot be divided as configured.
+    Raises `UserError` when the job has no rank `rank`, or the configuration cannot divide the model.
     """
     if not 0 <= rank < job.mesh.size:
         raise UserError(f"--dry-run {rank}: the ranks are 0 to {job.mesh.size - 1}")

@@ -1,7 +1,7 @@
 """Describes how well training code uses a machine, as factors of the predictions; the defaults are this library's.
 
-`speed` is the one fitted constant. Profiles of other frameworks, against whose published speeds the planner is checked, are
-outside the package (`benchmarks/published/profiles.yaml`).
+`speed` is the only fitted constant. The profiles of other frameworks are outside the package
+(`benchmarks/published/profiles.yaml`); they serve to check the planner against published speeds.
 """
 
 from typing import Literal
@@ -20,55 +20,56 @@ class Profile(Section):
 
     speed: float = Field(1.0, gt=0, description="Its computing speed to the predicted one.")
     attention: float = Field(0.9, ge=0, le=1)
-    """Speed of the framework's attention kernel relative to the machine's best; 0: scores are stored in memory."""
+    """Speed of the framework's attention kernel relative to the machine's best; 0: the kernel stores scores in memory."""
     products: Literal["fp16", "fp8", "fp4"] | None = None
-    """Type of the matrix products, where different from `train.precision`."""
+    """Type of the matmuls, where it differs from `train.precision`."""
     recompute: frozenset[str] = frozenset()
-    """Additional recomputation: act (the activation function between the products of a feed-forward layer), scores (the
-    attention core alone) or products (all but the attention core and every second matrix product)."""
+    """Additional recomputation: act (the activation function between the matmuls of a feed-forward layer), scores (the
+    attention core alone) or products (all but the attention core and every second matmul)."""
     passes: float = Field(1.2, gt=0)
-    """Memory traffic of all operations but matrix products, relative to fused kernels."""
+    """Memory traffic of all operations but matmuls, relative to fused kernels."""
     passes_experts: float | None = Field(None, gt=0)
-    """Memory traffic between the products of experts, and in dispatch, relative to fused kernels; None: like `passes`."""
+    """Memory traffic between the matmuls of experts, and in dispatch, relative to fused kernels; None: the same as
+    `passes`."""
     host: float = Field(0.0, ge=0)
     """Seconds that the host needs to launch a microbatch's passes of a block with experts."""
     cast: float = Field(3.0, ge=0)
-    """Bytes read and written per element of either factor to cast it to fp8 or fp4, before each product."""
+    """Bytes that a cast to fp8 or fp4 reads and writes per element of either operand, before each matmul."""
     overlap_data: float = Field(1.0, ge=0, le=1)
     """Share of the backward pass that overlaps the reduction of gradients."""
     overlap_gather: float = Field(1.0, ge=0, le=1)
     """Share of computation that overlaps the all-gather of parameters."""
     overlap_tensor: float = Field(0.2, ge=0, le=1)
-    """Share of the tensor-parallel collectives that is overlapped."""
+    """Share of the tensor-parallel collectives that computation overlaps."""
     overlap_expert: float = Field(0.0, ge=0, le=1)
-    """Share of the expert-parallel collectives that is overlapped."""
+    """Share of the expert-parallel collectives that computation overlaps."""
     overlap_shared: float = Field(1.0, ge=0, le=1)
     """Share of the shared experts' computation that overlaps the dispatch of tokens to the chosen experts, and the
     combine."""
     collectives: Algorithm = "chosen"
-    """Algorithm of groups on several nodes. chosen: this library's choice. ring, hierarchical: one ring or two levels; best:
-    the faster of both. library, pccl: all-gather and reduce-scatter as the vendor's library or PCCL have been measured on
-    this machine."""
+    """Algorithm of collectives on several nodes. chosen: this library's choice. ring, hierarchical: one ring or two levels;
+    best: the faster of both. library, pccl: the vendor's library or PCCL, by figures measured on this machine, for
+    all-gathers and reduce-scatters."""
     gathers: int = Field(0, ge=0)
-    """Collectives that all-gather the parameters of a block, and that reduce-scatter its gradients; 0: collectives so large
-    that their number makes no difference."""
+    """Number of collectives that all-gather a block's parameters, and of collectives that reduce-scatter the block's
+    gradients; 0: collectives so large that their number makes no difference."""
     copies: Literal["expert", "rank", "node", "levels"] = "levels"
-    """Copies of a token that are sent. expert: one to each chosen expert. rank: one to each rank with a chosen expert. node:
-    one to each node with a chosen expert, forwarded to its ranks while other tokens arrive. levels: one to each such node,
-    forwarded to the node's ranks after all tokens have arrived (`parallel.dispatch.two_level`)."""
+    """Copies of a token that dispatch sends. expert: one to each chosen expert. rank: one to each rank with a chosen expert.
+    node: one to each node with a chosen expert; the node forwards the token to its ranks while other tokens arrive. levels:
+    like node, but the node forwards tokens after all have arrived (`parallel.dispatch.two_level`)."""
     broadcast: float = Field(0.0, ge=0)
-    """Seconds of one broadcast, where each rank in turn broadcasts the parameters that it has updated; 0: updated parameters
-    are all-gathered in one collective."""
+    """Seconds of one broadcast, for frameworks in which each rank in turn broadcasts the parameters that it has updated; 0:
+    one collective all-gathers the updated parameters."""
     blocking: bool = Field(False, description="Whether a pipeline's ranks wait for their transfers.")
     gradient: float = Field(4.0, gt=0, description="Bytes of an accumulated gradient, per parameter.")
     reduced: float = Field(4.0, gt=0, description="Of these, what is sent to be reduced.")
     state: float | None = Field(None, gt=0)
-    """Bytes of master weights and moments per parameter; None: by the update rules, which is 12 with AdamW."""
+    """Bytes of master weights and moments per parameter; None: the bytes that the update rules need, 12 with AdamW."""
     update: float = Field(2.5, gt=0)
-    """Memory traffic of the update, as a multiple of `state`. Where the update is one kernel, the kernel reads and writes
-    the state, the gradient and the parameter."""
+    """Memory traffic of the update, as a multiple of `state`. An update in one kernel reads and writes the state, the
+    gradient and the parameter."""
     host_traffic: float = Field(0.0, ge=0)
-    """Bytes per updated parameter that a step moves between host and device, where the optimizer's state is on the host."""
+    """Bytes per updated parameter that a step moves between host and device, if the optimizer's state is on the host."""
 
     def state_bytes(self, rule: Rule) -> float:
         """Returns the bytes of master weights and of the state of `rule`, per parameter; 0 for frozen parameters."""

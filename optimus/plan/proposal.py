@@ -94,8 +94,8 @@ def decided(job: Job, run: ResolvedRun) -> Job:
 
 
 def memory_of_run(job: Job, run: ResolvedRun) -> Memory:
-    """Returns the memory of the fullest rank of the pipeline, by the account of its `run`. For another library, whose state
-    has other sizes, returns an estimate."""
+    """Returns the memory of the fullest rank of the pipeline, by the memory account of `run`. For the profile of another
+    library, whose state has other sizes, returns an estimate."""
     own, profile = profile_of(job.config), job.profile
     if (profile.state, profile.gradient, profile.recompute) != (own.state, own.gradient, own.recompute):
         return memory_of(job)
@@ -105,7 +105,7 @@ def memory_of_run(job: Job, run: ResolvedRun) -> Memory:
 
 
 def _memory(rank: int, found: MemoryAccount, shared: bool) -> Memory:
-    """Converts the memory account of a rank. `shared`: copies for checkpoints are in the ranks' own memory."""
+    """Converts the memory account of a rank. With `shared`, copies for checkpoints are in the ranks' memory."""
     kinds = found.kinds(shared=shared)
     parts = {"gathered": 0.0, "copies": 0.0, "optimizer": float(sum(kinds.pop(kind) for kind in OPTIMIZER))}
     parts |= {kind: float(size) for kind, size in kinds.items()}

@@ -1,6 +1,6 @@
 """Predicts the seconds of one microbatch in the modules of a model, on one rank: arithmetic, memory traffic and collectives.
 
-Legend: T tokens of a rank's sequences, R rows of its residual stream, e bytes of an element.
+Legend: T tokens of a rank's sequences, R rows and H columns of the rank's residual stream, e bytes of an element.
 
 Seconds are split into terms. The term of a collective is its exposed communication time.
 """
@@ -18,7 +18,7 @@ from optimus.plan.blocks import BlockModules, Projection, blocks_of
 from optimus.plan.collectives import collective_seconds, transfer_seconds
 from optimus.plan.job import Job
 
-_SCORES = 7  # reads and writes of stored scores in a forward pass: product, mask and softmax, dropout, product
+_SCORES = 7  # reads and writes of stored scores in a forward pass: matmul, mask and softmax, dropout, matmul
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class Terms(NamedTuple):
 
     @property
     def compute(self) -> float:
-        """Seconds of the rank's own computation, without collectives."""
+        """Seconds of the rank's computation, without collectives."""
         return self.matmul + self.attention + self.memory + self.teacher
 
     @property
@@ -60,11 +60,11 @@ class Passes(NamedTuple):
 
 
 class RankCosts:
-    """Seconds of the modules of a job's model on one rank."""
+    """Seconds that one rank spends in the modules of a job's model, for one microbatch."""
 
     def __init__(self, job: Job, shared: dict[Any, Any] | None = None) -> None:
-        """Begins with the results in `shared`, a cache for all jobs with the same model on the same machine, for any
-        microbatch."""
+        """Reads and stores results in `shared`, a cache for all jobs with the same model on the same machine, with
+        microbatches of any size."""
         self.job, self.model, self.machine, self.profile = job, job.model, job.placed, job.profile
         model, profile, mesh = job.model, job.profile, job.mesh
         self.T = job.rows
@@ -80,19 +80,19 @@ class RankCosts:
         self.collectives: dict[tuple[StridedGroup, CollectiveKind], float] = {}
         self._plain = (
             job.precision if job.precision in ("fp16", "fp32") else "bf16"
-        )  # precision without a cast to fp8 or fp4
+        )  # precision of matmuls without a cast to fp8 or fp4
 
     def with_job(self, job: Job) -> "RankCosts":
-        """Returns the costs of `job`, which share the known times of modules.
+        """Returns the costs of `job`. The returned costs share the cached times of modules.
 
-        `job` must divide a block alike, but may differ in the pipeline, in sharding and in recomputation.
+        `job` must divide a block in the same way, but may differ in the pipeline, in sharding and in recomputation.
         """
         other = copy(self)
         other.job, other._held = job, None
         return other
 
     def cached(self, key: Hashable, find: Callable[[], T]) -> T:
-        """Returns `find()`, cached by `key` for all jobs that divide a block alike."""
+        """Returns `find()`, cached by `key` for all jobs that divide a block in the same way."""
         return _found(self._known, key, find)
 
     def memo(self, key: Hashable, find: Callable[[], T]) -> T:
@@ -104,7 +104,8 @@ class RankCosts:
         return _found(self._held, key, find)
 
     def collective(self, kind: CollectiveKind, whole: float, place: StridedGroup) -> float:
-        """Returns the seconds of a collective by the profile's algorithm, and records its size in `collectives`."""
+        """Returns the seconds of a collective with the profile's algorithm, and records the collective's size in
+        `collectives`."""
         asked = self.collectives
         asked[place, kind] = max(whole, asked.get((place, kind), 0.0))
         return collective_seconds(kind, whole, place, self.machine, self.profile.collectives)
@@ -119,13 +120,13 @@ class RankCosts:
 
     @cached_property
     def norm(self) -> Passes:
-        """One norm and the addition to the residual stream before it."""
+        """Seconds of one norm, and of the addition to the residual stream before the norm."""
         size = self.R * self.H * self.e
         return Passes(self._memory(5 * size), self._memory(8 * size))
 
     @cached_property
     def scores(self) -> Mapping[int, Passes]:
-        """The attention core without its projections, by kind of block."""
+        """Seconds of the attention core without the projections, by kind of block."""
         layers = sorted(set(self.model.alike))
         known = {window: self._scores(window) for window in set(map(self.model.window_of, layers))}
         return {layer: known[self.model.window_of(layer)] for layer in layers}
@@ -137,7 +138,7 @@ class RankCosts:
         if speed == 0:
             batch = heads * self.T / context
             products = [(context, context, query), (context, value, context)]
-            units = float(_aligned(8, query, value))  # batched products need better alignment for matrix units
+            units = float(_aligned(8, query, value))  # batched matmuls need better alignment for matrix units
             forward = sum(machine.matmul_seconds(*each, self._plain, batch, units=units) for each in products)
             kept = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
             times = forward + kept, 2 * forward + 1.3 * kept
@@ -160,20 +161,21 @@ class RankCosts:
 
     @cached_property
     def attention(self) -> Mapping[int, Passes]:
-        """Projections and attention core, by kind of block."""
+        """Seconds of the projections and the attention core, by kind of block."""
         projections = self._projections(self.blocks[0].attention, self.T)
         return {layer: _together([projections, scores]) for layer, scores in self.scores.items()}
 
     @cached_property
     def feed_forward(self) -> Mapping[int, Passes]:
-        """The dense feed-forward layer, or router and experts, by kind of block."""
+        """Seconds of the dense feed-forward layer, or of router and experts, by kind of block."""
         return {
             layer: self._moe(layer) if block.expert else _together(self._dense(layer))
             for layer, block in self.blocks.items()
         }
 
     def _dense(self, layer: int) -> tuple[Passes, Passes]:
-        """Returns the two halves of a dense feed-forward layer, or of the shared expert."""
+        """Returns the passes of both halves of a dense feed-forward layer, or of the shared expert. The second half is the
+        last projection."""
         *first, last = projections = self.blocks[layer].dense
         between = self._activation(projections, self.T, self.job.mesh.tp_out)
         return _together([self._projections(first, self.T), between]), self._projections([last], self.T)
@@ -189,14 +191,14 @@ class RankCosts:
             k, n = (1, mesh.etp) if projection.over == "outputs" else (mesh.etp, 1)
             parts.append(self._product(rows / here, projection.outputs / n, projection.inputs / k, here))
         parts.append(self.activation(layer))
-        # Rows are permuted for the experts, and combined with their weights.
+        # Dispatch permutes the rows for the experts; combine adds the experts' outputs with their weights.
         moved = self._memory(6 * rows * hidden * self.e, self._expert_passes)
         parts.append(Passes(moved, moved, Terms()))
         shared = self._dense(layer) if block.dense else ()
         parts += [*shared, self._dispatch(own, experts, shared)]
         if (
             mesh.tp_out > 1 and not self.job.parallel.splits_sequence
-        ):  # each rank has the outputs of its own tokens only
+        ):  # each rank has only the outputs of the tokens that it sends
             gathered = self._tensor("all_gather", self.T * self.H * self.e)
             parts.append(Passes(gathered, gathered, Terms()))
         return _together(parts)
@@ -210,7 +212,7 @@ class RankCosts:
 
     @property
     def _expert_rows(self) -> float:
-        """Rows in the experts of the most loaded rank: one for each token and chosen expert."""
+        """Number of rows in the experts of the most loaded rank: one row for each token and chosen expert."""
         mesh = self.job.mesh
         return self.T / mesh.tp * self._chosen * mesh.etp * self._load
 
@@ -221,7 +223,7 @@ class RankCosts:
 
     @cached_property
     def head(self) -> Passes:
-        """The output layer and the loss."""
+        """Seconds of the output layer and the loss."""
         vocab, mesh = self.model.vocab, self.job.mesh
         share = mesh.tp_out * (mesh.pp if self.job.parallel.vocabulary else 1)
         product = self._product(self.T, vocab / share, self.H, 1, self._plain)
@@ -232,7 +234,7 @@ class RankCosts:
 
     @cached_property
     def embedding(self) -> Passes:
-        """The look-up, and the reduction over the parts of the vocabulary."""
+        """Seconds of the embedding's look-up, and of the reduction over the parts of the vocabulary."""
         size = self.T * self.H * self.e
         look = add([self._memory(2 * size), self._leave(self.T)])
         return Passes(look, self._memory(3 * size))
@@ -242,13 +244,13 @@ class RankCosts:
     def _activation(
         self, projections: Sequence[Projection], rows: float, parts: int, share: float | None = None
     ) -> Passes:
-        """Returns the passes of an activation function between two projections, divided over `parts` ranks. A gated one
+        """Returns the passes of an activation function between two projections, divided over `parts` ranks. A gated function
         reads twice as much as it writes."""
         read, made = (rows * columns / parts * self.e for columns in (projections[0].outputs, projections[-1].inputs))
         return Passes(self._memory(read + made, share), self._memory(2 * read + made, share))
 
     def _projections(self, projections: Iterable[Projection], rows: float) -> Passes:
-        """Returns the passes of matrix products and, where tensor parallelism divides their operands, of collectives
+        """Returns the passes of the projections' matmuls and, where tensor parallelism divides the operands, of collectives
         (equations 5.3 and 5.4)."""
         mesh, parts = self.job.mesh, []
         for projection in projections:
@@ -276,14 +278,14 @@ class RankCosts:
         )
 
     def _product(self, m: float, n: float, k: float, count: float = 1, precision: str | None = None) -> Passes:
-        """Returns the passes of a product: [m, k] x [k, n] forward, the gradients of both factors backward."""
+        """Returns the passes of a matmul: [m, k] x [k, n] forward, the gradients of both operands backward."""
         kind, machine = precision or self.job.precision, self.machine
         # Matrix units load 16 bytes at a time. Since 11.0, cuBLAS also uses the units with less alignment, at half the rate.
         units = 1.0 if _aligned(8, n, k) else 0.5 * _aligned(4, n, k)
         times = [
             machine.matmul_seconds(*sizes, kind, count, units=units) for sizes in ((m, n, k), (m, k, n), (k, n, m))
         ]
-        if kind in ("fp8", "fp4"):  # both factors and a gradient are read, scaled and written again
+        if kind in ("fp8", "fp4"):  # casts read, scale and write both operands and a gradient
             cast = machine.memory_seconds(self.profile.cast * count * (m * k + k * n))
             times = [time + cast for time in times]
         forward, backward, weights = (self._speed(Terms(matmul=time)) for time in times)
@@ -302,8 +304,8 @@ class RankCosts:
         return Terms(tensor=seconds * (1 - self.profile.overlap_tensor * self.machine.overlap))
 
     def _ring(self, forward: float, backward: float) -> tuple[float, float]:
-        """Returns the exposed seconds, forward and backward, of the ring of keys and values beside attention; with Ulysses,
-        the seconds of the all-to-alls."""
+        """Returns the exposed seconds, forward and backward, of the ring that passes keys and values during attention; with
+        Ulysses, the seconds of the all-to-alls."""
         model, job, mesh = self.model, self.job, self.job.mesh
         if mesh.cp == 1:
             return 0.0, 0.0

@@ -37,7 +37,7 @@ _ALGORITHMS = {  # names of algorithms in words
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns a plan as JSON: sections of a configuration, seconds, bytes."""
+    """Returns a plan as data for JSON: sections of a configuration, seconds, bytes."""
     job, layout = plan.job, layout_of(plan.job)
     connected, buffers = communicators_of(job)
     return {
@@ -66,8 +66,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A job and the plans for it. `points` are those of a scaling study; `largest` marks the search for the largest
-    model."""
+    """A job and the plans for the job. `points` are the points of a scaling study; `largest` marks the search for the
+    largest model."""
 
     job: Job
     plans: Sequence[Plan]
@@ -85,8 +85,8 @@ class Answer:
     def rows(self, *, wide: bool = False) -> list[dict[str, Any]]:
         """Returns the rows of a table: one per plan, or per number of ranks of a scaling study.
 
-        One column holds the layout, by the axes that are longer than 1; with `wide`, every axis has a column. A scaling
-        study has columns for sharding and recomputation only with `wide`.
+        One column has the layout: the axes with more than one rank. With `wide`, every axis has a column. A scaling study
+        has columns for sharding and recomputation only with `wide`.
         """
         rows = rows_of(self.plans, wide=wide)
         if self.largest:
@@ -126,7 +126,7 @@ def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]
 
 
 def _largest_row(plan: Plan) -> dict[str, Any]:
-    """Returns the first columns of a plan of the largest model."""
+    """Returns the first columns of the row for a plan of the largest model."""
     model = plan.job.model
     parameters = f"{count_parameters(model).total / 1e9:.3g} B"
     layers = f"{model.layers:,}" + (" or more" if model.layers == MOST_LAYERS else "")
@@ -170,7 +170,7 @@ def _grid(outer: int, inner: int) -> str:
 
 
 class _RunLength(NamedTuple):
-    """Length of the run with a plan."""
+    """Length of a run with a plan's layout."""
 
     steps: int
     tokens: int
@@ -179,7 +179,7 @@ class _RunLength(NamedTuple):
 
 
 def _run_length(plan: Plan) -> _RunLength | None:
-    """Returns the length of the run, or None for a run in phases, whose steps differ."""
+    """Returns the length of the run, or None for a run in phases, because its steps differ."""
     job, run = plan.job, plan.job.run or plan.job.config
     if run.phases:
         return None
@@ -189,8 +189,8 @@ def _run_length(plan: Plan) -> _RunLength | None:
 
 
 def _below_table(plan: Plan) -> list[str]:
-    """Returns the lines below a table: the duration of the run with its first plan, the memory that is left, and the meaning
-    of the table's words and figures."""
+    """Returns the lines below a table: the run's duration and the free memory with the first plan, and the meaning of the
+    table's words and figures."""
     job, machine = plan.job, plan.job.machine
     number, size = job.microbatches, job.train.micro_batch
     lines = [
@@ -263,7 +263,8 @@ def explained(plan: Plan) -> str:
 
 
 def _elsewhere(plan: Plan) -> Iterator[str]:
-    """Yields lines on offloaded state: its bytes, where gradients are accumulated, and the time that offloading costs."""
+    """Yields lines on offloaded state: the state's bytes, whether the host accumulates gradients, and the time that
+    offloading costs."""
     job, state, host = plan.job, plan.job.state, plan.job.machine.host
     if state.offload == "none":
         return
@@ -283,7 +284,7 @@ def _elsewhere(plan: Plan) -> Iterator[str]:
 
 
 def _collectives(job: Job) -> Iterator[str]:
-    """Yields a line for each kind of group, smallest first."""
+    """Yields a line for each kind of group that communicates, smallest group first."""
     work, machine = RankCosts(job), job.placed
     step_time(job, work)
     used: dict[StridedGroup, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -300,7 +301,7 @@ def _collectives(job: Job) -> Iterator[str]:
 
 
 def verdict(size: float, job: Job) -> tuple[bool, str]:
-    """Returns (whether `size` bytes fit on a rank of the job's machine, the same in words)."""
+    """Returns (whether `size` bytes fit on a rank of the job's machine, a text that says so with the sizes)."""
     room, memory = room_of(job), job.machine.memory
     fits = size <= room
     buffers = buffers_of(job)

@@ -1,4 +1,4 @@
-"""A scaling study: the same division of the model on more and more ranks."""
+"""Studies weak scaling: the same layout of the model on more and more data-parallel ranks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,8 @@ from optimus.plan.search import search
 
 
 class ScalingPoint(NamedTuple):
-    """Tokens per second of a rank in a job of `ranks` ranks, relative to the job with the fewest ranks."""
+    """A plan on `ranks` ranks. `efficiency` compares the plan's tokens per second of a rank with the plan on the fewest
+    ranks."""
 
     ranks: int
     efficiency: float
@@ -20,14 +21,14 @@ class ScalingPoint(NamedTuple):
 
 
 def scale(job: Job, ranks: Sequence[int], given: Plan | None = None) -> list[ScalingPoint]:
-    """Studies weak scaling: the batch grows with the ranks, along the data axis. The layout is that of `given`, or the best
-    one on the fewest ranks.
+    """Studies weak scaling: the global batch and the data axis grow with the number of ranks. The layout is the one of
+    `given`, or the best layout on the fewest ranks.
 
     Raises `UserError` when a number of ranks is no multiple of the layout's ranks.
     """
     fewest = min(ranks)
     batch = max(1, job.train.global_batch * fewest // job.mesh.size)
-    job = job.changed(phases=[])  # the study is of one step
+    job = job.changed(phases=[])  # the study predicts one step
     least = job.undivided.changed(replace(job.undivided.mesh, dp=fewest), train={"global_batch": batch})
     first = (given or search(least, best=1)[0]).job
     mesh, sequences = first.mesh, first.train.micro_batch * first.microbatches * first.mesh.dp

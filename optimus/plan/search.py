@@ -1,16 +1,17 @@
-"""Searches all layouts that a model, a machine and a number of ranks allow for the fastest ones that fit.
+"""Searches for the fastest layouts that fit, among all that a model, a machine and a number of ranks allow.
 
 A block's time depends on its division (tensor, context and expert ranks, microbatch), not on the pipeline or the sharding of
-the state. So every division is timed once, and arithmetic bounds a step in any pipeline from below: the slowest rank, as
-often as there are microbatches, and the bubble before it (`divisions`).
+the state. The search therefore times every division once. These times give a lower bound of a step in any pipeline: all
+microbatches on the slowest rank, and the bubble before them (`candidate_meshes`).
 
-Layouts wait in a queue in the order of that bound. The first layout is timed without recomputation, with its state sharded
-in the ways that leave memory, and waits again with the new bound. When a layout comes first once more, `fitting` finds the
-sharding, the placement of stages and the least recomputation that fit; for that, activations are measured. The search ends
-when no bound is below the best time found: no layout that is left out can be among the best.
+Layouts wait in a queue in the order of their bounds. The search removes the first layout and computes a closer bound:
+without recomputation, over all shardings whose state leaves memory for activations. The layout waits again with this bound.
+When the layout is first again, `memory_fit` measures the layout's activations and finds the fastest sharding, placement of
+stages and recomputation that fit. The search ends when no bound is below the slowest of the `best` times found: then no
+skipped layout can be among the best.
 
-Where nodes are not equally near, bounds assume that all nodes are as near as the nearest two. The nodes stand in a chain of
-neighbours, and for the layouts found, pairs of nodes change places while that helps.
+If links differ between nodes, bounds assume the bandwidth of the nearest two nodes everywhere. The search puts the nodes
+into a chain of neighbours. For the layouts found, the search swaps pairs of nodes while a swap shortens the step.
 """
 
 import math
@@ -38,10 +39,10 @@ def search(job: Job, best: int = 10) -> list[Plan]:
     """Returns the `best` divisions of the job's ranks, the fastest first.
 
     Each division has the fastest schedule, microbatch, sharding and recomputation that fit; all other settings of the
-    configuration stay. State is on the host, or a disk, where the devices alone have no room for it.
+    configuration stay. The search offloads state to the host or a disk only if no layout fits on the devices alone.
 
-    Raises `UserError` when nothing divides the batch, or nothing fits: the message then names the smallest machine that
-    would do.
+    Raises `UserError` when no layout divides the batch, or no layout fits. In the latter case the message names the smallest
+    machine with enough memory.
     """
     asked = job.checked().undivided
     for each in residencies(asked):
@@ -51,10 +52,10 @@ def search(job: Job, best: int = 10) -> list[Plan]:
 
 
 def search_residency(job: Job, best: int) -> list[Plan]:
-    """Searches like `search`, with the state in the job's place. Returns an empty list when nothing fits.
+    """Searches like `search`, with the job's setting of offloading. Returns an empty list when no layout fits.
 
-    The search estimates memory. When the memory account of a found run exceeds the device, the search repeats with so much
-    less memory.
+    The search estimates memory. If the memory account of a plan exceeds the device's memory, the search repeats with the
+    memory of the device reduced by the excess.
     """
     least = machine = job.machine
     for _ in range(_TRIES):
@@ -122,31 +123,31 @@ def _rearranged(timed: Timed) -> Timed:
 
 
 def fits(job: Job) -> bool:
-    """True if a layout of the job fits, of those with the least memory."""
+    """True if any of the job's layouts with the least memory (`_tightest`) fits."""
     room, beside = usable(job.machine), host_room(job)
     tight = ((each, memory_of(each)) for size, each in _tightest(job) if size <= room)
     return any(memory.total <= room_of(each) and memory.elsewhere.host <= beside for each, memory in tight)
 
 
 def _tightest(job: Job) -> list[tuple[float, Job]]:
-    """Returns the layout of each division that takes least memory, with the bytes of its state on the fullest rank, smallest
-    first."""
+    """Returns (bytes of the state on the fullest rank, job) for the layout of each division that takes least memory,
+    smallest first."""
     ways = list(candidates(job))
     smallest = min((candidate.division.micro_batch for candidate in ways), default=0)
     found = [
         candidate.job.changed(state={"shard": "parameters"}, recompute=["block"])
-        for candidate in ways  # no schedule keeps less than the default one
+        for candidate in ways  # no schedule saves fewer activations than the default one
         if candidate.division.micro_batch == smallest and candidate.schedule == DEFAULT
     ]
     return sorted(((state_size(each), each) for each in found), key=lambda sized: sized[0])
 
 
 def _too_large(job: Job) -> UserError:
-    """Returns the error for a job that does not fit. The message names the least memory, and the smallest known machine that
-    has it."""
+    """Returns the error for a job that does not fit. The message names the least memory of any layout, and the smallest
+    known machine with this memory."""
     least = math.inf
     for size, each in _tightest(job):
-        if size >= least:  # the state alone is larger
+        if size >= least:  # the state alone takes more than a whole layout
             break
         least = min(least, memory_of(each).total + buffers_of(each))
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})

@@ -1,8 +1,8 @@
 """Predicts the seconds of a training step, term by term.
 
-A microbatch in a stage takes the sum of its modules (`rank_costs`), and computation hides the all-gather of parameters
-before use. The pipeline schedule turns the times of stages into the time of all passes (`pipeline`). The reduction of
-gradients over replicas follows, as far as the last backward pass does not hide it, and then the optimizer.
+The time of a microbatch in a stage is the time of the stage's modules (`rank_costs`) plus the exposed time of all-gathers of
+parameters. The pipeline schedule turns the times of stages into the time of all passes (`pipeline`). A step takes the time
+of all passes, the exposed time of the reduction of gradients over replicas, and the time of the optimizer.
 """
 
 from collections import defaultdict
@@ -24,9 +24,10 @@ from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradi
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.resolve import stages as of_run
 
-# Share of the overlapped time by which collectives slow computation: 16 to 24 of a GPU's 108 to 148 cores, and memory.
+# Share of the overlapped time by which collectives slow computation. Collectives use 16 to 24 of a GPU's 108 to 148 cores,
+# and memory bandwidth.
 _CONTENTION = 0.2
-_TOKEN = 8  # bytes of a token that is copied to the device
+_TOKEN = 8  # bytes of each token that a rank copies to its device
 _DIVERGENCE = 33 * 4  # bytes that `kernels.linear_divergence` reads and writes for each logit, with one teacher
 
 
@@ -66,16 +67,16 @@ class _Stage(NamedTuple):
 class _Passes(NamedTuple):
     """Forward and backward passes of a step."""
 
-    stages: Sequence[_Stage]  # of the slowest rank
-    own: Sequence[StageTimes]  # of the same stages
-    times: tuple[StageTimes, ...]  # of all stages
+    stages: Sequence[_Stage]  # stages of the slowest rank
+    own: Sequence[StageTimes]  # times of the same stages
+    times: tuple[StageTimes, ...]  # times of all stages
     held: tuple[PartCounts, ...]  # parts of the model in the stages of the slowest rank
     least: float  # lower bound of the seconds of all microbatches, if ranks share no cores
 
 
 def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
-    """Predicts the time of a job's step. `work` may be of another job that divides a block alike: the known times of modules
-    are reused."""
+    """Predicts the time of a job's step. `work` may be the costs of another job that divides a block in the same way; the
+    prediction reuses the cached times of modules."""
     work = work.with_job(job) if work else RankCosts(job)
     passes, mesh = _passes(work), job.mesh
     order = job.parallel.schedule, mesh.pp, job.microbatches, passes.times
@@ -85,8 +86,8 @@ def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
 
 
 def least_time(job: Job, work: RankCosts | None = None) -> float:
-    """Returns a lower bound of `step_time` in seconds. The bound is faster to find, as it leaves out the order of the
-    pipeline's passes."""
+    """Returns a lower bound of `step_time` in seconds. The bound ignores the order of the pipeline's passes, so it is faster
+    to compute."""
     work = work.with_job(job) if work else RankCosts(job)
     passes = _passes(work)
     least = _lent(work, passes.times, passes.least)
@@ -94,8 +95,8 @@ def least_time(job: Job, work: RankCosts | None = None) -> float:
 
 
 def _passes(work: RankCosts) -> _Passes:
-    """Returns the passes of a job's step. `work` caches the passes for all placements of the pipeline, and for all ways to
-    hold the state that all-gather no parameters."""
+    """Returns the passes of a job's step. `work` caches the passes for all placements of the pipeline, and for all shardings
+    of the state that all-gather no parameters."""
     job, mesh, state, parallel = work.job, work.job.mesh, work.job.state, work.job.parallel
     release = state.reshard_after_forward
     gathers = (mesh, state.shard_ranks, state.shard_over, release) if state.shard == "parameters" else None
@@ -106,8 +107,8 @@ def _passes(work: RankCosts) -> _Passes:
 
 
 def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
-    """Computes the passes of a job's step. `inside` holds the settings that a stage's time depends on, besides its blocks
-    and its all-gathers of parameters."""
+    """Computes the passes of a job's step. `inside` are the settings that decide a stage's time, besides the stage's blocks
+    and all-gathers of parameters."""
     job, pp, parallel, experts = work.job, work.job.mesh.pp, work.job.parallel, inside[:2]
     sizes = blocks_of_stages(job)
     counts = counts_of(job.model, sizes)
@@ -137,8 +138,8 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 def _alike(
     model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], tuple[PartCounts, ...]]]:
-    """Returns (for each stage the first stage with the same parts, for each rank its stages by these numbers, for each tuple
-    of numbers the parts of the stages)."""
+    """Returns three values: the number of the first equal stage for each stage, the tuple of these numbers for each rank's
+    stages, and the parts of the model for each such tuple. Stages are equal if they have the same parts of the model."""
     first, counts = dict[PartCounts, int](), counts_of(model, sizes)
     alike = tuple(first.setdefault(each, number) for number, each in enumerate(counts))
     ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
@@ -146,7 +147,8 @@ def _alike(
 
 
 def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float:
-    """Returns the seconds of a pipeline whose ranks may share cores: the bubble of one rank then makes the others faster."""
+    """Returns the seconds of a pipeline whose ranks may share cores. If ranks share cores, the bubble of one rank makes the
+    other ranks faster."""
     job, machine = work.job, work.machine
     if machine.alone == 1 or job.group("pp").nodes(machine.ranks_per_node) > 1:
         return seconds
@@ -154,7 +156,8 @@ def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float
 
 
 def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
-    """Returns the seconds of a step outside its passes, by term: what follows the passes, and exposed communication."""
+    """Returns the seconds that a step takes besides its passes, by term: exposed communication, optimizer, data and
+    checkpoints."""
     job, stages = work.job, passes.held
     moved = work.memo(("state", stages), lambda: _state_seconds(work, stages))
     beside = OffloadSeconds(moved.update, 0.0)
@@ -181,7 +184,7 @@ def stage_sizes(model: ModelConfig, stages: int, *, divided: bool = False) -> tu
 def blocks_of_stages(job: Job) -> tuple[int, ...]:
     """Returns the number of blocks of each stage: as configured, or as a run divides the blocks.
 
-    Raises `UserError` when this library would have fewer blocks than stages.
+    Raises `UserError` when a run of this library would have fewer blocks than stages.
     """
     return tuple(job.parallel.layers_per_stage or stage_sizes(job.model, job.stages, divided=job.parallel.vocabulary))
 
@@ -224,7 +227,7 @@ def _teaching(work: RankCosts) -> Passes:
     The passes cover the teachers' forward passes over whole sequences, the teachers' logits at this rank's positions, and
     the divergence. The divergence computes the model's logits and their gradients once more.
     """
-    job, elsewhere = work.job, 1 - 1 / work.job.mesh.cp  # positions
+    job, elsewhere = work.job, 1 - 1 / work.job.mesh.cp  # share of positions on other context-parallel ranks
     traffic = _DIVERGENCE * work.T * job.model.vocab
     seconds = work.head.forward.seconds + work.machine.memory_seconds(traffic) / work.profile.speed
     alone = replace(job.undivided, imbalance=1.0, teachers=())
@@ -261,8 +264,8 @@ def _scaled(terms: Terms, times: float) -> Terms:
 
 
 def _gathering(work: RankCosts, counts: PartCounts, forward: Terms, backward: Terms) -> float:
-    """Returns the exposed seconds of a microbatch's all-gathers of parameters, forward and backward, and of its
-    reduce-scatters of gradients."""
+    """Returns the exposed seconds of a microbatch's collectives in a stage: all-gathers of parameters, forward and backward,
+    and reduce-scatters of gradients."""
     profile = work.profile
     gather, reduce = work.memo(("gathers", counts), lambda: _gathers(work, counts))
     second = (gather if work.job.state.reshard_after_forward else 0.0) + reduce
@@ -284,21 +287,21 @@ def _gathers(work: RankCosts, counts: PartCounts) -> tuple[float, float]:
 
 
 def _reduced_each(job: Job, group: ChunkGroup) -> int:
-    """Returns the number of sharding steps in which a group's gradients are reduced for every microbatch."""
+    """Returns the number of sharding steps in which ranks reduce a group's gradients for every microbatch."""
     return group.depths.optimizer if sends_gradients(job) else group.depths.gradients
 
 
 def _moving(
     work: RankCosts, kind: CollectiveKind, moved: Iterable[tuple[float, StridedGroup]], size: float, parts: int = 1
 ) -> float:
-    """Returns the seconds of collectives one after another, of elements of `size` bytes, each collective in `parts` equal
+    """Returns the seconds of consecutive collectives on elements of `size` bytes, each collective in `parts` equal
     parts."""
     return sum(parts * work.collective(kind, elements * size / parts, place) for elements, place in moved)
 
 
 def _beside(moving: float, computing: float) -> float:
-    """Returns the seconds that collectives add to overlapping computation: their exposed time, and the cores that they
-    take."""
+    """Returns the seconds that collectives add to the computation that overlaps them: their exposed time, and the slowdown
+    of the computation."""
     return max(0.0, moving - computing) + _CONTENTION * min(moving, computing)
 
 
@@ -306,12 +309,12 @@ def _beside(moving: float, computing: float) -> float:
 
 
 class _StateSeconds(NamedTuple):
-    """Seconds of a rank's work on parameters, gradients and optimizer state in a step, apart from the passes."""
+    """Seconds that a rank spends on parameters, gradients and optimizer state in a step, apart from the passes."""
 
     reduce_each: float  # reduction of each microbatch's gradients
     reduce: float  # reduction once a step
     gather: float  # all-gather of updated parameters
-    turns: float  # broadcasts of updated parameters, rank after rank
+    turns: float  # broadcasts of updated parameters, one rank after another
     update: float
     written: Sequence[tuple[int, float]]  # checkpoints: (interval in steps, bytes)
 
@@ -333,7 +336,7 @@ def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSecon
         )
         gather += _moving(work, "all_gather", each.moved(parameters, optimizer), work.e)
 
-    def weight(rule: Rule) -> float:  # bytes, as `Chunk.weights` has them
+    def weight(rule: Rule) -> float:  # bytes per element of `Chunk.weights`
         return 4.0 if rule.averages else work.e
 
     kinds = (saving.every, profile.state_bytes), (saving.weights_every, weight)
@@ -342,8 +345,8 @@ def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSecon
 
 
 def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes]) -> float:
-    """Returns the exposed seconds of reducing gradients beside the backward pass, and of all-gathering updated parameters
-    beside the next forward pass. `times` are those of the rank's stages."""
+    """Returns the exposed seconds of reducing gradients during the backward pass, and of all-gathering updated parameters
+    during the next forward pass. `times` are the times of the rank's stages."""
     job, profile = work.job, work.profile
     hidden, ahead = sum(each.backward + each.weights for each in times), sum(each.forward for each in times)
     if job.state.shard == "gradients":
@@ -354,8 +357,8 @@ def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes
 
 
 def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:
-    """Returns the seconds of the gradient norm and the update, which are memory-bound, and of the matrix products of rules
-    such as Muon."""
+    """Returns the seconds of the gradient norm and the update, which are memory-bound, and of the matmuls of rules such as
+    Muon."""
     profile = work.profile
     kept = defaultdict[float, float](float)  # elements, by the bytes of their state
     for each in held:
@@ -368,8 +371,8 @@ def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:
 
 
 def _orthogonalising(work: RankCosts, held: ChunkGroup) -> float:
-    """Returns the seconds of orthogonalisation on the rank with most matrices. Ranks that hold blocks of a matrix exchange
-    the blocks (`OverBlocks`)."""
+    """Returns the seconds of orthogonalisation on the rank with the largest cost. Ranks with blocks of the same matrix
+    exchange the blocks (`OverBlocks`)."""
     ranks, each = held.shards(held.depths.optimizer), list[tuple[float, float]]()
     here = -(-round(sum(number for number, *_ in held.matrices)) // ranks)
     for number, together, rows, columns, axes, blocks in held.matrices:
@@ -384,7 +387,7 @@ def _orthogonalising(work: RankCosts, held: ChunkGroup) -> float:
 
 
 def _saving(work: RankCosts, files: Iterable[tuple[int, float]], step: float) -> float:
-    """Returns the seconds of a step's share in checkpoints. `files` are pairs (interval in steps, bytes).
+    """Returns the seconds that checkpoints add to a step on average. `files` are pairs (interval in steps, bytes).
 
     Training waits for the copy to host memory. A synchronous checkpoint also waits for the file system, an asynchronous one
     only if the write takes longer than the interval (`checkpoint.saving`).
@@ -416,6 +419,6 @@ def _sum(work: RankCosts, stages: Sequence[_Stage], passes: float, ends: Mapping
         "parameter_gathering": gathers,
         "host": host,
     }
-    faster = min(1.0, passes / busy)  # less than 1 where ranks share cores: a rank is faster while others idle
+    faster = min(1.0, passes / busy)  # less than 1 if ranks share cores: a rank is faster while other ranks are idle
     terms = {name: seconds * faster for name, seconds in terms.items()} | {"pipeline": max(0.0, passes - busy), **ends}
     return StepTime(passes + sum(ends.values()), terms)

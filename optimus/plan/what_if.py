@@ -13,8 +13,8 @@ _PROFILE = "profile"
 
 
 def changed(machine: Machine, profile: Profile, changes: Sequence[str]) -> tuple[Machine, Profile]:
-    """Returns both with changes `key.path=value`. Keys of the profile begin with `profile.`; a value `x2` doubles the
-    present value.
+    """Returns machine and profile with the changes `key.path=value`. Keys of the profile begin with `profile.`; a value `x2`
+    doubles the present value.
 
     Raises `UserError` that names the invalid change, and the nearest of the existing keys.
     """
@@ -36,7 +36,7 @@ def changed(machine: Machine, profile: Profile, changes: Sequence[str]) -> tuple
 
 
 def _keys_of(raw: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    """Yields the path of every value."""
+    """Yields the path of every value in `raw`, with dots between the keys."""
     for key, value in raw.items():
         if isinstance(value, Mapping):
             yield from _keys_of(value, f"{before}{key}.")

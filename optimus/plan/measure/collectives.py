@@ -1,7 +1,7 @@
-"""Measures collectives by every algorithm on the available ranks, for the table in a machine file by which a run chooses.
+"""Measures collectives with every algorithm on the available ranks, and writes the table from which a run chooses.
 
-The groups are all ranks together, the ranks of a node, and the ranks with the same local rank on every node. All groups of a
-kind communicate at once, as in a training run.
+The table is a part of a machine file. The groups are all ranks together, the ranks of a node, and the ranks with the same
+local rank on every node. All groups of a kind communicate at once, as in a training run.
 """
 
 import re
@@ -25,7 +25,7 @@ from optimus.plan.measure.ranks import on_ranks
 from optimus.plan.measure.timing import Clock, Extent, collective_call
 
 SIZES = tuple(4096 * 16**i for i in range(5))  # bytes: 4 KB to 256 MB
-_HELD = 4  # memory that a rank needs, as a multiple of a tensor: parts, received data, partial sums
+_HELD = 4  # memory that a rank needs, as a multiple of the tensor's size: parts, received data, partial sums
 
 
 class Measurement(NamedTuple):
@@ -41,8 +41,8 @@ class Measurement(NamedTuple):
 def measure(ranks: int, path: Path) -> list[dict[str, Any]] | None:
     """Measures on `ranks` fresh ranks of this machine, or on those of torchrun, and writes the results into a machine file.
 
-    Returns a row for each measurement; None on all ranks of torchrun but the first. Earlier results in the file stay for
-    shapes that are not measured now. Raises `UserError` for an invalid file, before anything is measured.
+    Returns a row for each measurement; None on all ranks of torchrun but the first. The function does not change the file's
+    earlier results for other shapes. Before measuring, raises `UserError` for an invalid file.
     """
     before = _existing(path)
     found = on_ranks(measure_rank, ranks)
@@ -53,9 +53,9 @@ def measure(ranks: int, path: Path) -> list[dict[str, Any]] | None:
 
 
 def measure_rank(per: int, extent: Extent | None = None) -> list[Measurement]:
-    """Measures as one rank of a process group with `per` ranks on each node. All ranks return the same.
+    """Measures as one rank of a process group with `per` ranks on each node. All ranks return the same measurements.
 
-    `extent` gives the sizes, and the duration of each measurement.
+    `extent` sets the sizes, and the duration of each measurement.
     """
     device = use_device("auto", "the device", dist.get_rank() % per)
     extent = extent or replace(Extent.of(device.type), sizes=SIZES)
@@ -69,7 +69,7 @@ def measure_rank(per: int, extent: Extent | None = None) -> list[Measurement]:
 
 
 def _free(device: torch.device, per: int) -> int:
-    """Returns the bytes that each rank may use; the same on all ranks."""
+    """Returns the bytes that each rank may use: the minimum over all ranks."""
     ranks_sharing_memory = per if device.type == "cpu" else 1
     least = torch.tensor(free_memory(device) // ranks_sharing_memory // 2, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
@@ -77,7 +77,7 @@ def _free(device: torch.device, per: int) -> int:
 
 
 def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]:
-    """Yields every algorithm in every kind of group, with a group that uses no other algorithm."""
+    """Yields (kind of collective, shape of the group, algorithm, group that uses only this algorithm) for all of them."""
     ranks = dist.get_world_size()
     mesh = Mesh(dp=ranks, ranks_per_node=per)
     parts = {Shape(ranks // per, per): RankPartition.of([range(ranks)])}
@@ -93,8 +93,11 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
 
 
 def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
-    """Returns the algorithms that a group would really use. Over Gloo, the backend's own is left out where known to be slow;
-    over other backends, little else is tried."""
+    """Returns the algorithms that a group would really use. All-to-alls have only the backend's algorithm.
+
+    With Gloo, the list includes the backend's algorithm for all-reduces only: Gloo is slow for the other kinds. With other
+    backends, the list has the backend's algorithm and, if both levels have several ranks, two levels.
+    """
     if kind == "all_to_all":
         return [OWN]
     if dist.get_backend() != "gloo":
@@ -120,7 +123,7 @@ def _calls(
 
 
 def table(found: list[Measurement]) -> Measured:
-    """Returns the table of measurements, with three digits of each."""
+    """Returns the table of measurements, with seconds rounded to three digits."""
     curves: dict[str, Curves] = {}
     for kind, shape, algorithm in dict.fromkeys(point[:3] for point in found):
         points = sorted(point for point in found if point[:3] == (kind, shape, algorithm))
@@ -132,7 +135,7 @@ def table(found: list[Measurement]) -> Measured:
 
 
 def merged(before: Measured, now: Measured) -> Measured:
-    """Returns the new measurements, with the earlier ones for other shapes and kinds."""
+    """Returns the measurements `now`, and the measurements `before` for other shapes and kinds."""
     return Measured.model_validate({kind: {**getattr(before, kind), **getattr(now, kind)} for kind in KINDS})
 
 

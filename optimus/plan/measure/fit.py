@@ -1,7 +1,7 @@
-"""Fits a machine's figures to timings, such that the planner's own formulas come nearest to the measurements.
+"""Fits a machine's figures to timings so that the planner's formulas predict the measurements best.
 
-Nearest is least squares of log(predicted / measured), so that a product of microseconds counts as much as one of seconds.
-The formulas are those of `Machine` and `plan.collectives`, called for every point; none of them is written again here.
+The fit minimizes the sum of squares of log(predicted / measured), so that a matmul of microseconds counts as much as a
+matmul of seconds. The fit calls the formulas of `Machine` and `plan.collectives` for every point, and repeats none of them.
 """
 
 import math
@@ -20,14 +20,14 @@ from optimus.plan.measure.timing import Observations, Observed, Talked
 Floats = NDArray[np.float64]
 
 _BEST = (
-    1.25  # largest factor from the best measured rate to that of endless matrices: above, or below a lucky measurement
+    1.25  # largest ratio of best measured to fitted rate, either way: large matrices are faster, lucky timings too fast
 )
 _DIFFERS = 0.05  # relative difference from the node's figures above which a group's bandwidth or a pace is written
 _DIGITS = 4
 
 
 class FitPoint(NamedTuple):
-    """A measured time beside the prediction of the machine's file."""
+    """A measured time, and the prediction from the machine's file."""
 
     what: str
     shape: str
@@ -41,21 +41,21 @@ class FitPoint(NamedTuple):
 
 
 def fit(seen: Observations, *, name: str, source: str, peaks: Mapping[str, float] | None = None) -> Machine:
-    """Returns the machine that was observed. `peaks` are the vendor's FLOP/s by precision; by default the best rates
-    reached."""
+    """Returns the machine that fits the observations. `peaks` are the vendor's FLOP/s by precision, by default the best
+    measured rates."""
     moved = fmean(math.log(each.bytes / each.seconds) for each in seen.moved)
     machine = _fit_products(_start(seen, name, source, math.exp(moved)), seen)
     return _fit_network(_fit_node(_fit_attention(machine, seen, peaks or {}), seen), seen)
 
 
 def points(machine: Machine, seen: Observations) -> list[FitPoint]:
-    """Returns every measurement, beside the prediction of `machine`."""
+    """Returns every measurement, with the prediction of `machine`."""
     every = [*seen.kernels, *seen.moved, *seen.attended, *seen.talked]
     return [FitPoint(*each.what, each.seconds, each.predicted(machine)) for each in every]
 
 
 def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) -> Machine:
-    """Returns the machine that the fit begins with: guesses for the fitted figures, observations for all others."""
+    """Returns the machine with which the fit begins: guesses for the fitted figures, observations for all other figures."""
     best: dict[str, float] = {}
     for each in seen.products:
         rate = 2 * each.rows * each.columns * each.inner / each.seconds
@@ -87,15 +87,15 @@ def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) 
     )
 
 
-# ---- Products ----
+# ---- Matmuls ----
 
 
 def _fit_products(machine: Machine, seen: Observations) -> Machine:
-    """Fits the rates, tile, depth and latency of kernels; the tiny kernel is one point among the products.
+    """Fits the rates, tile, depth and latency of kernels to the times of matmuls and of the tiny kernel.
 
-    On a CPU, the cores are the threads of a rank. An accelerator does not say how it divides products: there, the cores are
-    fitted as well, rounded to a whole number, and the other figures fitted again. The search begins at several tiles, as
-    there are local minima.
+    On a CPU, the cores are the threads of a rank. An accelerator does not report how it divides matmuls. There, the function
+    also fits the cores, rounds them to a whole number, and fits the other figures again. Because of local minima, each fit
+    begins with several tiles.
     """
     precisions = list(machine.arithmetic)
     best = [machine.arithmetic[precision].achieved for precision in precisions]
@@ -104,7 +104,7 @@ def _fit_products(machine: Machine, seen: Observations) -> Machine:
         arithmetic = {
             name: Arithmetic.model_construct(peak=rate, achieved=rate) for name, rate in zip(precisions, rates)
         }
-        matmul = machine.matmul.model_copy(update={"tile": tile, "depth": depth})  # no whole numbers yet
+        matmul = machine.matmul.model_copy(update={"tile": tile, "depth": depth})  # not whole numbers yet
         update = {"matmul": matmul, "kernel_latency": latency, "cores": cores, "arithmetic": arithmetic}
         return machine.model_copy(update=update)
 
@@ -137,7 +137,7 @@ def _fit_attention(machine: Machine, seen: Observations, stated: Mapping[str, fl
     """Fits the peaks, the share of the peak of 16 bits that attention reaches, and the length of a sequence that reaches
     half of that share.
 
-    A peak is the vendor's, or else the best rate that was reached, by attention too.
+    A peak is the vendor's figure, or the best measured rate of matmuls or attention if that is higher.
     """
     best = {name: max(rates.achieved, stated.get(name, 0.0)) for name, rates in machine.arithmetic.items()}
 
@@ -160,9 +160,9 @@ def _fit_attention(machine: Machine, seen: Observations, stated: Mapping[str, fl
 def _fit_node(machine: Machine, seen: Observations) -> Machine:
     """Fits the bandwidth and latency of the node, and then refines the fit.
 
-    The first fit is over all groups on the node. Then each kind of group that differs gets a bandwidth, each kind of
-    collective that differs gets a pace, and the groups are fitted once more. With groups, only the all-to-all uses the
-    node's own bandwidth.
+    The first fit is over all groups on the node. The second fit adds a bandwidth for each form of group, and the last fit a
+    pace for each kind of collective that needs one. The result has bandwidths only of groups that differ from the node. If
+    all groups have a bandwidth, only the all-to-all uses the node's bandwidth.
     """
     inside = [talk for talk in seen.talked if talk.place.nodes(machine.ranks_per_node) == 1]
     if not inside:
@@ -201,7 +201,7 @@ def _with_node(machine: Machine, node: Node) -> Machine:
 
 
 def _pace(machine: Machine, node: Node, own: Sequence[Talked]) -> Pace | None:
-    """Returns the pace of one kind of collective, or None where a pace makes no difference."""
+    """Returns the pace of one kind of collective, or None if the pace hardly changes the predictions."""
     kind, latency = own[0].kind, node.latency
 
     def off(x: Sequence[float]) -> list[float]:
@@ -217,8 +217,8 @@ def _pace(machine: Machine, node: Node, own: Sequence[Talked]) -> Pace | None:
 
 
 def _fit_network(machine: Machine, seen: Observations) -> Machine:
-    """Fits the bandwidth and latency between nodes. With one node, the network gets the node's own figures, as if the next
-    node were as near."""
+    """Fits the bandwidth and latency between nodes. With one node, the network gets the figures of the links within the
+    node."""
     node = machine.node
     across = [talk for talk in seen.talked if talk.place.nodes(machine.ranks_per_node) > 1]
     if not across:
@@ -228,7 +228,7 @@ def _fit_network(machine: Machine, seen: Observations) -> Machine:
     def made(x: Sequence[float]) -> Machine:
         return machine.model_copy(update={"network": Network.model_construct(bandwidth=x[0], latency=x[1])})
 
-    # The residuals do not depend on a network that is far too fast: the search begins at a slow one.
+    # The residuals hardly depend on the figures of a network that is far too fast, so the fit begins with a slow network.
     start = [node.bandwidth / 4, 2 * node.latency]
     low, high = [start[0] / 1e4, start[1] / 1e3], [start[0] * 1e4, start[1] * 1e3]
     bandwidth, latency = least_squares(lambda x: _off(made(x), across), start, low, high)

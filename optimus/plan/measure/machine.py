@@ -1,8 +1,8 @@
 """Measures the machine on which the command runs, and writes the machine's file for the planner.
 
-All ranks do the same work at the same time, like the ranks of a training run on a node (`timing.py`). The machine's figures
-are then fitted, so that the planner's formulas predict the measured times (`fit.py`). Under torchrun on several nodes, the
-ranks also measure the links between nodes.
+All ranks make the same calls at the same time, like the ranks of a training run on a node (`timing.py`). `fit.py` then fits
+the machine's figures so that the planner's formulas predict the measured times. Under torchrun on several nodes, the ranks
+also measure the links between nodes.
 """
 
 import os
@@ -29,9 +29,9 @@ def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] 
     """Measures the machine, writes `output`, and prints the errors of the file's predictions. Under torchrun, only the first
     rank writes and prints.
 
-    Returns the report on the first rank, and None on the others. `name` is the machine's name, by default that of the file.
-    Before measuring, raises `UserError` for a file that exists or cannot be written, for the name of a
-    machine that comes with the library, and for ranks that the machine does not have.
+    Returns the report on the first rank, and None on the other ranks. `name` is the machine's name, by default the file's.
+    Before measuring, raises `UserError` for a file that exists or cannot be written, and for the name of a machine that
+    comes with the library. A number of ranks that the machine does not have also raises `UserError`.
     """
     name = name or output.stem
     check_output(output, name)
@@ -54,10 +54,10 @@ def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] 
 
 
 def measure(ranks: int, name: str = "measured", extent: Extent | None = None) -> Machine:
-    """Measures this machine, with `ranks` ranks on its node. `extent` gives the measurements to make; the default depends on
+    """Measures this machine with `ranks` ranks on one node. `extent` sets the measurements to make; the default depends on
     the device.
 
-    Raises `UserError` for ranks that the machine does not have, and under torchrun.
+    Raises `UserError` for a number of ranks that the machine does not have, and under torchrun.
     """
     if under_launcher():
         raise UserError(
@@ -69,7 +69,8 @@ def measure(ranks: int, name: str = "measured", extent: Extent | None = None) ->
 
 
 def observe(ranks: int, extent: Extent | None = None) -> Observations | None:
-    """Measures times on `ranks` ranks of this machine. Returns None on all ranks of torchrun but the first."""
+    """Measures the times of operations on `ranks` ranks of this machine. Returns None on all ranks of torchrun but the
+    first."""
     return on_ranks(observe_rank, ranks, extent)
 
 
@@ -87,7 +88,7 @@ def write(machine: Machine, path: Path) -> None:
 
 
 def rows(found: Sequence[FitPoint]) -> list[dict[str, Any]]:
-    """Returns a row for each matrix product and kernel. A collective has one row for each kind of group, over all sizes."""
+    """Returns a row for each matmul and other kernel. A collective has one row for each form of group, over all sizes."""
     table: dict[tuple[str, str], list[FitPoint]] = {}
     for point in found:
         table.setdefault((point.what, "" if _is_talk(point) else point.shape), []).append(point)
@@ -105,7 +106,7 @@ def rows(found: Sequence[FitPoint]) -> list[dict[str, Any]]:
 
 
 def ratios(found: Sequence[FitPoint]) -> dict[str, float]:
-    """Returns the median relative errors of matrix products, attention, memory and collectives."""
+    """Returns the median relative errors of matmuls, attention, memory and collectives."""
     kinds: dict[str, list[float]] = {}
     for point in found:
         kinds.setdefault("collectives" if _is_talk(point) else point.what.split()[0], []).append(point.error)

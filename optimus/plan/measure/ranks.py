@@ -1,4 +1,4 @@
-"""Runs a function on ranks of fresh processes, so that memory and speed are the function's own.
+"""Runs a function on ranks in fresh processes, so that earlier calls do not affect the function's memory and speed.
 
 `optimus.testing.run_ranks` reuses its processes, whose heaps have grown and whose libraries have compiled kernels.
 """
@@ -27,8 +27,8 @@ _MOST_RANKS = 64
 def on_ranks(function: Callable[..., T], ranks: int, *args: Any) -> T | None:
     """Runs `function(ranks, *args)` on `ranks` fresh ranks of this machine, and returns the result of the first rank.
 
-    Under torchrun, the function runs on the ranks of torchrun, and all but the first return None. Raises `UserError` for
-    ranks that the machine does not have.
+    Under torchrun, the function runs on the ranks of torchrun, and all ranks but the first return None. Raises `UserError`
+    for a number of ranks that the machine does not have.
     """
     check_ranks(ranks)
     if not under_launcher():
@@ -60,7 +60,7 @@ def under_launcher() -> bool:
 
 
 def _backend_of_device() -> str:
-    """Returns the backend of collectives on this machine's device. Raises `UserError` when there is none."""
+    """Returns the backend of collectives on this machine's device. Raises `UserError` when torch has no such backend."""
     device = find_device("auto", "the device")
     try:
         return str(dist.get_default_backend_for_device(device))
@@ -69,14 +69,14 @@ def _backend_of_device() -> str:
 
 
 def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str = "gloo") -> list[T]:
-    """Runs `function(*args)` on every rank of a process group on this machine, by default of Gloo, and returns the results
+    """Runs `function(*args)` on every rank of a process group on this machine, by default with Gloo, and returns the results
     by rank.
 
-    `function` must be at the top level of a module. The machine's cores are divided among the ranks, with one thread each at
-    least.
+    `function` must be at the top level of a module. The ranks divide the machine's cores; each rank has at least one thread.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank raised, or lost a peer that did; its traceback is the message.
+        torch.multiprocessing.ProcessRaisedException: a rank raised an exception, or lost a peer that raised one; the message
+            is the rank's traceback.
     """
     work = functions.dumps((function, args), f"what {function.__name__} is given")
     # A fork server that has imported the function's module starts a fresh process in a tenth of a second.
@@ -89,7 +89,11 @@ def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str =
 def _rank(rank: int, ranks: int, folder: str, work: bytes, backend: str) -> None:
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise Gloo resolves the machine's name
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}  # DeepSpeed reads them
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+    }  # DeepSpeed reads these variables
     warnings.simplefilter("ignore", FutureWarning)  # other libraries use deprecated parts of PyTorch
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)

@@ -1,9 +1,9 @@
-"""Measures a machine as one rank: products, memory, attention and collectives, timed while all ranks are busy alike.
+"""Measures a machine as one rank: times matmuls, memory, attention and collectives while all ranks make the same calls.
 
 A rank of a real run shares memory, links and, on a CPU, cores with the other ranks. So all ranks begin together and repeat
 the same call for a while; the time ends when the last rank has finished.
 
-Legend: M x K times K x N products; B sequences of S tokens, N heads of size D.
+Legend: matmuls [M, K] x [K, N]; B sequences of S tokens, N heads of size D.
 """
 
 import math
@@ -35,15 +35,20 @@ from optimus.state.disk import PAGE, StateFile
 from optimus.state.transfers import Transfers
 
 Talk = CollectiveKind | Literal["shift"]
-"""Kinds of measured collectives. In a `shift`, every rank sends to the rank one stride further, and receives."""
+"""Kinds of measured collectives. In a `shift`, every rank sends to the next rank of the group, and receives from the rank
+before."""
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FORMS: tuple[Form, ...] = ("NT", "NN", "TN")  # of a layer's three products: forward, gradients of input and weight
-_LONG = 1.0  # seconds of a window that is repeated once only
-_COLD = {"cpu": 1 << 25}  # bytes of operands that are used in turn, so that none is found in a cache
+_FORMS: tuple[Form, ...] = (
+    "NT",
+    "NN",
+    "TN",
+)  # forms of a layer's three matmuls: forward, gradients of input and weight
+_LONG = 1.0  # seconds above which a clock repeats a window only once
+_COLD = {"cpu": 1 << 25}  # bytes of operands that calls use in turn, so that no operand is in a cache
 _COLD_ACCELERATOR = 1 << 28
-_SETS = 64  # sets of operands, at most
-_MIDDLE = 512  # rows and columns of a product that neither latency nor memory bounds
+_SETS = 64  # largest number of sets of operands
+_MIDDLE = 512  # rows and columns of a matmul that neither latency nor memory bounds
 _WORD = 4  # bytes of an element that collectives move
 
 
@@ -51,12 +56,12 @@ _WORD = 4  # bytes of an element that collectives move
 class Extent:
     """Shapes, sizes and durations of the measurements."""
 
-    shapes: Sequence[tuple[int, int, int]]  # rows, columns and inner size of products
+    shapes: Sequence[tuple[int, int, int]]  # rows, columns and inner size of matmuls
     attention: Sequence[tuple[int, int, int, int]]  # B, S, N, D
-    memory: int  # bytes of a tensor that is copied
+    memory: int  # bytes of a tensor in copies and additions
     sizes: Sequence[int] = tuple(4096 * 4**i for i in range(8))  # bytes of collectives: 4 KiB to 64 MiB
-    window: float = 0.05  # seconds for which a call is repeated
-    rounds: int = 3  # of which the fastest counts
+    window: float = 0.05  # seconds for which a clock repeats a call
+    rounds: int = 3  # windows per measurement, of which the fastest counts
 
     @classmethod
     def of(cls, device: str) -> "Extent":
@@ -72,7 +77,7 @@ class Extent:
 
 
 class MatmulTime(NamedTuple):
-    """A product [rows, inner] x [inner, columns] and its seconds, on average over its forms."""
+    """A matmul [rows, inner] x [inner, columns], and its mean seconds over the forms NT, NN and TN."""
 
     rows: int
     columns: int
@@ -106,7 +111,7 @@ class Moved(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Causal attention in bf16, forward and backward, by this library's own kernel."""
+    """Causal attention in bf16, forward and backward, by this library's kernel."""
 
     sequences: int
     context: int
@@ -126,7 +131,7 @@ class Attended(NamedTuple):
 
 
 class Talked(NamedTuple):
-    """A collective in all groups of a kind at once. `whole` is in bytes, as `collective_seconds` counts them."""
+    """A collective in all groups of a form at once. `whole` is in bytes, as `collective_seconds` defines it."""
 
     kind: Talk
     whole: int
@@ -154,30 +159,30 @@ class Observations:
     nodes: int
     device: str
     backend: str
-    threads: int | None  # of a rank on a CPU
-    cores: int  # as the device reports
-    memory: float  # of a rank
-    host_memory: float  # of a node
+    threads: int | None  # threads of a rank on a CPU; None on an accelerator
+    cores: int  # cores of a rank: threads on a CPU, or the number that an accelerator reports
+    memory: float  # memory of a rank
+    host_memory: float  # host memory of a node
     products: list[MatmulTime] = field(default_factory=list)
-    tiny: float = 0.0  # a kernel with nothing to do
+    tiny: float = 0.0  # time of a kernel on 16 elements
     moved: list[Moved] = field(default_factory=list)
-    link: float | None = None  # bytes/s between host and device, where they are two
-    host_bandwidth: float | None = None  # of a node, where the ranks have memory of their own
-    read: float | None = None  # of a node's disks, bytes/s
-    write: float | None = None
+    link: float | None = None  # bytes/s between host and device; None on a CPU
+    host_bandwidth: float | None = None  # bytes/s of a node's host memory; None on a CPU
+    read: float | None = None  # bytes/s that a node reads from its disks; None on a CPU
+    write: float | None = None  # bytes/s that a node writes to its disks; None on a CPU
     attended: list[Attended] = field(default_factory=list)
-    alone: float = 1.0  # speedup of a rank of a CPU while the others wait
+    alone: float = 1.0  # speedup of a rank on a CPU while the other ranks wait
     overlap: float = 1.0  # share of computation that a collective overlaps
     talked: list[Talked] = field(default_factory=list)
 
     @property
     def kernels(self) -> list[Observed]:
-        """Products, and the tiny kernel."""
+        """The matmuls and the tiny kernel."""
         return [*self.products, Moved("16", 0, self.tiny)]
 
 
 def observe_rank(ranks_per_node: int, extent: Extent | None) -> Observations:
-    """Measures, as one rank of a process group whose ranks do the same. All ranks return the same.
+    """Measures as one rank of a process group, while the other ranks make the same calls. All ranks return the same times.
 
     OMP_NUM_THREADS sets the number of threads of a process, as for a training run.
     """
@@ -213,7 +218,7 @@ class Clock:
         self._device, self._window, self._rounds = device, extent.window, extent.rounds
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Returns the seconds of a call until the last rank has finished: on average over a window, in the fastest round."""
+        """Returns the seconds from a call until the last rank has finished: the mean of a window, in the fastest round."""
         self._run(call, 1)
         repeats, took = 1, self._run(call, 1)
         while took < self._window:
@@ -223,7 +228,7 @@ class Clock:
         return min([took, *(self._run(call, repeats) for _ in range(more))]) / repeats
 
     def _run(self, call: Callable[[], Any], repeats: int) -> float:
-        """Returns the seconds of the slowest rank."""
+        """Returns the seconds in which the slowest rank makes all calls."""
         dist.barrier()
         self._finish()
         began = time.perf_counter()
@@ -240,7 +245,7 @@ class Clock:
 
 
 def places(ranks: int) -> list[StridedGroup]:
-    """Returns every kind of group that divides all ranks evenly."""
+    """Returns every form of group that divides all ranks evenly."""
     return [
         StridedGroup(size, stride)
         for size in range(2, ranks + 1)
@@ -250,7 +255,7 @@ def places(ranks: int) -> list[StridedGroup]:
 
 
 def groups_of(place: StridedGroup, ranks: int) -> list[range]:
-    """Returns the groups of a kind."""
+    """Returns the ranks of each group of the form `place`."""
     block = place.size * place.stride
     return [
         range(first + inner, first + block, place.stride)
@@ -277,7 +282,7 @@ def _itself(device: torch.device, ranks_per_node: int) -> Observations:
 
 
 def _fitting(size: int, seen: Observations) -> int:
-    """Limits `size` to the bytes that a rank can hold sixteen times."""
+    """Limits `size` to a sixteenth of a rank's memory, or of its part of the host memory if that is less."""
     return min(size, int(min(seen.memory, seen.host_memory / seen.ranks_per_node) / 16))
 
 
@@ -292,15 +297,15 @@ def _products(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Ma
 
 
 def _precisions(clock: Clock, device: torch.device) -> list[str]:
-    """Returns the precisions worth using: fp16 only if as fast as fp32, as a CPU may emulate fp16 at a hundredth of the
-    speed."""
+    """Returns the precisions to measure: fp32, bf16, and fp16 if it is at least as fast as fp32. A CPU may emulate fp16 at a
+    hundredth of the speed."""
     n, names = 256, ["fp32", "bf16"]
     wide, half = (clock.seconds(_product(n, n, n, _TYPES[name], device)) for name in ("fp32", "fp16"))
     return [*names, "fp16"] if half <= wide else names
 
 
 def _product(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Returns a call that computes a product in each form; the operands take turns."""
+    """Returns a call that computes a matmul in each form. Consecutive calls use different operands."""
     held = _COLD.get(device.type, _COLD_ACCELERATOR)
     number = min(_SETS, max(1, held // ((m * k + k * n) * dtype.itemsize)))
     pairs = [
@@ -321,7 +326,7 @@ def _tiny(clock: Clock, device: torch.device) -> float:
 
 
 def _moved(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Moved]:
-    """Yields the times to copy and to add tensors, in the two types of a training step."""
+    """Yields the times to copy and to add tensors in fp32 and bf16, the types of a training step."""
     for dtype in (torch.float32, torch.bfloat16):
         n = extent.memory // dtype.itemsize
         x, y, z = (torch.ones(n, dtype=dtype, device=device) for _ in range(3))
@@ -341,14 +346,14 @@ def _link(clock: Clock, extent: Extent, device: torch.device) -> float | None:
 
 
 def host_bandwidth(clock: Clock, size: int) -> float:
-    """Returns the bytes/s of a rank's part of the host's memory in the traffic of an update: two tensors of `size` bytes are
-    read, one is written."""
+    """Returns the bytes/s of a rank's part of the host memory. The traffic is like that of an update: the call reads two
+    tensors of `size` bytes and writes one."""
     x, y, z = (torch.ones(size // 4) for _ in range(3))
     return 3 * x.nbytes / clock.seconds(lambda: torch.add(x, y, out=z))
 
 
 def disk_rates(clock: Clock, size: int, folder: Path) -> tuple[float, float]:
-    """Returns the bytes/s that a rank reads from, and writes to, a file in `folder`, as with state on a disk."""
+    """Returns the bytes/s that a rank (reads from, writes to) a file in `folder`, by the transfers of state on a disk."""
     file = StateFile(folder, Transfers(torch.device("cpu")))
     size = -(-size // PAGE) * PAGE
     file.place(size)
@@ -374,14 +379,14 @@ def _attended(clock: Clock, extent: Extent, device: torch.device) -> Iterator[At
 
 
 def _alone(clock: Clock, device: torch.device) -> float:
-    """Returns the speedup of a product on one rank while the others wait, relative to all ranks at once."""
+    """Returns the speedup of a matmul on one rank while the other ranks wait, relative to all ranks at once."""
     call = _product(_MIDDLE, _MIDDLE, _MIDDLE, torch.float32, device)
     together, alone = clock.seconds(call), clock.seconds(call if dist.get_rank() == 0 else lambda: None)
     return max(1.0, together / alone)
 
 
 def _overlap(clock: Clock, device: torch.device) -> float:
-    """Returns the share of a product's time that an all-reduce of equal length overlaps."""
+    """Returns the share of a matmul's time that an all-reduce of equal length overlaps."""
     group, x = Groups(Mesh(dp=dist.get_world_size())).world, torch.ones(_MIDDLE * _MIDDLE * 4, device=device)
     call = _product(_MIDDLE, _MIDDLE, _MIDDLE, torch.float32, device)
     moving, once = clock.seconds(lambda: group.all_reduce(x)), clock.seconds(call)
@@ -420,7 +425,7 @@ def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talk
 
 
 def collective_call(kind: Talk, x: Tensor, group: Group) -> Callable[[], Any]:
-    """Returns a call of the library's own collective of a whole tensor, as training uses it."""
+    """Returns a call of the library's collective on the whole tensor `x`, in the way that training calls it."""
     if kind == "all_reduce":
         return lambda: group.all_reduce(x)
     if kind == "all_to_all":
