@@ -121,9 +121,8 @@ class _Group:
         """Computes `counts` at the border of a block."""
         whole, rest = zip(*(divmod(number * weight, self._total) for weight in self._weights))
         counts, sums, open_sources = list(whole), self._phase, list[tuple[float, int]]()
-        for i in sorted(
-            range(len(rest)), key=lambda i: -rest[i] / self._weights[i]
-        ):  # the source that has waited longest comes first
+        # The source that has waited longest comes first.
+        for i in sorted(range(len(rest)), key=lambda i: -rest[i] / self._weights[i]):
             heapq.heappush(open_sources, ((self._total - rest[i]) / self._weights[i], i))
             sums += 2 * rest[i]
             if sums >= 2 * self._total:
@@ -145,9 +144,8 @@ class _Group:
         waiting, found, taken = list[tuple[int, int, int]](), list[tuple[int, int]](), 0
         steps = self.places(start)
         for step in range(steps + 1, steps + 1 + len(jobs)):
-            place = (2 * total * step - self._phase - 1) // (
-                2 * self._weight
-            )  # the last with fewer than `step` before it
+            # The last position with fewer than `step` positions of the group before it.
+            place = (2 * total * step - self._phase - 1) // (2 * self._weight)
             while taken < len(jobs) and jobs[taken][0] <= place:
                 heapq.heappush(waiting, jobs[taken][1:])
                 taken += 1

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from optimus.data.shards import NOT_PREDICTED
 
 _READ = 16 << 20  # tokens
-_SMALLEST = 1 << 20  # bytes of a write
+_SMALLEST = 1 << 20  # bytes of the write buffer
 
 
 class Packed(NamedTuple):
@@ -97,9 +97,8 @@ def _pieces(end_N: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], 
     of documents longer than `context`."""
     start_N = np.append(0, end_N[:-1])
     pieces_N = -(-(end_N - start_N) // context)
-    number_D = np.arange(pieces_N.sum()) - np.repeat(
-        np.cumsum(pieces_N) - pieces_N, pieces_N
-    )  # index of a piece in its document
+    # The index of each piece in its document.
+    number_D = np.arange(pieces_N.sum()) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)
     start_D = np.repeat(start_N, pieces_N) + number_D * context
     length_D = np.minimum(context, np.repeat(end_N, pieces_N) - start_D)
     return start_D, length_D, int((pieces_N > 1).sum())

@@ -50,9 +50,7 @@ def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> I
             f"{place}:{rows.line_num}: not readable as a table ({error}). Is a quote never closed?"
         ) from error
     except UnicodeDecodeError as error:
-        line = (
-            rows.line_num + error.object[: error.start].count(b"\n") + 1
-        )  # the reader has all complete lines before it
+        line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # `rows` has read all whole lines before
         raise UserError(f"{place}:{line}: not UTF-8 ({error.reason}). Convert it to UTF-8.") from error
 
 

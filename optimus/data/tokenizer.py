@@ -30,7 +30,7 @@ class TokenizerInfo:
 
     @property
     def dtype(self) -> str:
-        """The smallest NumPy type that holds every token: little-endian uint16 or uint32."""
+        """The smallest NumPy type that can represent every token: little-endian uint16 or uint32."""
         return "<u2" if self.vocab_size <= 1 << 16 and not self.masked else "<u4"
 
 

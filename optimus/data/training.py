@@ -26,7 +26,7 @@ _DESCRIBED = 4096  # number of positions of a phase whose sources the fingerprin
 
 
 class MixedSource(NamedTuple):
-    """A source in a phase. Earlier phases have read the sequences before `first`. A row of the shards holds `parts`
+    """A source in a phase. Earlier phases have read the sequences before `first`. A row of the shards has `parts`
     sequences.
 
     Of a replayed source, the phase reads only the first `seen` rows.
@@ -68,7 +68,7 @@ class DataPhase(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names of the sources. A source that is also replayed is listed once."""
+        """Names of the sources. Lists a source that the phase also replays only once."""
         return list(dict.fromkeys(source.name for source in self.sources))
 
     @property
@@ -117,7 +117,7 @@ def open_folders(config: RunConfig) -> dict[str, Shards]:
 
 
 def check_same_tokenizer(one: Shards, other: Shards) -> None:
-    """Raises `UserError` unless both folders were prepared with the same tokenizer."""
+    """Raises `UserError` unless both folders have the same tokenizer."""
     if other.index["tokenizer"]["sha256"] != one.index["tokenizer"]["sha256"]:
         raise UserError(
             f"{other.folder} was prepared with another tokenizer than {one.folder}: their tokens do not mean the same. "

@@ -119,7 +119,7 @@ def write_shard(
         for first in range(start, stop, rows):
             source = permutation(np.arange(first, min(first + rows, stop)))
             block = memoryview(bytearray(len(source) * row_bytes))
-            for row in np.argsort(source).tolist():  # in the order of the file
+            for row in np.argsort(source).tolist():  # reads in the order of the stream
                 data = os.pread(tokens.fileno(), row_bytes, int(source[row]) * row_bytes)
                 block[row * row_bytes : (row + 1) * row_bytes] = data
                 sums_N[first - start + row] = zlib.crc32(data)

@@ -129,7 +129,7 @@ def generate_text(
     chat: bool = False,
     device: str = "auto",
 ) -> str:
-    """Generates text after `prompt` with a checkpoint (or the newest of a run); greedy unless a temperature is given.
+    """Generates text after `prompt` with a checkpoint (or the newest of a run); greedily unless `temperature` is above 0.
 
     With `chat`, the checkpoint's chat template formats the prompt as a user's message, and the result is the assistant's
     answer.

@@ -21,7 +21,7 @@ _LOGITS_AT_ONCE = 1 << 24  # elements: 64 MB in fp32, while all logits of a batc
 
 
 class Scored(Protocol):
-    """A model that can be scored: a `Transformer`, or a rank's part of one in a pipeline."""
+    """A model that `score` can score: a `Transformer`, or a rank's part of a `Transformer` in a pipeline."""
 
     training: bool
 
@@ -41,7 +41,7 @@ class Scored(Protocol):
 
 
 class Window(NamedTuple):
-    """Tokens to score: `continuation` is scored given `context`, which holds at least one token."""
+    """Tokens to score: those of `continuation`, which follow `context`, a sequence of at least one token."""
 
     context: Sequence[int]
     continuation: Sequence[int]
@@ -93,9 +93,8 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
         if not context:
             raise ValueError(f"window {index} has no context, so nothing predicts its first token")
         rows.setdefault((*context, *continuation)[:-1], []).append(index)
-    inputs = sorted(
-        rows, key=len, reverse=True
-    )  # the longest come first, so that an out-of-memory error occurs at once
+    # The longest inputs come first, so that an out-of-memory error occurs at once.
+    inputs = sorted(rows, key=len, reverse=True)
     scores: dict[int, Score] = {}
     with evaluating(model):
         start = 0

@@ -1,6 +1,6 @@
 """Runs the paper's tasks (Optimus, table 2) with lm-eval on local data, without downloads.
 
-Prompts, choices and metrics are those of lm-eval's own task definitions; this module replaces only the source of the
+Prompts, choices and metrics are those of lm-eval's task definitions; this module replaces only the source of the
 documents. Results are comparable with published results if the documents are the same. A task runs on the split that
 lm-eval uses (test, else validation) if the folder has that split, otherwise on the other one. Every task reports
 `acc_norm`, the accuracy by log-likelihood per character of the choice, even if lm-eval's definition lists `acc` alone.
@@ -9,7 +9,8 @@ Small models and early checkpoints guess, so accuracies say little about them. T
 on: `bits_per_byte` of the right answer, given the question, and `margin`, the bits per byte of the best wrong answer minus
 those of the right one. Both are means over the documents.
 
-mmlu_continuation is mmlu with the text of the answers in place of their letters: small models cannot yet choose by letters.
+mmlu_continuation is mmlu with the text of the answers instead of their letters, because small models cannot yet choose by
+letters.
 
 Few-shot examples come from the split that lm-eval names (train; dev for mmlu) if the folder has that split. Otherwise
 they come from the evaluated split, without the document that they precede.
@@ -108,9 +109,8 @@ def run_tasks(
 
 def _answer(task: Any, sample: dict[str, Any]) -> tuple[float, float]:
     """Returns the bits per byte of the right answer to a document, and its margin to the best wrong answer."""
-    right = (task.doc_to_text if task.multiple_input else task.doc_to_target)(
-        sample["doc"]
-    )  # as in lm-eval's evaluation
+    # lm-eval finds the right answer in the same way.
+    right = (task.doc_to_text if task.multiple_input else task.doc_to_target)(sample["doc"])
     right = task.doc_to_choice(sample["doc"]).index(right) if isinstance(right, str) else right
     bits = [
         -log_likelihood / math.log(2) / len(continuation.encode())

@@ -69,7 +69,7 @@ def measure(
     """Measures the text of `parts`; see `bits_per_byte`.
 
     If the model is partitioned over the ranks of `group`, all of them must call this function together. Only the first
-    rank of `group` reads the text, and it broadcasts each part to the others. A read error is raised on all ranks.
+    rank of `group` reads the text, and it broadcasts each part to the others. All ranks raise a read error.
     """
     nats, part = 0.0, Part([], 0, 0)
     reader = parts if group is None else iter(lambda: group.on_first(lambda: next(parts, None)), None)

@@ -55,7 +55,7 @@ def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
     """Finds the torch device of this name. `auto` is the accelerator of this local rank, or the CPU if there is no
     accelerator.
 
-    Raises `UserError`, naming the `setting` that asked for the device, if the device does not exist.
+    Raises `UserError` if the device does not exist. The message names `setting`, the option that selects the device.
     """
     import torch
 
@@ -149,8 +149,8 @@ def _cpu_features() -> set[str]:
 
 
 def free_memory(device: Any) -> int:
-    """Returns the bytes that can still be allocated on a torch device, after it frees the memory that earlier runs of
-    this process still occupy."""
+    """Frees the memory that earlier runs of this process still occupy. Returns the bytes that a torch device can then
+    allocate."""
     import torch
 
     if device.type == "cpu":

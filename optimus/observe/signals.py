@@ -8,7 +8,7 @@ from types import FrameType
 
 from optimus.observe.terminal import say_at_once
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of Ctrl-C, of a scheduler, of a closed terminal
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals of Ctrl-C, a scheduler, a closed terminal
 
 
 class _SignalledError(KeyboardInterrupt):

@@ -82,8 +82,8 @@ def _of_rank(events: list[dict[str, Any]], rank: int, later: float) -> Iterator[
 
 
 def _crossing(events: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Finds slices that begin within another slice of their thread and end after it, such as receives that overlap other
-    work.
+    """Finds slices that begin within another slice of their thread and end after it, such as receives that overlap
+    computation.
 
     Perfetto drops these slices, so `_of_rank` converts them to asynchronous events.
     """

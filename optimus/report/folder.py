@@ -176,7 +176,7 @@ def read_folder(given: str | Path, *, ended: bool = False) -> RunFolder:
 
 
 def is_run(path: Path) -> bool:
-    """Returns True if a folder holds a run."""
+    """Returns True if a folder is the folder of a run."""
     return (path / "metrics.jsonl").is_file() or (
         (path / "config.yaml").is_file() and (path / "environment.jsonl").is_file()
     )

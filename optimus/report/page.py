@@ -45,11 +45,7 @@ _STACKS = {  # stacked charts, by the prefix of the metrics' names
     "memory": ("Memory by kind", "on rank 0"),
     "time": ("Where a step's time goes", "on rank 0"),
 }
-_SIZES = {
-    "layers": "{} layers",
-    "hidden": "hidden {}",
-    "experts": "{} experts",
-}  # texts that describe a model in a line
+_SIZES = {"layers": "{} layers", "hidden": "hidden {}", "experts": "{} experts"}  # texts in a model's description
 _NO_CHART = {"step", "tokens", "time", "data_seconds", "checkpoint_seconds"}
 _EXACT = {"lr", "skipped_steps", "phase"}  # metrics without noise, which the page never smooths
 _ALONE, _COMPARED = "report.html", "comparison.html"  # default names of the files for one run and for several
@@ -304,7 +300,7 @@ def _events(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _seconds(moment: Any) -> float | None:
-    """Converts a time in ISO 8601 to seconds since 1970; None if the text is no such time."""
+    """Converts a time in ISO 8601 to seconds since 1970; None for any other text."""
     try:
         return datetime.fromisoformat(moment).timestamp()
     except (TypeError, ValueError, OverflowError):

@@ -33,10 +33,8 @@ def report_server(runs: Sequence[str | Path], address: str, port: int) -> Thread
         def do_GET(self) -> None:
             try:
                 host = self.headers.get("Host", "").rpartition(":")[0]
-                if address == _LOCAL and host not in (
-                    _LOCAL,
-                    "localhost",
-                ):  # a name that another site gave to this machine
+                # Refuses other host names: another site could point a name of its domain at this machine.
+                if address == _LOCAL and host not in (_LOCAL, "localhost"):
                     self.send_error(HTTPStatus.FORBIDDEN)
                 elif self.path == "/":
                     self._answer("text/html", render(report_data(runs), refresh=REFRESH))
