@@ -81,7 +81,7 @@ class ChatTemplate(NamedTuple):
         texts = {role: each.get("content") if isinstance(each, dict) else each for role, each in named.items()}
         tokens = {"eos_token": eos_token} | {role: each for role, each in texts.items() if isinstance(each, str)}
         source = files.get(FILE, said.get("chat_template"))
-        if isinstance(source, list):  # several, by name
+        if isinstance(source, list):  # a list of named templates
             by_name = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
             if "default" not in by_name:
                 names = ", ".join(map(str, by_name))
@@ -211,7 +211,7 @@ class ChatTemplate(NamedTuple):
         asked, message = messages[:number], messages[number]
         answered = self.render(messages[: number + 1], place, tools=tools)
         last, same = _reaches(whole, answered, special)
-        content = last, last  # for an empty message, such as one that calls a tool
+        content = last, last  # the span of an empty message, for example a tool call
         if said := _said(message):
             kept = mark if isinstance(message["content"], str) else [{"type": "text", "text": mark}]
             changed = [*messages[:number], {**message, "content": kept}, *messages[number + 1 :]]
@@ -400,8 +400,8 @@ class Answering(NamedTuple):
     """The prompt for an answer (the conversation so far), and the tokens or the text that end the answer."""
 
     prompt: Conversation
-    stops: tuple[int, ...]  # token ids
-    ends: str  # the text that begins the next turn
+    stops: tuple[int, ...]  # ids of tokens that end the answer
+    ends: str  # text that begins the next turn and so ends the answer
 
     @classmethod
     def to(cls, template: ChatTemplate, said: str, tokenizer: Any) -> "Answering":

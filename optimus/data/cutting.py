@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-PIECE = 1 << 19  # characters
-WINDOW = 2048  # characters tokenised on each side of a proposed cut
+PIECE = 1 << 19  # characters of a piece
+WINDOW = 2048  # characters on each side of a proposed cut that the check tokenises
 LIMIT = 1 << 24  # most characters of a piece, to bound the memory
 TRIES = 16
 

@@ -23,7 +23,7 @@ from optimus.data.tables import records
 from optimus.disk import parse_json
 from optimus.errors import UserError
 
-BLOCK = 1 << 20  # bytes
+BLOCK = 1 << 20  # bytes of a batch
 # Most bytes of a JSON line: the parser reads a whole line, and needs several times the size of the line in memory. Text
 # files have no limit.
 LONGEST_LINE = 64 << 20
@@ -245,7 +245,7 @@ def _read_lines(
 
 def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
     """Yields blocks of whole lines of at most twice `BLOCK`. A longer line is a separate block."""
-    carried: list[bytes] = []  # the beginning of a line
+    carried: list[bytes] = []  # the beginning of a line whose end is in a later chunk
     size = 0
     while chunk := stream.read(BLOCK):
         newline = chunk.rfind(b"\n") + 1

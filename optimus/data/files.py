@@ -29,7 +29,7 @@ CODE_SUFFIXES = (
     ".vue", ".proto", ".tex", ".rst",
 )  # fmt: skip
 TEXT_SUFFIXES = (".txt", ".md", *CODE_SUFFIXES)  # one document per file
-HTML_SUFFIXES = (".html", ".htm", ".xhtml")  # the text of the page
+HTML_SUFFIXES = (".html", ".htm", ".xhtml")  # one document per file: the visible text of the page
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")  # one document per line
 TSV_SUFFIXES = (".tsv", ".tsv.gz", ".tsv.zst")
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".csv.zst", *TSV_SUFFIXES)  # one document per row

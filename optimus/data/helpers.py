@@ -71,7 +71,7 @@ class Helpers:
             start_new_session=True,  # only the parent handles Ctrl-C
         )
         self._processes.append(process)
-        if self._killed:  # `__exit__` ran meanwhile
+        if self._killed:  # `__exit__` has killed the other helpers meanwhile
             process.kill()
         self._own.process = process
 

@@ -62,7 +62,7 @@ class Look(NamedTuple):
     """The result of a check. `wrong` describes the fault, without the path at its beginning, or is None for a good file."""
 
     wrong: str | None
-    whole: bool  # True if nothing is left to check: the file is bad, or was read to its end
+    whole: bool  # True if the check is complete: the file is bad, or the check has read it to its end
 
 
 def look(text_field: TextField, whole: bool, source: Source) -> Look:
@@ -122,7 +122,7 @@ def _no_file(source: Source) -> str | None:
 def _read(source: Source, text_field: TextField, whole: bool) -> bool:
     """Reads a file up to its limit. Returns True if it has reached the end of the file."""
     left = float("inf") if whole else REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
-    if files.ends_in(source.path, files.HTML_SUFFIXES):  # any text that can be decoded is a page
+    if files.ends_in(source.path, files.HTML_SUFFIXES):  # any decodable text is a valid page
         with open_bytes(source) as (stream, _):
             for text in decode(source, stream, 0):
                 left -= len(text)

@@ -37,7 +37,7 @@ class Counts:
     empty_documents: int = 0
     text_bytes: int = 0
     tokens: int = 0
-    too_short: int = 0  # excluded documents, as in the next two fields
+    too_short: int = 0  # number of excluded documents, as in the next two fields
     too_long: int = 0
     duplicates: int = 0
 

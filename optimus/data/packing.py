@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from optimus.data.shards import NOT_PREDICTED
 
-_READ = 16 << 20  # tokens
+_READ = 16 << 20  # tokens of a read
 _SMALLEST = 1 << 20  # bytes of the write buffer
 
 

@@ -59,7 +59,7 @@ COMMIT_SECONDS = 5.0
 TRAINING_SAMPLE = 64 << 20
 TEXTS_AT_ONCE = 64  # texts of a message to the process that trains a tokenizer
 LOOKED_AT_HERE = 16 << 20  # bytes that the main process checks in the time in which helpers start
-SIZE_SAMPLE = 1 << 17  # characters
+SIZE_SAMPLE = 1 << 17  # characters of text from which `_estimate` extrapolates
 SMALLEST_VOCABULARY = 257  # all bytes, and the end-of-text token
 
 
@@ -253,7 +253,7 @@ def _differences(run: _Run, index: dict[str, Any], settings: dict[str, Any]) -> 
 def _disk_errors(run: _Run) -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:  # from a progress report, not from a disk
+    except BrokenPipeError:  # a progress report raises this error, not a disk
         raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -300,7 +300,7 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
         bad += _look(run, run.sources.files[number + 1 :], whole=True)[0]
     run.leave_out(bad)
     settings = state.settings | {"inputs": run.sources.content_digest()}
-    if run.train_tokenizer is not None:  # the tokenizer was trained on this file too
+    if run.train_tokenizer is not None:  # the new tokenizer depends on this file too
         return _new_journal(run, settings)
     state.settings, state.mark, state.bad = settings, state.file_mark, run.bad
     state.looked_at = run.sources.identity_digests[-1]
@@ -311,7 +311,7 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
 def _look_at_all(run: _Run) -> None:
     """Checks all files and leaves out the bad ones. Raises `UserError`, which lists the bad files, unless `skip_bad` is
     set."""
-    # The training of a tokenizer needs good files alone, so this check must find all bad files before.
+    # A new tokenizer must depend on good files alone, so this check must find all bad files before the training.
     bad, partly = _look(run, run.sources.files, whole=run.train_tokenizer is not None)
     if bad and not run.skip_bad and sum(source.size for source in partly) <= WHOLE:
         bad += _look(run, partly, whole=True)[0]
@@ -437,7 +437,7 @@ def _training_sample(run: _Run) -> Iterator[str]:
             run.progress("train tokenizer", min(done, total), total)
             if left <= 0 and share < 1:
                 break
-    run.progress("train tokenizer", total, total)  # the total was an estimate, and a character may have several bytes
+    run.progress("train tokenizer", total, total)  # the total is an estimate, and a character may have several bytes
 
 
 def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:

@@ -28,7 +28,7 @@ INDEX = "index.json"
 SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
 NOT_PREDICTED = 1 << 31  # a bit of a stored token that the model does not predict, in data of conversations
 INSIDE = 1 << 30  # a bit of a stored end-of-text token that ends a turn but not its conversation
-CACHE = "~/.cache/optimus/data"  # copies of files at URLs
+CACHE = "~/.cache/optimus/data"  # default folder for copies of files at URLs
 FORMAT = "optimus-tokens"
 VERSION = 1
 # The fixed settings that `prepare` used before it had these options.
@@ -107,7 +107,7 @@ class Shards:
         self.eos_id: int = self.index["tokenizer"]["eos_id"]
         self.parse_special: bool = {**EARLIER, **self.index.get("settings", {})}["parse_special"]
         self.padded: bool = {**EARLIER, **self.index.get("settings", {})}["pack"] == "best-fit"
-        self.masked: bool = self.index.get("masked", False)  # True if some tokens are not predicted
+        self.masked: bool = self.index.get("masked", False)  # True if the model does not predict some tokens
         self._lock = threading.Lock()
         self._check_tokenizer()
         entries = self.index["shards"]

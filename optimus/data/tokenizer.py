@@ -44,7 +44,7 @@ def load(path: Path, *, parse_special: bool = False) -> Any:
 
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # the library raises errors of the class Exception itself
         raise UserError(f"{path} is not a tokenizer in the format of Hugging Face tokenizers: {error}") from error
     # The file may enable truncation or padding, which would silently change documents.
     tokenizer.no_truncation()
@@ -100,7 +100,7 @@ def _unknown_token(path: Path) -> int | None:
 
 
 def _eos_token(path: Path, vocabulary: dict[str, int]) -> str:
-    # The configurations of the standard names in a folder describe only the tokenizer of the standard name.
+    # `tokenizer_config.json` and `special_tokens_map.json` describe only the `tokenizer.json` of their folder.
     for config in ("tokenizer_config.json", "special_tokens_map.json") if path.name == FILE else ():
         file = path.parent / config
         if not file.is_file():

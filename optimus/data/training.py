@@ -22,7 +22,7 @@ from optimus.data.permutation import Permutation
 from optimus.data.shards import Shards
 from optimus.errors import UserError
 
-_DESCRIBED = 4096  # number of positions of a phase whose sources the fingerprint hashes
+_DESCRIBED = 4096  # first positions of a phase, whose sources the fingerprint hashes
 
 
 class MixedSource(NamedTuple):

@@ -188,6 +188,6 @@ def _choose(logits_V: Tensor, temperature: float, top_p: float, random: torch.Ge
     if temperature == 0:
         return int(logits_V.argmax())
     p_V, order_V = torch.softmax(logits_V.double() / temperature, -1).sort(descending=True, stable=True)
-    before_V = p_V.cumsum(0) - p_V  # probability of all tokens more probable than this one
+    before_V = p_V.cumsum(0) - p_V  # total probability of the tokens that are more probable than each token
     p_V[before_V >= top_p] = 0
     return int(order_V[torch.multinomial(p_V, 1, generator=random)])

@@ -88,7 +88,7 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
 
     Computes log-probabilities in fp32 from logits of the model's dtype, and sums them in fp64.
     """
-    rows: dict[tuple[int, ...], list[int]] = {}  # indices of the windows that share an input, by this input
+    rows: dict[tuple[int, ...], list[int]] = {}  # the indices of the windows with the same input, by this input
     for index, (context, continuation) in enumerate(windows):
         if not context:
             raise ValueError(f"window {index} has no context, so nothing predicts its first token")

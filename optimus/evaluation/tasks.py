@@ -41,8 +41,8 @@ _DEFINITIONS = {
     "mmlu_continuation": "mmlu/continuation",
 }
 _OF_SUBJECTS = {"mmlu": "mmlu_{}", "mmlu_continuation": "mmlu_{}_continuation"}  # lm-eval's task for each subject
-_SPLITS = ("test", "validation")  # in lm-eval's order
-_VALIDATION_ONLY = ("hellaswag", "piqa", "boolq", "winogrande")  # the test labels of these tasks are not published
+_SPLITS = ("test", "validation")  # splits in the order of lm-eval's preference
+_VALIDATION_ONLY = ("hellaswag", "piqa", "boolq", "winogrande")  # the test labels of these tasks are unpublished
 _METRICS = ("acc", "acc_norm")
 _FEWSHOT_SEED = 1234  # lm-eval's default
 

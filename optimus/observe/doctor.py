@@ -117,7 +117,7 @@ def _interconnect(network: Path = Path("/sys/class/net")) -> Iterator[Finding]:
     for device in sorted(network.iterdir()) if network.is_dir() else ():
         try:
             speed = int((device / "speed").read_text())
-        except (OSError, ValueError):  # loopback, or an interface that is down
+        except (OSError, ValueError):  # the interface is the loopback, or is down
             continue
         if speed > 0:
             speeds.append(f"{device.name} {speed / 1000:g} Gbit/s")

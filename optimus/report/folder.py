@@ -23,11 +23,11 @@ _BEAT, _SILENCE = (
     60.0,
 )  # seconds: a run is alive if its lease is younger than the first limit, and dead if older than the second
 _TOGETHER = 1000  # lines that `_values` parses at once
-_EXPERT_STEPS = 400  # most steps whose expert loads are read
-_SAMPLE_STEPS = 50  # most validations whose generated text is read
+_EXPERT_STEPS = 400  # most steps whose expert loads `read_folder` reads
+_SAMPLE_STEPS = 50  # most validations whose generated text `read_folder` reads
 _DIGITS = 16  # integers with fewer digits are exact in the page's JavaScript
 _KEPT = "\n\r\t"  # control characters that may remain in a text of several lines
-_RANKS = 1 << 20  # most ranks of a timeline that can be drawn
+_RANKS = 1 << 20  # most ranks of a timeline that the page draws
 _ENDINGS = ("failure", "error", "stopped", "recovered", "finished")  # events that tell how a run ended
 
 
@@ -38,7 +38,7 @@ class RunFolder:
 
     path: Path
     records: list[dict[str, Any]]
-    superseded: int  # records of steps that were executed again
+    superseded: int  # number of records that a repeated step has replaced
     experts: list[dict[str, Any]]  # expert loads of some steps, evenly spaced
     samples: list[dict[str, Any]]  # prompts and continuations of some validations, evenly spaced
     events: list[dict[str, Any]]

@@ -9,7 +9,7 @@ from optimus.errors import UserError, naming_read_errors, nearest
 from optimus.report.folder import is_run, read_folder
 from optimus.report.page import facts
 
-_DEPTH = 4  # levels of subfolders that are searched for runs
+_DEPTH = 4  # levels of subfolders in which `runs` searches
 STATES = ("running", "finished", "stopped", "failed")  # states of a run whose folder is readable
 COLUMNS = (
     "name", "state", "step", "steps", "loss", "bits_per_byte", "tokens_per_second", "parameters", "model", "why",
