@@ -1,22 +1,23 @@
-"""Cuts a long document into pieces that, tokenised one by one, give the tokens of the whole.
+"""Cuts a long document into pieces whose tokens, in order, are the tokens of the whole document.
 
 A tokenizer needs some fifty bytes of memory per byte of text, so a document of 3 GB cannot be tokenised at once. Cuts
-between words keep the tokens with every common tokenizer, but not with every tokenizer: a normaliser may strip or prepend a
-space, and an added token may hold spaces. Every cut is therefore checked: the text around the cut is tokenised whole and in
-two halves, which must agree. A piece without a checked cut grows, up to a limit.
+between words do not change the tokens of common tokenizers. They can change the tokens of others: a normaliser may strip
+or prepend a space, and an added token may contain spaces. `find_cut` therefore checks every cut: it tokenises the text
+around the cut as a whole and in two halves, and compares the tokens. If no cut passes the check, the piece grows, up to
+`LIMIT`.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-PIECE = 1 << 19  # characters
-WINDOW = 2048  # characters tokenised on each side of a proposed cut
-LIMIT = 1 << 24  # characters; a longer piece would break the promise of bounded memory
+PIECE = 1 << 19  # characters of a piece
+WINDOW = 2048  # characters on each side of a proposed cut that the check tokenises
+LIMIT = 1 << 24  # most characters of a piece, to bound the memory
 TRIES = 16
 
-# Preferred: between words, where GPT-style pre-tokenizers always split. Then: between letters and anything else, for text
-# without spaces (Chinese, minified code).
+# `find_cut` first tries cuts between words, where GPT-style pre-tokenizers always split. Then it tries cuts between
+# letters and other characters, for text without spaces (Chinese, minified code).
 BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 BETWEEN_KINDS = re.compile(r"(?<=\w)(?=\W)|(?<=\W)(?=\w)")
 
@@ -26,7 +27,8 @@ class UncuttableError(ValueError):
 
 
 def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[tuple[str, bool]]:
-    """Cuts the document that `chunks` make up. Yields (piece, True for the last piece); pieces are about `PIECE` characters.
+    """Cuts the document whose text is the concatenation of `chunks`. Yields (piece, True for the last piece); pieces are
+    about `PIECE` characters.
 
     Each cut depends only on the text since the previous cut, not on the chunks: reading that resumes at a cut finds the same
     later cuts. `encode` returns the tokens of a text. An empty document has no pieces. Raises `UncuttableError`.
@@ -49,7 +51,7 @@ def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterato
 
 def find_cut(text: str, encode: Callable[[str], list[int]]) -> int | None:
     """Finds the last position of `text`, `WINDOW` characters or more before its end, where a check confirms that a cut
-    keeps the tokens."""
+    does not change the tokens."""
     for pattern in (BETWEEN_WORDS, BETWEEN_KINDS):
         for cut in islice(_places(pattern, text), TRIES):
             left, right = text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]

@@ -1,8 +1,9 @@
-"""Reads input files in order, as batches of about 1 MB of text with the position reached after each.
+"""Reads input files in order, as batches of about 1 MB of text, each with the position after the batch.
 
-Helper processes tokenise the batches. JSON lines travel as raw blocks of whole lines, which the helpers parse. All other
-text travels as strings, and a document above `BLOCK` in pieces (`cutting`). A position is a place between two documents, or
-a checked cut in a text file. Reading that starts again at a position gives the same tokens.
+Helper processes tokenise the batches. They receive JSON lines as raw blocks of whole lines, which they parse. They
+receive all other text as strings, and long documents in pieces (`cutting`). A position is the border between two
+documents, or a checked cut in a text file. A reader that starts at a position finds the same tokens as a reader that
+continues there.
 """
 
 import codecs
@@ -22,8 +23,9 @@ from optimus.data.tables import records
 from optimus.disk import parse_json
 from optimus.errors import UserError
 
-BLOCK = 1 << 20  # bytes
-# A JSON line is parsed as a whole, which takes several times its size in memory. Text files have no such limit.
+BLOCK = 1 << 20  # bytes of a batch
+# Most bytes of a JSON line: the parser reads a whole line, and needs several times the size of the line in memory. Text
+# files have no limit.
 LONGEST_LINE = 64 << 20
 PARQUET_ROWS = 64
 
@@ -32,7 +34,7 @@ Encode = Callable[[str], list[int]]
 
 class Position(NamedTuple):
     """A position before byte `offset` of the decompressed text of file number `file`. For Parquet, Arrow, CSV and TSV,
-    `offset` is a row.
+    `offset` is the number of a row.
 
     `line` counts the lines before the position, in JSON lines.
     """
@@ -49,7 +51,7 @@ class Position(NamedTuple):
 
 @dataclass
 class DocumentBatch:
-    """A batch of either `lines` (whole JSON lines of `place`, the first of them number `first_line`) or `texts`.
+    """A batch of either `lines` (whole JSON lines of the file `place`, from line `first_line` on) or `texts`.
 
     `ends[i]` is True if `texts[i]` ends its document. `after` is the position reached after the batch, or None inside a
     document. `read` counts the bytes of all input files read so far, for progress.
@@ -66,7 +68,7 @@ class DocumentBatch:
 
 
 class _Piece(NamedTuple):
-    """A document or a part of one, on its way into a batch."""
+    """A document or a part of a document, which becomes an entry of a batch."""
 
     text: str
     ends: bool
@@ -77,9 +79,9 @@ class _Piece(NamedTuple):
 def read_batches(
     sources: Sources, start: Position, text_field: str | TextField, encode: Encode
 ) -> Iterator[DocumentBatch]:
-    """Yields all batches from `start` on. The last batch of each file leads to the beginning of the next file.
+    """Yields all batches from `start` on. The position after the last batch of a file is the beginning of the next file.
 
-    `encode` returns the tokens of a text, and is used to check cuts. Raises `BadFileError`, and `UserError` if a disk or a
+    `encode` returns the tokens of a text, for the check of cuts. Raises `BadFileError`, and `UserError` if a disk or a
     server fails.
     """
     read_before = sum(source.size for source in sources.files[: start.file])
@@ -118,7 +120,7 @@ def read_batches(
 def _parts(
     source: Source, start: Position, text_field: str | TextField, encode: Encode
 ) -> "Iterator[DocumentBatch | _Piece]":
-    """Yields the batches and pieces of one file, from the reader for its ending."""
+    """Yields the batches and pieces of one file, with the reader for the file's ending."""
     read = next((read for suffixes, read in _READERS.items() if files.ends_in(source.path, suffixes)), None)
     with naming_bad_file(str(source.path)):
         if read is None:
@@ -146,7 +148,8 @@ def read_texts(
 ) -> Iterator[tuple[str, bool]]:
     """Yields the text of all documents as (text, True if the text ends its document). Long documents come in pieces.
 
-    Without `encode`, pieces are cut without a check, which is enough where tokens need not be kept.
+    Without `encode`, this function does not check the cuts, for callers that do not need the tokens of the whole
+    document.
     """
     for batch in read_batches(sources, Position(0), text_field, encode):
         yield from zip(batch.texts, batch.ends)
@@ -241,13 +244,13 @@ def _read_lines(
 
 
 def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
-    """Yields blocks of whole lines of at most twice `BLOCK`. A longer line is a block of its own."""
-    carried: list[bytes] = []  # the beginning of a line
+    """Yields blocks of whole lines of at most twice `BLOCK`. A longer line is a separate block."""
+    carried: list[bytes] = []  # the beginning of a line whose end is in a later chunk
     size = 0
     while chunk := stream.read(BLOCK):
         newline = chunk.rfind(b"\n") + 1
         if newline:
-            # A long carried line forms a block alone; a short one joins the lines that follow it.
+            # A long carried line is a separate block. A short one shares a block with the lines after it.
             first = chunk.find(b"\n") + 1 if size > BLOCK else newline
             yield from filter(None, (b"".join([*carried, chunk[:first]]), chunk[first:newline]))
             line += chunk.count(b"\n")
@@ -265,7 +268,7 @@ def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
 
 def parse_lines(batch: DocumentBatch, text_field: str | TextField) -> Iterator[Conversation]:
     """Yields the documents in the JSON lines of a batch. Raises `BadFileError` with the line number."""
-    # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may hold.
+    # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may contain.
     lines = enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), start=batch.first_line)
     with naming_bad_file(batch.place):
         for number, line in lines:
@@ -275,7 +278,8 @@ def parse_lines(batch: DocumentBatch, text_field: str | TextField) -> Iterator[C
 
 
 def parse_line(line: bytes, place: str, number: int, text_field: str | TextField) -> Conversation | None:
-    """Returns the document in one JSON line, or None for a blank line. Raises `UserError` naming file and line."""
+    """Returns the document in one JSON line, or None for a blank line. Raises `UserError`, which names the file and the
+    line."""
     try:
         decoded = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode()
     except UnicodeDecodeError as error:
@@ -303,7 +307,7 @@ def _read_parquet(source: Source, start: Position, text_field: str | TextField, 
             columns = field.columns(
                 file.schema_arrow.names, str(source.path), lambda: _first_record(source, file.iter_batches(1))
             )
-            groups: list[int] = []  # row groups before the position are not read at all
+            groups: list[int] = []  # row groups to read: those that end after the position
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if row + rows <= start.offset and not groups:
@@ -362,7 +366,8 @@ def _row_pieces(
     raw: BinaryIO,
     encode: Encode,
 ) -> Iterator[_Piece]:
-    """Yields the texts of rows, each given with its number. The first row of the file has number 1."""
+    """Yields the texts of `rows`, which are pairs of a row's number and its record. The first row of the file has number
+    1."""
     for number, record in rows:
         place, after = f"{source.path}: row {number}", Position(start.file, number)
         for piece, last in _checked_pieces(place, _slices(field.of(record, place)), encode):

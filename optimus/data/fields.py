@@ -1,6 +1,6 @@
 """Reads the text of a record: a field, a nested field (`meta.body`), several fields in a template, or a conversation.
 
-In a conversation (`chat:messages`) only the assistant's text is predicted (`chat.py`).
+In a conversation (`chat:messages`) the model predicts only the assistant's text (`chat.py`).
 """
 
 import string
@@ -37,8 +37,8 @@ class TextField:
         self._is_template = bool(names)
 
     def columns(self, known: Sequence[str], place: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
-        """Returns the columns, among those `known`, that this field needs. Raises `UserError` for a missing column; the
-        message suggests another column from the `first` row."""
+        """Returns the names in `known` of the columns that this field needs. Raises `UserError` for a missing column;
+        the message suggests another column from the `first` row."""
         found = dict.fromkeys(name if name in known else name.split(".")[0] for name in self.names)
         for name in found:
             if name not in known:
@@ -47,21 +47,22 @@ class TextField:
         return list(found)
 
     def of(self, record: Mapping[str, Any], place: str) -> str:
-        """Returns the text of a record read at `place`. Raises `UserError` for a field that is missing or is not text."""
+        """Returns the text of a record; messages name its `place`. Raises `UserError` for a field that is missing or is
+        not text."""
         if not self._is_template:
             return _value(record, self.said, place)
         return "".join(before + ("" if name is None else _value(record, name, place)) for before, name in self._parts)
 
     def conversation(self, record: Mapping[str, Any], place: str) -> Conversation:
-        """Returns the text of `of` with its predicted spans: all of a plain text."""
+        """Returns the text of `of` with its predicted spans. The model predicts all of a plain text."""
         return Conversation(self.of(record, place))
 
 
 class ChatField(TextField):
     """A list of messages, each with a role and its content, in the usual format of chats. The record may also have `tools`.
 
-    `template` renders the messages. Text of messages that spells one of the tokenizer's `special` tokens stays text, unless
-    `parse_special` asks for the token.
+    `template` renders the messages. The spelling of one of the tokenizer's `special` tokens in a message stays ordinary
+    text, unless `parse_special` is True.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ChatField(TextField):
         self.template, self._special, self._parse_special = template, special, parse_special
 
     def columns(self, known: Sequence[str], place: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
-        """Raises `UserError`: tables cannot hold conversations."""
+        """Raises `UserError`: tables cannot contain conversations."""
         raise UserError(f"{place}: conversations (`text_field` {CHAT}...) are read from JSON lines: convert it")
 
     def of(self, record: Mapping[str, Any], place: str) -> str:
@@ -80,7 +81,7 @@ class ChatField(TextField):
 
     def conversation(self, record: Mapping[str, Any], place: str) -> Conversation:
         """Returns the rendered conversation with its predicted spans. Raises `UserError` for a field that is no
-        conversation, for one without an answer, and for one that the template cannot take."""
+        conversation, for a conversation without an answer, and for a conversation that the template cannot render."""
         messages = _found(record, self.said, place)
         if not isinstance(messages, list):
             raise UserError(
@@ -158,7 +159,7 @@ def _texts(record: Mapping[str, Any], above: str = "", deep: int = 4) -> Iterato
     """Yields the texts of a record and of its nested objects, each with the `text_field` that reads the text."""
     for name, value in record.items():
         if above and "." in name:
-            continue  # no `text_field` reads this name
+            continue  # no `text_field` can name this field
         if isinstance(value, str) and value.strip():
             yield above + name, value
         elif isinstance(value, Mapping) and deep and "." not in name:

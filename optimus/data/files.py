@@ -29,7 +29,7 @@ CODE_SUFFIXES = (
     ".vue", ".proto", ".tex", ".rst",
 )  # fmt: skip
 TEXT_SUFFIXES = (".txt", ".md", *CODE_SUFFIXES)  # one document per file
-HTML_SUFFIXES = (".html", ".htm", ".xhtml")  # the text of the page
+HTML_SUFFIXES = (".html", ".htm", ".xhtml")  # one document per file: the visible text of the page
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")  # one document per line
 TSV_SUFFIXES = (".tsv", ".tsv.gz", ".tsv.zst")
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".csv.zst", *TSV_SUFFIXES)  # one document per row
@@ -38,14 +38,14 @@ _SUPPORTED = (
     ".txt .md .html .jsonl .jsonl.gz .jsonl.zst .json.gz .csv .tsv (and .gz, .zst of both) .parquet .arrow, and source code "
     f"({' '.join(CODE_SUFFIXES)})"
 )
-# Ratio of the size of the text to the size of the file, assumed when free disk space is checked before the work starts.
+# Assumed ratio of the size of the text to the size of the file, for the check of free disk space before tokenisation.
 EXPANSION = {".gz": 4.0, ".zst": 4.0, ".parquet": 3.0, ".html": 0.5, ".htm": 0.5, ".xhtml": 0.5}
 READ = 1 << 20
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input file. `name` is its path below the input that it came from, which is number `input`.
+    """One input file. `name` is the path of the file relative to its input, which has the index `input`.
 
     `encoding` is the encoding of its text if the text is not UTF-8.
     """
@@ -63,7 +63,7 @@ class Source:
 
 
 class BadFileError(UserError):
-    """Raised for one bad input file, at `path`. `what` begins with the place in the file and ends with the cure."""
+    """Raised for one bad input file, at `path`. `what` begins with the position in the file and ends with the cure."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path}{what}")
@@ -75,10 +75,10 @@ class BadFileError(UserError):
 
 @dataclass(frozen=True)
 class BadFile:
-    """A file that is left out because it cannot be read. `what` describes the fault."""
+    """An unreadable file, which `prepare` excludes. `what` describes the fault."""
 
     input: int
-    name: str  # printable, as it is written to the index
+    name: str  # in printable characters, as in the index
     size: int
     modified_ns: int
     what: str
@@ -88,7 +88,7 @@ class BadFile:
         return cls(source.input, printable(source.name), source.size, source.modified_ns, what)
 
     def entry(self) -> dict[str, Any]:
-        """Returns the file's entry in `index.json`, which does not depend on where or when the index is written."""
+        """Returns the file's entry in `index.json`, which does not depend on the path or the time of the index."""
         said = {name: value for name, value in asdict(self).items() if name != "modified_ns"}
         return said | {"what": re.sub(r"^:(\d+):", r"line \1:", self.what).lstrip(": ")}
 
@@ -102,13 +102,14 @@ class Sources:
     skipped: dict[str, int] = field(default_factory=dict)
 
     def without(self, bad: Iterable[tuple[int, str]]) -> "Sources":
-        """Returns the sources without the files given as (number of input, printable name)."""
+        """Returns the sources without the files `bad`, each a pair of the input's index and the file's printable
+        name."""
         left_out = set(bad)
         kept = tuple(source for source in self.files if (source.input, printable(source.name)) not in left_out)
         return Sources(self.inputs, kept, self.skipped)
 
     def content_digest(self) -> str:
-        """Digests the names and sizes of all files, independently of where and when the files were written."""
+        """Digests the names and sizes of all files, independently of their folder and their times."""
         return _digest((source.input, source.name, source.size) for source in self.files)
 
     @cached_property
@@ -129,12 +130,12 @@ def _digest(rows: Iterable[tuple[object, ...]]) -> str:
 
 def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encoding: str = "utf-8") -> Sources:
     """Finds the files of all inputs: files, folders (walked in sorted order, without hidden names) and globs, also as
-    fsspec's URLs. Each file is listed once.
+    fsspec's URLs. Lists each file once.
 
-    A file named as an input is listed whatever its ending. A path that is no file, such as a link to nothing, is listed too:
-    the check of files then finds it bad. Raises `UserError`.
+    Lists a file with any ending if the file itself is an input. Also lists a path that is no file, such as a broken
+    link, so that the check of files reports the path. Raises `UserError`.
 
-    The contents of the folders `leave_out` are ignored: an output may be within an input folder.
+    Ignores the contents of the folders `leave_out`, because an output may be within an input folder.
     """
     hidden = [folder.resolve() for folder in leave_out]
     found: dict[Path | RemoteFile, Source] = {}
@@ -199,7 +200,7 @@ def ends_in(path: Path | RemoteFile, suffixes: tuple[str, ...]) -> bool:
 
 
 def _ending(path: Path | RemoteFile) -> str:
-    """Returns the ending of a file's name. For a compressed file the ending includes that of the file within."""
+    """Returns the ending of a file's name. For a compressed file, it includes the ending of the decompressed file."""
     last = path.suffix.lower()
     within = Path(path.stem).suffix.lower() if last in (".gz", ".zst", ".bz2", ".xz") else ""
     return f"{within}{last}" or "no ending"
@@ -227,12 +228,13 @@ def _expand(given: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
 
 
 def _real(path: Path | RemoteFile) -> Path | RemoteFile:
-    """Resolves the links of a path, so that a file has one path. A broken or circular link gives its own absolute path."""
+    """Resolves the links of a path, so that each file has only one path. For a broken or circular link, returns the
+    absolute path of the link."""
     return path.resolve() if isinstance(path, RemoteFile) or path.exists() else path.absolute()
 
 
 def _fixed_part(pattern: Path) -> Path:
-    """Returns the longest leading folder of a glob without wildcards."""
+    """Returns the longest leading folder of a glob that has no wildcards."""
     fixed = Path(pattern.anchor)
     for part in pattern.parts[len(fixed.parts) : -1]:
         if glob.has_magic(part):
@@ -247,7 +249,7 @@ def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
         if path.name.startswith("."):
             continue
         if path.is_dir():
-            if path.resolve() not in above:  # a link to a folder above would never end
+            if path.resolve() not in above:  # following a link to a parent folder would never end
                 yield from _walk(path, above)
         else:
             yield path
@@ -255,10 +257,11 @@ def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
 @contextmanager
 def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file. Yields the decompressed stream in UTF-8, and the file itself, whose position tells the progress.
+    """Opens a file. Yields the decompressed stream in UTF-8, and the file itself, whose position shows the progress.
 
-    A damaged compressed file or an unreadable one raises a `UserError` that names the file. Bytes that are invalid in the
-    file's encoding raise one too, except in UTF-8: there the reader of the stream finds the invalid bytes.
+    A damaged compressed file or an unreadable one raises a `UserError` that names the file. Bytes that are invalid in
+    the file's encoding raise a `UserError` too. UTF-8 is the exception: the reader of the stream must find its invalid
+    bytes.
     """
     recode = source.encoding != "utf-8" and not _is_utf8(source)
     with open_as_stored(source) as (stream, raw):
@@ -288,7 +291,7 @@ def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 def unmarked(head: bytes) -> str | None:
     """Detects UTF-16 or UTF-32 without a byte order mark from the beginning of a text. For most scripts, at least every
-    other byte of such text is null.
+    other byte of text in these encodings is null.
 
     Text in UTF-16 or UTF-32 may be valid UTF-8 with null characters, and is valid in every single-byte encoding.
     """
@@ -340,7 +343,7 @@ class _Recoded(io.RawIOBase):
         self._stream = stream
         self._source = source
         self._decoder = codecs.getincrementaldecoder(source.encoding)()
-        self._read = 0  # bytes
+        self._read = 0  # bytes read so far
         self._begun = False
         self._ended = False
         self._ready = b""
@@ -370,7 +373,7 @@ class _Recoded(io.RawIOBase):
 
 
 class _ZstdStream(io.RawIOBase):
-    """Reads zstd frames. Raises EOFError for a truncated file, which the library's own reader takes for a complete one."""
+    """Reads zstd frames. Raises EOFError for a truncated file, which zstandard's reader accepts as a complete file."""
 
     def __init__(self, raw: BinaryIO) -> None:
         import zstandard
@@ -379,8 +382,8 @@ class _ZstdStream(io.RawIOBase):
         self._error = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         self._frame: Any = None  # the incomplete frame
-        self._rest = b""  # compressed, not yet used
-        self._ready = b""  # decompressed, not yet handed out
+        self._rest = b""  # compressed bytes after the last frame
+        self._ready = b""  # decompressed bytes that the next read returns
 
     def readable(self) -> bool:
         return True

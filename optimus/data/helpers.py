@@ -1,8 +1,9 @@
 """Helper processes that run functions for this process.
 
-Children of multiprocessing import the caller's main module again, which breaks in scripts without a `__main__` guard, and
-outlive a parent that is killed. A helper is instead a fresh interpreter at the end of two pipes. A helper imports what its
-function needs, and ends when its pipe closes or its parent is gone, for whatever reason.
+Children of multiprocessing import the caller's main module again, which breaks in scripts without a `__main__` guard,
+and outlive a parent that is killed. A helper is instead a fresh interpreter, to which the parent writes and from which
+it reads by two pipes. A helper imports only the modules that its function needs. It ends when its pipe closes or its
+parent has ended for any reason.
 """
 
 import os
@@ -24,9 +25,9 @@ class Helpers:
     """A pool of `count` processes, started by the first calls. `make` runs once in each process and returns the function to
     serve.
 
-    `make` and its arguments are pickled, so `make` must be importable by name. Leaving the context ends all processes, at
-    once if an exception leaves it. Parallelism comes from the number of helpers: each has one thread unless `threads` says
-    otherwise, because the tokenizer's own threads would compete with the helpers.
+    The pool pickles `make` and its arguments, so `make` must be importable by name. The end of the `with` block ends all
+    processes, at once if an exception leaves the block. Parallelism comes from the number of helpers. Each helper has
+    `threads` threads, one by default, because the tokenizer's threads would compete with the other helpers.
     """
 
     def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:
@@ -57,7 +58,7 @@ class Helpers:
                 process.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
         for process in self._processes:
-            process.communicate()  # closes its pipes, at which it ends
+            process.communicate()  # closes the pipes of the process, which then ends
 
     def _start(self) -> None:
         """Starts the helper of the current thread."""
@@ -67,10 +68,10 @@ class Helpers:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the parent to handle
+            start_new_session=True,  # only the parent handles Ctrl-C
         )
         self._processes.append(process)
-        if self._killed:  # `__exit__` ran meanwhile
+        if self._killed:  # `__exit__` has killed the other helpers meanwhile
             process.kill()
         self._own.process = process
 
@@ -99,7 +100,7 @@ def serve(parent: int) -> None:
     end_after(parent)
     calls = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not mix with the answers
+    os.dup2(2, 1)  # the output of libraries must not mix with the answers
     function: Callable[..., Any] | None = None
     while True:
         try:

@@ -20,11 +20,12 @@ from optimus.data.remote import RemoteFile
 from optimus.disk import printable
 from optimus.errors import UserError
 
-LIMIT = 64 << 20  # bytes of text
-REMOTE_LIMIT = 1 << 20  # bytes of text of a remote file, which must be fetched
-# bytes; once a file is bad, `prepare` reads large files of at most this size together to their ends, to complete the list
+LIMIT = 64 << 20  # bytes of text that the check reads from a file
+REMOTE_LIMIT = 1 << 20  # bytes of text of a remote file, which the check must download
+# bytes; if a file is bad and all large files have at most this size together, `prepare` checks the large files to their
+# ends
 WHOLE = 4 << 30
-LISTED = 1000  # number of files that a message lists at most
+LISTED = 1000  # most files that a message lists
 _HEAD = 4096  # bytes that identify the type of a file
 _KINDS = {
     b"%PDF-": "a PDF document",
@@ -41,7 +42,7 @@ _KINDS = {
     b"SQLite format 3": "a database",
 }
 _ENDINGS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet", b"ARROW1": ".arrow"}
-_MARKS = {  # by byte order mark, longer marks first: the encoding to suggest, and another encoding that reads the file
+_MARKS = {  # for each byte order mark (longer ones first): the encoding to suggest, and another one that reads the file
     codecs.BOM_UTF32_LE: ("utf-32", "utf-32-le"),
     codecs.BOM_UTF32_BE: ("utf-32", "utf-32-be"),
     codecs.BOM_UTF16_LE: ("utf-16", "utf-16-le"),
@@ -61,7 +62,7 @@ class Look(NamedTuple):
     """The result of a check. `wrong` describes the fault, without the path at its beginning, or is None for a good file."""
 
     wrong: str | None
-    whole: bool  # True if nothing is left to check: the file is bad, or was read to its end
+    whole: bool  # True if the check is complete: the file is bad, or the check has read it to its end
 
 
 def look(text_field: TextField, whole: bool, source: Source) -> Look:
@@ -119,9 +120,9 @@ def _no_file(source: Source) -> str | None:
 
 
 def _read(source: Source, text_field: TextField, whole: bool) -> bool:
-    """Reads a file up to its limit. Returns True if the file was read to its end."""
+    """Reads a file up to its limit. Returns True if it has reached the end of the file."""
     left = float("inf") if whole else REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
-    if files.ends_in(source.path, files.HTML_SUFFIXES):  # any text that can be decoded is a page
+    if files.ends_in(source.path, files.HTML_SUFFIXES):  # any decodable text is a valid page
         with open_bytes(source) as (stream, _):
             for text in decode(source, stream, 0):
                 left -= len(text)
@@ -194,7 +195,7 @@ def _lines_kind(head: bytes) -> str | None:
 
 
 def with_encoding(source: Source, what: str) -> str:
-    """Adds to the fault of a file that is not UTF-8 the encoding that would read the file."""
+    """Extends the fault of a file that is not UTF-8 by an encoding that can read the file."""
     if ": not UTF-8" not in what or files.ends_in(source.path, (".parquet", ".arrow")):
         return what
     what = what.removesuffix(". Convert it to UTF-8.")
@@ -216,8 +217,8 @@ def with_encoding(source: Source, what: str) -> str:
 
 
 def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False, skip: bool = True) -> str:
-    """Formats one message about bad files among `total`: a line for each, and the cure. `partly`: large files were
-    checked only in part. `skip`: the caller can continue without some files."""
+    """Formats one message about bad files among `total`: a line for each, and the cure. `partly` is True if the check
+    has read only parts of large files. `skip` is True if the caller can continue without some files."""
     skip = skip and len(bad) < total
     apart = _apart(bad, total)
     note = f" Of large files, the first {LIMIT >> 20} MB have been looked at so far." if partly else ""
@@ -240,8 +241,8 @@ def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False,
 
 
 def _apart(bad: Sequence[tuple[Source, str]], total: int) -> str:
-    """Returns the advice for files that no single encoding reads: another encoding is set already, or the bad files need
-    several."""
+    """Returns the advice for files that no single encoding can read: the bad files need several encodings, or another
+    one than the configured one."""
     needed = {cure for _, what in bad for cure in _NEEDED.findall(what)}
     named = {source.encoding for source, what in bad if _NEEDED.search(what)} - {"utf-8"}
     if not (len(needed) > 1 or (named and total > 1)):

@@ -1,7 +1,9 @@
-"""Records the progress of an unfinished `prepare` in a small file, replaced atomically, in the folder `<output>.partial`.
+"""Records the progress of an unfinished `prepare` in a small file in the folder `<output>.partial`. Each update replaces
+the file atomically.
 
-Everything that the journal lists is on disk: the token stream is synchronised before the journal that counts its tokens.
-After a kill at any moment, the stream continues at the journal's length and reading at the journal's position.
+The journal lists only data that is on disk: `prepare` syncs the token stream before it writes the journal that counts
+the stream's tokens. A run that resumes after a kill writes the stream from the journal's number of tokens on, and reads
+from the journal's position on.
 """
 
 import errno
@@ -24,18 +26,18 @@ from optimus.errors import UserError
 
 FILE = "journal.json"
 LOCK = ".lock"
-LEFT_OUT = ("too_short", "too_long", "duplicates")  # reasons to leave out a document, as names of `Counts`
+LEFT_OUT = ("too_short", "too_long", "duplicates")  # reasons to exclude a document, which are fields of `Counts`
 
 
 @dataclass
 class Counts:
-    """Counts of what has been read from one input."""
+    """Counts of the documents that `prepare` has read from one input."""
 
     documents: int = 0
     empty_documents: int = 0
     text_bytes: int = 0
     tokens: int = 0
-    too_short: int = 0  # documents left out, like the next two
+    too_short: int = 0  # number of excluded documents, as in the next two fields
     too_long: int = 0
     duplicates: int = 0
 
@@ -44,12 +46,12 @@ class Counts:
 class Mark:
     """A position that reading can resume from: everything before `position` gave the first `tokens` of the stream.
 
-    `files` identifies the files read, wholly or partly, up to the position. `document` describes a document that continues
-    there.
+    `files` identifies the files read, wholly or partly, up to the position. `document` describes a document that
+    continues at the position.
     """
 
     position: Position
-    counts: list[Counts]  # per input
+    counts: list[Counts]  # one entry per input
     files: str = ""
     document: Document = field(default_factory=Document)
 
@@ -59,7 +61,7 @@ class Mark:
 
     @property
     def documents(self) -> int:
-        """Number of kept documents."""
+        """Number of documents in the stream."""
         return sum(counts.documents for counts in self.counts)
 
     def holds(self, sources: Sources) -> bool:
@@ -70,19 +72,19 @@ class Mark:
 
 @dataclass
 class Journal:
-    """The state of an unfinished run. `mark` is the last position, `file_mark` the last one between two files.
+    """The state of an unfinished run. `mark` is the last position, `file_mark` is the last position between two files.
 
-    A run that stopped at a bad line resumes from `file_mark` if the file was changed to mend that line.
+    A run that stopped at a bad line resumes from `file_mark` if somebody has changed the file to mend that line.
     """
 
     settings: dict[str, Any]
     mark: Mark
     file_mark: Mark
-    instances: int | None = None  # known once everything is tokenised
-    shards: dict[str, str] = field(default_factory=dict)  # finished ones: name and checksum
-    packed: dict[str, int] = field(default_factory=dict)  # counts of packing, once packing is done
-    looked_at: str = ""  # identity of the files that were checked and found good
-    bad: list[BadFile] = field(default_factory=list)  # files that are left out
+    instances: int | None = None  # known after tokenisation
+    shards: dict[str, str] = field(default_factory=dict)  # checksums of the finished shards, by name
+    packed: dict[str, int] = field(default_factory=dict)  # counts of packing, after packing
+    looked_at: str = ""  # identity digest of the files that passed the check
+    bad: list[BadFile] = field(default_factory=list)  # unreadable files, which `prepare` excludes
 
     @property
     def is_empty(self) -> bool:

@@ -1,10 +1,10 @@
-"""Batches of training sequences, read ahead on a thread.
+"""Loads batches of training sequences on a thread, ahead of their use.
 
-The content of a step is a pure function of the step, so a run resumes exactly from any step and every rank finds its part
-alone. A step takes the next `global_batch` places of its phase. A batch may span the end of a pass over a source; within a
-pass no sequence is repeated.
+The content of a step is a pure function of the step, so a run can resume exactly from any step, and every rank finds its
+part without communication. A step uses the next `global_batch` positions of its phase. A batch may span the end of a
+pass over a source. Within a pass, no sequence repeats.
 
-Legend: B sequences of this rank, S tokens of a sequence, N places.
+Legend: B sequences of this rank, S tokens of a sequence, N positions.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from optimus.data.training import DataPhase
 from optimus.errors import UserError
 
 T = TypeVar("T")
-AHEAD = 4  # batches
+AHEAD = 4  # batches that the thread reads ahead
 
 
 class TokenBatch(NamedTuple):
@@ -30,7 +30,7 @@ class TokenBatch(NamedTuple):
     tokens_BS: NDArray[np.int64]
     target_mask_BS: NDArray[np.bool_] | None = None
     document_BS: NDArray[np.int32] | None = None
-    source_B: NDArray[np.int64] | None = None  # index into the names of the phase, if it has several
+    source_B: NDArray[np.int64] | None = None  # indices into the phase's names, if the phase has several
 
 
 def _as_it_is(batch: TokenBatch) -> Any:
@@ -43,8 +43,8 @@ class TokenLoader(Iterator[T], Generic[T]):
     Rank r of `ranks` gets the r-th contiguous part of each global batch, which must be divisible by `ranks`. `next` raises a
     failure of the reading thread (such as a corrupted shard). Use the loader as a context manager, or call `close`.
 
-    `prepare` runs on the thread and makes the returned object from a batch. The loader keeps that object until the next call
-    of `next`, so a device may read the object until then.
+    `prepare` runs on the thread and converts a batch to the object that `next` returns. The loader references that
+    object until the next call of `next`, so a device may read the object until then.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TokenLoader(Iterator[T], Generic[T]):
                 )
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
-        self.step = start_step  # of the batch that comes next
+        self.step = start_step  # the step of the next batch
         self._phases, self._seed, self._rank, self._ranks = phases, seed, rank, ranks
         self._prepare = prepare
         self._given: T | None = None
@@ -85,7 +85,7 @@ class TokenLoader(Iterator[T], Generic[T]):
         return batch
 
     def places(self, step: int) -> tuple[DataPhase, NDArray[np.int64]]:
-        """Returns the phase of a step, and this rank's places [B] in the phase."""
+        """Returns the phase of a step, and this rank's positions [B] in the phase."""
         phase = next(phase for phase in reversed(self._phases) if phase.first <= step)
         size = phase.global_batch // self._ranks
         first = (step - phase.first) * phase.global_batch + self._rank * size
@@ -128,8 +128,7 @@ class TokenLoader(Iterator[T], Generic[T]):
 
 
 def _parts(shards: Shards, row_N: NDArray[np.int64], part_N: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Reads parts of rows, each of `length` tokens [N, length]. Every row is read once, and consecutive rows are read
-    together."""
+    """Reads parts of rows, each of `length` tokens [N, length]. Reads every row once, and consecutive rows together."""
     unique_R, inverse_N = np.unique(row_N, return_inverse=True)
     tokens_RC = np.empty((len(unique_R), shards.context), dtype=np.int64)
     starts = np.flatnonzero(np.diff(unique_R, prepend=-2) != 1).tolist()

@@ -16,7 +16,7 @@ _SPACES = re.compile(f"[{_SPACE}]+")
 
 
 def page_text(chunks: Iterable[str]) -> Iterator[str]:
-    """Yields the text of the page that `chunks` make up, in chunks."""
+    """Yields, in chunks, the text of the page whose HTML is the concatenation of `chunks`."""
     parser = _Parser()
     for number, chunk in enumerate(chunks):
         parser.feed(chunk if number else chunk.removeprefix("\ufeff"))  # a byte order mark

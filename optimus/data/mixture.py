@@ -1,11 +1,11 @@
-"""Assigns each place of a mixture to a source, as a pure function of the place.
+"""Assigns each position of a mixture to a source, as a pure function of the position.
 
-A place is the position of a sequence in its phase. The sources form one group or two, whose places are assigned block by
-block. The counts at the border of a block are a function of the border alone. Within a block, the sources are scheduled by
-earliest deadlines (Pfair scheduling on one processor, Baruah et al. 1996). The count of every source is exact to less than
-one place, whatever the weights are: `_Group` has the proof.
+A position is the index of a sequence in its phase. The sources form one group or two, and each group assigns its
+positions block by block. The counts at the border of a block are a function of the border alone. Within a block, the
+earliest deadline decides the next source (Pfair scheduling on one processor, Baruah et al. 1996). For any weights, the
+count of every source differs from its share by less than one; `_Group` has the proof.
 
-Legend: N places.
+Legend: N positions.
 """
 
 import heapq
@@ -18,17 +18,17 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-_TOTAL = 1 << 30  # of the weights, which bounds the places of a block
-_LEAST = 128  # places of a group in a block, enough to make the cost of borders small
+_TOTAL = 1 << 30  # greatest sum of weights, which bounds the length of a block
+_LEAST = 128  # least positions of a group in a block, so that the cost of borders is small
 _BLOCKS = 4  # cached blocks of a group
 
 IndexArray = NDArray[np.int64]
 
 
 class Mixture:
-    """A mixture of sources in proportion to whole `weights`, of which at least one is above 0.
+    """A mixture of sources in proportion to integer `weights`, of which at least one is above 0.
 
-    Source i has `weights[i] / sum(weights)` of the first n places, within less than one place, for every n.
+    For every n, source i has `n * weights[i] / sum(weights)` of the first n positions, up to an error of less than one.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
@@ -38,17 +38,17 @@ class Mixture:
         sums = list(accumulate(self.weights[source] for source in order))
 
         def longest(heavy: int) -> float:
-            """Places of a block if the first `heavy` sources form the first group."""
+            """Length of a block in positions if the first `heavy` sources form the first group."""
             ends = sums[heavy - 1] / self.weights[order[heavy - 1]], (total - sums[heavy - 1]) / self.weights[order[-1]]
             return max(ends)
 
         heavy = min(range(1, len(order) + 1), key=longest)
-        phase = total | 1  # odd, so that no place is at the border of two
+        phase = total | 1  # odd, so that the division in `_Group.places` never has the remainder 0
         parts = (order[:heavy], phase), (order[heavy:], 2 * total - phase)
         self._groups = [_Group(self.weights, sources, phase) for sources, phase in parts if sources]
 
     def counts(self, places: int) -> list[int]:
-        """Counts how many of the first `places` each source has."""
+        """Counts the sequences of each source at the first `places` positions."""
         found = [0] * len(self.weights)
         for group in self._groups:
             for source, number in zip(group.sources, group.counts(places)):
@@ -56,7 +56,7 @@ class Mixture:
         return found
 
     def locate(self, places_N: IndexArray) -> tuple[IndexArray, IndexArray]:
-        """Returns the source of each place [N], and the number of earlier places of that source [N]."""
+        """Returns the source of each position [N], and the number of earlier positions of that source [N]."""
         found_N2 = np.array([self._at(place) for place in places_N.tolist()], np.int64).reshape(-1, 2)
         return found_N2[:, 0], found_N2[:, 1]
 
@@ -69,46 +69,47 @@ class Mixture:
 
 
 class _Group:
-    """A group of `sources`, each of which has floor(n r) or ceil(n r) of the first n places, where r is its share.
+    """A group of `sources`. Each source has floor(n r) or ceil(n r) of the first n positions, where r is its share.
 
-    The group, with share R, has h(n) = floor(n R + phase / 2W) of the first n places, so in any m places floor(m R) or
-    ceil(m R). The rest of the places form such a group, too. The k-th sequence of a source (from 0) is due between places
-    floor(k / r) and ceil((k + 1) / r). A block is long enough that each source is due in it. By Hall's theorem, the
-    sequences of a block fit if no places s to t of the block have fewer places of the group than sequences due within them.
-    Earliest deadlines first then finds the schedule (one machine, jobs of unit length).
+    The group, with the share R, has h(n) = floor(n R + phase / 2W) of the first n positions, where W is the sum of all
+    weights. It therefore has floor(m R) or ceil(m R) of any m positions. The other positions form a second group with
+    the same property. The k-th sequence of a source (from 0) is due between positions floor(k / r) and ceil((k + 1) /
+    r). Each block is so long that every source is due in the block. By Hall's theorem, the sequences of a block fit if
+    no positions s to t of the block contain fewer positions of the group than sequences that are due from s to t. The
+    rule "earliest deadline first" then finds the schedule (one machine, jobs of unit length).
 
     Between s and t within the block, sources with the share Q <= R have sum(floor(t r) - ceil(s r)) <= floor((t - s) Q)
-    sequences due: enough places. Let `A` be the sources that have floor(n r) + 1 places before a border n, let f = n r mod 1
-    and p = 1 - phase / 2W. Let U be the sources whose next deadline is after t. The sequences due from n to t fit if |A in
-    U| <= h(t) - sum(floor(t r)), for which |A in U| <= ceil(f(U) - p) is enough. The sequences due from s to n fit if the
-    sources V whose current sequence was not yet due at s have |A in V| >= ceil(f(V) - p). The sets U are nested, and so are
-    the sets V. A set A with both bounds exists by the matroid intersection theorem, since ceil(f(V) - p) <= ceil(f(U) - p) +
-    |V without U|.
+    sequences due, for which the group has enough positions. Let `A` be the sources that have floor(n r) + 1 positions
+    before a border n, let f = n r mod 1 and p = 1 - phase / 2W. Let U be the sources whose next deadline is after t. The
+    sequences due from n to t fit if |A in U| <= h(t) - sum(floor(t r)), for which |A in U| <= ceil(f(U) - p) is enough.
+    The sequences due from s to n fit if the sources V whose current sequence was not yet due at s have |A in V| >=
+    ceil(f(V) - p). The sets U are nested, and so are the sets V. A set A with both bounds exists by the matroid
+    intersection theorem, since ceil(f(V) - p) <= ceil(f(U) - p) + |V without U|.
 
-    For each element that A must have, take the source with the nearest deadline among those that have waited longest: this
-    choice puts the fewest elements into every U. Counts therefore never differ from n r by one.
+    For each element that A must have, `_border` chooses the source with the nearest deadline among the sources that have
+    waited longest. This choice puts the fewest elements into every U. Counts therefore never differ from n r by one.
     """
 
     def __init__(self, weights: Sequence[int], sources: Sequence[int], phase: int) -> None:
         self.sources, self._total, self._phase = sources, sum(weights), phase
         self._weights = [weights[source] for source in sources]
         self._weight = sum(self._weights)
-        # Places of a block: long enough that each source is due in it.
+        # Length of a block in positions, with which every source is due in every block.
         self._length = max(-(-self._total // min(self._weights)), _LEAST * self._total // self._weight)
         self._block = lru_cache(_BLOCKS)(self._found)
 
     def places(self, number: int) -> int:
-        """Counts how many of the first `number` places are the group's."""
+        """Counts the positions of the group among the first `number` positions."""
         return (2 * number * self._weight + self._phase) // (2 * self._total)
 
     def at(self, place: int, step: int) -> tuple[int, int]:
-        """Returns the source of a place of the group, which has `step` earlier places, and the number of these that the
-        source has."""
+        """Returns the source of position `place` of the group, and the number of earlier positions of this source.
+        `step` is the number of earlier positions of the group."""
         before, found = self._block(place // self._length)
         return found[step - before]
 
     def counts(self, places: int) -> list[int]:
-        """Counts how many of the first `places` each of the sources has."""
+        """Counts the sequences of each of the group's sources at the first `places` positions."""
         number = places // self._length
         counts = dict(zip(self.sources, self._border(number * self._length)))
         before, found = self._block(number)
@@ -120,7 +121,8 @@ class _Group:
         """Computes `counts` at the border of a block."""
         whole, rest = zip(*(divmod(number * weight, self._total) for weight in self._weights))
         counts, sums, open_sources = list(whole), self._phase, list[tuple[float, int]]()
-        for i in sorted(range(len(rest)), key=lambda i: -rest[i] / self._weights[i]):  # longest due first
+        # The source that has waited longest comes first.
+        for i in sorted(range(len(rest)), key=lambda i: -rest[i] / self._weights[i]):
             heapq.heappush(open_sources, ((self._total - rest[i]) / self._weights[i], i))
             sums += 2 * rest[i]
             if sums >= 2 * self._total:
@@ -129,8 +131,8 @@ class _Group:
         return counts
 
     def _found(self, number: int) -> tuple[int, list[tuple[int, int]]]:
-        """Schedules a block. Returns the number of the group's places before the block, and the (source, index) of each
-        place of the group in the block."""
+        """Schedules a block. Returns the number of the group's positions before the block, and the (source, index) of
+        each position of the group in the block."""
         start, total = number * self._length, self._total
         end, jobs = start + self._length, list[tuple[int, int, int, int]]()
         for source, weight, first, last in zip(self.sources, self._weights, self._border(start), self._border(end)):
@@ -142,7 +144,8 @@ class _Group:
         waiting, found, taken = list[tuple[int, int, int]](), list[tuple[int, int]](), 0
         steps = self.places(start)
         for step in range(steps + 1, steps + 1 + len(jobs)):
-            place = (2 * total * step - self._phase - 1) // (2 * self._weight)  # the last with fewer than `step` before
+            # The last position with fewer than `step` positions of the group before it.
+            place = (2 * total * step - self._phase - 1) // (2 * self._weight)
             while taken < len(jobs) and jobs[taken][0] <= place:
                 heapq.heappush(waiting, jobs[taken][1:])
                 taken += 1

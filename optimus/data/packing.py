@@ -1,8 +1,9 @@
 """Best-fit packing puts whole documents into rows, instead of cutting the stream every `context` tokens.
 
-Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 2: a document longer than the context is cut into
-pieces of the context's length. The last piece and all shorter documents are then placed, the longest first, each into the
-fullest row that it fits into. The rest of a row is filled with end-of-text tokens, which are not predicted (`padding_BS`).
+The algorithm is from Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 2. It cuts a document
+longer than the context into pieces of the context's length. Then it adds the last piece and each shorter document, the
+longest first, to the fullest row with enough room. End-of-text tokens, which the model does not predict, fill the rest
+of a row (`padding_BS`).
 
 Legend: D pieces of documents, B rows, S tokens of a row.
 """
@@ -16,12 +17,13 @@ from numpy.typing import NDArray
 
 from optimus.data.shards import NOT_PREDICTED
 
-_READ = 16 << 20  # tokens
-_SMALLEST = 1 << 20  # bytes written at once
+_READ = 16 << 20  # tokens of a read
+_SMALLEST = 1 << 20  # bytes of the write buffer
 
 
 class Packed(NamedTuple):
-    """The result of packing. `cut_documents` counts the documents longer than a row; no others are cut."""
+    """The result of packing. `cut_documents` counts the documents longer than a row, which are the only documents that
+    packing cuts."""
 
     instances: int
     padding_tokens: int
@@ -71,8 +73,8 @@ def best_fit(length_D: NDArray[np.int64], room: int) -> list[list[int]]:
 def _fill(
     rows: list[list[int]], with_room: list[list[int]], row: int, left: int, length: int, pending: list[int]
 ) -> None:
-    """Fills a row with `pending` pieces of `length` while they fit: with less room, the row is the best fit for the next
-    piece, too."""
+    """Fills a row with `pending` pieces of `length` while they fit. After each piece the row has less room, so it is
+    also the best fit for the next piece."""
     while pending and left >= length:
         rows[row].append(pending.pop())
         left -= length
@@ -95,9 +97,8 @@ def _pieces(end_N: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], 
     of documents longer than `context`."""
     start_N = np.append(0, end_N[:-1])
     pieces_N = -(-(end_N - start_N) // context)
-    number_D = np.arange(pieces_N.sum()) - np.repeat(
-        np.cumsum(pieces_N) - pieces_N, pieces_N
-    )  # of a piece in its document
+    # The index of each piece in its document.
+    number_D = np.arange(pieces_N.sum()) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)
     start_D = np.repeat(start_N, pieces_N) + number_D * context
     length_D = np.minimum(context, np.repeat(end_N, pieces_N) - start_D)
     return start_D, length_D, int((pieces_N > 1).sum())
@@ -112,7 +113,7 @@ def padding_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.bool_]:
 
 
 def documents_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.int32]:
-    """Numbers each token's document in its row, from the end-of-text tokens. Padding is a document of its own."""
+    """Numbers each token's document in its row, from the end-of-text tokens. Padding counts as a separate document."""
     padding = padding_BS(tokens_BS, eos_id)
     begins = np.zeros_like(padding)
     begins[:, 1:] = (tokens_BS[:, :-1] == eos_id) & ~(padding[:, 1:] & padding[:, :-1])

@@ -1,10 +1,10 @@
-"""A seeded permutation of [0, n) that is computed, not stored.
+"""Computes a seeded permutation of [0, n) without storing it.
 
-Two thousand million instances (4 T tokens) would need 16 GB as a stored permutation. A Feistel network is a bijection of
-b-bit numbers whatever its round function is. With 2^b the power of two at or above n, an image outside [0, n) is mapped
-again until it falls inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Since 2^b < 2n
-(for n above 32), fewer than two passes are needed on average. The two parts of the number may differ in width by one bit, so
-every b works.
+A stored permutation of 2 * 10^9 instances (4 T tokens) would need 16 GB. A Feistel network is a bijection of b-bit
+numbers for any round function. 2^b is the smallest power of two that is at least n. The permutation maps an image
+outside [0, n) again until the image is inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite
+Domains", 2002). Since 2^b < 2n (for n above 32), fewer than two passes suffice on average. The two parts of the number
+may differ in width by one bit, so every b works.
 """
 
 import hashlib
@@ -21,9 +21,10 @@ MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Permutation:
-    """A bijection of [0, size), chosen by `key` (for example a purpose, a seed and an epoch). O(1) memory.
+    """A bijection of [0, size), chosen by `key` (for example a purpose, a seed and an epoch). The object needs O(1)
+    memory.
 
-    Calling it maps an int64 array of indices, of any shape, to an int64 array of the same shape.
+    A call maps an int64 array of indices, of any shape, to an int64 array of the same shape.
     """
 
     def __init__(self, size: int, *key: int | str) -> None:
@@ -58,8 +59,8 @@ class Permutation:
     def _encrypt(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Runs one pass of the network over numbers of `_high_bits + _low_bits` bits.
 
-        Each round adds a keyed hash of one part to the other. The parts swap roles (and widths) every round, and end where
-        they began because the number of rounds is even.
+        Each round adds a keyed hash of one part to the other. The parts swap roles (and widths) every round, and have
+        their original widths at the end, because the number of rounds is even.
         """
         one = np.uint64(1)
         masks = ((one << self._high_bits) - one, (one << self._low_bits) - one)

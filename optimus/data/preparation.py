@@ -6,10 +6,10 @@
 2. Shuffle: instance j of the output is instance `permutation(j)` of the stream.
 3. Shard: helper processes collect the instances in that order into shard files.
 
-The paper (section 4) cuts instances from each file's own tokens and drops each file's tail. Here one stream runs through all
-files, and only the very last tail is dropped: with thousands of small files the tails would be most of the text. All bytes
-of the output depend on the inputs and settings alone, not on the number of workers or on interruptions. The output folder
-appears complete or not at all, by a rename at the end.
+The paper (section 4) cuts instances from the tokens of each file separately, and drops the tail of each file. Here one
+stream runs through all files, and `prepare` drops only the very last tail. With thousands of small files, their tails
+would be most of the text. All bytes of the output depend on the inputs and settings alone, not on the number of workers
+or on interruptions. The output folder appears complete or not at all, by a rename at the end.
 """
 
 import errno
@@ -55,11 +55,11 @@ PACKED = "packed.bin"
 Pack = Literal["concatenate", "best-fit"]
 SHARD_SIZE = 512 * 10**6
 COMMIT_SECONDS = 5.0
-# Bytes of text to train a tokenizer on, taken evenly from all files. More text hardly changes the merges.
+# Bytes of text to train a tokenizer on, the same share of every file. More text hardly changes the merges.
 TRAINING_SAMPLE = 64 << 20
-TEXTS_AT_ONCE = 64  # sent at once to the process that trains a tokenizer
-LOOKED_AT_HERE = 16 << 20  # bytes; the main process checks this much before helper processes would have started
-SIZE_SAMPLE = 1 << 17  # characters
+TEXTS_AT_ONCE = 64  # texts of a message to the process that trains a tokenizer
+LOOKED_AT_HERE = 16 << 20  # bytes that the main process checks in the time in which helpers start
+SIZE_SAMPLE = 1 << 17  # characters of text from which `_estimate` extrapolates
 SMALLEST_VOCABULARY = 257  # all bytes, and the end-of-text token
 
 
@@ -69,7 +69,7 @@ class _Run:
 
     sources: files.Sources
     output: Path
-    partial: Path  # renamed to `output` once it is complete
+    partial: Path  # the folder that becomes `output` when it is complete
     workers: int
     train_tokenizer: int | None
     progress: Progress
@@ -82,8 +82,8 @@ class _Run:
     encoding: str
     selection: Selection
     skip_bad: bool
-    fields: TextField  # parsed from `text_field`; a `ChatField` writes conversations by its template
-    bad: list[BadFile] = field(default_factory=list)  # left out of `sources`
+    fields: TextField  # the parsed `text_field`; a `ChatField` renders conversations with its template
+    bad: list[BadFile] = field(default_factory=list)  # files that `sources` excludes
 
     @property
     def masked(self) -> bool:
@@ -92,7 +92,7 @@ class _Run:
 
     @property
     def rows(self) -> Path:
-        """The file whose rows are shuffled."""
+        """The file whose rows step 2 shuffles."""
         return self.partial / (STREAM if self.pack == "concatenate" else PACKED)
 
     def leave_out(self, bad: Sequence[tuple[files.Source, str]], partly: bool = False) -> None:
@@ -130,28 +130,29 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of its `index.json`.
 
-    `inputs` are files, folders and globs, also as URLs that fsspec reads. Exactly one of `tokenizer` (a tokenizer.json or a
-    folder that holds one) and `train_tokenizer` (the vocabulary size of one to train on the inputs) is given. `context` is
-    the length of a training instance in tokens. `shard_size` is in bytes. `workers` defaults to the cores of this process.
-    Text that spells a special token stays text, unless `parse_special` asks for the token.
+    `inputs` are files, folders and globs, also as URLs that fsspec reads. The caller sets either `tokenizer` (a
+    tokenizer.json, or a folder that contains one) or `train_tokenizer` (the vocabulary size of a new tokenizer, which
+    `prepare` trains on the inputs). `context` is the length of a training instance in tokens. `shard_size` is in bytes.
+    `workers` defaults to the number of cores of this process. The spelling of a special token stays ordinary text,
+    unless `parse_special` is True.
 
-    `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several fields,
-    `{question}\\n{answer}`. `chat:messages` is a field of JSON lines that holds conversations, of which only the answers are
-    predicted. With `pack` "concatenate", `prepare` joins all documents and cuts the result every `context` tokens. The
-    choice "best-fit" packs documents so that no document shorter than the context is cut, and fills the rest of an instance
-    with padding, which is not trained on.
+    `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several
+    fields, `{question}\\n{answer}`. `chat:messages` is a field of JSON lines with conversations, of which the model
+    predicts only the answers. With `pack` "concatenate", `prepare` joins all documents and cuts the result every
+    `context` tokens. With "best-fit", it packs documents and cuts only those that are longer than the context. Padding,
+    which the loss ignores, fills the rest of an instance.
 
-    Documents with less than `min_characters` or `min_tokens` (with the end of text), or more than `max_characters` or
-    `max_tokens`, are left out and counted. Of equal documents (`dedup` exact) or near-duplicates (minhash) the first is
-    kept.
+    `prepare` excludes and counts documents with less than `min_characters` or `min_tokens` (with the end of text), or
+    more than `max_characters` or `max_tokens`. Of equal documents (`dedup` "exact") or near-duplicates ("minhash"), it
+    includes only the first.
 
-    Text is UTF-8. Files that are not valid UTF-8 are read in `encoding`, if another encoding is given. All files are checked
-    first, and one error lists the unreadable ones. `skip_bad` leaves the unreadable files out, and the index lists them as
-    `bad_files`. `progress(stage, done, total)` is called now and then; `total` may be None.
+    Text is UTF-8. If `encoding` is another encoding, `prepare` uses it for files that are not valid UTF-8. The first
+    step checks all files, and one error lists the unreadable ones. With `skip_bad`, `prepare` excludes the unreadable
+    files, and the index lists them as `bad_files`. `prepare` calls `progress(stage, done, total)` now and then; `total`
+    may be None.
 
-    An interrupted call resumes where it stopped when it is called again. When `output` is already complete with the same
-    settings, its index is returned. Raises `UserError` for bad input, too little disk space, or an `output` that holds
-    something else.
+    A new call resumes where an interrupted call stopped. If `output` is already complete with the same settings, the
+    call returns its index. Raises `UserError` for bad input, too little disk space, or an `output` with other content.
 
     Example:
         index = optimus.prepare(["texts/"], "data", train_tokenizer=4096, context=256)
@@ -205,7 +206,7 @@ def prepare(
 
 
 def _chat_field(text_field: str, info: TokenizerInfo | None, parse_special: bool) -> ChatField:
-    """Returns the field of conversations, with the tokenizer's own chat template or the default one."""
+    """Returns the field of conversations, with the tokenizer's chat template, else the default one."""
     if info is None:
         eos = tokenizers.TRAINED_EOS
         template, special = ChatTemplate(tokens=(("eos_token", eos),)), [eos]
@@ -241,8 +242,8 @@ def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differences(run: _Run, index: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Describes how this run differs from the settings of an index. Files that the index left out as bad are not
-    compared."""
+    """Describes how this run differs from the settings of an index. If `skip_bad` is set, the comparison ignores the bad
+    files of the index."""
     left_out = [(bad["input"], bad["name"]) for bad in index.get("bad_files", ()) if run.skip_bad]
     inputs = run.sources.without(left_out).content_digest()
     return journal.differences(index["settings"], settings | {"inputs": inputs})
@@ -252,7 +253,7 @@ def _differences(run: _Run, index: dict[str, Any], settings: dict[str, Any]) -> 
 def _disk_errors(run: _Run) -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:  # from a progress report, not from a disk
+    except BrokenPipeError:  # a progress report raises this error, not a disk
         raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -267,7 +268,7 @@ def _disk_errors(run: _Run) -> Iterator[None]:
 
 
 def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) -> dict[str, Any]:
-    if (run.partial / shards.INDEX).exists():  # only the last steps are missing
+    if (run.partial / shards.INDEX).exists():  # only `_finish` is missing
         index = shards.read_index(run.partial)
         _refuse(run, _differences(run, index, settings))
         return _finish(run, index)
@@ -292,14 +293,14 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
 
 def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal:
     """Removes a file that turned out bad during reading, and returns the journal to resume from. Raises `UserError`,
-    which lists all bad files, unless bad files are skipped."""
+    which lists all bad files, unless `skip_bad` is set."""
     number = next(k for k, source in enumerate(run.sources.files) if str(source.path) == error.path)
     bad = [(run.sources.files[number], with_encoding(run.sources.files[number], error.what))]
     if not run.skip_bad:
         bad += _look(run, run.sources.files[number + 1 :], whole=True)[0]
     run.leave_out(bad)
     settings = state.settings | {"inputs": run.sources.content_digest()}
-    if run.train_tokenizer is not None:  # the tokenizer was trained on this file too
+    if run.train_tokenizer is not None:  # the new tokenizer depends on this file too
         return _new_journal(run, settings)
     state.settings, state.mark, state.bad = settings, state.file_mark, run.bad
     state.looked_at = run.sources.identity_digests[-1]
@@ -308,9 +309,9 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
 
 
 def _look_at_all(run: _Run) -> None:
-    """Checks all files and leaves out the bad ones. Raises `UserError`, which lists the bad files, unless bad files are
-    skipped."""
-    # A tokenizer is trained on good files alone, so the bad ones must be known before.
+    """Checks all files and leaves out the bad ones. Raises `UserError`, which lists the bad files, unless `skip_bad` is
+    set."""
+    # A new tokenizer must depend on good files alone, so this check must find all bad files before the training.
     bad, partly = _look(run, run.sources.files, whole=run.train_tokenizer is not None)
     if bad and not run.skip_bad and sum(source.size for source in partly) <= WHOLE:
         bad += _look(run, partly, whole=True)[0]
@@ -323,8 +324,8 @@ def _look_at_all(run: _Run) -> None:
 def _look(
     run: _Run, sources: Sequence[files.Source], whole: bool
 ) -> tuple[list[tuple[files.Source, str]], list[files.Source]]:
-    """Checks these files. Returns the bad ones, each with its fault, and the good ones of which only the beginning was
-    read."""
+    """Checks these files. Returns the bad ones, each with its fault, and the good ones of which it has read only the
+    beginning."""
     bytes_of = {source.path: looked_at(source, whole) for source in sources}
     total, done = sum(bytes_of.values()), 0
     bad, partly = list[tuple[files.Source, str]](), list[files.Source]()
@@ -341,7 +342,7 @@ def _look(
 
 
 def _refuse(run: _Run, different: str) -> None:
-    """Raises `UserError` if the unfinished run in the folder is `different`."""
+    """Raises `UserError` if `different`, the differences to the unfinished run in the folder, is not empty."""
     if different:
         raise UserError(
             f"{run.partial} holds an unfinished run with other settings ({different}). "
@@ -350,9 +351,9 @@ def _refuse(run: _Run, different: str) -> None:
 
 
 def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
-    """Opens the journal of an interrupted run, rolled back to what is still valid, or starts a new one.
+    """Opens the journal of an interrupted run, at its last mark that is still valid, or starts a new journal.
 
-    Bad files, known from the journal or found by a check, are left out.
+    Excludes the bad files that the journal lists or a check finds.
     """
     state = journal.read(run.partial)
     if state is None:
@@ -372,8 +373,8 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
     settings = settings | {"inputs": run.sources.content_digest()}
     if state is None or (state.is_empty and journal.differences(state.settings, settings)):
         return _new_journal(run, settings)
-    # Files that are not yet read may change: mending a file must not cost the work before it. A tokenizer trained on all
-    # files depends on every one, so there any change counts.
+    # Unread files may change, so that users can mend a file without repeating the files before it. With a tokenizer that
+    # depends on all files, every change counts.
     reading = state.instances is None and run.train_tokenizer is None
     before = {**state.settings, "inputs": settings["inputs"]} if reading else state.settings
     _refuse(run, journal.differences(before, settings))
@@ -436,7 +437,7 @@ def _training_sample(run: _Run) -> Iterator[str]:
             run.progress("train tokenizer", min(done, total), total)
             if left <= 0 and share < 1:
                 break
-    run.progress("train tokenizer", total, total)  # the total was an estimate, and a character may have several bytes
+    run.progress("train tokenizer", total, total)  # the total is an estimate, and a character may have several bytes
 
 
 def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
@@ -470,7 +471,7 @@ def _in_order(helpers: Helpers, batches: Iterator[Item]) -> Iterator[tuple[Item,
     """Yields each batch with its tokens, or each other item with its result, in order. Few items are in flight at a time, so
     memory stays bounded.
 
-    When reading fails, the items read before are yielded first, so that their work is not repeated after the cure.
+    If reading fails, yields all earlier items before it raises the error, so that the next run need not repeat them.
     """
     waiting: deque[tuple[Item, Future[Any]]] = deque()
     failure: UserError | None = None
@@ -525,10 +526,10 @@ class _StreamWriter:
             self.commit()
 
     def _end_document(self, counts: Counts) -> None:
-        """Counts the document that ends. The next document overwrites one that is left out.
+        """Counts the document that ends. The next document overwrites an excluded document.
 
-        The stream is not cut at a document that is left out. The journal may count the first tokens of that document, but a
-        run that resumes from there leaves the document out again.
+        This method does not truncate the stream at an excluded document. The journal may count the first tokens of that
+        document, but a run that resumes from there excludes the document again.
         """
         document, self._document = self._document, Document()
         if not document.text_bytes:
@@ -560,7 +561,7 @@ def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
     """Packs the tokens into instances, and returns the number of instances."""
     tokens = state.mark.tokens
     if tokens < run.context:
-        for path in run.partial.iterdir():  # nothing here is of use to a later run
+        for path in run.partial.iterdir():  # a later run cannot use these files
             path.unlink()
         run.partial.rmdir()
         what = f"only {tokens} tokens, too few for one instance of {run.context}" if tokens else "no text"
@@ -632,8 +633,8 @@ def _shard(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> No
 
 
 def _join_sums(run: _Run, instances: int, info: TokenizerInfo) -> None:
-    """Writes the checksums of all instances as one array. With a file of checksums per shard, readers would hold twice as
-    many files open."""
+    """Writes the checksums of all instances as one array. With a file of checksums per shard, readers would need twice
+    as many open files."""
     temporary = run.partial / f"{shards.SUMS}.tmp"
     with temporary.open("wb") as file:
         header = {"descr": "<u4", "fortran_order": False, "shape": (instances,)}
@@ -653,7 +654,7 @@ def _shard_plan(run: _Run, instances: int, info: TokenizerInfo) -> list[tuple[st
 
 
 def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> dict[str, Any]:
-    """Returns the content of `index.json`. Nothing in the index depends on where or when the run was made."""
+    """Returns the content of `index.json`. The index does not depend on the paths or the time of the run."""
     counts = state.mark.counts
     used = instances * run.context
     return {
@@ -696,9 +697,10 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
 
 
 def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
-    """Deletes the files that only an unfinished run needs, and renames the folder to `output`. Can be repeated after a kill.
+    """Deletes the files that only an unfinished run needs, and renames the folder to `output`. A later run can repeat
+    this step after a kill.
 
-    The index is already written, so the next run comes straight to this step.
+    The folder already has its index, so the next run begins with this step.
     """
     keep = {shards.INDEX, shards.SUMS, tokenizers.FILE, *(shard["file"] for shard in index["shards"])}
     for path in run.partial.iterdir():

@@ -13,18 +13,19 @@ from typing import Any, BinaryIO
 from optimus.disk import plain_name, user_path
 from optimus.errors import UserError, how_to_install, naming_disk_errors
 
-_READ = 8 << 20  # bytes fetched at once
+_READ = 8 << 20  # bytes of a request
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of an fsspec file system, with the methods of `Path` that are needed. Files are equal if their `url` is."""
+    """A file of an fsspec file system, with the methods of `Path` that `prepare` needs. Two files are equal if their
+    `url` is equal."""
 
     url: str
     system: Any = field(compare=False, repr=False)
     size: int = field(compare=False)
     version: int = field(compare=False)
-    """Changes when the file has changed, as far as the file system tells."""
+    """Number that changes with the file, if the file system reports changes."""
 
     def __str__(self) -> str:
         return self.url
@@ -50,8 +51,8 @@ class RemoteFile:
 
     @contextmanager
     def open(self, mode: str) -> Iterator[BinaryIO]:
-        """Opens the file as a stream that is fetched in large blocks. Raises `UserError` if the server does not support
-        range requests."""
+        """Opens the file as a stream that requests large blocks from the server. Raises `UserError` if the server does
+        not support range requests."""
         try:
             with self.system.open(self.url, mode, block_size=_READ) as stream:
                 yield stream
@@ -70,13 +71,13 @@ def is_remote(given: str | Path) -> bool:
 def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, str]]:
     """Yields the files of a URL (a file, a folder, or a glob), each with its name relative to the URL.
 
-    Raises `UserError` if the URL cannot be reached, or its package is missing.
+    Raises `UserError` for an unreachable URL, and for a protocol whose package is not installed.
     """
     with _reading(url):
         import fsspec
 
         system, path = fsspec.core.url_to_fs(url)
-        fixed = re.split(r"[*[]", path)[0]  # "?" begins the query of many a URL
+        fixed = re.split(r"[*[]", path)[0]  # "?" can begin the query of a URL
         if fixed != path:
             found, root = sorted(system.glob(path)), fixed.rpartition("/")[0]
         elif path.lower().endswith(suffixes) and system.isfile(path):
@@ -94,10 +95,11 @@ def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, st
 
 
 class RemoteFolder:
-    """A folder of prepared data at a URL. Its files are copied on demand into a folder `local` of `cache`, once for all
-    processes. Changed data gets another folder.
+    """A folder of prepared data at a URL. `fetch` copies its files on demand into the subfolder `local` of `cache`, once
+    for all processes. Changed data gets another subfolder.
 
-    Raises `UserError` if the URL cannot be reached or holds no prepared data, or if its package is missing.
+    Raises `UserError` for an unreachable URL, a URL without prepared data, and a protocol whose package is not
+    installed.
     """
 
     def __init__(self, url: str, cache: str | Path, first: str) -> None:
@@ -112,7 +114,7 @@ class RemoteFolder:
         self._put(self.local / first, lambda path: path.write_bytes(content))
 
     def fetch(self, name: str) -> Path:
-        """Returns the local copy of a file, and fetches it first if there is none."""
+        """Returns the path of the local copy of a file. Downloads the file first if there is no copy."""
 
         def get(path: Path) -> None:
             with _reading(f"{self.url}/{name}"):
@@ -125,7 +127,7 @@ class RemoteFolder:
         (self.local / plain_name(name)).unlink()
 
     def _put(self, path: Path, write: Callable[[Path], object]) -> Path:
-        """Writes `path`, which appears complete. One process writes, the others wait."""
+        """Writes `path`, which appears complete or not at all. One process writes, the others wait."""
         if path.exists():
             return path
         with naming_disk_errors(path, "Make room, or set train.data_cache to another folder"):
@@ -146,6 +148,6 @@ def _reading(url: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise UserError(f"{url}: {error}. For http and https: {how_to_install('remote')}") from error
-    except Exception as error:  # each file system raises its own
+    except Exception as error:  # each file system raises other types of errors
         what = str(error) or type(error).__name__
         raise UserError(f"cannot read {url}: {what}. Check its name, the network, and what you may read.") from error

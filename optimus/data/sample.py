@@ -9,14 +9,15 @@ from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-_HELD_OUT = 20  # one of this many files is held out
+_HELD_OUT = 20  # one of this many files is for validation
 
 
 def sample_text(output: str | Path) -> dict[str, Any]:
-    """Copies the sources into `output`: `train` and, every twentieth file, `held-out`, for validation.
+    """Copies the sources into the subfolder `train` of `output`, and every twentieth file into `held-out`, for
+    validation.
 
-    Returns `output`, the number of `files` to train on, the number `held_out`, and the `bytes` of both. Raises `UserError`
-    if `output` is not empty or cannot be written.
+    Returns `output`, the number of `files` to train on, the number `held_out` of files for validation, and the total
+    `bytes`. Raises `UserError` if `output` is not empty or cannot be written.
 
     Example:
         optimus.sample_text("hello/text")["files"]

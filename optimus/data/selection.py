@@ -1,13 +1,13 @@
-"""Selects the documents that `prepare` keeps: those within the limits of length, and of duplicates or near-duplicates only
+"""Selects documents for `prepare`: only documents within the limits of length, and of duplicates or near-duplicates only
 the first.
 
 Exact duplicates are equal in normalised text (Unicode NFKC, case folded, any white space as one space). Near-duplicates have
 sets of five-word shingles with a Jaccard similarity of at least 0.8, estimated from 128 MinHashes (Broder 1997; Lee et al.
 2022, "Deduplicating Training Data Makes Language Models Better", section 4).
 
-Documents are compared by signatures. Helper processes compute the signature of every piece of a document, and the writer of
-the stream joins the signatures of a document. An exact signature covers the whole normalised text, however the document is
-cut and stored. A MinHash signature misses the shingles that span a cut.
+The comparison uses signatures of documents. Helper processes compute the signature of every piece of a document, and the
+writer of the stream joins the signatures of a document. An exact signature covers the whole normalised text, and does
+not depend on the cuts of the document. A MinHash signature misses the shingles that span a cut.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ FILE = "signatures.bin"
 Dedup = Literal["none", "exact", "minhash"]
 _SIMILAR = 0.8
 _HASHES = 128
-_RUN = 5  # words
-_BLOCK = 4096  # characters of normalised text that are hashed at once
+_RUN = 5  # words of a shingle
+_BLOCK = 4096  # characters of normalised text in one hash
 _BYTES = {"none": 0, "exact": 16, "minhash": 4 * _HASHES}  # bytes of a signature
 
 
@@ -102,7 +102,8 @@ class Document:
         signature, before = piece.signature, bytes.fromhex(self.signature)
         if dedup == "exact" and not piece.alone:
             text = piece.signature.decode()
-            # White space is one space, also where pieces meet, and none at the beginning and the end of the document.
+            # Any white space becomes one space, also where two pieces meet, but none at the beginning and the end of a
+            # document.
             text = self.unsigned + (text.lstrip() if self.unsigned[-1:] in ("", " ") else text)
             signature, self.unsigned = _fold(before, text)
             if piece.ends:
@@ -117,7 +118,8 @@ class Document:
 
 def signer(dedup: Dedup) -> Callable[[str, bool], bytes]:
     """Returns a function that signs a piece of a document, given its text and whether the piece is `alone` (a whole
-    document). The signature is empty, the one that `DocumentPiece` describes, or MinHashes as uint32."""
+    document). Depending on `dedup`, the signature is empty, the one that `DocumentPiece` describes, or
+    MinHashes as uint32."""
     if dedup == "none":
         return lambda text, alone: b""
     if dedup == "exact":
@@ -161,10 +163,10 @@ def _digest(data: bytes) -> bytes:
 
 
 class Signatures:
-    """The signatures of the kept documents, in memory and in the file `FILE` of `folder`.
+    """The signatures of the selected documents, in memory and in the file `FILE` of `folder`.
 
-    An interrupted run continues with the first `kept` signatures. A signature takes 110 bytes of memory; with MinHashes 4
-    KB.
+    An interrupted run continues with the first `kept` signatures. An exact signature takes 110 bytes of memory, a
+    MinHash signature 4 KB.
     """
 
     def __init__(self, folder: Path, dedup: Dedup, kept: int) -> None:
@@ -180,8 +182,8 @@ class Signatures:
         self._file.truncate()
 
     def is_new(self, signature: bytes) -> bool:
-        """Returns True and keeps the signature if no kept document matches it. Always returns True if documents are not
-        compared."""
+        """Returns True and stores the signature if it matches no signature of an earlier document. Always returns True
+        without deduplication."""
         new = not self._size or self._find.is_new(signature)
         if new:
             self._file.write(signature)

@@ -1,7 +1,8 @@
-"""A prepared folder holds `index.json`, `tokenizer.json` and the shards, each an array [instances, context] of token ids.
+"""Reads a prepared folder: `index.json`, `tokenizer.json` and the shards, each an array [instances, context] of token
+ids.
 
-The shards are ordinary `.npy` files, mapped into memory. `index.json` lists the shards in order with their checksums, and
-records how the data was made. The index is written last, so a folder with an index is complete.
+The shards are ordinary `.npy` files, mapped into memory. `index.json` lists the shards in order with their checksums,
+and records the settings of their preparation. `prepare` writes the index last, so a folder with an index is complete.
 """
 
 import threading
@@ -25,12 +26,12 @@ from optimus.errors import UserError, naming_read_errors
 
 INDEX = "index.json"
 SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
-NOT_PREDICTED = 1 << 31  # a bit of a stored token, in data of conversations
+NOT_PREDICTED = 1 << 31  # a bit of a stored token that the model does not predict, in data of conversations
 INSIDE = 1 << 30  # a bit of a stored end-of-text token that ends a turn but not its conversation
-CACHE = "~/.cache/optimus/data"  # copies of files at URLs
+CACHE = "~/.cache/optimus/data"  # default folder for copies of files at URLs
 FORMAT = "optimus-tokens"
 VERSION = 1
-# The settings that `prepare` used before they could be set.
+# The fixed settings that `prepare` used before it had these options.
 EARLIER = {"parse_special": True, "pack": "concatenate", "encoding": "utf-8", **asdict(Selection())}
 
 
@@ -88,12 +89,12 @@ def _check_index(index: dict[str, Any]) -> None:
 class Shards:
     """An opened folder of prepared data. Row i is training instance i in the shuffled order.
 
-    Opening checks the index, the tokenizer and the presence, shape and size of every shard. The checksum of an instance is
-    checked whenever the instance is read. Older data has no checksums of instances: there, a whole shard is checked before
-    its first tokens are read. Each failure is a `UserError`. Threads may share one object.
+    Opening checks the index, the tokenizer and the presence, shape and size of every shard. Each read of an instance
+    checks the checksum of the instance. Older data has no checksums of instances, so the first read from a shard checks
+    the checksum of the whole shard. Each failure is a `UserError`. Threads may share one object.
 
-    For a folder at a URL, files are copied into `cache`: a shard before its first tokens are read, and then the next shard
-    in the background.
+    For a folder at a URL, this class copies files into `cache`: a shard at the first read from it, and then the next
+    shard in the background.
     """
 
     def __init__(self, folder: str | Path, cache: str | Path = CACHE) -> None:
@@ -106,7 +107,7 @@ class Shards:
         self.eos_id: int = self.index["tokenizer"]["eos_id"]
         self.parse_special: bool = {**EARLIER, **self.index.get("settings", {})}["parse_special"]
         self.padded: bool = {**EARLIER, **self.index.get("settings", {})}["pack"] == "best-fit"
-        self.masked: bool = self.index.get("masked", False)  # True if some tokens are not predicted
+        self.masked: bool = self.index.get("masked", False)  # True if the model does not predict some tokens
         self._lock = threading.Lock()
         self._check_tokenizer()
         entries = self.index["shards"]
@@ -154,8 +155,8 @@ class Shards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def check_model(self, context: int, vocab_size: int) -> None:
-        """Raises `UserError` unless a model can train on the data, given its sequence length `context` (tokens, a divisor
-        of a row) and its vocabulary."""
+        """Raises `UserError` unless a model can train on the data. Its sequence length `context` in tokens must divide
+        the length of a row, and its vocabulary of `vocab_size` tokens must include all tokens of the tokenizer."""
         if self.context % context:
             raise UserError(
                 f"{self.folder} was prepared with context {self.context}, and the run asks for {context}. "
@@ -243,7 +244,7 @@ class Shards:
             array = np.load(path, mmap_mode="r")
             if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
                 raise ValueError("not an array in the order of C")
-        except Exception as error:  # NumPy parses the header as Python
+        except Exception as error:  # NumPy parses the header as Python, which can raise other errors
             raise _damaged(path, f"is truncated or damaged ({error})") from error
         if array.shape != shape or array.dtype != np.dtype(dtype):
             wanted = f"{INDEX} says {np.dtype(dtype)} of shape {shape}"

@@ -1,7 +1,7 @@
 """Reads the documents of a CSV or TSV file: the cells of one or several columns, named in the first row.
 
-Cells may be quoted and then hold anything (RFC 4180). A row that does not fit the first one, or a quote that is never
-closed, is an error: otherwise text would be lost or run together silently.
+Cells in quotes may contain any characters (RFC 4180). A row with another number of cells than the first row, or an
+unclosed quote, is an error, because it could lose or merge text silently.
 """
 
 import csv
@@ -13,12 +13,13 @@ from typing import BinaryIO
 from optimus.data.fields import TextField
 from optimus.errors import UserError
 
-LONGEST_CELL = 64 << 20  # characters
+LONGEST_CELL = 64 << 20  # most characters of a cell
 _DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 
 def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> Iterator[dict[str, str]]:
-    """Yields the cells of the columns that `field` needs, by name, row by row. Raises `UserError` naming the place."""
+    """Yields the cells of the columns that `field` needs, by name, row by row. Raises `UserError`, which names the file
+    and the line."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))  # a global limit of the module, 128 KB by default
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(_lines(text), delimiter=delimiter, strict=True)
@@ -49,7 +50,7 @@ def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> I
             f"{place}:{rows.line_num}: not readable as a table ({error}). Is a quote never closed?"
         ) from error
     except UnicodeDecodeError as error:
-        line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # all whole lines before have been taken
+        line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # `rows` has read all whole lines before
         raise UserError(f"{place}:{line}: not UTF-8 ({error.reason}). Convert it to UTF-8.") from error
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a prepared folder: loads it, finds its end-of-text token, trains a new one."""
+"""Loads tokenizers, finds their end-of-text tokens, and trains new tokenizers."""
 
 import hashlib
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from optimus.disk import parse_json
 from optimus.errors import UserError
 
 FILE = "tokenizer.json"
-_LARGEST = (1 << 30) - 1  # two of 32 bits are flags of a token: not predicted, and ends no document
+_LARGEST = (1 << 30) - 1  # two of the 32 bits are flags: `NOT_PREDICTED` and `INSIDE` (`shards.py`)
 TRAINED_EOS = "<|endoftext|>"
-# Searched in this order if no configuration beside the tokenizer names the end-of-text token.
+# `_eos_token` tries these in order if no configuration in the tokenizer's folder names the end-of-text token.
 KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>", "[EOS]")
 
 
@@ -30,22 +30,23 @@ class TokenizerInfo:
 
     @property
     def dtype(self) -> str:
-        """The smallest NumPy type that holds every token: little-endian uint16 or uint32."""
+        """The smallest NumPy type that can represent every token: little-endian uint16 or uint32."""
         return "<u2" if self.vocab_size <= 1 << 16 and not self.masked else "<u4"
 
 
 def load(path: Path, *, parse_special: bool = False) -> Any:
     """Loads the `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError`.
 
-    Text that spells a special token, such as `<|endoftext|>`, is encoded as text; with `parse_special`, as that token.
+    The tokenizer encodes the spelling of a special token, such as `<|endoftext|>`, as ordinary text, or with
+    `parse_special` as that token.
     """
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # the library raises errors of the class Exception itself
         raise UserError(f"{path} is not a tokenizer in the format of Hugging Face tokenizers: {error}") from error
-    # A tokenizer may have been saved with either; both would silently change documents.
+    # The file may enable truncation or padding, which would silently change documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = not parse_special
@@ -59,7 +60,7 @@ def encoder(tokenizer: Any) -> Any:
 
 
 def inspect(given: Path) -> TokenizerInfo:
-    """Describes the tokenizer in a file, or in a folder that holds `tokenizer.json`. Raises `UserError`."""
+    """Describes the tokenizer in a file, or in a folder that contains `tokenizer.json`. Raises `UserError`."""
     path = given / FILE if given.is_dir() else given
     if not path.is_file():
         raise UserError(f"tokenizer not found: {path}. Give a tokenizer.json, or a folder that holds one.")
@@ -71,10 +72,10 @@ def inspect(given: Path) -> TokenizerInfo:
 
 
 def check_text_stays_text(info: TokenizerInfo) -> None:
-    """Raises `UserError` if text becomes a special token although `load` was not asked for special tokens.
+    """Raises `UserError` if text becomes a special token although `parse_special` of `load` is False.
 
-    Unigram models hold special tokens among the pieces of text. The library also finds a token in text unless the file marks
-    the token as special.
+    Unigram models have special tokens among their pieces of text. The library also finds an added token in text unless
+    the file marks the token as special.
     """
     tokenizer = load(info.path)
     special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -90,7 +91,7 @@ def check_text_stays_text(info: TokenizerInfo) -> None:
 
 
 def _unknown_token(path: Path) -> int | None:
-    """Returns the token for everything that the vocabulary lacks, which any text may become."""
+    """Returns the id of the token that replaces all text outside the vocabulary; None if there is no such token."""
     model = parse_json(path.read_bytes())["model"]
     if model.get("unk_id") is not None:
         return int(model["unk_id"])
@@ -99,7 +100,7 @@ def _unknown_token(path: Path) -> int | None:
 
 
 def _eos_token(path: Path, vocabulary: dict[str, int]) -> str:
-    # Only a file of the standard name is described by the configurations of the standard names beside it.
+    # `tokenizer_config.json` and `special_tokens_map.json` describe only the `tokenizer.json` of their folder.
     for config in ("tokenizer_config.json", "special_tokens_map.json") if path.name == FILE else ():
         file = path.parent / config
         if not file.is_file():
@@ -123,7 +124,8 @@ def _eos_token(path: Path, vocabulary: dict[str, int]) -> str:
 
 
 def train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, `<|endoftext|>` among them, into `path`."""
+    """Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, including `<|endoftext|>`, and writes it to
+    `path`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,8 +1,8 @@
 """Describes the training data of a run: its opened sources, and for each phase the share of each source.
 
-A place is the position of a sequence in its phase. The content of place p is a pure function of p: the mixture gives the
-source of place p and the number of earlier places of this source. In each phase, a source continues where the earlier phases
-stopped reading it. Therefore every rank of any layout finds its part of the data at any step.
+A position is the index of a sequence in its phase. The sequence at position p is a pure function of p: the mixture gives
+the source of position p and the number of earlier positions of this source. In each phase, a source continues where the
+earlier phases stopped reading it. Therefore every rank of any layout finds its part of the data at any step.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ from optimus.data.permutation import Permutation
 from optimus.data.shards import Shards
 from optimus.errors import UserError
 
-_DESCRIBED = 4096  # number of places of a phase whose sources the fingerprint hashes
+_DESCRIBED = 4096  # first positions of a phase, whose sources the fingerprint hashes
 
 
 class MixedSource(NamedTuple):
-    """A source in a phase. The sequences before `first` have been read by earlier phases. A row of the shards holds `parts`
+    """A source in a phase. Earlier phases have read the sequences before `first`. A row of the shards has `parts`
     sequences.
 
     Of a replayed source, the phase reads only the first `seen` rows.
@@ -61,14 +61,14 @@ class DataPhase(NamedTuple):
     """The data that a phase reads from step `first` (from 0) on."""
 
     first: int
-    global_batch: int  # sequences
+    global_batch: int  # sequences of a step
     sources: Sequence[MixedSource]
     mixture: Mixture
     documents: bool = False  # True if attention stays within each document
 
     @property
     def names(self) -> list[str]:
-        """Names of the sources. A source that is also replayed is listed once."""
+        """Names of the sources. Lists a source that the phase also replays only once."""
         return list(dict.fromkeys(source.name for source in self.sources))
 
     @property
@@ -78,7 +78,7 @@ class DataPhase(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """True if the loss leaves out some tokens of documents."""
+        """True if the loss ignores some tokens of documents."""
         return any(source.shards.masked for source in self.sources)
 
     @classmethod
@@ -117,7 +117,7 @@ def open_folders(config: RunConfig) -> dict[str, Shards]:
 
 
 def check_same_tokenizer(one: Shards, other: Shards) -> None:
-    """Raises `UserError` unless both folders were prepared with the same tokenizer."""
+    """Raises `UserError` unless both folders have the same tokenizer."""
     if other.index["tokenizer"]["sha256"] != one.index["tokenizer"]["sha256"]:
         raise UserError(
             f"{other.folder} was prepared with another tokenizer than {one.folder}: their tokens do not mean the same. "
@@ -181,7 +181,8 @@ class TrainingData:
         return MixedSource(name, shards, parts, phase.number * seen * parts, seen)
 
     def _check_passes(self, phase: Phase, source: SourceConfig, mixed: MixedSource, number: int) -> None:
-        """Raises `UserError` if a source with a weight would be read more than once: only `epochs` asks for repetition."""
+        """Raises `UserError` if the run would read a source with a weight more than once. Only `epochs` allows
+        repetition."""
         available = mixed.shards.instances * mixed.parts
         if phase.config.data.sources and source.share is not None and mixed.first + number > available:
             length = phase.step_tokens // phase.config.train.global_batch
@@ -255,7 +256,7 @@ def _with_replay(weights: Sequence[int], share: Fraction, read: Sequence[int]) -
 
 def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Shards]) -> list[int]:
     """Returns whole numbers as weights. If all sources have a weight, the numbers are in the ratio of those weights.
-    Otherwise each number is the number of the phase's places that the source gets."""
+    Otherwise the numbers are in the ratio of the phase's positions that the sources get."""
     shares = [source.share for source in sources]
     if all(share is not None for share in shares):
         return whole_weights([share or 0.0 for share in shares])

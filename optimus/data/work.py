@@ -19,7 +19,7 @@ from optimus.data.selection import Dedup, DocumentPiece, signer
 from optimus.data.shards import INSIDE, NOT_PREDICTED
 from optimus.data.tokenizer import TokenizerInfo
 
-GATHER = 32 << 20  # bytes read at once
+GATHER = 32 << 20  # bytes that `write_shard` reads at once
 SUMS = ".crc32"
 
 
@@ -45,7 +45,7 @@ def encoder(
             ends = [True] * len(pieces)
         tokens: list[int] = []
         found: list[DocumentPiece] = []
-        whole = [bool(batch.lines), *ends]  # True if a document ends before the piece, as far as the batch tells
+        whole = [bool(batch.lines), *ends]  # True if the batch shows that a document ends before the piece
         for (text, *_), ids, begins, end in zip(pieces, tokens_of(pieces, ends), whole, ends):
             tokens += ids
             alone = begins and end
@@ -68,8 +68,8 @@ def _of_texts(info: TokenizerInfo, tokenizer: Any) -> _TokensOf:
 
 
 def _of_conversations(info: TokenizerInfo) -> _TokensOf:
-    """Returns a function that encodes conversations. An appended end-of-text token is predicted only after an open answer
-    of the assistant."""
+    """Returns a function that encodes conversations. The model predicts an appended end-of-text token only after an open
+    answer of the assistant."""
     as_tokens, as_text = (tokenizers.load(info.path, parse_special=special) for special in (True, False))
 
     def tokens_of(pieces: Sequence[Conversation], ends: Sequence[bool]) -> Iterator[list[int]]:
@@ -84,8 +84,8 @@ def _of_conversations(info: TokenizerInfo) -> _TokensOf:
 
 
 def tokenizer_trainer(vocab_size: int, path: Path) -> Callable[..., None]:
-    """Returns a function that collects the texts of its calls, and trains a tokenizer on all of them when called without
-    any."""
+    """Returns a function that collects the texts of its calls, and trains a tokenizer on all of them at a call without
+    texts."""
     held: list[str] = []
 
     def take(*texts: str) -> None:
@@ -101,11 +101,11 @@ def write_shard(
 ) -> str:
     """Writes output rows `start` to `stop` as the array file `name` in `folder`, which appears complete or not at all.
 
-    Output row j is row `permutation(j)` of the token stream, whose `instances` rows are of `context` tokens of `dtype`.
-    Returns the checksum of the file. The CRC-32 of each row is written before, to the file `name` + `SUMS`. The stream is
-    read with pread, not mapped: mapped pages count as memory used.
+    Output row j is row `permutation(j)` of the token stream, which has `instances` rows of `context` tokens of the type
+    `dtype`. Returns the checksum of the file. Before this file, writes the CRC-32 of each row to the file `name` +
+    `SUMS`. Reads the stream with pread instead of a memory map, whose pages would count as used memory.
     """
-    temporary = folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still be at work here
+    temporary = folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still write here
     row_bytes = context * np.dtype(dtype).itemsize
     permutation = Permutation(instances, "shuffle", seed)
     digest = hashlib.sha256()
@@ -119,7 +119,7 @@ def write_shard(
         for first in range(start, stop, rows):
             source = permutation(np.arange(first, min(first + rows, stop)))
             block = memoryview(bytearray(len(source) * row_bytes))
-            for row in np.argsort(source).tolist():  # in the order of the disk
+            for row in np.argsort(source).tolist():  # reads in the order of the stream
                 data = os.pread(tokens.fileno(), row_bytes, int(source[row]) * row_bytes)
                 block[row * row_bytes : (row + 1) * row_bytes] = data
                 sums_N[first - start + row] = zlib.crc32(data)

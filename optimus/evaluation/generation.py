@@ -1,5 +1,6 @@
-"""Generates text: one sequence at a time with a KV cache, greedy unless a temperature is given; or greedy continuations of
-several prompts together, by a model that may be divided over ranks.
+"""Generates text. `generate` decodes one sequence at a time with a KV cache, greedily unless the caller sets a
+temperature. `continuations` decodes several prompts together, greedily, also with a model that is partitioned over
+ranks.
 
 Legend: B rows, S positions, H hidden, V vocabulary.
 """
@@ -31,11 +32,12 @@ def generate(
     eos_id: int | None = None,
     context: int | None = None,
 ) -> str:
-    """Generates the text that continues `prompt`, without the prompt itself. The text ends before end-of-text or after
-    `max_tokens`.
+    """Generates the text that continues `prompt`, without the prompt itself. The text ends before an end-of-text token
+    or after `max_tokens` tokens.
 
-    `tokenizer` is a `tokenizers.Tokenizer`. An empty prompt starts a new document after end-of-text. With a `context`, a
-    prompt that does not fit together with `max_tokens` loses its beginning. Raises `UserError` for impossible options.
+    `tokenizer` is a `tokenizers.Tokenizer`. An empty prompt starts a new document after end-of-text. If `context` is
+    set, a prompt of more than `context - max_tokens` tokens loses its first tokens. Raises `UserError` for options out
+    of range.
     """
     prompt_ids = encoder(tokenizer)(prompt)
     if not prompt_ids:
@@ -65,12 +67,12 @@ def answer(
     eos_id: int | None = None,
     **how: Any,
 ) -> str:
-    """Generates the assistant's answer to what a user has `said`, in the form of `template`. The answer ends with the
-    assistant's turn.
+    """Generates the assistant's answer to a user's message `said`, in the format of `template`. The answer ends at the
+    end of the assistant's turn.
 
-    `as_tokens` and `as_text` are `tokenizers.Tokenizer` objects: the first parses special tokens, the second takes their
-    spelling as text. `how` has the options of `generate`. Raises `UserError` like `generate`, and if the template cannot
-    take the message.
+    `as_tokens` and `as_text` are `tokenizers.Tokenizer` objects: the first parses special tokens, the second encodes
+    their spelling as ordinary text. `how` contains further options of `generate`. Raises `UserError` like `generate`,
+    and if the template cannot render the message.
     """
     asked = Answering.to(template, said, as_tokens)
     prompt_ids, _ = asked.prompt.encoded(as_tokens, as_text)
@@ -92,12 +94,12 @@ def generate_tokens(
     stops: Collection[int] = (),
     context: int | None = None,
 ) -> Iterator[int]:
-    """Yields the tokens that continue `prompt_ids` (at least one token), one by one. A token of `stops` ends the sequence
-    and is left out.
+    """Yields the tokens that continue `prompt_ids` (at least one token), one by one. The sequence ends before the first
+    token of `stops`.
 
-    Temperature 0 takes the most probable token. Otherwise a token is drawn from the softmax of logits / temperature, cut to
-    the fewest tokens that hold `top_p` of the probability (nucleus sampling, Holtzman et al. 2020, section 3.1). The same
-    `seed` draws the same tokens. Raises `UserError` for impossible options.
+    Temperature 0 takes the most probable token. Other temperatures draw a token from the softmax of logits /
+    temperature, restricted to the fewest tokens whose probability is at least `top_p` together (nucleus sampling,
+    Holtzman et al. 2020, section 3.1). The same `seed` draws the same tokens. Raises `UserError` for options out of range.
     """
     if max_tokens < 1:
         raise UserError(f"`max_tokens` is {max_tokens}: ask for at least one token")
@@ -114,7 +116,7 @@ def generate_tokens(
         cache = KVCache(model.config.layers)
         new = list(given)
         for _ in range(max_tokens):
-            with evaluating(model):  # not around the loop: between two tokens the model is the caller's
+            with evaluating(model):  # not around the loop: the caller may use the model between two tokens
                 hidden_BSH = model.hidden_states(torch.tensor([new], device=model.embedding.weight.device), cache)
                 logits_V = model.head(hidden_BSH[:, -1])[0].float().cpu()
             token = _choose(logits_V, temperature, top_p, random)
@@ -129,12 +131,13 @@ def generate_tokens(
 def continuations(
     model: Scored, prompts: Sequence[Sequence[int]], *, max_tokens: int, eos_id: int, group: Group | None = None
 ) -> list[list[int]]:
-    """Generates the most probable tokens after each prompt (of at least one token), at most `max_tokens`. End-of-text ends a
-    continuation and is left out.
+    """Generates the most probable tokens after each prompt (of at least one token), at most `max_tokens`.
+    A continuation ends before the first end-of-text token.
 
-    If each rank has a part of the model, all ranks call together with their `group` and continue with the tokens that its
-    first rank finds. A divided model has no cache, so each token is computed from all tokens before. All rows have the
-    longest possible length from the beginning, so that every pass has the same shape.
+    If the model is partitioned over ranks, all ranks of `group` must call this function together. All ranks continue
+    with the tokens that the group's first rank finds. A partitioned model has no KV cache, so every forward pass
+    computes the whole rows. The function pads all rows to the longest possible length from the beginning, so that every
+    forward pass has the same shape.
     """
     device = next(model.parameters()).device
     rows, new = [list(prompt) for prompt in prompts], [list[int]() for _ in prompts]
@@ -147,7 +150,7 @@ def continuations(
         tokens_B = model.head(hidden_BH).float().argmax(-1)
         return torch.stack(
             [tokens_B, tokens_B], 1
-        ).float()  # fp32 has every token exactly; `at_tokens` takes two columns
+        ).float()  # fp32 represents every token id exactly; `at_tokens` expects two columns
 
     with evaluating(model):
         for _ in range(max_tokens):
@@ -170,7 +173,7 @@ def continuations(
 def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
     """Decodes the text that `new_ids` add after the prompt.
 
-    The new ids are decoded together with the last prompt token, because some decoders drop the space before the first word
+    Decodes the new ids together with the last prompt token, because some decoders drop the space before the first word
     of a text.
     """
     last = [*prompt_ids[-1:]]
@@ -178,13 +181,13 @@ def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) ->
     whole = tokenizer.decode([*last, *new_ids], skip_special_tokens=False)
     if whole.startswith(before):
         return str(whole[len(before) :])
-    return str(tokenizer.decode(list(new_ids), skip_special_tokens=False))  # a character begun in the prompt ends here
+    return str(tokenizer.decode(list(new_ids), skip_special_tokens=False))  # `new_ids` end a character of the prompt
 
 
 def _choose(logits_V: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
     if temperature == 0:
         return int(logits_V.argmax())
     p_V, order_V = torch.softmax(logits_V.double() / temperature, -1).sort(descending=True, stable=True)
-    before_V = p_V.cumsum(0) - p_V  # probability of all tokens more probable than this one
+    before_V = p_V.cumsum(0) - p_V  # total probability of the tokens that are more probable than each token
     p_V[before_V >= top_p] = 0
     return int(order_V[torch.multinomial(p_V, 1, generator=random)])

@@ -1,7 +1,7 @@
 """The model interface of lm-eval.
 
-Texts are encoded as in lm-eval's own Hugging Face model (`TemplateLM._encode_pair`: trailing spaces of the context move to
-the continuation), so that results can be compared. No special tokens are added, as in training. Scores come from
+`HarnessModel` encodes texts like lm-eval's Hugging Face model (`TemplateLM._encode_pair`: trailing spaces of the context
+move to the continuation), so that results are comparable. Like training, it adds no special tokens. Scores come from
 `optimus.evaluation.score`, generated text from `optimus.evaluation.generation`.
 """
 
@@ -27,8 +27,8 @@ _SCORED_AT_ONCE = 512  # requests between two reports of progress
 class HarnessModel(TemplateLM):
     """A `model` with its `tokenizer` (a `tokenizers.Tokenizer`), for inputs of at most `context` tokens.
 
-    `progress`, if given, is called with (requests done, total requests). `score` takes windows and the tokens of a batch,
-    and replaces `optimus.evaluation.score`.
+    `progress`, if given, is called with (requests done, total requests). `score(windows, tokens_per_batch)`, if given,
+    replaces `optimus.evaluation.score.score`.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class HarnessModel(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Returns the log-likelihood of each whole text after end-of-text, in lm-eval's windows."""
+        """Returns the log-likelihood of each whole text after an end-of-text token, computed in lm-eval's rolling
+        windows."""
         windows = []
         for request in requests:
             (text,) = request.args
@@ -113,13 +114,14 @@ class HarnessModel(TemplateLM):
                     f"{continuation!r} after {context[-40:]!r} has no tokens of its own: the tokenizer does not "
                     "keep the two apart, so this task cannot be run with it"
                 )
-            # A context of white space alone moves to the continuation; the rest has no tokens, like an empty context.
+            # `_encode_pair` moves a context of white space alone to the continuation, so `context_ids` can be empty.
             windows.append(split_long(context_ids or [self.prefix_token_id], continuation_ids, self._context))
         return self._score(windows)
 
     def _score(self, windows_per_request: list[list[Window]]) -> list[tuple[float, bool]]:
-        """Returns the sum over the windows of each request, and True if all windows are greedy."""
-        # Sorted by length over all requests, so that the parts of the loop hold little padding.
+        """Returns for each request the sum of its windows' log-likelihoods, and True if greedy decoding gives all its
+        windows."""
+        # The longest requests come first, so that the requests of a part have similar lengths and need little padding.
         order = sorted(range(len(windows_per_request)), key=lambda i: -_inputs(windows_per_request[i]))
         results: dict[int, tuple[float, bool]] = {}
         for start in range(0, len(order), _SCORED_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint, and generates text from one: the work of the commands `evaluate` and `generate`."""
+"""Evaluates a checkpoint and generates text with a checkpoint, for the commands `evaluate` and `generate`."""
 
 import math
 from collections.abc import Sequence
@@ -45,14 +45,14 @@ def evaluate(
 ) -> dict[str, Any]:
     """Scores a checkpoint (or the newest of a run) on `tasks`, whose data is in the folder `task_data`, and on `text`.
 
-    Returns, and writes to the JSON file `output`, which appears complete or not at all: `{"tasks": {name: {"acc",
-    "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`, extended by the settings and the
-    versions. For a task, `bits_per_byte` is that of the right answer, and `margin` is its distance below the bits per byte
-    of the best wrong answer. Several checkpoints of one tokenizer form an ensemble: the mean of their logits is scored.
-    `limit` is the number of documents per task (per subject for mmlu), `fewshot` that of examples in each prompt (none by
-    default), `max_bytes` that of bytes of text. Text that spells a special token is text, and with `parse_special` that
-    token. The computation is in fp32. Raises `UserError` before the model is loaded for every error that is detectable by
-    then.
+    Returns `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`,
+    extended by the settings and the versions. Writes the same mapping to the JSON file `output`, completely or not at
+    all. For a task, `bits_per_byte` is the bits per byte of the right answer, and `margin` is the bits per byte of the
+    best wrong answer minus this value. Several checkpoints with the same tokenizer form an ensemble, whose logits are
+    the mean of the members' logits. `limit` is the number of documents per task (per subject for mmlu). `fewshot` is the
+    number of examples in each prompt (none by default). `max_bytes` is the number of bytes of text. The tokenizer
+    encodes the spelling of a special token as ordinary text, or with `parse_special` as that token. The computation is
+    in fp32. Raises `UserError`, before it loads the model if the error is detectable by then.
 
     Example:
         optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
@@ -129,12 +129,14 @@ def generate_text(
     chat: bool = False,
     device: str = "auto",
 ) -> str:
-    """Generates text after `prompt` with a checkpoint (or the newest of a run); greedy unless a temperature is given.
+    """Generates text after `prompt` with a checkpoint (or the newest of a run); greedily unless `temperature` is above 0.
 
-    With `chat` the prompt is a user's message, in the form of the checkpoint's chat template, and the result is the answer.
+    With `chat`, the checkpoint's chat template formats the prompt as a user's message, and the result is the assistant's
+    answer.
 
-    A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. A special token that
-    the prompt spells is text, and with `parse_special` that token. Raises `UserError` for impossible requests.
+    A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. The tokenizer
+    encodes the spelling of a special token as ordinary text, or with `parse_special` as that token. Raises `UserError`
+    for options out of range and for a checkpoint that cannot generate text.
 
     Example:
         optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)
@@ -153,8 +155,8 @@ def generate_text(
 
 
 def _chat_template(path: Path, loaded: _Loaded) -> ChatTemplate:
-    """Returns the chat template that a checkpoint was trained with, else the template of the published folder that its
-    training started from."""
+    """Returns the chat template with which the checkpoint was trained, else the template of the published model from
+    which its training started."""
     if loaded.description.chat:
         return ChatTemplate.read(loaded.description.chat)
     eos = loaded.tokenizer.id_to_token(loaded.eos_id) or ""

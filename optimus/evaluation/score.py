@@ -1,7 +1,7 @@
-"""Computes log-likelihoods of token sequences, in batches by length, for tasks and for bits per byte.
+"""Computes log-likelihoods of token sequences, in batches of similar lengths, for tasks and for bits per byte.
 
-A `Window` asks for the probability of some tokens given the tokens before them. Windows with the same input (the choices A,
-B, C, D after one question) share one row of a batch. Only the predicted positions go through the output layer.
+A `Window` names the tokens to score and the tokens before them. Windows with the same input (the choices A, B, C, D
+after one question) share one row of a batch. Only the predicted positions go through the output layer.
 
 Legend: B rows, S positions, H hidden, N predicted tokens of a batch, V vocabulary.
 """
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from optimus.config import ModelConfig
 
 TOKENS_PER_BATCH = 8192
-_LOGITS_AT_ONCE = 1 << 24  # elements, in fp32 64 MB: a vocabulary of 50304 times a batch of tokens would be gigabytes
+_LOGITS_AT_ONCE = 1 << 24  # elements: 64 MB in fp32, while all logits of a batch can need gigabytes
 
 
 class Scored(Protocol):
-    """A model that can be scored: a `Transformer`, or a rank's part of one in a pipeline."""
+    """A model that `score` can score: a `Transformer`, or a rank's part of a `Transformer` in a pipeline."""
 
     training: bool
 
@@ -29,10 +29,11 @@ class Scored(Protocol):
     def config(self) -> ModelConfig: ...
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
-        """Output layer from whole hidden states [N, H] to whole logits [N, V]."""
+        """Output layer, from unsharded hidden states [N, H] to unsharded logits [N, V]."""
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """Applies `find`, which may call `head`, to the whole hidden states [N, H] of these tokens. Returns fp32 [N, 2]."""
+        """Applies `find`, which may call `head`, to the unsharded hidden states [N, H] at the flat positions `at_N` of
+        `tokens_BS`. Returns the result of `find`, fp32 [N, 2]."""
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def eval(self) -> Any: ...
@@ -40,7 +41,7 @@ class Scored(Protocol):
 
 
 class Window(NamedTuple):
-    """Tokens to score: `continuation` is scored given `context`, which holds at least one token."""
+    """Tokens to score: those of `continuation`, which follow `context`, a sequence of at least one token."""
 
     context: Sequence[int]
     continuation: Sequence[int]
@@ -56,7 +57,7 @@ class Score(NamedTuple):
 
 @contextmanager
 def evaluating(model: Scored) -> Iterator[None]:
-    """Disables gradients and sets evaluation mode inside, and restores the mode afterwards."""
+    """Disables gradients and sets evaluation mode inside the `with` block, and restores the mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -67,10 +68,12 @@ def evaluating(model: Scored) -> Iterator[None]:
 
 
 def split_long(context: Sequence[int], continuation: Sequence[int], limit: int) -> list[Window]:
-    """Splits into windows of at most `limit` inputs that together predict every token of `continuation` once.
+    """Splits a request into windows of at most `limit` inputs, which together predict every token of `continuation`
+    once.
 
-    A long context loses its beginning, as in lm-eval. A continuation longer than `limit` is cut into disjoint parts of
-    `limit` tokens. Each part is predicted from the token before it and its own beginning.
+    A long context loses its beginning, as in lm-eval. This function cuts a continuation longer than `limit` into
+    disjoint parts of `limit` tokens. The model predicts each token of a part from the token before the part and the
+    earlier tokens of the part.
     """
     windows = []
     for start in range(0, len(continuation), limit):
@@ -81,16 +84,17 @@ def split_long(context: Sequence[int], continuation: Sequence[int], limit: int) 
 
 
 def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKENS_PER_BATCH) -> list[Score]:
-    """Returns the score of each window, in order. A batch holds at most `tokens_per_batch` inputs (at least one row).
+    """Returns the score of each window, in order. A batch has at most `tokens_per_batch` inputs, but at least one row.
 
-    Probabilities are computed in fp32 from logits of the model's type, and summed in fp64.
+    Computes log-probabilities in fp32 from logits of the model's dtype, and sums them in fp64.
     """
-    rows: dict[tuple[int, ...], list[int]] = {}  # input -> the windows that share it
+    rows: dict[tuple[int, ...], list[int]] = {}  # the indices of the windows with the same input, by this input
     for index, (context, continuation) in enumerate(windows):
         if not context:
             raise ValueError(f"window {index} has no context, so nothing predicts its first token")
         rows.setdefault((*context, *continuation)[:-1], []).append(index)
-    inputs = sorted(rows, key=len, reverse=True)  # the longest first: too little memory shows at once
+    # The longest inputs come first, so that an out-of-memory error occurs at once.
+    inputs = sorted(rows, key=len, reverse=True)
     scores: dict[int, Score] = {}
     with evaluating(model):
         start = 0
@@ -105,9 +109,9 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
 
 
 def _score_batch(model: Scored, inputs: list[tuple[int, ...]], asked: list[tuple[int, Window]]) -> Iterator[Score]:
-    """Yields the scores of windows, each given with the row of `inputs` that it reads."""
+    """Yields the score of each window of `asked`, which pairs a window with the index of its row in `inputs`."""
     device = next(model.parameters()).device
-    # Padding comes last, where a causal model's predictions do not see it.
+    # Padding is at the end of a row, where a causal model's predictions do not depend on it.
     tokens_BS = torch.zeros(len(inputs), len(inputs[0]), dtype=torch.long)
     for row, tokens in enumerate(inputs):
         tokens_BS[row, : len(tokens)] = torch.tensor(tokens)

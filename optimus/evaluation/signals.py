@@ -20,7 +20,7 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.observe.metrics import read_metrics
 
 _LOWER_IS_BETTER = ("bits_per_byte",)
-_LEAST = 3  # measurements
+_LEAST = 3  # measurements that a run needs
 
 
 class TaskCurve(NamedTuple):
@@ -30,11 +30,12 @@ class TaskCurve(NamedTuple):
     value_N: NDArray[np.float64]
 
 
-TaskCurves = dict[tuple[str, str], list[TaskCurve]]  # by task and metric, one curve per run
+TaskCurves = dict[tuple[str, str], list[TaskCurve]]  # one curve per run, by task and metric
 
 
 def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
-    """Reads the tasks' metrics that all `runs` have. Raises `UserError` for a run with no measurements, or too few."""
+    """Reads the tasks' metrics that all `runs` have. Raises `UserError` for a run with too few measurements, and if the
+    runs have no task in common."""
     found: list[dict[tuple[str, str], TaskCurve]] = []
     for given in runs:
         folder = user_path(given)
@@ -61,9 +62,10 @@ def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
 def signals(curves: TaskCurves) -> list[dict[str, Any]]:
     """Returns a row per task and metric.
 
-    `spearman` is the rank correlation with the step (1: every measurement is better than those before it). `noise` is the
-    standard deviation of a measurement, in units of the metric. Both are means over the runs. `kendall` is the agreement of
-    the order of the runs with the last order, as a mean over the steps before; None for one run.
+    `spearman` is the rank correlation with the step (1: every measurement is better than those before it). `noise` is
+    the standard deviation of a measurement, in units of the metric. Both are means over the runs. `kendall` is the tau-b
+    between the ranking of the runs at a step and their final ranking, as a mean over all steps before the last; None for
+    a single run.
     """
     rows = []
     for (task, metric), each in curves.items():
@@ -95,8 +97,8 @@ def kendall(x_R: NDArray[Any], y_R: NDArray[Any]) -> float:
 def noise(curve: TaskCurve) -> float:
     """Estimates the standard deviation of a measurement from its distance to the line between its neighbours.
 
-    Independent errors of deviation s give distances of deviation s * sqrt(3 / 2) at equal steps. A straight trend gives
-    none.
+    At equally spaced steps, independent errors of standard deviation s give distances of standard deviation s * sqrt(3 /
+    2). A linear trend gives distances of 0.
     """
     before, at, after = curve.step_N[:-2], curve.step_N[1:-1], curve.step_N[2:]
     part = (at - before) / (after - before)

@@ -3,8 +3,8 @@
     datasets/TASK.SPLIT.jsonl[.gz]               raw examples with the fields of the published data set
     requests/hellaswag/VARIANT/requests.jsonl.gz   ready-made requests, for HellaSwag if its data set is missing
 
-Documents are used unchanged, with two exceptions: BoolQ has `answer` where lm-eval's SuperGLUE form has `label`, and
-HellaSwag's requests already hold the text that lm-eval makes of a raw example (`query`, `choices`).
+This module returns documents unchanged, with two exceptions. BoolQ has `answer` where lm-eval's SuperGLUE form has
+`label`. HellaSwag's requests already contain the text that lm-eval builds from a raw example (`query`, `choices`).
 """
 
 import gzip
@@ -33,7 +33,7 @@ def find_hellaswag_requests(folder: Path) -> Path | None:
 
 
 def missing(folder: Path, task: str, splits: tuple[str, ...]) -> UserError:
-    """Returns the error that names the files looked for."""
+    """Returns the error that names the missing files of a task."""
     names = [f"datasets/{task}.{split}.jsonl.gz" for split in splits]
     if task == "hellaswag":
         names += [f"requests/hellaswag/{variant}/requests.jsonl.gz" for variant in _HELLASWAG_VARIANTS]
@@ -41,7 +41,7 @@ def missing(folder: Path, task: str, splits: tuple[str, ...]) -> UserError:
 
 
 def read_dataset(path: Path, task: str) -> list[Document]:
-    """Reads the documents of a dataset file. Raises `UserError` with the place of the fault."""
+    """Reads the documents of a dataset file. Raises `UserError` with the line number of an invalid document."""
     change: Callable[[Document], Document] = _boolq if task == "boolq" else lambda document: document
     return _read(path, change)
 
@@ -49,7 +49,7 @@ def read_dataset(path: Path, task: str) -> list[Document]:
 def read_hellaswag_requests(path: Path) -> list[Document]:
     """Reads documents of `query`, `choices`, `label` from a request file, which has a line for every choice.
 
-    Unconditional requests (a `doc_id` of 1,000,000 or more) repeat documents in another form, and are skipped.
+    Skips unconditional requests (a `doc_id` of 1,000,000 or more), which repeat documents in another form.
     """
     documents: dict[int, Document] = {}
     for request in _read(path, lambda request: {"id": request["doc_id"], **request["doc"]}):

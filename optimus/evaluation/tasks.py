@@ -1,18 +1,19 @@
-"""Runs the paper's tasks (Optimus, table 2) by lm-eval on local data: nothing is downloaded.
+"""Runs the paper's tasks (Optimus, table 2) with lm-eval on local data, without downloads.
 
-Prompts, choices and metrics are those of lm-eval's own task definitions; only the source of the documents is replaced.
-Results are comparable with published ones as far as the documents are the same. A task is run on the split that lm-eval uses
-(test, else validation) if the folder holds that split, otherwise on the other one. `acc_norm`, the accuracy by
-log-likelihood per character of the choice, is computed for every task, also if lm-eval's definition lists `acc` alone.
+Prompts, choices and metrics are those of lm-eval's task definitions; this module replaces only the source of the
+documents. Results are comparable with published results if the documents are the same. A task runs on the split that
+lm-eval uses (test, else validation) if the folder has that split, otherwise on the other one. Every task reports
+`acc_norm`, the accuracy by log-likelihood per character of the choice, even if lm-eval's definition lists `acc` alone.
 
 Small models and early checkpoints guess, so accuracies say little about them. Two other numbers improve from the first steps
 on: `bits_per_byte` of the right answer, given the question, and `margin`, the bits per byte of the best wrong answer minus
 those of the right one. Both are means over the documents.
 
-mmlu_continuation is mmlu with the text of the answers in place of their letters: small models cannot yet choose by letters.
+mmlu_continuation is mmlu with the text of the answers instead of their letters, because small models cannot yet choose by
+letters.
 
-Few-shot examples come from the split that lm-eval names (train; dev for mmlu) if the folder holds that split, else from the
-documents of the run's own split, but never from the document in question.
+Few-shot examples come from the split that lm-eval names (train; dev for mmlu) if the folder has that split. Otherwise
+they come from the evaluated split, without the document that they precede.
 """
 
 import contextlib
@@ -30,8 +31,8 @@ from optimus.evaluation import task_data
 from optimus.evaluation.names import TASKS
 from optimus.evaluation.task_data import Document
 
-# Folder of a task's definition, below lm-eval's folder `tasks`, if different from the task's name. Only these folders are
-# indexed; indexing all of them would take seconds.
+# Folder of a task's definition, below lm-eval's folder `tasks`, if its name is not the task's name. lm-eval indexes only
+# these folders here; indexing all its folders would take seconds.
 _DEFINITIONS = {
     "arc_easy": "arc",
     "arc_challenge": "arc",
@@ -39,25 +40,26 @@ _DEFINITIONS = {
     "mmlu": "mmlu/default",
     "mmlu_continuation": "mmlu/continuation",
 }
-_OF_SUBJECTS = {"mmlu": "mmlu_{}", "mmlu_continuation": "mmlu_{}_continuation"}  # names of their parts; one data set
-_SPLITS = ("test", "validation")  # in lm-eval's order
-_VALIDATION_ONLY = ("hellaswag", "piqa", "boolq", "winogrande")  # their test labels are not published
+_OF_SUBJECTS = {"mmlu": "mmlu_{}", "mmlu_continuation": "mmlu_{}_continuation"}  # lm-eval's task for each subject
+_SPLITS = ("test", "validation")  # splits in the order of lm-eval's preference
+_VALIDATION_ONLY = ("hellaswag", "piqa", "boolq", "winogrande")  # the test labels of these tasks are unpublished
 _METRICS = ("acc", "acc_norm")
-_FEWSHOT_SEED = 1234  # lm-eval's
+_FEWSHOT_SEED = 1234  # lm-eval's default
 
 
 class LocalTask(NamedTuple):
-    """A task and its documents. `shots` are the examples of a separate split, or None without such a split."""
+    """A task and its documents. `shots` are the few-shot examples of a separate split; None if the examples come from
+    `documents`."""
 
     name: str
     split: str
     documents: list[Document]
     shots: list[Document] | None
-    overrides: dict[str, Any]  # of lm-eval's definition
+    overrides: dict[str, Any]  # fields that replace those of lm-eval's definition
 
 
 def check_lm_eval() -> None:
-    """Raises `UserError` if the harness is not installed."""
+    """Raises `UserError` if lm-eval is not installed."""
     if any(importlib.util.find_spec(module) is None for module in ("lm_eval", "datasets")):
         raise UserError(f"evaluation on tasks needs lm-eval, which is not installed: {how_to_install('evaluate')}")
 
@@ -81,7 +83,8 @@ def load_tasks(names: Sequence[str], folder: Path, fewshot: int = 0) -> list[Loc
 def run_tasks(
     tasks: Sequence[LocalTask], model: Any, *, fewshot: int = 0, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Runs the tasks and returns `{name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}`, n documents each.
+    """Runs the tasks and returns `{name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}`; `n` is the number of
+    documents.
 
     The results of mmlu and mmlu_continuation are means over all subjects, weighted by their size.
 
@@ -106,7 +109,8 @@ def run_tasks(
 
 def _answer(task: Any, sample: dict[str, Any]) -> tuple[float, float]:
     """Returns the bits per byte of the right answer to a document, and its margin to the best wrong answer."""
-    right = (task.doc_to_text if task.multiple_input else task.doc_to_target)(sample["doc"])  # as lm-eval finds it
+    # lm-eval finds the right answer in the same way.
+    right = (task.doc_to_text if task.multiple_input else task.doc_to_target)(sample["doc"])
     right = task.doc_to_choice(sample["doc"]).index(right) if isinstance(right, str) else right
     bits = [
         -log_likelihood / math.log(2) / len(continuation.encode())
@@ -128,7 +132,7 @@ def _load(name: str, folder: Path, fewshot: int) -> LocalTask:
         if requests is None:
             raise task_data.missing(folder, data, splits)
         split, documents = "validation", task_data.read_hellaswag_requests(requests)
-        overrides["process_docs"] = None  # already applied to these documents
+        overrides["process_docs"] = None  # the file's documents are already processed
     shots_split = "dev" if name in _OF_SUBJECTS else "train"
     # Ready-made HellaSwag documents have another form than raw training examples.
     shots_path = task_data.find_dataset(folder, data, shots_split) if fewshot and not overrides else None
@@ -160,7 +164,7 @@ def _parts(task: LocalTask) -> Iterator[tuple[str, list[Document], list[Document
 
 
 def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
-    """Builds lm-eval's task objects by name, over local documents."""
+    """Builds lm-eval's task objects from local documents. The result maps names to tasks."""
     import lm_eval.tasks
 
     home = Path(lm_eval.tasks.__file__).parent / _DEFINITIONS.get(task.name, task.name)
@@ -177,7 +181,7 @@ def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
                 "training_split": None,
                 "validation_split": None,
                 "test_split": "documents",
-                # lm-eval leaves the document in question out of the examples if both are from one split.
+                # If documents and examples share a split, lm-eval excludes a document from its examples.
                 "fewshot_split": "documents" if shots is None else "shots",
                 "num_fewshot": fewshot,
                 "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in _METRICS],
@@ -205,7 +209,7 @@ def _source(documents: list[Document], shots: list[Document] | None) -> Callable
 
 @contextlib.contextmanager
 def _quiet_harness() -> Iterator[None]:
-    """Silences lm-eval's log and its bars for building prompts; errors still come out."""
+    """Silences lm-eval's log messages below errors, and its progress bars for building prompts."""
     import datasets
     from lm_eval.api import task as task_module
 
@@ -214,7 +218,7 @@ def _quiet_harness() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
-        # lm-eval has no switch for this bar, of which mmlu alone has 57.
+        # lm-eval has no option to disable this bar, which mmlu alone shows 57 times.
         with mock.patch.object(task_module, "tqdm", lambda rows, **_: rows, create=True):
             yield
     finally:

@@ -1,9 +1,10 @@
 """Measures bits per byte of text, which is informative for small models too, and comparable across tokenizers.
 
-Documents are measured one by one. The first token of a document is predicted from end-of-text, as in training, where
-end-of-text tokens join the documents. A document longer than the context is cut into disjoint windows. The first token of a
-window is predicted from the last token of the window before, so each token is predicted exactly once. The end-of-text token
-itself is not predicted. Bytes are those of the UTF-8 text, even if the tokenizer does not keep all of the text.
+No document is context of another one. The model predicts the first token of a document from an end-of-text token, as in
+training, where end-of-text tokens separate the documents. A document longer than the context becomes several disjoint
+windows. The model predicts the first token of a window from the last token of the previous window, so it predicts each
+token exactly once. It does not predict end-of-text tokens. The number of bytes is that of the UTF-8 text, even if the
+tokenizer drops some of the text.
 """
 
 import math
@@ -23,7 +24,7 @@ from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
 from optimus.evaluation.score import TOKENS_PER_BATCH, Scored, Window, score
 
-_TOKENS_AT_ONCE = 1 << 16  # windows held and sorted by length together; bounds the memory whatever the text's size
+_TOKENS_AT_ONCE = 1 << 16  # tokens of the windows that are in memory and sorted by length together
 
 
 class Part(NamedTuple):
@@ -49,8 +50,9 @@ def bits_per_byte(
     """Returns `{"loss": float, "bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
 
     `tokenizer` is a `tokenizers.Tokenizer`. `context` is the longest input in tokens. `max_bytes` limits the text to its
-    first bytes in reading order. The model may be in training: its mode is restored, and gradients are not touched.
-    `progress` is called with the bytes done so far. Raises `UserError` for unreadable files, and if there is no text.
+    first bytes in reading order. The model may be in training: this function restores its mode, and leaves gradients
+    unchanged. It calls `progress` with the number of bytes measured so far. Raises `UserError` for unreadable files, and
+    if there is no text.
     """
     parts = read_parts(tokenizer, text_path, eos_id=eos_id, context=context, max_bytes=max_bytes, text_field=text_field)
     return measure(model, parts, tokens_per_batch=tokens_per_batch, progress=progress)
@@ -64,10 +66,10 @@ def measure(
     tokens_per_batch: int = TOKENS_PER_BATCH,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Measures text that comes in `parts`; see `bits_per_byte`.
+    """Measures the text of `parts`; see `bits_per_byte`.
 
-    If each rank has a part of the model, all ranks call together with their `group`. The first rank of the group alone
-    reads, and broadcasts to the others; an error of reading is raised on all ranks.
+    If the model is partitioned over the ranks of `group`, all of them must call this function together. Only the first
+    rank of `group` reads the text, and it broadcasts each part to the others. All ranks raise a read error.
     """
     nats, part = 0.0, Part([], 0, 0)
     reader = parts if group is None else iter(lambda: group.on_first(lambda: next(parts, None)), None)
@@ -82,7 +84,7 @@ def measure(
 def check_text(text_path: str | Path, max_bytes: int | None = None) -> None:
     """Raises `UserError` if a text, up to `max_bytes`, has files that `prepare` would refuse, or is empty.
 
-    Call this function before long work that reads the text only at its end.
+    Call this function before a long run that reads the text only at its end.
     """
     if not check_beginning(resolve([text_path]), math.inf if max_bytes is None else max_bytes):
         raise UserError(_no_text(text_path))
@@ -102,8 +104,8 @@ def read_parts(
     max_tokens: int | None = None,
     text_field: str = "text",
 ) -> Iterator[Part]:
-    """Yields the windows of a text in parts of little memory; see `bits_per_byte`. `max_tokens` may cut the last
-    document."""
+    """Yields the windows of a text in parts that need little memory; see `bits_per_byte`. `max_tokens` limits the tokens
+    of the text, and may cut its last document."""
     encode = encoder(tokenizer)
     cutter = _Cutter(eos_id, context)
     seen_bytes, tokens, given = 0, 0, 0
@@ -121,17 +123,17 @@ def read_parts(
         if tokens - given >= _TOKENS_AT_ONCE:
             yield Part(held, seen_bytes, tokens)
             held, given = [], tokens
-    held += cutter.cut([], True)  # a document that `max_bytes` has cut short
+    held += cutter.cut([], True)  # the last document, if `max_tokens` has cut it
     if not tokens:
         raise UserError(_no_text(text_path))
     yield Part(held, seen_bytes, tokens)
 
 
 def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
-    """Yields the first rows of prepared data, up to `max_tokens` but at least one row, each as one window, as in training.
+    """Yields the first rows of prepared data, up to `max_tokens` but at least one row, with a window per predicted span.
 
-    All tokens are predicted except the first of a row, its padding and, in conversations, the prompts. The number of bytes
-    is estimated from the mean bytes per token of the data.
+    As in training, the model predicts all tokens except the first token of a row, padding and the prompts of
+    conversations. The number of bytes is an estimate from the data's mean bytes per token.
     """
     bytes_per_token = shards.index["text_bytes"] / shards.stream_tokens
     rows, predicted = min(shards.instances, max(1, max_tokens // shards.context)), 0
@@ -147,7 +149,7 @@ def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
         predicted_BS[:, 0] = False
         windows = []
         for row, chosen_S in zip(tokens_BS.tolist(), predicted_BS):
-            borders = np.flatnonzero(np.diff(chosen_S, append=False)) + 1  # of each predicted span
+            borders = np.flatnonzero(np.diff(chosen_S, append=False)) + 1  # start and end of each predicted span
             windows += [Window(row[:first], row[first:end]) for first, end in borders.reshape(-1, 2).tolist()]
         predicted += sum(len(window.continuation) for window in windows)
         yield Part(windows, round(predicted * bytes_per_token), predicted)
@@ -174,7 +176,7 @@ class _Cutter:
 
 
 def _first_bytes(pieces: Iterator[tuple[str, bool]], limit: int | None) -> Iterator[tuple[str, bool]]:
-    """Yields the pieces up to `limit` bytes of UTF-8. The last piece is cut between characters."""
+    """Yields the pieces up to `limit` bytes of UTF-8. Cuts the last piece between two characters."""
     left = math.inf if limit is None else limit
     for text, ends in pieces:
         data = text.encode()

@@ -11,13 +11,14 @@ from rich.text import Text
 
 from optimus.config.sizes import count_text, seconds_text
 
-_WITH_BAR = 70  # least columns of a terminal that shows the bar itself beside the numbers
+_WITH_BAR = 70  # narrower terminals show the numbers without the bar
 _WIDE = 100
-_ECHO = 2  # columns left free for the ^C that the terminal echoes, which must not begin a line
+_ECHO = 2  # empty columns for the ^C that the terminal echoes, so that it does not wrap to the next line
 
 
 class Bar(Progress):
-    """The bar of one stage. Numbers and times are never cut. The note is cut, with an ellipsis, if there is no room."""
+    """The bar of one stage. Numbers and times are always complete. An ellipsis shortens the note if the line is too
+    long."""
 
     def __init__(self, stage: str, total: int | None) -> None:
         console = self._screen = Console(stderr=True, force_terminal=True)
@@ -30,7 +31,7 @@ class Bar(Progress):
             _Note(),
             _Times(elapsed=wide),
             console=console,
-            redirect_stdout=sys.stdout.isatty(),  # output to a file or a pipe is not redirected
+            redirect_stdout=sys.stdout.isatty(),  # rich does not redirect output to a file or a pipe
         )
         self.stage = stage
         self._task = self.add_task(stage, total=total, note="")

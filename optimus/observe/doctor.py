@@ -1,4 +1,5 @@
-"""Examines what a run needs of this machine. Each check looks or tries, and names the cure of a fault."""
+"""Examines the resources of this machine that a run needs. Each check inspects or tries a resource, and names the cure
+of a fault."""
 
 import os
 import resource
@@ -15,10 +16,10 @@ from optimus.cores import usable_cores
 from optimus.disk import file_system_time, user_path
 from optimus.observe.machine import describe_machine, free_memory, versions
 
-_TRIAL = 64 << 20  # bytes that are written
+_TRIAL = 64 << 20  # bytes that the check of the file system writes
 _SLOW = 50e6  # bytes/s below which checkpoints are too slow
-_SKEW = 2.0  # seconds between two clocks; beyond that, events of nodes can come in the wrong order
-_FILES, _SHARED = 4096, 64 << 20  # open files; bytes of shared memory
+_SKEW = 2.0  # seconds between two clocks; with more, events of different nodes can appear in the wrong order
+_FILES, _SHARED = 4096, 64 << 20  # least number of open files; least bytes of shared memory
 _LEAST_FREE = 10 << 30
 
 Status = Literal["ok", "warning", "problem"]
@@ -34,14 +35,16 @@ class Finding(NamedTuple):
 
 
 def _judged(what: str, wrong: bool, found: str, mend: str, status: Status = "warning") -> Finding:
-    """Makes a finding: ok, or the given status with its cure if something is `wrong`."""
+    """Returns a finding: ok, or `status` with the cure `mend` if something is `wrong`."""
     return Finding(what, status, found, mend) if wrong else Finding(what, "ok", found)
 
 
 def examine(folder: str | Path = ".") -> list[Finding]:
-    """Runs all checks. `folder` is where runs will be written; if it does not exist, its nearest existing parent is checked.
+    """Runs all checks. `folder` is the folder for future runs. If it does not exist, the checks use its nearest existing
+    parent.
 
-    A finding names `what` was checked, its `status` (ok, warning, problem), what was `found` and how to `mend` a fault.
+    A finding has the subject of the check (`what`), its `status` (ok, warning, problem), its result (`found`), and the
+    cure of a fault (`mend`).
 
     Example:
         [finding for finding in api.doctor("runs") if finding.status != "ok"]
@@ -114,7 +117,7 @@ def _interconnect(network: Path = Path("/sys/class/net")) -> Iterator[Finding]:
     for device in sorted(network.iterdir()) if network.is_dir() else ():
         try:
             speed = int((device / "speed").read_text())
-        except (OSError, ValueError):  # loopback, or an interface that is down
+        except (OSError, ValueError):  # the interface is the loopback, or is down
             continue
         if speed > 0:
             speeds.append(f"{device.name} {speed / 1000:g} Gbit/s")

@@ -1,4 +1,4 @@
-"""Describes the machine: peak arithmetic if known, free memory, versions."""
+"""Describes the machine: peak FLOP/s if known, free memory, versions."""
 
 import gc
 import importlib.metadata
@@ -13,7 +13,7 @@ from optimus.errors import UserError
 from optimus.measurements import Measurements
 from optimus.version import __version__
 
-# Dense bf16 TFLOP/s from the makers' data sheets. The first of these words that a device's name contains counts.
+# Dense bf16 TFLOP/s from the makers' data sheets. The first key that is part of a device's name applies.
 _PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -22,11 +22,11 @@ _PEAK_TFLOPS = {
     "A100": 312.0,
     "V100": 125.0,
     "MI300X": 1307.0,
-    "MI250X": 191.5,  # one of the two chips: a rank gets one
-    "Data Center GPU Max 1550": 419.0,  # one tile (Ponte Vecchio)
+    "MI250X": 191.5,  # of one of the two chips, because a rank uses one chip
+    "Data Center GPU Max 1550": 419.0,  # of one tile (Ponte Vecchio)
 }
 
-# Instructions of processors that multiply bf16, as named by torch and the kernel (/proc/cpuinfo).
+# Processor instructions that multiply bf16, by their names in torch and in the kernel (/proc/cpuinfo).
 _BFLOAT16 = {
     "amx_bf16": "AMX-BF16",
     "avx512_bf16": "AVX512-BF16",
@@ -34,7 +34,7 @@ _BFLOAT16 = {
     "svebf16": "SVE BF16",
 }
 # Values of environment variables that keep torch from using these instructions: ATen in attention and elementwise
-# operations, oneDNN in matrix products. oneDNN's older name of its variable counts only without the newer one.
+# operations, oneDNN in matmuls. The older name of oneDNN's variable applies only if the newer variable is not set.
 _WITHOUT_BFLOAT16 = {
     "ATEN_CPU_CAPABILITY": {"default", "avx2"},
     "ONEDNN_MAX_CPU_ISA": {
@@ -55,7 +55,7 @@ def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
     """Finds the torch device of this name. `auto` is the accelerator of this local rank, or the CPU if there is no
     accelerator.
 
-    Raises `UserError`, naming the `setting` that asked for the device, if the device does not exist.
+    Raises `UserError` if the device does not exist. The message names `setting`, the option that selects the device.
     """
     import torch
 
@@ -90,7 +90,7 @@ def use_device(name: str, setting: str, local_rank: int = 0) -> Any:
 
 
 def peak_flops(device: Any) -> float | None:
-    """Returns the peak bf16 operations per second of a torch device; None if unknown (for CPUs among others)."""
+    """Returns the peak bf16 operations per second of a torch device; None if unknown, as for CPUs."""
     name = device_name(device)
     return next((tflops * 1e12 for word, tflops in _PEAK_TFLOPS.items() if word in name), None)
 
@@ -105,7 +105,7 @@ def device_name(device: Any) -> str:
 
 
 def bfloat16_of(device: Any) -> Bfloat16:
-    """Checks if a torch device computes natively in bf16, from its type alone: the result does not depend on other
+    """Checks if a torch device computes natively in bf16. The check allocates nothing, so it does not depend on other
     processes."""
     import torch
 
@@ -114,14 +114,14 @@ def bfloat16_of(device: Any) -> Bfloat16:
     module = torch.get_device_module(device)
     try:
         native = bool(module.is_bf16_supported(including_emulation=False))
-    except (AttributeError, TypeError):  # other makers' modules have no emulation, or no such function
+    except (AttributeError, TypeError):  # modules of other vendors have no such argument, or no such function
         native = bool(getattr(module, "is_bf16_supported", lambda: False)())
     return Bfloat16(native, f"{device.type} computes in it" if native else "no bfloat16 there")
 
 
 def _bfloat16_of_cpu() -> Bfloat16:
-    """Checks the CPU's instructions for bf16. Without them, torch emulates products in bf16, several times slower than in
-    fp32."""
+    """Checks the CPU's instructions for bf16. Without these instructions, torch emulates bf16 matmuls, which are several
+    times slower than fp32 matmuls."""
     import torch
 
     features = _cpu_features()
@@ -149,8 +149,8 @@ def _cpu_features() -> set[str]:
 
 
 def free_memory(device: Any) -> int:
-    """Returns the bytes that can still be allocated on a torch device, after freeing what earlier runs of this process
-    left."""
+    """Frees the memory that earlier runs of this process still occupy. Returns the bytes that a torch device can then
+    allocate."""
     import torch
 
     if device.type == "cpu":
@@ -158,7 +158,7 @@ def free_memory(device: Any) -> int:
 
         return int(psutil.virtual_memory().available)
     module = torch.get_device_module(device)
-    gc.collect()  # modules and their state refer to each other
+    gc.collect()  # modules and their state form reference cycles
     module.empty_cache()
     return int(module.mem_get_info(device)[0])
 
@@ -171,8 +171,8 @@ def whole_memory(device: Any) -> int:
 
 
 def measurements_of(device: Any, folder: str | None) -> Measurements:
-    """Opens the measurements that `folder` keeps for this chip, PyTorch version and number of threads: others would not
-    apply."""
+    """Opens the measurements in `folder` for this chip, PyTorch version and (on a CPU) number of threads. Other
+    measurements do not apply."""
     if folder is None:
         return Measurements(None)
     import torch

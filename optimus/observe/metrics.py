@@ -1,4 +1,4 @@
-"""Writes the metrics of every step to `metrics.jsonl`, and to sinks such as TensorBoard's."""
+"""Writes the metrics of every step to `metrics.jsonl`, and to sinks such as TensorBoard."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from optimus.observe.wandb import WeightsAndBiases
 
 
 class MetricsWriter:
-    """Appends one record per step to `folder/metrics.jsonl`, and passes its numbers to the other sinks."""
+    """Appends one record per step to `folder/metrics.jsonl`, and passes the record to the other sinks."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
-        """Opens the files and drops records of steps after `after_step`, the last step that counts. A run that died
-        before its next checkpoint left such records, and repeats their steps."""
+        """Opens the files and drops the records of steps after `after_step`, the step from which the run continues. A
+        run that dies leaves records of steps after its last checkpoint, and the resumed run repeats these steps."""
         self._file = _open_after(folder / "metrics.jsonl", after_step)
         self._experts, self._samples = folder / "experts.jsonl", folder / "samples.jsonl"
         for path in (self._experts, self._samples):
@@ -52,15 +52,15 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Closes the files and the sinks."""
-        with suppress(OSError):  # a failed write was reported when it was flushed
+        with suppress(OSError):  # the flush has already reported a failed write
             self._file.close()
         for sink in self._sinks:
             sink.close()
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Reads the complete records of a run folder's `metrics.jsonl`, in order. A last line cut off by a kill is left out,
-    like lines without a step."""
+    """Reads the complete records of a run folder's `metrics.jsonl`, in order. Skips lines without a step, and a last
+    line that is incomplete after a kill."""
     return [record for record in read_json_lines(folder / "metrics.jsonl") if isinstance(record.get("step"), int)]
 
 

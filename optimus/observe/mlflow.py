@@ -1,4 +1,4 @@
-"""Logs a run to MLflow as one run there, however often the run is resumed."""
+"""Logs a run, including all its resumes, as one MLflow run."""
 
 import importlib.util
 import math
@@ -12,7 +12,7 @@ from optimus.config.flat import flat
 from optimus.disk import parse_json, write_json
 from optimus.errors import UserError, how_to_install
 
-_LONGEST = 500  # characters of a parameter's value
+_LONGEST = 500  # most characters of a parameter's value
 
 
 def check_mlflow(config: RunConfig) -> None:
@@ -26,7 +26,7 @@ def check_mlflow(config: RunConfig) -> None:
 class MLflow:
     """Logs to the experiment `observe.mlflow`, on the server that MLFLOW_TRACKING_URI names, else in `folder/mlruns`.
 
-    The run folder keeps the MLflow id in `mlflow-run.json`, so that a resume continues the same MLflow run.
+    The run folder has the MLflow id in `mlflow-run.json`, so that a resume continues the same MLflow run.
     """
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
@@ -36,7 +36,7 @@ class MLflow:
         self._mlflow, file = mlflow, folder / "mlflow-run.json"
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             mlflow.set_tracking_uri((folder / "mlruns").resolve().as_uri())
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # required by newer versions
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions of MLflow require this variable
         known = parse_json(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
         try:
             mlflow.set_experiment(config.observe.mlflow)
@@ -51,8 +51,8 @@ class MLflow:
         self._lost = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Logs the metrics of a step. A server that stops answering does not end the run: the failure is printed once,
-        and later records are not sent."""
+        """Logs the metrics of a step. If the server stops answering, the run continues: this method prints the failure
+        once, and sends no later record."""
         if self._lost:
             return
         numbers = {

@@ -1,4 +1,4 @@
-"""Shows the progress of long work: a bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of a long operation: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -7,11 +7,11 @@ from typing import Any
 from optimus.config.sizes import seconds_text
 from optimus.observe.terminal import can_redraw, letting_go
 
-_LINE_SECONDS = 10.0  # between plain lines
+_LINE_SECONDS = 10.0  # seconds between plain lines
 
 
 def time_left(seconds: float, now: float) -> str:
-    """Formats the remaining time and the time of its end: about 12 min left, until 14:05."""
+    """Formats the remaining `seconds` and the expected time of the end, as in: about 12 min left, until 14:05."""
     form = "%H:%M" if seconds < 43200 else "%Y-%m-%d %H:%M"
     return f"about {seconds_text(max(1.0, seconds))} left, until {time.strftime(form, time.localtime(now + seconds))}"
 
@@ -19,18 +19,18 @@ def time_left(seconds: float, now: float) -> str:
 class ProgressBar:
     """Shows the progress of one or more stages, with rich on a terminal and as a line every few seconds elsewhere.
 
-    `every` asks for a plain line each time that this many more units are done, instead of every few seconds.
+    With `every`, a plain line appears after each multiple of `every` units, instead of every few seconds.
     """
 
     def __init__(self, *, every: int | None = None) -> None:
         self._every = every
         self._bar: Any = None
         self._last_line = time.monotonic()
-        self._began: dict[str, tuple[float, int]] = {}  # of a stage: time and units done at its first update
+        self._began: dict[str, tuple[float, int]] = {}  # time and finished units at the first update of each stage
         self._on_terminal = can_redraw(sys.stderr.isatty())
 
     def update(self, stage: str, done: int, total: int | None, note: str = "") -> None:
-        """Shows that `done` of `total` units of `stage` are done. `note` stands beside the bar."""
+        """Shows that `done` of `total` units of `stage` are finished. `note` appears next to the bar."""
         if self._on_terminal:
             with letting_go():
                 self._bar_of(stage, total).show(done, total, note)
@@ -43,8 +43,8 @@ class ProgressBar:
             self.print(f"{stage}: {share} {note}".rstrip() + self._left(stage, done, total))
 
     def _bar_of(self, stage: str, total: int | None) -> Any:
-        """Returns the bar of a stage and closes that of another stage. With one bar at a time, the output of a signal
-        handler appears on the bar's line or below, and stays."""
+        """Returns the bar of a stage and closes the bar of another stage. With one bar at a time, the output of a signal
+        handler appears on the bar's line or below it, and stays visible."""
         if self._bar is None or self._bar.stage != stage:
             from optimus.observe.bar import Bar  # rich takes long to import
 
@@ -67,7 +67,8 @@ class ProgressBar:
             if self._bar is not None:
                 from rich.text import Text
 
-                # In a plain string, [words] would be markup. The terminal wraps the line, so a copy of it is one piece.
+                # rich would parse [words] in a plain string as markup. The terminal wraps the line, so that users can
+                # copy it as one line.
                 self._bar.console.print(Text(line), soft_wrap=True)
             else:
                 print(line, file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from types import FrameType
 
 from optimus.observe.terminal import say_at_once
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, a terminal that is gone
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals of Ctrl-C, a scheduler, a closed terminal
 
 
 class _SignalledError(KeyboardInterrupt):
@@ -23,11 +23,11 @@ def ending_signals() -> list[signal.Signals]:
 
 @contextmanager
 def ended_by_signals(say: str) -> Iterator[None]:
-    """Handles signals inside: prints `say`, raises a `KeyboardInterrupt`, and ends the process with 128 + the signal's
-    number.
+    """Handles signals inside the `with` block: prints `say`, raises a `KeyboardInterrupt`, and ends the process with the
+    exit code 128 + the signal's number.
 
-    A second signal has its previous effect. Signals that are ignored (`nohup`) stay ignored. In threads other than the main
-    thread, which receives all signals, nothing changes.
+    A second signal has the effect that it had before the block. Signals that are ignored (`nohup`) stay ignored. In
+    threads other than the main thread, which receives all signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,5 @@
-"""The interface of metric sinks beside `metrics.jsonl`: a sink takes each record, and is closed when the run ends."""
+"""The interface of metric sinks. The metrics writer passes each record to the sinks, and closes them when the run
+ends."""
 
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ class Sink(Protocol):
     """A destination of metrics: TensorBoard, Weights & Biases, MLflow."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Takes the metrics of a step, including `step`. Values may be None."""
+        """Writes the metrics of a step, including `step`. Values may be None."""
 
     def close(self) -> None:
         """Finishes pending work."""

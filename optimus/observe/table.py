@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-_WHOLE = 12  # characters of a cell that is not wrapped, such as "46.1 %"
-_NO_LIMIT = 100_000  # characters of a line in a file
+_WHOLE = 12  # cells of at most this many characters, such as "46.1 %", stay on one line
+_NO_LIMIT = 100_000  # most characters of a line in a file
 
 
 class _Column(NamedTuple):
@@ -15,11 +15,12 @@ class _Column(NamedTuple):
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = None) -> None:
-    """Prints rows of equal keys as a table. With a `width`, the table has at most this many characters, and fewer rules.
+    """Prints rows of equal keys as a table. With a `width`, the lines have at most this many characters, and the table
+    has fewer rules.
 
-    Nothing is cut if there is too little room, as on a narrow terminal. The table then has fewer rules, and columns with the
-    same value in all rows are printed once, above it. If necessary, text is wrapped between words. If that is not enough,
-    each row becomes lines of key and value.
+    The table is complete even on a narrow terminal. If it is too wide, it has fewer rules, and columns with the same
+    value in all rows appear once, above the table. If it is still too wide, text wraps between words. As the last
+    resort, each row becomes lines of key and value.
     """
     from rich.console import Console
     from rich.text import Text
@@ -33,7 +34,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = 
     ]
 
     def write(line: str, style: str = "") -> None:
-        """Prints a line and leaves the wrapping to the terminal, so that a copy of the line is one piece."""
+        """Prints a line and leaves the wrapping to the terminal, so that users can copy it as one line."""
         console.print(Text(line, style=style), soft_wrap=True)
 
     write(title, "italic")
@@ -55,14 +56,14 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = 
 
 
 def _natural(columns: list[_Column], room: int, *, compact: bool) -> Any:
-    """Returns the table with every cell on one line, or None if that takes more room."""
+    """Returns the table with every cell on one line, or None if the table is wider than `room` characters."""
     table = _table(columns, _widths(columns), compact=compact)
     return table if _measured(table) <= room else None
 
 
 def _wrapped(columns: list[_Column], room: int) -> Any:
-    """Returns the compact table with its text wrapped between words, the widest columns first, or None if that takes more
-    room."""
+    """Returns the compact table with its text wrapped between words, the widest columns first, or None if the table is
+    still wider than `room` characters."""
     widths = _widths(columns)
     excess = _measured(_table(columns, widths, compact=True)) - room
     spare = [width - _least(column) for width, column in zip(widths, columns)]
@@ -85,7 +86,7 @@ def _table(columns: list[_Column], widths: list[int], *, compact: bool) -> Any:
     for column, width in zip(columns, widths):
         table.add_column(Text(column.head), justify="left" if column.is_text else "right", width=width)
     for row in zip(*(column.cells for column in columns)):
-        table.add_row(*map(Text, row))  # as it is: in a plain string, [words] would be markup
+        table.add_row(*map(Text, row))  # rich would parse [words] in a plain string as markup
     return table
 
 

@@ -9,7 +9,7 @@ from optimus.config.flat import flat
 from optimus.errors import naming_disk_errors
 from optimus.observe.sinks import FULL
 
-_GROUPS = {  # of metrics without a group in their names, such as `memory/parameters`
+_GROUPS = {  # groups of the metrics whose names have no group, unlike `memory/parameters`
     "train": ("loss", "lr", "grad_norm", "skipped_steps", "tokens"),
     "speed": ("tokens_per_second", "model_flops_utilization", "step_seconds", "data_seconds", "checkpoint_seconds"),
     "router": ("balance_loss", "z_loss"),
@@ -43,7 +43,7 @@ class TensorBoard:
                     self._writer.add_scalar(grouped(name), value, record["step"])
 
     def close(self) -> None:
-        with naming_disk_errors(self._folder, FULL):  # events are written with a delay
+        with naming_disk_errors(self._folder, FULL):  # TensorBoard writes events with a delay, so this call can fail
             self._writer.close()
 
 

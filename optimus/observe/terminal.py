@@ -12,10 +12,10 @@ def can_redraw(is_terminal: bool) -> bool:
 
 
 def say_at_once(line: str) -> None:
-    """Writes a line to stderr at once. Safe in a signal handler, even during another write."""
+    """Writes a line to stderr at once. A signal handler can call this function safely, even during another write."""
     let_go_if_gone()
     with suppress(OSError):
-        instead = "\r\x1b[K" if can_redraw(os.isatty(2)) else ""  # replaces the ^C that a terminal shows, and a bar
+        instead = "\r\x1b[K" if can_redraw(os.isatty(2)) else ""  # erases the line, which may have a ^C or a bar
         os.write(2, f"{instead}{line}\n".encode())
 
 
@@ -31,7 +31,7 @@ def let_go_if_gone() -> None:
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Suppresses errors of writing, and redirects the output of a terminal that is gone."""
+    """Suppresses write errors inside the `with` block, and redirects the output if its terminal is gone."""
     try:
         yield
     except OSError:

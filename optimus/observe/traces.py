@@ -1,4 +1,4 @@
-"""Merges the traces of all ranks into one file for Perfetto: a row for each rank, all on one clock."""
+"""Merges the traces of all ranks into one file for Perfetto, with a group of rows for each rank and one time axis."""
 
 import gzip
 import json
@@ -11,14 +11,14 @@ from optimus.disk import parse_json
 from optimus.errors import naming_disk_errors
 
 MERGED = "trace.json.gz"
-_OF_A_RANK = 1000  # most processes of a rank's trace: the program, its devices
-_ROUNDING = 0.002  # microseconds: the profiler writes whole nanoseconds
-_IDS = 1 << 40  # ids of a rank's flows; Perfetto accepts only integers as these
-_BOUND = frozenset("sftbne")  # phases of events that are linked by ids: flows and asynchronous events
+_OF_A_RANK = 1000  # most processes in a rank's trace: the program and its devices
+_ROUNDING = 0.002  # tolerance in microseconds, because the profiler rounds to nanoseconds
+_IDS = 1 << 40  # most flow ids of a rank; Perfetto accepts only integers as flow ids
+_BOUND = frozenset("sftbne")  # phases of events that ids link: flows and asynchronous events
 
 
 def rank_trace(folder: Path, rank: int) -> Path:
-    """Returns the file of a rank's own trace, as written by `torch.profiler`."""
+    """Returns the file to which `torch.profiler` writes the trace of a rank."""
     return folder / f"trace-rank-{rank}.json"
 
 
@@ -27,7 +27,7 @@ def merge_traces(folder: Path, ranks: int) -> list[int]:
 
     Returns the ranks whose trace is not in the folder, for example because nodes do not share the folder.
 
-    Times are those of the nodes' clocks. Raises `UserError` if the file cannot be written.
+    The times are those of the nodes' clocks. Raises `UserError` if the file cannot be written.
     """
     there = [rank for rank in range(ranks) if rank_trace(folder, rank).is_file()]
     path = folder / MERGED
@@ -82,17 +82,17 @@ def _of_rank(events: list[dict[str, Any]], rank: int, later: float) -> Iterator[
 
 
 def _crossing(events: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Finds slices that begin within another slice of their thread and end after it, such as receives that overlap other
-    work.
+    """Finds slices that begin within another slice of their thread and end after it, such as receives that overlap
+    computation.
 
-    Perfetto drops such slices, so they are written as asynchronous events.
+    Perfetto drops these slices, so `_of_rank` converts them to asynchronous events.
     """
     threads, found = defaultdict[Any, list[tuple[float, float, int]]](list), set[int]()
     for number, event in enumerate(events):
         if event.get("ph") == "X":
             threads[event["pid"], event["tid"]].append((event["ts"], -event["dur"], number))
     for slices in threads.values():
-        ends: list[float] = []  # of the enclosing slices
+        ends: list[float] = []  # ends of the enclosing slices
         for start, negative, number in sorted(slices):
             while ends and ends[-1] <= start + _ROUNDING:
                 ends.pop()

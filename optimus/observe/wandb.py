@@ -1,4 +1,4 @@
-"""Logs a run to Weights & Biases as one run there, however often the run is resumed."""
+"""Logs a run, including all its resumes, as one Weights & Biases run."""
 
 import importlib.util
 import inspect
@@ -9,12 +9,12 @@ from optimus.config import RunConfig
 from optimus.disk import parse_json, write_json
 from optimus.errors import UserError, how_to_install
 
-_WITHOUT_KEY = ("offline", "dryrun", "disabled")  # modes
+_WITHOUT_KEY = ("offline", "dryrun", "disabled")  # W&B modes that need no key
 _WITHOUT = "WANDB_MODE=offline keeps the records in the run folder, and observe.wandb=null is without"
 
 
 def check_wandb(config: RunConfig) -> None:
-    """Raises `UserError` if Weights & Biases is configured but not installed, or has no key. The key is not verified,
+    """Raises `UserError` if Weights & Biases is configured but not installed, or has no key. Does not verify the key,
     because the check must not use the network."""
     given = config.observe
     if given.wandb is None:
@@ -34,7 +34,7 @@ def check_wandb(config: RunConfig) -> None:
     silent = {"prompt": False} if "prompt" in inspect.signature(wandb.login).parameters else {}
     try:
         found = wandb.login(verify=False, **silent)
-    except wandb.Error:  # older versions raise if they cannot prompt
+    except wandb.Error:  # older versions of wandb raise an error if they cannot prompt
         found = False
     if not found:
         raise UserError(
@@ -45,7 +45,7 @@ def check_wandb(config: RunConfig) -> None:
 class WeightsAndBiases:
     """Logs to the project that the configuration names.
 
-    The run folder keeps the W&B `id` in `wandb-run.json`, so that a resume continues the same W&B run.
+    The run folder has the W&B `id` in `wandb-run.json`, so that a resume continues the same W&B run.
     """
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
@@ -68,7 +68,7 @@ class WeightsAndBiases:
             )
         except wandb.Error as error:
             raise UserError(f"observe.wandb: {error}\n{_WITHOUT}") from error
-        # Steps are a value, not W&B's own count: W&B rejects a step seen before, and a rollback repeats steps.
+        # `step` is a metric and replaces W&B's step counter, which rejects repeated steps: a rollback repeats steps.
         self._run.define_metric("*", step_metric="step")
         write_json(file, {"id": self._run.id, "project": given.wandb, "url": self._run.url})
 

@@ -1,4 +1,4 @@
-"""Reduces the points of a curve without visible change: no peak and no value that is not finite is lost."""
+"""Reduces the points of a curve without visible change: peaks and gaps remain."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ import numpy as np
 
 
 def downsample(values: Sequence[float | None], most: int) -> list[int]:
-    """Selects at most about `most` ascending indices of `values`, or all indices if there are no more.
+    """Selects at most about `most` ascending indices of `values`, or all indices if `values` is not longer.
 
-    Each bucket of neighbours keeps its first and last value, the smallest and the largest, and the first that is missing or
-    not finite.
+    Each bucket of neighbouring values contributes its first, last, smallest and largest value, and its first value that
+    is missing or not finite.
     """
     if len(values) <= most:
         return list(range(len(values)))

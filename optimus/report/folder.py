@@ -1,4 +1,4 @@
-"""Reads the files of a run folder, also while the run writes to the folder. Unreadable lines are skipped and counted."""
+"""Reads the files of a run folder, also while the run writes to the folder. Skips and counts unreadable lines."""
 
 import math
 import os
@@ -21,13 +21,13 @@ from optimus.errors import UserError
 _BEAT, _SILENCE = (
     15.0,
     60.0,
-)  # seconds: a younger lease is a living run's, a lease older than the second limit a dead one's
-_TOGETHER = 1000  # lines that are parsed at once
-_EXPERT_STEPS = 400  # most steps whose expert loads are read
-_SAMPLE_STEPS = 50  # most validations whose generated text is read
-_DIGITS = 16  # of whole numbers that a page represents exactly
-_KEPT = "\n\r\t"  # control characters that remain in text, which may have several lines
-_RANKS = 1 << 20  # most ranks of a timeline that can be drawn
+)  # seconds: a run is alive if its lease is younger than the first limit, and dead if older than the second
+_TOGETHER = 1000  # lines that `_values` parses at once
+_EXPERT_STEPS = 400  # most steps whose expert loads `read_folder` reads
+_SAMPLE_STEPS = 50  # most validations whose generated text `read_folder` reads
+_DIGITS = 16  # integers with fewer digits are exact in the page's JavaScript
+_KEPT = "\n\r\t"  # control characters that may remain in a text of several lines
+_RANKS = 1 << 20  # most ranks of a timeline that the page draws
 _ENDINGS = ("failure", "error", "stopped", "recovered", "finished")  # events that tell how a run ended
 
 
@@ -38,15 +38,15 @@ class RunFolder:
 
     path: Path
     records: list[dict[str, Any]]
-    superseded: int  # records of steps that were executed again
+    superseded: int  # number of records that a repeated step has replaced
     experts: list[dict[str, Any]]  # expert loads of some steps, evenly spaced
-    samples: list[dict[str, Any]]  # of some validations, evenly spaced: the prompts and their continuations
+    samples: list[dict[str, Any]]  # prompts and continuations of some validations, evenly spaced
     events: list[dict[str, Any]]
     environment: list[dict[str, Any]]
     config: dict[str, Any]
     timeline: dict[str, Any] | None
-    evaluations: dict[str, dict[str, Any]]  # results that `optimus evaluate` wrote into `evaluations/`, by file
-    skipped_lines: dict[str, int] = field(default_factory=dict)  # unreadable lines of each file
+    evaluations: dict[str, dict[str, Any]]  # results that `optimus evaluate` wrote into `evaluations/`, by file name
+    skipped_lines: dict[str, int] = field(default_factory=dict)  # numbers of unreadable lines, by file name
     ended: bool = False  # True overrides the lease: see `read_folder`
     _columns: dict[str, list[float | None]] = field(default_factory=dict)
 
@@ -116,8 +116,8 @@ class RunFolder:
         return "failed", "it has ended without a word: killed, or its machine was lost"
 
     def step_at(self, moment: float | None) -> int | None:
-        """Returns the last step that was complete at a time of day, for events without a step. Returns None in runs
-        without times."""
+        """Returns the last step that was complete at `moment` (seconds since 1970), for events without a step. Returns
+        None if a record has no time."""
         times = [time for time in self.column("time") if time is not None]
         if not isinstance(moment, float | int) or not times or len(times) < len(self.records):
             return None
@@ -126,9 +126,9 @@ class RunFolder:
 
 
 def read_folder(given: str | Path, *, ended: bool = False) -> RunFolder:
-    """Reads a run folder. Raises `UserError` for any other folder. Damaged content is skipped and counted.
+    """Reads a run folder. Raises `UserError` for any other folder. Skips and counts damaged content.
 
-    `ended`: the process of the run reports that the run has ended, although its lease still holds the folder.
+    `ended` is True if the run has ended according to its process, which still has the lease of the folder.
     """
     path = user_path(given)
     if not path.is_dir():
@@ -176,7 +176,7 @@ def read_folder(given: str | Path, *, ended: bool = False) -> RunFolder:
 
 
 def is_run(path: Path) -> bool:
-    """Returns True if a folder holds a run."""
+    """Returns True if a folder is the folder of a run."""
     return (path / "metrics.jsonl").is_file() or (
         (path / "config.yaml").is_file() and (path / "environment.jsonl").is_file()
     )
@@ -186,7 +186,7 @@ def _lines(path: Path, most: int | None = None) -> tuple[list[dict[str, Any]], i
     """Reads the mappings of a file, one per line. Returns the mappings and the number of other lines; nothing for a missing
     file.
 
-    Of more than `most` lines, `most` are read, evenly spaced and including the last one.
+    Reads at most `most` lines, evenly spaced and including the last line.
     """
     try:
         texts = [line for line in path.read_bytes().split(b"\n") if line.strip()]
@@ -259,7 +259,7 @@ def _json(path: Path, skipped: dict[str, int]) -> dict[str, Any] | None:
 
 
 def _is_load(load: Any) -> bool:
-    """Returns True if the value has numbers of experts by layer."""
+    """Returns True if the value maps layer numbers to lists of finite numbers, one number per expert."""
     return isinstance(load, dict) and all(
         layer.isdecimal()
         and len(layer) < _DIGITS
@@ -301,7 +301,7 @@ def _is_timeline(found: Mapping[str, Any]) -> bool:
 
 
 def _is_held(lease: Path) -> bool:
-    """Returns True if a living run holds the folder, judging by its lease."""
+    """Returns True if the lease shows that the process of the run is alive."""
     try:
         age, holder = time.time() - os.stat(lease).st_mtime, parse_json(lease.read_bytes())
         here, pid = holder["host"] == socket.gethostname(), holder["pid"]

@@ -9,8 +9,8 @@ from optimus.errors import UserError, naming_read_errors, nearest
 from optimus.report.folder import is_run, read_folder
 from optimus.report.page import facts
 
-_DEPTH = 4  # levels of folders below the given one
-STATES = ("running", "finished", "stopped", "failed")  # of a folder that can be read
+_DEPTH = 4  # levels of subfolders in which `runs` searches
+STATES = ("running", "finished", "stopped", "failed")  # states of a run whose folder is readable
 COLUMNS = (
     "name", "state", "step", "steps", "loss", "bits_per_byte", "tokens_per_second", "parameters", "model", "why",
 )  # fmt: skip
@@ -19,13 +19,13 @@ COLUMNS = (
 def runs(
     folder: str | Path, *, state: str | None = None, match: str | None = None, sort: str = "name", reverse: bool = False
 ) -> list[dict[str, Any]]:
-    """Lists the runs in `folder` and the folders below it, a mapping each.
+    """Lists the runs in `folder` and its subfolders, with one mapping per run.
 
     The keys are `name`, `state`, `step`, `steps`, `loss`, `bits_per_byte`, `tokens_per_second`, `parameters`, `model`,
     `why`, `tokens`, `path` and `skipped_lines`. `state` selects runs that are running, finished, stopped or failed, or
-    `unreadable` ones. `match` selects runs whose path or model contains this text. Rows are sorted by the column `sort`;
-    missing values come last. Raises `UserError` for a folder that does not exist or has no run in it, and for an unknown
-    column.
+    `unreadable` ones. `match` selects runs whose path or model contains this text. The result is in the order of the
+    column `sort`, with missing values at the end. Raises `UserError` for a folder that does not exist or has no run in
+    it, and for an unknown state or column.
 
     Example:
         [(run["name"], run["loss"]) for run in api.runs("runs", state="finished")]
@@ -43,12 +43,12 @@ def runs(
         raise UserError(f"{root} has no run in it: a run folder is what train.output names and has a metrics.jsonl")
     chosen = [row for row in rows if state in (None, row["state"]) and _matches(row, match)]
     there, missing = [r for r in chosen if r[sort] is not None], [r for r in chosen if r[sort] is None]
-    # NaN and infinity are text among numbers, and come after the numbers.
+    # NaN and infinity are strings in `rows`, and come after the numbers.
     return [*sorted(there, key=lambda row: (isinstance(row[sort], str), row[sort]), reverse=reverse), *missing]
 
 
 def table_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the columns for people: step and steps as one column."""
+    """Returns the rows in a form for people, with `step` and `steps` in one column."""
     shown = []
     for row in rows:
         step = f"{row['step']:,}" + (f" of {row['steps']:,}" if row["steps"] is not None else "")
@@ -64,7 +64,7 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
             yield folder
             return
         inside = sorted(folder.iterdir()) if depth else []
-    except OSError:  # not readable, which `_row` reports
+    except OSError:  # `_row` reports that the folder is not readable
         yield folder
         return
     for path in inside:

@@ -25,7 +25,8 @@ _STACKED = 600  # most steps of a stacked chart
 _CELLS = 400_000  # most cells of a run's heat map of experts
 _STATIC = Path(__file__).with_name("static")
 
-# (group, title, unit, metrics), in the order of the page; a metric in no row has a chart of its own in the last group.
+# (group, title, unit, metrics), in the order of the page. A metric that is in no row gets a separate chart in the last
+# group.
 _CHARTS = [
     ("Training", "Loss", "nats per token", ["loss"]),
     ("Training", "Learning rate", "", ["lr"]),
@@ -44,14 +45,15 @@ _STACKS = {  # stacked charts, by the prefix of the metrics' names
     "memory": ("Memory by kind", "on rank 0"),
     "time": ("Where a step's time goes", "on rank 0"),
 }
-_SIZES = {"layers": "{} layers", "hidden": "hidden {}", "experts": "{} experts"}  # of a model, in a line
+_SIZES = {"layers": "{} layers", "hidden": "hidden {}", "experts": "{} experts"}  # texts in a model's description
 _NO_CHART = {"step", "tokens", "time", "data_seconds", "checkpoint_seconds"}
-_EXACT = {"lr", "skipped_steps", "phase"}  # metrics without noise, which are never smoothed
-_ALONE, _COMPARED = "report.html", "comparison.html"  # default names of the files
+_EXACT = {"lr", "skipped_steps", "phase"}  # metrics without noise, which the page never smooths
+_ALONE, _COMPARED = "report.html", "comparison.html"  # default names of the files for one run and for several
 
 
 def write_report(runs: str | Path | Sequence[str | Path], output: str | Path | None = None) -> dict[str, Any]:
-    """Writes one HTML file that shows `runs` (run folders), alone or compared. The file needs nothing else and no network.
+    """Writes one HTML file that shows one run, or compares several `runs` (run folders). The file needs no other file
+    and no network.
 
     Without `output` the file is report.html in the run's folder, or comparison.html in the current folder for several runs.
     Returns `output`, its `bytes`, and the `warnings` about the runs. Raises `UserError` for a folder without a run, and for
@@ -76,9 +78,9 @@ def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str, Any]:
-    """Returns the data of the page of these runs, in the form of JSON: curves by their points, NaN and infinity as text.
+    """Returns the data of the page of these runs, for JSON: curves are lists of points, NaN and infinity are text.
 
-    `ended`: the runs have ended, although their leases still hold the folders.
+    `ended` is True if the runs have ended although their leases still exist.
     """
     if not runs:
         raise UserError("a report needs a run folder: name one, or several to compare")
@@ -115,7 +117,7 @@ def render(data: Mapping[str, Any], script: str = "report.js", refresh: float = 
     """Renders the page of `report_data` with a `script` of `static/`. With `refresh`, the page requests new data at this
     interval in seconds."""
     text = json.dumps({**data, "refresh": refresh}, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    embedded = text.replace("<", "\\u003c")  # equal as JSON, and never a tag of the page
+    embedded = text.replace("<", "\\u003c")  # the same JSON, in which no text can end the script tag
     return str(_templates().get_template("page.html").render(title=data["title"], data=embedded, script=script))
 
 
@@ -183,7 +185,7 @@ def _text(value: Any) -> str | None:
 
 
 def _curves(folder: RunFolder) -> list[str]:
-    """Lists the metrics that are curves."""
+    """Lists the metrics that the page draws as curves."""
     names = [key for key in folder.metrics if key not in _NO_CHART and key.split("/")[0] not in _STACKS]
     return [key for key in names if folder.column(key).count(None) < len(folder.records)]
 
@@ -222,7 +224,7 @@ def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
 
 
 def _clock(folder: RunFolder) -> dict[str, list[Any]]:
-    """Samples some steps: the tokens read so far, and the seconds that steps and checkpoints have taken."""
+    """Returns, at evenly spaced steps, the tokens read so far and the total seconds of steps and checkpoints so far."""
     records, columns = folder.records, [folder.column(key) for key in ("step_seconds", "checkpoint_seconds")]
     sums = list(accumulate((step or 0.0) + (checkpoint or 0.0) for step, checkpoint in zip(*columns)))
     kept = sorted({round(i * (len(records) - 1) / _STACKED) for i in range(_STACKED + 1)} if records else ())
@@ -234,8 +236,8 @@ def _clock(folder: RunFolder) -> dict[str, list[Any]]:
 
 
 def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
-    """Returns the metrics `kind/...` at the steps that have them, the largest first. Each bucket of steps is represented
-    by the step with the largest sum."""
+    """Returns the metrics `kind/...` at the steps that have them, in order of decreasing size. The step with the largest
+    sum represents each bucket of steps."""
     names = [key for key in folder.metrics if key.startswith(f"{kind}/")]
     if not names:
         return None
@@ -298,7 +300,7 @@ def _events(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _seconds(moment: Any) -> float | None:
-    """Converts a time of day in ISO 8601 to seconds since 1970."""
+    """Converts a time in ISO 8601 to seconds since 1970; None for any other text."""
     try:
         return datetime.fromisoformat(moment).timestamp()
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Serves reports over HTTP while the runs continue. The run folders are read again at every request."""
+"""Serves reports over HTTP while the runs continue. Every request reads the run folders again."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ _LOCAL = "127.0.0.1"
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parses `PORT` on this machine alone, or `ADDRESS:PORT`. Raises `UserError` for any other text."""
+    """Parses `ADDRESS:PORT`, or `PORT` for an address that only this machine can reach. Raises `UserError` for any other
+    text."""
     address, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise UserError(f"--serve {text}: give a port, such as 8080, or an address and a port, such as 0.0.0.0:8080")
@@ -32,7 +33,8 @@ def report_server(runs: Sequence[str | Path], address: str, port: int) -> Thread
         def do_GET(self) -> None:
             try:
                 host = self.headers.get("Host", "").rpartition(":")[0]
-                if address == _LOCAL and host not in (_LOCAL, "localhost"):  # another site's name for this machine
+                # Refuses other host names: another site could point a name of its domain at this machine.
+                if address == _LOCAL and host not in (_LOCAL, "localhost"):
                     self.send_error(HTTPStatus.FORBIDDEN)
                 elif self.path == "/":
                     self._answer("text/html", render(report_data(runs), refresh=REFRESH))
@@ -43,7 +45,7 @@ def report_server(runs: Sequence[str | Path], address: str, port: int) -> Thread
                     self.send_error(HTTPStatus.NOT_FOUND)
             except UserError as error:
                 self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, explain=str(error))
-            except (BrokenPipeError, ConnectionResetError):  # the browser is gone
+            except (BrokenPipeError, ConnectionResetError):  # the browser has closed the connection
                 self.close_connection = True
 
         def _answer(self, kind: str, text: str) -> None:
@@ -56,7 +58,7 @@ def report_server(runs: Sequence[str | Path], address: str, port: int) -> Thread
             self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Logs nothing: a line for every request would hide what matters."""
+            """Logs nothing: a line for every request would hide other messages."""
 
     try:
         return ThreadingHTTPServer((address, port), Handler)

@@ -8,13 +8,14 @@ from typing import Any
 from optimus.config.sizes import seconds_text
 from optimus.report.folder import RunFolder, is_number, plain
 
-_NUMBERS = 4  # that are shown large
+_NUMBERS = 4  # most numbers that the page shows in large type
 _REASON = 100  # most characters of the reason why a run has ended
-_LAST = 100  # most steps of statistics about the last steps
+_LAST = 100  # most steps in a statistic of the last steps
 
 
 def verdict(folder: RunFolder) -> str:
-    """Describes a run's steps and time, its best validation (else the last loss), and its largest share of time.
+    """Describes a run's steps and time, its best validation (else the last loss), and the part of a step that takes the
+    most time.
 
     An example is "finished after 300 of 300 steps in 9 min; best 1.93 bits per byte; slowest: computation, 99.8 %".
     """
@@ -38,7 +39,7 @@ def verdict(folder: RunFolder) -> str:
 
 
 def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
-    """Returns the first four known numbers: `label`, `value` in the form of JSON, and a `note` that qualifies the number."""
+    """Returns the first four known numbers: a `label`, a `value` for JSON, and a `note` that qualifies the value."""
     best, over, seconds = best_bits(folder), _last_steps(folder), training_seconds(folder)
     rate, tokens, parameters = median_rate(folder), folder.last("tokens"), folder.described("parameters")
     known: list[tuple[str, float | None, str]] = [
@@ -54,10 +55,10 @@ def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def compared(runs: Mapping[str, RunFolder], with_loss: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Compares several runs, given by name. Returns a sentence and the large numbers: the best value of each, with its run
-    in `note`.
+    """Compares several runs, by their names. Returns a sentence and the large numbers: the best value of each measure,
+    with the name of its run in `note`.
 
-    `with_loss`: the losses of the runs can be compared.
+    `with_loss` is True if the losses of the runs are comparable.
     """
     measures: list[tuple[str, Callable[[RunFolder], float | None], bool]] = [
         ("lowest bits per byte", lambda run: (best := best_bits(run)) and best[0], True),
@@ -87,8 +88,8 @@ def compared(runs: Mapping[str, RunFolder], with_loss: bool) -> tuple[str, list[
 
 
 def best_bits(folder: RunFolder) -> tuple[float, int] | None:
-    """Returns the lowest bits per byte of a run's validations and its step, for the set without a name, else for the
-    first set that has any."""
+    """Returns the lowest bits per byte of a run's validations and the step of that validation. Uses the validation set
+    without a name, else the first set that has a value."""
     for key in ("bits_per_byte", *(name for name in folder.metrics if name.startswith("bits_per_byte/"))):
         pairs = zip(folder.column(key), folder.records)
         found = [(value, each["step"]) for value, each in pairs if value is not None and math.isfinite(value)]
@@ -99,7 +100,7 @@ def best_bits(folder: RunFolder) -> tuple[float, int] | None:
 
 def last_loss(folder: RunFolder) -> float | None:
     """Returns the mean loss of the last tenth of the steps, at most 100 steps. The mean is not finite if one of the
-    losses is not."""
+    losses is not finite."""
     values = [value for value in folder.column("loss")[-_last_steps(folder) :] if value is not None]
     return sum(values) / len(values) if values else None
 
@@ -111,13 +112,14 @@ def median_rate(folder: RunFolder) -> float | None:
 
 
 def training_seconds(folder: RunFolder) -> float:
-    """Returns the seconds that the run's steps and checkpoints have taken; 0 if unknown."""
+    """Returns the total seconds of the run's steps and checkpoints; 0 if unknown."""
     columns = (folder.column("step_seconds"), folder.column("checkpoint_seconds"))
     return sum(value for column in columns for value in column if value is not None and math.isfinite(value))
 
 
 def _shortened(why: str) -> str:
-    """Shortens the reason for a verdict, which is read at a glance. The page has the whole reason below."""
+    """Shortens a run's reason for the verdict, which readers take in at a glance. The page shows the whole reason
+    further down."""
     return why if len(why) <= _REASON else f"{why[: _REASON - 1].rstrip()}…"
 
 
@@ -126,7 +128,7 @@ def _last_steps(folder: RunFolder) -> int:
 
 
 def _slowest(folder: RunFolder) -> tuple[str, float] | None:
-    """Returns the largest part of the measured time of a step, and its share."""
+    """Returns the name of the largest part of the steps' measured time, and the share of this part."""
     sums = {
         name.removeprefix("time/"): sum(
             value for value in folder.column(name) if value is not None and math.isfinite(value)
