@@ -7,10 +7,11 @@ from optimus.config.phases import Phase, phase_at, tokens_after
 
 @dataclass
 class Progress:
-    """The progress of a run, part of every checkpoint. Other changing values are in the state and in the hooks' states."""
+    """The progress of a run, part of every checkpoint. All other values that change from step to step are in the model state
+    and in the hooks' states."""
 
     phases: list[Phase]
-    """The phases of the run; a run without phases has a single one."""
+    """The phases of the run; a run without phases has a single phase."""
     step: int = 0
     """Completed steps."""
     skipped: int = 0

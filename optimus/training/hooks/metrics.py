@@ -13,14 +13,14 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Metrics(Hook):
-    """Writes a record of every step to the run's metrics and shows the progress, on rank 0 alone."""
+    """Writes a record of every step to the run's metrics and shows the progress. Runs on rank 0 only."""
 
     order = Order.RECORD
     ranks = "first"
 
     def before_training(self, trainer: Trainer) -> None:
         self._writer = MetricsWriter(trainer.folder, trainer.config, trainer.progress.step)
-        self._saved = 0.0  # seconds that the run had waited for checkpoints by the last record
+        self._saved = 0.0  # total seconds of waiting for checkpoints at the last record
         self._peak = peak_flops(trainer.run.device)
         self._memory: int | None = None  # bytes that this rank used at the last measurement
 
