@@ -62,7 +62,7 @@ class Checkpointer:
         by name. Raises `UserError` on all ranks, like `Saver.save`."""
         run, step, section = self._run, progress.step, self._run.config.checkpoint
         targets = []
-        # Weights first: a run that is killed between the two checkpoints resumes from the full one and never repeats this step.
+        # Weights first: a run killed after a full checkpoint alone would resume after this step and never write its weights.
         if weights:
             every = (section.weights_every or 1) * section.weights_keep
             place = folder.weights_folder(run.folder, step)

@@ -148,7 +148,7 @@ class _Objective:
         self, config: RunConfig, state: ModelState, microbatches: int, predicted: int, sources_K2: Tensor
     ) -> None:
         self.sources_K2, self.add_rows = sources_K2, self._add_rows if len(sources_K2) else None
-        parts = microbatches * state.groups.along(*DATA).size  # the global losses are means over these microbatches
+        parts = microbatches * state.groups.along(*DATA).size  # number of microbatches on all ranks
         self.count, self.scale = max(1, predicted) / parts, 1 / parts
         self._config, self._data = config, state.groups.along("dp")
         self._global = config.moe.balance_scope == "global" and config.model.experts is not None
