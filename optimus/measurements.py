@@ -18,9 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from optimus.disk import parse_json, write_json
 
-GAIN = (
-    0.9  # an alternative must take less than this share of the default's time, so that noise does not decide the choice
-)
+GAIN = 0.9  # an alternative must take less than this share of the default's time, so that noise does not choose it
 _ROUNDS, _MOST_ROUNDS = 5, 15
 _ALIKE = 1.05  # maximum ratio of the third best time to the best on a machine without disturbance
 _BITS = 5  # significant bits of free memory: the steps are a sixteenth to a thirty-second of the value

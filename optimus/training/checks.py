@@ -39,9 +39,7 @@ from optimus.training.beginning import is_model_folder
 from optimus.training.run import Run
 from optimus.training.step import accumulate_gradients
 
-_BYTES_PER_TOKEN = (
-    8  # more than most tokenizers have, so that the check reads about as many bytes as validation does later
-)
+_BYTES_PER_TOKEN = 8  # more than most tokenizers have, so that the check reads about as much text as validation
 
 
 def check_references(config: RunConfig, resume: bool) -> None:

@@ -25,9 +25,7 @@ class Trace(Hook):
             trainer.state.finish()  # otherwise pending operations would report to a stopped profiler
             self._profile.stop()
             profile, self._profile = self._profile, None
-            read_together(
-                lambda: self._write(trainer, profile), trainer.groups.world
-            )  # waits until all ranks have written
+            read_together(lambda: self._write(trainer, profile), trainer.groups.world)  # waits for all ranks
             if trainer.groups.rank == 0:
                 missing = merge_traces(trainer.folder, trainer.groups.world.size)
                 without = f", without ranks {', '.join(map(str, missing))}, whose nodes have it" if missing else ""
