@@ -85,7 +85,7 @@ def _step(size: int) -> int:
 
 
 class Measurements:
-    """The measurements of one chip, saved in a file; without a file, no measurement is saved.
+    """The measurements of one chip, saved in a file; without a file, `add` saves nothing.
 
     Any number of processes may use the file at once: `add` replaces the file atomically and lets existing entries take
     precedence. If the file cannot be read or written, a line in `notes` says so, and the run measures everything again.

@@ -64,7 +64,7 @@ class StepContext:
         self.backward: tuple[int, int] | None = None  # the stage and the microbatch of the backward pass
         self.collectives: CollectiveCache | None = None
         self.forms: Forms | None = None
-        self.choices: dict[Any, Tensor] | None = None  # number of tokens for which each expert was chosen, by router
+        self.choices: dict[Any, Tensor] | None = None  # number of choices of each expert, by router
 
     def deferring(self) -> AbstractContextManager[list[Callable[[], None]]]:
         """Defers additions to gradient buffers inside the block. The yielded list collects the functions that add; call them
@@ -115,8 +115,8 @@ class StepContext:
 
 
 def _without_history(value: Any) -> Any:
-    """Returns a result with its tensors detached from autograd's graph; they share the memory of the originals. Caching the
-    originals would keep the graph of the forward pass alive."""
+    """Returns a result with its tensors detached from autograd's graph; they share the memory of the originals. Autograd
+    attaches its graph to the original tensors, which are outputs of a forward pass."""
     if isinstance(value, Tensor):
         return value.detach()
     return tuple(map(_without_history, value)) if isinstance(value, tuple) else value

@@ -27,7 +27,7 @@ _FILE = _CHECKOUT / "benchmarks" / "commands.py"  # exists only in a source chec
 
 
 class _Later(TyperCommand):
-    """A command whose function and options are created on first use."""
+    """A command that creates its function and options on first use."""
 
     def __init__(self, name: str, summary: str, function: Callable[[str], Callable[..., Any]]) -> None:
         self._function = function

@@ -74,8 +74,8 @@ def _check_schedule(config: RunConfig) -> None:
 
 
 def _check_pruning(config: RunConfig) -> None:
-    """Raises `ValueError` when a pruning step is beyond the end of the run, or when the run does not save the weights to
-    rewind to."""
+    """Raises `ValueError` when a pruning step is not before the run's last step, when the run does not save the weights to
+    rewind to, or when it trains low-rank factors."""
     pruning = config.pruning
     if pruning is None:
         return

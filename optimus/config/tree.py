@@ -1,8 +1,8 @@
 """The typed configuration tree of a run. Defaults are the recipe of the Optimus paper (section 2.1).
 
-Every field has a description in its `Field` or, if the description is longer, below the field; `docs/config.md` is generated
-from the descriptions. Validators refuse combinations that cannot work and name the fields, so that nothing starts before the
-whole tree is valid.
+Every field has a description in its `Field` or, if the description is longer, below the field; `docs/generate.py` writes the
+descriptions to `docs/config.md`. Validators refuse combinations that cannot work and name the fields, so that nothing starts
+before the whole tree is valid.
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,7 +87,7 @@ class StateConfig(Section):
     memory for those of three chunks; auto: device, if the gradients fit. With several ranks, the results of device and host
     differ by rounding, because the order of additions differs."""
     disk: PathText | None = None
-    """With offload disk: folder of the file that holds the state. Default: train.output."""
+    """With offload disk: folder for the file of the state. Default: train.output."""
 
     @model_validator(mode="after")
     def _sharding(self) -> "StateConfig":
@@ -249,8 +249,7 @@ class MoeConfig(Section):
 
 
 class TeacherConfig(Section):
-    """Frozen teacher models for distillation. A checkpoint, or a list of checkpoints, may be given in place of the
-    section."""
+    """Frozen teacher models for distillation. A checkpoint, or a list of checkpoints, may replace the section."""
 
     checkpoints: list[PathText] = Field(min_length=1)
     """Checkpoints or runs with the tokenizer and vocabulary of this run. The logits of several teachers, an ensemble, are
@@ -351,7 +350,7 @@ class PhaseConfig(Section):
     sequence_length: int | None = Field(None, gt=1, description="Tokens per sequence.")
     global_batch: int | None = Field(None, gt=0, description="Sequences per step.")
     lr_schedule: LrScheduleConfig | None = None
-    """A separate schedule over the phase's steps, without a warm-up unless one is given; its other keys default to those of
+    """A separate schedule over the phase's steps, without a warm-up by default; the defaults of its other keys are those of
     the run. Default: the run's schedule continues."""
 
 
@@ -411,8 +410,8 @@ class CheckpointConfig(Section):
     """Write in the background, from copies in host memory. The copies take 4 bytes per parameter that the rank writes, and 4
     more for each buffer of the parameter's update rule (12 in all with adamw)."""
     scattered: bool = True
-    """Spread writing over the ranks that hold the same shard, so that nodes write equally much (DP-scattered). false: the
-    first rank of each replica group writes."""
+    """Spread writing over the replicas of a shard, so that all nodes write equally much (DP-scattered). false: the first
+    rank of each replica group writes."""
     load_path: PathText | None = None
     """Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."""
     broadcast: Literal["broadcast", "allreduce", "none"] = "broadcast"
@@ -491,9 +490,9 @@ class CollectivesConfig(Section):
     """Algorithms of collectives."""
 
     machine: PathText | None = None
-    """Machine file with measured collectives (`optimus bench collectives --write`), which determine the algorithms. The
-    measurements are saved with the run, because the order of additions depends on them. Default: rules by size and placement
-    on nodes."""
+    """Machine file with measured collectives (`optimus bench collectives --write`), which determine the algorithms. A run
+    saves these measurements, because the order of additions depends on them. Default: rules by size and placement on
+    nodes."""
     partial_sums: Literal["float32", "bfloat16"] = "float32"
     """Type of a node's partial sums when sent to other nodes. bfloat16 halves the traffic and adds one rounding."""
 
@@ -573,7 +572,7 @@ class RunConfig(Section):
     recompute_budget: Annotated[int, Field(gt=0), BeforeValidator(partial(reported_as_value, parse_size))] | None = None
     """With recompute: auto. Maximum bytes of saved activations of one microbatch on one rank, also as 512MB or 40GiB.
     Default: the activations of all live microbatches fit into nine tenths of the device memory that state and buffers leave
-    free. Free memory is rounded down to a coarse step."""
+    free. Free memory counts in coarse steps, rounded down."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     validation: list[ValidationConfig] = Field([], description="Sets that are measured during training.")

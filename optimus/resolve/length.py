@@ -1,4 +1,4 @@
-"""The length of a run in steps, its warm-up and its cooldown: decisions made before torch is imported.
+"""Decides the length of a run in steps, its warm-up and its cooldown, without importing torch.
 
 Neither this module nor any of its imports may import torch.
 """

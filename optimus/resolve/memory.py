@@ -26,7 +26,7 @@ from optimus.state.plan import ChunkPlan, StateSpec, bytes_by_kind
 
 Table = npt.NDArray[np.int64]  # shape [shards, kinds]
 
-_BESIDE = "host", "disk"  # residencies of state other than the device
+_BESIDE = "host", "disk"  # locations of state other than the device
 _LEAVING = 3  # unsharded gradients of chunks with offloaded state: the backward pass fills one, two are in flight
 
 
@@ -34,8 +34,8 @@ class MemoryAccount(NamedTuple):
     """The bytes that a rank needs.
 
     `device`, `host` and `disk` list the state at rest by kind. The device also holds the teacher, gathered parameters and
-    gradients while they are used, saved activations of all live microbatches, and the workspace of a backward pass. Copies
-    for checkpoints are on the host.
+    gradients in use, saved activations of all live microbatches, and the workspace of a backward pass. Copies for
+    checkpoints are on the host.
     """
 
     device: Mapping[str, int]
@@ -94,8 +94,8 @@ def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = Fa
 
 
 def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
-    """Returns `memory` of the fullest rank of each pipeline rank. Pipeline ranks whose parameters have the same layouts,
-    rules and pruning share one plan."""
+    """Returns, for each pipeline rank, `memory` of the fullest rank of its stages. Pipeline ranks whose parameters have the
+    same layouts, rules and pruning share one plan."""
     rules, unpruned = run.recipe.rules, run.recipe.unpruned
     known, found = dict[object, MemoryAccount](), list[MemoryAccount]()
     for rank in run.stage_ranks:
@@ -238,7 +238,7 @@ def fullest_shards(plans: Sequence[ChunkPlan], residency: Residency = "device") 
 
 
 def mean_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -> float:
-    """Returns the bytes at rest in the given residencies, as the mean over the ranks that share the chunks."""
+    """Returns the bytes at rest in the memories or disks `residencies`, as the mean over the ranks that share the chunks."""
     return sum(float(of_shards.sum(1).mean()) for of_shards in _by_shards(plans, residencies))
 
 

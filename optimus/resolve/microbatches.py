@@ -16,8 +16,8 @@ _IDLE = 0.1  # largest pipeline bubble (idle over computing time) that `microbat
 
 
 def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> Decided:
-    """Decides a `train.micro_batch` for `parallel.microbatches` that is valid in each phase; a resumed run keeps its value
-    if possible.
+    """Decides a `train.micro_batch` for `parallel.microbatches` that is valid in each phase; a resumed run reuses its
+    earlier value if possible.
 
     Raises `UserError` when the sequences of a step cannot be divided into the requested microbatches.
     """

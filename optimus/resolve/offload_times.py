@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from optimus.state.buffers import RESIDENCES
 
 UpdatePlace = Literal["device", "host"]
-_TILES = 4  # approximate tiles of an offloaded chunk: the next one is fetched while the previous one is written back
+_TILES = 4  # approximate tiles of an offloaded chunk; reading the next tile overlaps with writing back the previous one
 _BUFFERS = 3  # buffers of a disk: one to read into, one to update, one to write from
 _MASTER_AND_MOMENTS = 12  # bytes per element of AdamW
 
@@ -92,7 +92,7 @@ def loads(chunks: int, cache: int, microbatches: int) -> int:
     """Returns the number of chunks fetched in a step.
 
     Each pass visits the chunks in the reverse order of the previous pass, so that it finds `cache` chunks on the device.
-    After an update, all chunks must be fetched again.
+    After an update, the device has to fetch all chunks again.
     """
     cache = min(cache, chunks)
     return 2 * microbatches * chunks - (2 * microbatches - 1) * cache

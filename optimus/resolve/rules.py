@@ -83,7 +83,7 @@ def matching(where: str, matches: Sequence[str], roles: Mapping[str, Role]) -> l
 
 
 def with_factors(model: M, train: TrainConfig) -> M:
-    """Adds low-rank factors to the projections of `model` that `train.freeze` matches, if factors are to be trained.
+    """Adds low-rank factors to the projections of `model` that `train.freeze` matches, if `train.lora_rank` is set.
 
     Returns the same model. Raises `UserError` when `train.freeze` matches no projection.
     """
@@ -106,9 +106,10 @@ def with_factors(model: M, train: TrainConfig) -> M:
 def pruned_by(
     pruning: PruningConfig | None, model: nn.Module, rules: Mapping[str, Rule], *, tied: bool = False
 ) -> list[str]:
-    """Returns the parameters of the whole `model` that will be pruned; `tied` tells if the embedding is tied to the head.
+    """Returns the parameters of the whole `model` that the run prunes. `tied` is True if embedding and head share their
+    weight.
 
-    Raises `UserError` for parameters that cannot be pruned.
+    Raises `UserError` for parameters that the run cannot prune.
     """
     if pruning is None:
         return []

@@ -35,7 +35,7 @@ class RunInputs:
     teachers: tuple[ModelConfig, ...] = ()
     """The configurations of the teacher's models."""
     unpruned: Mapping[str, float] = field(default_factory=dict)
-    """The unpruned share of each parameter that is already pruned in the initial weights."""
+    """The unpruned share of each parameter that the initial weights prune."""
     begins: bool = True
     """True if the first step is still to come, whatever the source of the weights."""
 

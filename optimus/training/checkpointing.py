@@ -31,7 +31,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """The point at which a run starts or resumes, once its state is filled."""
+    """The point at which a run starts or resumes, with the values that its checkpoint stores besides the model state."""
 
     progress: Progress
     origin: Origin

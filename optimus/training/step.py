@@ -31,7 +31,7 @@ class StepResult(NamedTuple):
     the loss was above its limit.
     """
 
-    loss: float  # nats per predicted token; 0 if no token is predicted
+    loss: float  # nats per predicted token; 0 without predicted tokens
     balance_loss: float
     z_loss: float
     grad_norm: float

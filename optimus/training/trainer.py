@@ -42,13 +42,13 @@ class Order(IntEnum):
     JUDGE = 5
     """Judges the measurements."""
     RECORD = 6
-    """Records the measurements of all earlier hooks, before checkpoints are saved, so that no checkpoint is newer than the
+    """Records the measurements of all earlier hooks. This order precedes SAVE, so that no checkpoint is newer than the
     records."""
     SAVE = 7
     """Saves checkpoints. Before calling hooks of this order, the ranks agree on whether the run ends, because the last step
     saves a checkpoint."""
     LAST = 8
-    """Ends the run once its checkpoint is written."""
+    """Ends the run after its checkpoint."""
 
 
 class Hook:
@@ -66,7 +66,7 @@ class Hook:
         """Called before the first step of this process."""
 
     def before_step(self, trainer: "Trainer") -> None:
-        """Called before a step, after its data is read."""
+        """Called before a step, after the trainer has read its data."""
 
     def loss_limit(self, trainer: "Trainer") -> float:
         """Returns the loss above which the trainer skips the update of the next step. All ranks must return the same loss.
@@ -125,7 +125,7 @@ class Trainer:
 
     @property
     def config(self) -> RunConfig:
-        """The resolved configuration: no field is left to be decided."""
+        """The resolved configuration, in which no option is open."""
         return self.run.config
 
     @property

@@ -19,7 +19,7 @@ class Recovered(Hook):
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         if self._failures:
-            first = self._failures[0]  # the failure was noticed `seconds` after it happened
+            first = self._failures[0]  # the event's time is `seconds` after the failure
             seconds = time.time() - first["time"] + (first["seconds"] or 0.0)
             what = "; ".join(failure["detail"] for failure in self._failures)
             self._events.write("recovered", step=trainer.progress.step, seconds=seconds, detail=what)
