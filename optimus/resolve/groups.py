@@ -35,8 +35,8 @@ class Communicators(NamedTuple):
 
 
 def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[PlannedGroups]:
-    """Returns the divisions of the ranks into groups, except those that only messages or vocabulary parallelism need. Each
-    division occurs once; divisions into groups of one rank are omitted.
+    """Returns the divisions of the ranks into groups, except those that only messages or vocabulary parallelism need. Omits
+    repeated divisions and divisions into groups of one rank.
 
     `layouts` are those of the parameters of all stages, so that all ranks find the same divisions in the same order.
     """

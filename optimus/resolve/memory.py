@@ -81,7 +81,7 @@ class LiveBytes(NamedTuple):
 
 def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = False) -> MemoryAccount:
     """Returns the largest account of `rank` over the run's prunings, in the phase whose microbatches have the most tokens.
-    With `fullest`, returns that of the rank with the most state in the same stage.
+    With `fullest`, returns the account of the rank with the most state in the same stage.
 
     The experts on the rank get `load` times the mean number of tokens.
     """
@@ -265,7 +265,7 @@ def _of_shards(alike: Sequence[ChunkPlan], buffer: Buffer) -> "int | Table":
     first = alike[0]
     if first.mask is not None and buffer.extent != "compressed":
         return sum(plan.elements(buffer) for plan in alike)
-    _, together = first.shards(buffer.depth)  # shards within its extent
+    _, together = first.shards(buffer.depth)  # number of smallest shards in the buffer's shard
     if first.tiling.equal:
         return sum([plan.borders[-1] for plan in alike]) * together // first.shard_count
     return sum(np.diff(plan.borders[::together]).repeat(together) for plan in alike)

@@ -42,7 +42,8 @@ def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> D
 
 
 def with_microbatches(config: RunConfig, ranks: int) -> RunConfig:
-    """Returns `config` with the choice of `micro_batch` on `ranks` ranks, without resolving the rest of the run."""
+    """Returns `config` with the `train.micro_batch` that `micro_batch` decides for `ranks` ranks, without resolving the rest
+    of the run."""
     if config.parallel.microbatches is None:
         return config
     return config.decided(micro_batch(config, mesh_of(config, ranks), {}).values)

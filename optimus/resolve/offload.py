@@ -65,7 +65,7 @@ def accumulation(run: ResolvedRun) -> Decided:
     """Decides on the device or the host for accumulating the gradients of several microbatches.
 
     Decides on the host if the device of any rank lacks memory for these gradients besides the required parameter blocks and
-    resident state. On a CPU, device and host have the same memory.
+    resident state. On a CPU, decides on the device, because device and host have the same memory.
     """
     state = run.config.state
     if state.accumulate_on != "auto":

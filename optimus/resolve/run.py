@@ -45,7 +45,7 @@ class RankPlan:
     """A complete plan of the model and state that one rank of a resolved run builds; no option is open."""
 
     config: RunConfig
-    """The configuration of the phase whose microbatches have most tokens."""
+    """The configuration of the phase whose microbatches have the most tokens."""
     model: Transformer
     """The model with all stages, on the meta device."""
     partition: StagePartition
@@ -78,7 +78,8 @@ class ResolvedRun:
     _divided: dict[int, dict[int, list[ChunkPlan]]] = field(default_factory=dict, compare=False, repr=False)
 
     def with_values(self, values: Mapping[str, Any]) -> "ResolvedRun":
-        """Returns the run with other values of keys that do not affect the division into chunks; used during resolution."""
+        """Returns the run with other values of keys that do not affect the division into chunks; only `resolve` and its
+        decisions call it."""
         return replace(self, config=self.config.decided(values))
 
     def closed(self) -> "ResolvedRun":
@@ -91,12 +92,12 @@ class ResolvedRun:
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """The phases of the run; a run without phases has a single one."""
+        """The phases of the run; a run without phases has a single phase."""
         return phases_of(self.config)
 
     @property
     def widest(self) -> RunConfig:
-        """The configuration of the phase whose microbatches have most tokens."""
+        """The configuration of the phase whose microbatches have the most tokens."""
         return longest(self.phases)
 
     @property
@@ -195,7 +196,7 @@ class ResolvedRun:
 
     @property
     def recomputation(self) -> Recomputation:
-        """The recomputation of the backward pass; none while the choice is still open."""
+        """The recomputation in the backward pass; no recomputation while the choice is open."""
         kinds = self.config.recompute
         return Recomputation() if "auto" in kinds else Recomputation(tuple(kinds), self.config.recompute_every)
 

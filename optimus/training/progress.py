@@ -13,13 +13,13 @@ class Progress:
     phases: list[Phase]
     """The phases of the run; a run without phases has a single phase."""
     step: int = 0
-    """Completed steps."""
+    """The number of completed steps."""
     skipped: int = 0
-    """Completed steps without an update."""
+    """The number of completed steps without an update."""
 
     @property
     def tokens(self) -> int:
-        """Tokens read by all completed steps."""
+        """The number of tokens that all completed steps have read."""
         return tokens_after(self.phases, self.step)
 
     @property

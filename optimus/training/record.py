@@ -35,7 +35,7 @@ class StepRecord:
     values: dict[str, float] = field(default_factory=dict)
     """Values for the run's metrics, by name."""
     expert_load: dict[int, list[float]] = field(default_factory=dict)
-    """Tokens of each expert relative to the mean, by layer; empty in most steps."""
+    """The number of tokens of each expert relative to the mean, by layer; empty in steps without this measurement."""
     samples: list[dict[str, str]] = field(default_factory=list)
     """The `prompt` and its continuation `text` for each of `evaluate.prompts`; empty without validation."""
 

@@ -1,4 +1,4 @@
-"""Hooks of users: imported by name, and checked before the run starts."""
+"""Imports users' hooks by name, and checks them before the run starts."""
 
 import inspect
 import os
