@@ -1,11 +1,12 @@
 """Optimus: pretrain dense and Mixture-of-Experts language models, from raw text to an evaluated checkpoint.
 
-The shell commands are functions here: `sample_text`, `prepare`, `train`, `evaluate`, `generate`, `export`, `import_folder`,
-`merge`, `models`. `load_model` returns a checkpoint's model. `optimus.api` has these functions and the others: `report`,
-`runs`, `config`, `plan`, `doctor` and those for checkpoints, some of whose names are packages here. `register_experts` and
-`FastSparseMoEBlock` put the expert kernels into models of `transformers`. `Hook` is the base class for your own code around
-the steps of a run (docs/hooks.md). Errors that the user can fix are `UserError`s. `help(optimus.train)` and so on say more.
-All names load on first use, so that importing the package costs nothing.
+This package exports shell commands as functions: `sample_text`, `prepare`, `train`, `evaluate`, `generate`, `export`,
+`import_folder`, `merge`, `models`. `load_model` returns a checkpoint's model. `optimus.api` exports the functions of all
+commands. Some of them, such as `report`, `config` and `plan`, are missing here because subpackages have these names.
+`register_experts` and `FastSparseMoEBlock` put the expert kernels into models of `transformers`. `Hook` is the base class
+for your own code around the steps of a run (docs/hooks.md). Errors that the user can fix are `UserError`s.
+`help(optimus.train)` describes a function in detail. The package imports each exported name on first use, so that `import
+optimus` is fast.
 
 Example:
     import optimus

@@ -1,4 +1,5 @@
-"""The functions behind the commands, more than the package itself exports. All load on first use."""
+"""The functions behind the shell commands, including those that the package itself does not export. The module imports each
+function on first use."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -97,7 +98,7 @@ __getattr__, __dir__ = lazy_exports(
 def config(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Iterable[str] = ()) -> "RunConfig":
     """Returns the configuration of a YAML file or a mapping, with its includes, preset and defaults.
 
-    `overrides` are texts `key.path=value`. Raises `UserError` naming each wrong key by its path.
+    `overrides` are strings of the form `key.path=value`. Raises `UserError`, which names each wrong key by its path.
 
     Example:
         api.config("first.yaml", ["train.steps=500"]).lr_schedule.lr
@@ -120,19 +121,20 @@ def train(
 ) -> dict[str, Any]:
     """Trains a model as configured by `config` (a YAML file, a mapping or a `RunConfig`); returns a summary of the run.
 
-    `ranks` processes on this machine share every global batch (default: as many as `parallel` asks for). Under a launcher
-    that sets WORLD_SIZE, such as torchrun, this process is one of the ranks, and the launcher sets their number. `resume`
-    continues from the newest checkpoint in `train.output`, and "auto" does so only if the folder holds a run. With
-    `fresh_optimizer`, the run resumes from the weights of the checkpoint alone, as after a rollback. `check` validates
-    everything, including every checksum of the data, and runs nothing. `hooks` are your own, subclasses of `optimus.Hook` or
-    instances of such classes, in addition to those named in `train.hooks`; their contents are sent to the ranks.
+    `ranks` processes on this machine share every global batch (default: the minimum number that `parallel` allows). Under a
+    launcher that sets WORLD_SIZE, such as torchrun, this process is one of the ranks, and the launcher sets their number.
+    `resume` continues from the newest checkpoint in `train.output`, and "auto" does so only if the folder holds a run. With
+    `fresh_optimizer`, the run resumes from the weights of the checkpoint alone, as after a rollback. `check` validates the
+    configuration, the machine and the data, including every checksum, and trains nothing. `hooks` are subclasses of
+    `optimus.Hook` or instances of them; the run calls them in addition to those named in `train.hooks`. The function pickles
+    the hooks and sends them to the ranks.
 
-    Raises `UserError` for anything that the user can fix, before any process is started where possible. The error is a
-    `LeaseError` when another run holds the folder. When another rank is lost under a launcher, the error is a
-    `CollectiveError`. This process cannot train again afterwards: it ignores SIGTERM, by which the launcher would cut
-    the message short, and exits with code 75 without waiting for anything.
+    Raises `UserError` for anything that the user can fix; where possible, it does so before it starts a process. The error
+    is a `LeaseError` when another run holds the folder. When another rank is lost under a launcher, the error is a
+    `CollectiveError`. After a `CollectiveError`, this process cannot train again, and it ends with exit code 75 without
+    waiting for other ranks. It ignores SIGTERM until then, so that the launcher does not cut the message short.
 
-    Ranks are separate programs: a script needs no `__main__` guard.
+    Several ranks run as separate programs that do not import the calling script, so the script needs no `__main__` guard.
 
     Example:
         optimus.train("first.yaml", ["train.steps=500"], ranks=2)

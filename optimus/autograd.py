@@ -1,4 +1,4 @@
-"""The decorator of all autograd functions of the package, whose backward passes cannot be differentiated."""
+"""A decorator for the backward passes of the package's autograd functions, none of which can be differentiated again."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,10 +13,12 @@ R = TypeVar("R")
 
 
 def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
-    """Makes a backward pass raise `UserError` when a second derivative is prepared (`create_graph`).
+    """Makes the function `backward` raise `UserError` when autograd calls it with `create_graph`, as for a second
+    derivative.
 
-    torch's decorator of this name raises later, and not always: if the incoming gradient is a constant, like that of a loss,
-    the dependence of a gradient on the saved tensors is silently left out of the second derivative.
+    torch's decorator of the same name raises only when the second derivative is computed. If the incoming gradient is a
+    constant, like that of a loss, torch's decorator does not raise: the second derivative then silently lacks the terms from
+    the saved tensors.
     """
 
     @wraps(backward)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Returns the number of cores that this process may use, according to its affinity and to its control group's `quota`,
-    if any."""
+    """Returns the number of cores that this process may use: the cores of its CPU affinity, limited by its cgroup's `quota`
+    file if there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         allowed, period = quota.read_text(encoding="ascii").split()

@@ -1,4 +1,4 @@
-"""Paths as users write them, files that are replaced atomically and synced to disk, JSON, and names of plots."""
+"""Support for paths written by users, atomic file replacement, syncing to disk, JSON, and paths of plots."""
 
 import json
 import os
@@ -11,18 +11,18 @@ from typing import Any
 
 from optimus.errors import UserError
 
-_LONGEST, _LONGEST_PATH = 255, 4095  # bytes allowed by Linux
-_LONGEST_NAME = 200  # bytes, of the 255 that file systems allow: incomplete files have longer names
+_LONGEST, _LONGEST_PATH = 255, 4095  # bytes that Linux allows in a file name, and in a path
+_LONGEST_NAME = 200  # bytes: below the 255 that file systems allow, because the names of incomplete files have a suffix
 _UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
 
 
 def user_path(given: str | Path) -> Path:
-    """Returns the path that a user means: expands `~`, `~name`, `$NAME` and `${NAME}` like a shell.
+    """Returns the path `given` by a user, with `~`, `~name`, `$NAME` and `${NAME}` expanded as in a shell.
 
     Every path that comes from a user passes through this function, because a shell does not expand `--output=~/run` or paths
-    in a file. An existing name that contains `$` is taken literally. Raises `UserError` for a variable that is not set, a
-    user who does not exist, and names that no file can have.
+    in a file. The path of an existing file that contains `$` or begins with `~` stays as it is. Raises `UserError` for a
+    variable that is not set, a user who does not exist, and names that no file can have.
     """
     text = os.path.expandvars(os.path.expanduser(given))
     variable = _VARIABLE.search(text)
@@ -47,26 +47,26 @@ def _can_be_a_path(text: str) -> bool:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Returns a line of text, such as a file's name, that is safe for files and terminals.
+    """Returns `text`, such as a file's name, in a form that is safe to write to files and terminals.
 
-    Characters are escaped if they are invalid Unicode, control a terminal, or change the direction of the following text,
+    Escapes the characters that are invalid Unicode, control a terminal, or change the direction of the following text,
     except those in `keep`.
     """
     return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
 
 
 def _escape(character: str) -> str:
-    """Escapes a character; a byte of a name that is not UTF-8, which Python represents as a surrogate, is written as that
-    byte."""
+    """Escapes a character. Python represents a byte that is not valid UTF-8 as a surrogate; the escape of a surrogate shows
+    the byte."""
     code = ord(character)
     return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else character.encode("unicode_escape").decode()
 
 
 def plain_name(name: object) -> str:
-    """Returns `name` if it is a plain file name, for names read from files that may be of foreign origin.
+    """Returns `name`, read from a file that may come from an untrusted source, if it is a plain file name.
 
-    Raises ValueError for anything but the name of a file in the same folder: a path would lead out of the folder, and would
-    be read, written and deleted there.
+    Raises ValueError for anything but the name of a file in the same folder. A path could make the caller read, write or
+    delete files outside the folder.
     """
     good = isinstance(name, str) and name.isprintable() and len(name.encode()) <= _LONGEST_NAME
     if not isinstance(name, str) or not good or {"/", "\\"} & set(name) or name in ("", ".", ".."):
@@ -75,9 +75,9 @@ def plain_name(name: object) -> str:
 
 
 def parse_json(text: str | bytes, **more: Any) -> Any:
-    """Parses JSON of possibly foreign origin; `more` is passed to `json.loads`.
+    """Parses JSON that may come from an untrusted source; passes `more` to `json.loads`.
 
-    Raises ValueError for anything that is not JSON, and for JSON nested too deep to be read.
+    Raises ValueError for invalid JSON and for JSON that is nested too deep for Python's parser.
     """
     try:
         return json.loads(text, **more)
@@ -86,12 +86,13 @@ def parse_json(text: str | bytes, **more: Any) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replaces the file atomically with `content` as JSON, and returns when the file is on disk."""
+    """Replaces the file at `path` atomically with `content` as JSON; returns once the file is synced to disk."""
     replace_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces the content of the file atomically, and returns when the file is on disk. The file mode stays."""
+    """Replaces the file at `path` atomically with one that contains `text`; returns once the file is synced to disk. The
+    file mode stays."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline="") as file:
@@ -108,7 +109,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a file with one JSON object per line; incomplete lines are left out."""
+    """Returns the records of a file with one JSON object per line; skips incomplete lines."""
     found = []
     for line in path.read_bytes().split(b"\n"):
         with suppress(ValueError):
@@ -117,7 +118,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def sync(path: Path) -> None:
-    """Syncs a file's bytes, or a folder's names, to disk, so that a rename survives a power cut."""
+    """Syncs a file's content, or a folder's entries, to disk. A rename survives a power cut once its folder is synced."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -126,7 +127,8 @@ def sync(path: Path) -> None:
 
 
 def file_system_time(folder: Path) -> float:
-    """Returns the time by the clock of `folder`'s file system, which all who share the file system have in common."""
+    """Returns the time of the clock of `folder`'s file system; all machines that share the file system see the same
+    clock."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
         file.write(b"x")
         file.flush()
@@ -134,7 +136,8 @@ def file_system_time(folder: Path) -> float:
 
 
 def check_plot(given: Path) -> Path:
-    """Returns the path for a plot. Raises `UserError` if no plot can be written there; call it before minutes of work."""
+    """Returns the path for a plot. Raises `UserError` if a plot cannot be written to the path. Callers check the path before
+    a long computation."""
     path = user_path(given)
     if path.suffix != ".png":
         raise UserError(f"--plot {path}: give the name of a .png file")

@@ -1,9 +1,9 @@
 """The exception for errors that a user can fix.
 
-All packages raise `UserError` when the input (config, files, checkpoint, machine) is at fault. The text of the error is a
-single message that names the object, the place and the remedy. The command line prints the message without a traceback and
-exits with 2. A message names arguments of a function as in a call, `context` or `resume=True` in backticks, and the command
-line turns the arguments into options.
+All packages raise `UserError` when the configuration, a file, a checkpoint or the machine is at fault. The text of the error
+is a single message that names the object, the location and the remedy. The command line prints the message without a
+traceback and exits with 2. A message names arguments of a function in backticks and as in a call, such as `context` or
+`resume=True`. The command line replaces these arguments by its options.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Bad input. The user sees only `str(error)`; `code` is the exit code of the command."""
+    """An error that the user can fix. The user sees only `str(error)`; `code` is the exit code of the command."""
 
     code = 2
 
@@ -27,8 +27,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the command that adds an optional extra to this installation: a checkout's own environment, another one, or a
-    package."""
+    """Returns the command that installs an optional extra. The command depends on the installation: in the environment of a
+    checkout, from a checkout in another environment, or as a package."""
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "pyproject.toml").is_file():
         return f"pip install 'optimus-pretrain[{extra}]'"

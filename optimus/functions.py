@@ -1,8 +1,9 @@
-"""Serialises functions and objects for other processes of this machine, even from modules that cannot be imported there.
+"""Serialises functions and objects for other processes of this machine, even if those processes cannot import the defining
+module.
 
-`cloudpickle` sends definitions of `__main__`, and those without a module, by value. This module does the same for modules
-that another process would not find by name, or for which it would find another project's: pytest's importlib mode creates
-such names.
+`cloudpickle` pickles definitions in `__main__`, and those without a module, by value. This module extends that to modules
+that another process would not find by name, or whose name would lead to another file. pytest's importlib mode creates
+modules with names of this kind.
 """
 
 import io
@@ -17,7 +18,8 @@ from optimus.errors import UserError
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Registers the module of each function and class for pickling by value unless the module can be found by its name."""
+    """Registers the module of each function and class for pickling by value, unless other processes can find the module by
+    its name."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
@@ -33,11 +35,11 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def dumps(value: Any, what: str = "it") -> bytes:
-    """Returns `value` as bytes. Raises `UserError`, which names `what` is sent, for a value that cannot be pickled."""
+    """Returns the pickled `value`. Raises `UserError`, which calls the value `what`, if the value cannot be pickled."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(value)
-    except Exception as error:  # its own errors, and those of an object's `__getstate__`
+    except Exception as error:  # errors of the pickler, and those of an object's `__getstate__`
         raise UserError(
             f"{what} cannot be sent to another process ({type(error).__name__}: {error}): let it hold no open file, lock or "
             "thread, or make it there"
@@ -46,13 +48,13 @@ def dumps(value: Any, what: str = "it") -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Returns the value that `dumps` was given."""
+    """Returns the value that `dumps` has pickled."""
     return cloudpickle.loads(data)
 
 
 def _found_by_name(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    if file is None:  # built in, or not loaded from a file
+    if file is None:  # the module is built in or not loaded from a file
         return True
     try:
         spec = find_spec(module.__name__)

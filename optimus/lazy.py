@@ -1,4 +1,4 @@
-"""Names of a package that load on first use, so that `optimus --help` does not wait for torch."""
+"""Imports the public names of a package on first use, so that `optimus --help` does not wait for torch."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -7,9 +7,10 @@ from typing import Any
 
 
 def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` for `package`; `help` and completion then show the public names.
+    """Returns the functions `__getattr__` and `__dir__` of `package`; with `__dir__`, `help` and completion show the public
+    names.
 
-    `homes` gives the origin of each public name: `module`, or `module:its name there`.
+    `homes` maps each public name to its origin: `module`, or `module:name` if the name differs in its module.
     """
 
     def load(name: str) -> Any:

@@ -1,9 +1,9 @@
-"""Measurements on this machine, and choices from them that are the same at every start.
+"""Measurements on this machine, and choices between alternatives that come out the same at every start.
 
-A machine is never quiet: an operation of two milliseconds takes five beside another program. Compared alternatives are
-therefore timed in turn, so that a disturbance affects all of them. An alternative replaces the default only if it is clearly
-faster, by more than the spread of the measurements. A measurement counts for all later runs. Free memory is rounded down to
-a coarse step, and keeps its previous value while that is still nearly right.
+Other programs disturb every measurement: an operation of two milliseconds may take five. `in_turn` therefore times the
+compared alternatives in turn, so that a disturbance affects all of them. An alternative replaces the default only if it is
+clearly faster, by more than the spread of the measurements. All later runs use the saved measurements. `coarse` rounds free
+memory down to a coarse step and returns the previous value while that value is still nearly right.
 """
 
 import bisect
@@ -18,15 +18,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from optimus.disk import parse_json, write_json
 
-GAIN = 0.9  # an alternative must take less than this share of the default's time, so that chance does not choose
+GAIN = 0.9  # an alternative must take less than this share of the default's time, so that noise does not choose it
 _ROUNDS, _MOST_ROUNDS = 5, 15
-_ALIKE = 1.05  # ratio of the third best time to the best on a quiet machine
-_BITS = 5  # significant bits of free memory: steps of a sixteenth to a thirty-second
+_ALIKE = 1.05  # maximum ratio of the third best time to the best on a machine without disturbance
+_BITS = 5  # significant bits of free memory: the steps are a sixteenth to a thirty-second of the value
 Name = TypeVar("Name", bound=str)
 
 
 class Timing(NamedTuple):
-    """Seconds of an operation that was timed several times."""
+    """The seconds of an operation that was timed several times."""
 
     best: float
     usual: float  # the median
@@ -43,10 +43,11 @@ Timings = Mapping[str, Timing]
 def in_turn(
     works: Mapping[Name, Callable[[], float]], rounds: int = _ROUNDS, most: int = _MOST_ROUNDS
 ) -> dict[Name, Timing]:
-    """Times each of `works`, which return their seconds, in turn, for `rounds` rounds after one that does not count.
+    """Times the functions `works`, which return their seconds, one after the other, for `rounds` rounds after a warm-up
+    round.
 
-    Adds rounds, up to `most`, while the best times of one of the works disagree, because all of them may have been
-    disturbed.
+    Adds rounds, up to `most` in total, while the three best times of a function disagree, because a disturbance may have
+    affected them.
     """
     for work in works.values():
         work()
@@ -62,17 +63,17 @@ def _disturbed(samples: Iterable[Sequence[float]]) -> bool:
 
 
 def clear_choice(default: Name, timings: Mapping[Name, Timing]) -> Name:
-    """Returns the fastest, or the `default` unless the median of the fastest is clearly below the best time of the
-    default."""
+    """Returns the alternative with the lowest median if that median is below `GAIN` times the default's best time; otherwise
+    returns `default`."""
     best = min(timings, key=lambda name: timings[name].usual)
     return best if timings[best].usual < GAIN * timings[default].best else default
 
 
 def coarse(free: int, before: int = 0) -> int:
-    """Returns the bytes to count on if `free` bytes are free: rounded down to a step.
+    """Returns the number of `free` bytes, rounded down to a step.
 
-    The value counted on `before` stays while that many bytes are free, and at most two steps more, so that small changes do
-    not cross a boundary.
+    Returns the previous value `before` while at least `before` bytes are free, but less than two steps more, so that small
+    changes do not change the result.
     """
     if 0 < before <= free < before + 2 * _step(before):
         return before
@@ -84,10 +85,10 @@ def _step(size: int) -> int:
 
 
 class Measurements:
-    """The measurements of one chip, in a file; without a file, nothing is kept.
+    """The measurements of one chip, saved in a file; without a file, `add` saves nothing.
 
-    Any number of processes may use the file at once: it is replaced atomically, and existing entries take precedence. A file
-    that cannot be read or written is harmless: a line in `notes` says so, and everything is measured again.
+    Any number of processes may use the file at once: `add` replaces the file atomically and lets existing entries take
+    precedence. If the file cannot be read or written, a line in `notes` says so, and the run measures everything again.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -99,7 +100,8 @@ class Measurements:
         return self._read()[0]
 
     def add(self, found: Mapping[str, Timings]) -> dict[str, dict[str, Timing]]:
-        """Saves timings; returns the valid ones of these names, which another process may have saved first."""
+        """Saves timings. Returns the timings in force for the same names; another process may have saved other timings
+        first."""
         with self._locked():
             known, free = self._read()
             new = {name: dict(each) for name, each in found.items() if known.get(name, {}).keys() != each.keys()}
@@ -108,7 +110,7 @@ class Measurements:
         return {name: (known | new)[name] for name in found}
 
     def free_memory(self, device: str, free: int) -> int:
-        """Returns `coarse`, given the value counted on before on this device."""
+        """Returns the result of `coarse` for `free` bytes and the device's saved value, and saves the result."""
         with self._locked():
             timings, known = self._read()
             counted = coarse(free, known.get(device, 0))
@@ -160,7 +162,8 @@ class Measurements:
 
 
 def _checked(raw: Any) -> tuple[dict[str, dict[str, Timing]], dict[str, int]]:
-    """Returns the contents of a file. Raises one of the errors caught by `_read` for invalid contents."""
+    """Returns the timings and the free memory in a file's contents. For invalid contents, raises an error that `_read`
+    catches."""
     timings = {
         name: {label: Timing(float(best), float(usual)) for label, (best, usual) in each.items()}
         for name, each in raw["seconds"].items()

@@ -11,11 +11,11 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def end_with(parent: int) -> None:
-    """Makes this process be killed when its parent ends: another run may then hold the folder, so nothing more must be
-    saved.
+    """Makes the system kill this process when its `parent` ends. Another run may then hold the run folder, so this process
+    must not save anything more.
 
-    Linux kills at once, also when the parent's thread ends. `end_after` covers other systems, and a parent that has already
-    ended.
+    Linux kills the process at once, also when only the parent's thread that started it ends. `end_after` covers other
+    systems, and a parent that has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

@@ -13,7 +13,8 @@ Result = TypeVar("Result")
 
 
 def reported_as_value(read: Callable[[str], Result], value: Any) -> Any:
-    """Applies `read` to a text; other values are left to validation. Raises `ValueError` for a `UserError` of `read`."""
+    """Applies `read` to a string; returns any other value unchanged, for validation. Converts a `UserError` of `read` to a
+    `ValueError`."""
     try:
         return read(value) if isinstance(value, str) else value
     except UserError as error:
@@ -24,13 +25,13 @@ def _expanded(text: str) -> Any:
     return text if "://" in text else str(reported_as_value(user_path, text))
 
 
-PathText = Annotated[str, AfterValidator(_expanded)]  # ~ and $NAME are expanded when the tree is read; URLs stay
+PathText = Annotated[str, AfterValidator(_expanded)]  # validation expands ~ and $NAME; URLs stay
 
 
 class Section(BaseModel):
     """A node of the configuration tree; unknown keys, wrong types, NaN and infinity are errors."""
 
-    __slots__ = ("_locked",)  # neither copied nor compared
+    __slots__ = ("_locked",)  # pydantic neither copies nor compares this attribute
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @property
@@ -39,8 +40,8 @@ class Section(BaseModel):
         return getattr(self, "_locked", False)
 
     def lock(self) -> None:
-        """Locks the values of this section and of the sections it holds. Values shared with other sections are copied
-        first."""
+        """Locks the values of this section and of its subsections. Copies each value first, because other sections may share
+        it."""
         for name in type(self).model_fields:
             own = self.__dict__[name] = deepcopy(getattr(self, name))
             for each in own if isinstance(own, list) else [own]:

@@ -1,8 +1,8 @@
-"""The context of one model's current step: the backward pass, deferred weight gradients, cached collectives, forms of matrix
-products, choices of experts.
+"""The context of one model's current step: the backward pass, deferred weight gradients, cached collectives, the forms (NN,
+NT, TN) of matmuls, and the routers' choices of experts.
 
-Each model has one context object, passed to its users at construction; its fields change only within `with` blocks. The
-context is not thread-local, because autograd has its own threads on an accelerator.
+Each model has one context object, which its modules get at construction. The fields of the context change only within `with`
+blocks. The context is not thread-local, because autograd has its own threads on an accelerator.
 """
 
 from collections import deque
@@ -18,21 +18,22 @@ T = TypeVar("T")
 
 
 def region(name: Callable[[], str]) -> AbstractContextManager[object]:
-    """Names the operations inside for a running profiler; without a profiler, `name` is not called."""
+    """Names the operations inside the block for a running profiler; does not call `name` without a profiler."""
     return record_function(name()) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class Forms(Protocol):
-    """A choice of forms for matrix products; see `kernels.matmul`."""
+    """A choice of the form (NN, NT or TN) of each matmul; see `kernels.matmul`."""
 
     def form(self, shape: Any, a_ML: Tensor, b_LN: Tensor) -> Any:
-        """Returns the form in which to compute a product of this shape."""
+        """Returns the form in which to compute a matmul of this shape."""
 
 
 class CollectiveCache:
-    """Results of the collectives of a forward pass, in order, returned again when the pass is recomputed.
+    """Results of the collectives of a forward pass, in order; the recomputation of the pass reads them instead of
+    communicating.
 
-    (Communication-aware checkpointing, TED, section 7.3.)
+    Implements communication-aware checkpointing (CAC; TED, section 7.3).
     """
 
     def __init__(self) -> None:
@@ -40,11 +41,12 @@ class CollectiveCache:
         self._again = False
 
     def begin_again(self) -> None:
-        """Returns cached results from here on."""
+        """Makes `take` return the cached results from now on."""
         self._again = True
 
     def take(self, make: Callable[[], Any]) -> Any:
-        """Returns the next result: computed by `make` and cached, or taken from the cache."""
+        """Returns the next result: computes it with `make` and caches it, or, in the recomputation, reads it from the
+        cache."""
         if self._again:
             return self._results.popleft()
         made = make()
@@ -57,21 +59,21 @@ class StepContext:
 
     def __init__(self) -> None:
         self.deferred: list[Callable[[], None]] | None = (
-            None  # functions that add weight gradients, to be called in order
+            None  # functions that add weight gradients to buffers; call them in order
         )
-        self.backward: tuple[int, int] | None = None  # stage and microbatch of the backward pass
+        self.backward: tuple[int, int] | None = None  # the stage and the microbatch of the backward pass
         self.collectives: CollectiveCache | None = None
         self.forms: Forms | None = None
-        self.choices: dict[Any, Tensor] | None = None  # by router: how often each expert was chosen
+        self.choices: dict[Any, Tensor] | None = None  # number of choices of each expert, by router
 
     def deferring(self) -> AbstractContextManager[list[Callable[[], None]]]:
-        """Defers additions to gradient buffers inside the block; the list collects the functions that add, to be called in
-        order."""
+        """Defers additions to gradient buffers inside the block. The yielded list collects the functions that add; call them
+        in order."""
         return self._having("deferred", list[Callable[[], None]]())
 
     def in_backward(self, stage: int, microbatch: int) -> AbstractContextManager[tuple[int, int]]:
-        """Marks a backward pass, or a part of it, inside the block; its gradients are told apart from those of other
-        passes."""
+        """Marks the block as the backward pass of `stage` and `microbatch`, or a part of that pass, so that its gradients
+        can be told from those of other passes."""
         return self._having("backward", (stage, microbatch))
 
     def recording(self, cache: CollectiveCache) -> AbstractContextManager[CollectiveCache]:
@@ -80,22 +82,24 @@ class StepContext:
 
     @contextmanager
     def repeating(self, cache: CollectiveCache) -> Iterator[None]:
-        """Returns cached results to the same forward pass inside the block, which then issues no collectives."""
+        """Makes the recomputation of the same forward pass inside the block use the cached results, so that it issues no
+        collectives."""
         cache.begin_again()
         with self.recording(cache):
             yield
 
     def multiplying(self, forms: Forms) -> AbstractContextManager[Forms]:
-        """Sets the forms of matrix products inside the block."""
+        """Sets the forms of matmuls inside the block."""
         return self._having("forms", forms)
 
     def counting(self) -> AbstractContextManager[dict[Any, Tensor]]:
-        """Counts how often each expert is chosen in training inside the block, by router, [experts]."""
+        """Counts how often each router chooses each expert in training passes inside the block. Yields the counts [experts]
+        by router."""
         return self._having("choices", dict[Any, Tensor]())
 
     def chose(self, router: Any, counts_E: Tensor) -> None:
-        """Adds the number of times that `router` has chosen each expert. Recomputed passes count twice, alike for all
-        microbatches."""
+        """Adds the number of times that `router` has chosen each expert. A recomputed pass counts twice, but this is so for
+        all microbatches, so that the shares stay correct."""
         if self.choices is not None and torch.is_grad_enabled():
             before_E = self.choices.get(router)
             self.choices[router] = counts_E if before_E is None else before_E + counts_E
@@ -111,8 +115,8 @@ class StepContext:
 
 
 def _without_history(value: Any) -> Any:
-    """Detaches the tensors of a result from autograd's graph; the memory is shared. Autograd owns the outputs of a forward
-    pass."""
+    """Returns a result with its tensors detached from autograd's graph; they share the memory of the originals. Autograd
+    attaches its graph to the original tensors, which are outputs of a forward pass."""
     if isinstance(value, Tensor):
         return value.detach()
     return tuple(map(_without_history, value)) if isinstance(value, tuple) else value

@@ -1,5 +1,5 @@
-"""The commands, one file per group: each is a thin wrapper of a function of `optimus.api` or below. `program.py` collects
-them."""
+"""The commands, one file per group; each command is a thin wrapper of a function in `optimus.api` or in another package.
+`program.py` collects the commands."""
 
 from optimus.cli.program import app, main
 

@@ -23,11 +23,11 @@ from optimus.disk import user_path
 from optimus.errors import UserError
 
 _CHECKOUT = Path(__file__).parents[2]
-_FILE = _CHECKOUT / "benchmarks" / "commands.py"  # present if the package is used from its source
+_FILE = _CHECKOUT / "benchmarks" / "commands.py"  # exists only in a source checkout
 
 
 class _Later(TyperCommand):
-    """A command whose function and options are created on first use."""
+    """A command that creates its function and options on first use."""
 
     def __init__(self, name: str, summary: str, function: Callable[[str], Callable[..., Any]]) -> None:
         self._function = function
@@ -46,15 +46,15 @@ class _Later(TyperCommand):
 
     @params.setter
     def params(self, none: Any) -> None:
-        """Ignores the given parameters: those of the wrapped command are used."""
+        """Ignores an assignment, because the parameters are those of the wrapped command."""
 
     def make_context(self, *arguments: Any, **more: Any) -> Any:
         return self._command.make_context(*arguments, **more)
 
 
 class _Bench(CommandGroup):
-    """The group of benchmark commands, including those of a checkout; an installed package tells where to find the
-    others."""
+    """The group of benchmark commands, including those of a checkout; an installed package prints where to find the commands
+    of a checkout."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -79,12 +79,12 @@ bench_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Report = dict[str, Any] | None  # None on all ranks but the first
+Report = dict[str, Any] | None  # None on all ranks except the first
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
-    """Returns the path of the report. Raises `UserError` if the folder is missing, before minutes of work whose report could
-    not be written."""
+    """Returns the path of the report. Raises `UserError` if its folder is missing, before a command spends minutes on a
+    report that it cannot write."""
     path = None if path is None else user_path(path)
     if path is not None and not path.absolute().parent.is_dir():
         raise UserError(f"--output {path}: there is no folder {path.absolute().parent}; make it first")
@@ -96,7 +96,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, ta
 
 
 def bench(name: str) -> Callable[[Callable[..., Report]], None]:
-    """Registers a function that prints tables and returns a report as the command `optimus bench NAME`."""
+    """Registers a function as the command `optimus bench NAME`. The function prints tables and returns a report."""
 
     def add(function: Callable[..., Report]) -> None:
         bench_app.command(name=name)(_command(function))

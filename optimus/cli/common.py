@@ -1,4 +1,5 @@
-"""Parts shared by the commands. Each command is a thin wrapper of a function elsewhere; heavy imports wait until it runs."""
+"""Parts shared by the commands. Each command is a thin wrapper of a function of another package; heavy imports wait until
+the command runs."""
 
 import json
 import re
@@ -89,7 +90,7 @@ def show(result: Any, as_json: bool, text: str) -> None:
 
 
 def folded(line: str, indent: int) -> str:
-    """Returns a line of a list; on a terminal wrapped between words, with continuation lines indented by `indent`."""
+    """Returns a line of a list. For a terminal, wraps the line between words and indents continuation lines by `indent`."""
     if not sys.stdout.isatty():
         return line
     columns = shutil.get_terminal_size().columns
@@ -98,8 +99,8 @@ def folded(line: str, indent: int) -> str:
 
 
 def with_options(message: str) -> str:
-    """Replaces arguments of a function in its message, `resume=True` or `workers` in backticks, by the options of the
-    command."""
+    """Replaces arguments of functions in a message, such as `resume=True` or `workers` in backticks, by the options of
+    commands."""
     group = typer.main.get_command(app)
     commands = [each for each in group.commands.values() if not hasattr(each, "commands")]  # type: ignore[attr-defined]
     options = {param.name: param.opts[0] for command in commands for param in command.params}

@@ -81,7 +81,7 @@ def config_migrate(
             told += [{"file": str(path), "line": key.line, "old": key.old, "new": key.new} for key in found]
             lines += [f"{path} line {key.line}: {key.old} is now {key.new}" for key in found]
             lines += [] if found else [f"{path}: all keys have the names of today"]
-    finally:  # the files before one that fails have been rewritten
+    finally:  # the command has already rewritten the files before one that fails
         show(told, as_json, "\n".join(lines))
 
 

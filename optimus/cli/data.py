@@ -92,7 +92,7 @@ def _template(index: dict[str, Any]) -> str:
 
 
 def _left_alone(index: dict[str, Any]) -> str:
-    """Returns lines about documents left out and files skipped, both unreadable files and files with other endings."""
+    """Returns lines about omitted documents and about skipped files, which are unreadable or have other endings."""
     from optimus.config.sizes import counted
     from optimus.disk import printable
 

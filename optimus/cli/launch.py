@@ -44,7 +44,7 @@ def launch(
 
     overrides = [*(overrides or []), *(settings or []), *(["observe.verbose=true"] if verbose else [])]
 
-    read_run(config, overrides)  # before torch is imported, so that mistakes are reported at once
+    read_run(config, overrides)  # before importing torch, so that the command reports mistakes at once
     from optimus.launch import nodes as run
 
     other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
@@ -120,7 +120,7 @@ def lab(
         str(config), [*(overrides or []), *(settings or [])], nodes, spares, ranks_per_node, keep_alive=alive, wait=wait
     )
 
-    def say(event: dict[str, Any]) -> None:  # printed at once; standard output is for the result, if JSON
+    def say(event: dict[str, Any]) -> None:  # prints at once; with --json, standard output is for the result
         line = f"{event['kind']:10} {event['node'] or '-':8} {event['detail']}"
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 

@@ -15,7 +15,7 @@ from optimus.config.completion import complete_preset
 from optimus.disk import check_plot
 from optimus.errors import UserError
 
-_WIDTH = 100  # characters of the table
+_WIDTH = 100  # width of the table in characters
 
 
 def _print_template(asked: bool) -> None:
@@ -100,7 +100,7 @@ def plan(
             raise UserError(f"--dry-run counts what one rank holds: leave out {' and '.join(given)}")
     from optimus import api
 
-    if Path(model).suffix in (".yaml", ".yml"):  # before torch is imported, so that mistakes are reported at once
+    if Path(model).suffix in (".yaml", ".yml"):  # before importing torch, so that the command reports mistakes at once
         api.config(model, overrides)
     if plot is not None:
         if not numbers:
@@ -108,7 +108,7 @@ def plan(
         plot = check_plot(plot)
     import torch
 
-    torch.set_num_threads(1)  # only shapes are computed: more threads would wait for each other
+    torch.set_num_threads(1)  # the planner computes only shapes: more threads would wait for each other
     question: dict[str, Any] = {
         "machine": machine,
         "ranks": ranks,
@@ -139,7 +139,7 @@ def plan(
 
 
 def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool) -> None:
-    """Formats an answer of the planner as a table."""
+    """Prints a result of the planner as a table."""
     from optimus.observe.table import print_table
 
     print_table(found.rows(wide=wide), found.title(), None if wide else _WIDTH)

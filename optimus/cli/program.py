@@ -20,17 +20,17 @@ _GROUPS = (
     plan,
     runs,
     bench,
-)  # each registers its commands when imported
+)  # each module registers its commands when imported
 
 
 def main() -> None:
     """Runs the program; a `UserError` becomes one line and its exit code (2 by default), never a traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # folder names need not be Unicode; stderr escapes by default
+    if isinstance(sys.stdout, io.TextIOWrapper):  # folder names may not be Unicode; stderr escapes them by default
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except UserError as error:
-        # A name in the message must not send commands to the terminal.
+        # A file name in the message must not control the terminal.
         said = printable(with_options(str(error)), keep="\n\t")
-        sys.stderr.write(f"error: {said}\n")  # a single write: other ranks write there too
+        sys.stderr.write(f"error: {said}\n")  # a single write, because other ranks write to the same terminal
         sys.exit(error.code)

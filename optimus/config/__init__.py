@@ -1,6 +1,7 @@
-"""The configuration of a run: one typed tree, read strictly, saved with the run and runnable again unchanged.
+"""The configuration of a run, a typed tree in which unknown keys are errors. The configuration that a run saves can start
+the same run again.
 
-The tree loads on first use: reports of finished runs do not need it.
+The package imports the tree on first use, because reports of finished runs do not need it.
 """
 
 from typing import TYPE_CHECKING

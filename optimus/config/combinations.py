@@ -5,15 +5,14 @@ from optimus.config.tree import RunConfig
 
 
 def check_combinations(config: RunConfig) -> None:
-    """Raises `ValueError` for sections that contradict each other, in the run or in one of its phases, which is named."""
+    """Raises `ValueError` for sections that contradict each other in the run or in a phase, which the message names."""
     _check_sections(config)
     if config.phases:
         check_phases(config)
 
 
 def check_phases(config: RunConfig) -> None:
-    """Raises `ValueError` for sections that contradict each other in the trained configurations: any phase, or the run
-    without phases."""
+    """Raises `ValueError` for sections that contradict each other in any phase, or in the run if it has no phases."""
     for phase in phases_of(config):
         try:
             _check_sections(phase.config)
@@ -61,9 +60,10 @@ def _check_teacher(config: RunConfig) -> None:
 
 
 def _check_schedule(config: RunConfig) -> None:
-    """Raises `ValueError` when a cooldown begins before the end of the warm-up, or when a run has two starting points."""
+    """Raises `ValueError` when a cooldown begins before the end of the warm-up, or when a run has two starting points
+    (branch_from and load_path)."""
     lr_schedule, train = config.lr_schedule, config.train
-    known = train.epochs is None  # the number of steps
+    known = train.epochs is None  # True if the number of steps is known
     if lr_schedule.cooldown_steps and known and lr_schedule.cooldown_steps + config.warmup_steps > train.total_steps:
         raise ValueError(
             f"lr_schedule.cooldown_steps {lr_schedule.cooldown_steps} and the warm-up's {config.warmup_steps} are more than "
@@ -74,7 +74,8 @@ def _check_schedule(config: RunConfig) -> None:
 
 
 def _check_pruning(config: RunConfig) -> None:
-    """Raises `ValueError` when the run lacks the steps named by pruning, or does not save the weights to rewind to."""
+    """Raises `ValueError` when a pruning step is not before the run's last step, when the run does not save the weights to
+    rewind to, or when it trains low-rank factors."""
     pruning = config.pruning
     if pruning is None:
         return
@@ -84,7 +85,7 @@ def _check_pruning(config: RunConfig) -> None:
             "from that checkpoint (checkpoint.load_path)"
         )
     if config.train.epochs is None:
-        # Steps of the whole run: with a schedule of its own, a phase's total_steps are only the phase's.
+        # The steps of the whole run: `total_steps` of a phase with a separate schedule counts only the steps of the phase.
         steps = sum(phase.steps or 0 for phase in config.phases) or config.train.total_steps
         if pruning.at[-1] >= steps:
             raise ValueError(f"pruning.at {pruning.at[-1]}: the run ends after step {steps}: lower it")
@@ -97,7 +98,7 @@ def _check_pruning(config: RunConfig) -> None:
 
 
 def _check_recomputation(config: RunConfig) -> None:
-    """Raises `ValueError` when modules to recompute do not exist, or are named twice."""
+    """Raises `ValueError` when `recompute` names modules that do not exist, or names a module twice."""
     sparse = config.model.sparse_layers()
     absent = {"moe": not sparse, "mlp": not config.model.has_dense_layers}
     for kind in config.recompute:

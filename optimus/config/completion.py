@@ -1,4 +1,5 @@
-"""Shell completion of configuration keys and presets. The shell calls at each press of Tab, so imports wait until then."""
+"""Shell completion of configuration keys and presets. The functions import the configuration tree only when the user presses
+Tab."""
 
 from contextlib import suppress
 
@@ -10,7 +11,7 @@ def complete_key(incomplete: str) -> list[str]:
 
     *section, last = incomplete.split(".")
     found = []
-    with suppress(LookupError):  # no such section
+    with suppress(LookupError):  # the section does not exist
         for key in keys_of_section(section, RunConfig) if "=" not in incomplete else ():
             if key.startswith(last):
                 inner = list(keys_of_section([*section, key], RunConfig))

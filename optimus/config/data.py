@@ -15,16 +15,17 @@ def _count(value: Any) -> Any:
     return int(value) if whole else reported_as_value(parse_count, value)
 
 
-Count = Annotated[int, Field(gt=0), BeforeValidator(_count)]  # of tokens or steps, also written as 2e9 or 300B
+Count = Annotated[int, Field(gt=0), BeforeValidator(_count)]  # number of tokens or steps, also written as 2e9 or 300B
 
 
 class SourceConfig(Section):
-    """A source of training tokens, whose share is given by one of weight, tokens and epochs; the default is weight 1."""
+    """A source of training tokens. One of weight, tokens and epochs sets its share of the data; the default is weight 1."""
 
     path: PathText = Field(description="Folder written by `optimus prepare`, also at a URL that fsspec reads.")
     name: str | None = Field(None, description="Name in metrics and messages. Default: that of the folder.")
     weight: float | None = Field(None, ge=0)
-    """Share of the data left by tokens and epochs, relative to the other weights; at most one pass over the source."""
+    """Share of the data that sources with tokens or epochs leave, relative to the other weights; at most one pass over the
+    source."""
     tokens: Count | None = Field(None, description="Tokens read from it, also as 2e9 or 300B.")
     epochs: float | None = Field(None, gt=0, description="Passes over it.")
 
@@ -36,12 +37,13 @@ class SourceConfig(Section):
 
     @property
     def label(self) -> str:
-        """The given name or that of the folder."""
+        """The configured name or, by default, the name of the folder."""
         return self.name or Path(self.path).name
 
     @property
     def folder(self) -> str:
-        """The same path for all spellings: from another folder, through links, with a trailing slash."""
+        """The real path of the folder, which is the same for relative paths, links and trailing slashes; for a URL, the
+        URL."""
         return self.path.rstrip("/") if "://" in self.path else os.path.realpath(self.path)
 
     @property
@@ -51,7 +53,7 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """The training data: a folder, or several sources, which may also be given as a list in place of the section."""
+    """The training data: a folder or several sources. A list of sources may replace the section."""
 
     path: PathText | None = Field(
         None, description="Folder written by `optimus prepare`, also at a URL; the short form of one source."
@@ -59,7 +61,7 @@ class DataConfig(Section):
     sources: list[SourceConfig] = Field([], description="Sources that are mixed.")
     documents: Literal["ignore", "mask"] = "ignore"
     """Treatment of several documents in one sequence. mask: attention and positions stay within each document, and its first
-    token is not predicted. In a phase the default is that of `data`."""
+    token is not predicted. In a phase, the default is the value of `data.documents`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,5 +90,5 @@ class DataConfig(Section):
 
     @property
     def mixed(self) -> list[SourceConfig]:
-        """The sources; the short form counts as a single source."""
+        """The list of sources; `path` counts as a single source."""
         return self.sources or [SourceConfig(path=str(self.path))]

@@ -1,7 +1,7 @@
 """Converts YAML, a preset and `key.path=value` overrides to a `RunConfig`, and a `RunConfig` back to YAML.
 
-The order of precedence, lowest first: the tree's defaults, the preset's recipe, the file, the overrides. All problems are
-reported at once, each with the path of its key and the nearest valid key.
+The order of precedence, lowest first: the tree's defaults, the preset's recipe, the file, the overrides. A single
+`UserError` reports all problems, each with the path of its key and the nearest valid key.
 """
 
 import re
@@ -34,9 +34,9 @@ def load_config(
 ) -> RunConfig:
     """Reads and validates a run's configuration.
 
-    `source` is a YAML file, a mapping, or a tree; a tree without overrides keeps its values. `overrides` are texts
-    `key.path=value` with YAML values. `read_model_folder` turns a Hugging Face folder named by `model` into sections of the
-    tree (provided by `optimus.hub`).
+    `source` is a YAML file, a mapping, or a tree; without overrides, a tree stays unchanged. `overrides` are strings
+    `key.path=value` with YAML values. If `model` names a Hugging Face folder, `read_model_folder` (of `optimus.hub`)
+    converts the folder to sections of the tree.
 
     Raises `UserError` naming each wrong key by its path.
     """
@@ -119,7 +119,8 @@ def dump_config(config: RunConfig) -> str:
 
 @cache
 def other_names() -> dict[str, str]:
-    """Returns the names of our keys in other trainers, without case and punctuation, each with our key."""
+    """Returns the names that other trainers use for configuration keys, in lower case and without punctuation, each with
+    this library's key."""
     return {name: ours for ours, names in _table("other_names").items() for name in names}
 
 
@@ -129,7 +130,7 @@ def _table(name: str) -> dict[str, Any]:
 
 
 def read_section(path: Path, kind: type[SomeSection]) -> SomeSection:
-    """Reads a section of its own from a YAML file. Raises `UserError` naming the file and each wrong key."""
+    """Reads a YAML file that contains a single section. Raises `UserError`, which names the file and each wrong key."""
     return validated(kind, _read_yaml(path, kind), str(path), kind)
 
 
@@ -138,12 +139,12 @@ def _read_including(
 ) -> dict[str, Any]:
     """Reads a run's file on top of the files that its key `include` names.
 
-    `include` is a name or a list of names, relative to this file; later files take precedence. A preset named by one of the
-    files is expanded if this file has keys of the model.
+    `include` is a name or a list of names, relative to this file; later files take precedence. If this file has keys of the
+    model, expands a preset that another of the files names.
     """
     raw = _read_yaml(path, RunConfig)
     written = path.resolve()
-    if written.name.startswith("config.") and (written.parent / "environment.jsonl").exists():  # by a run
+    if written.name.startswith("config.") and (written.parent / "environment.jsonl").exists():  # a run's file
         raw = with_new_names(raw)
     named = raw.pop("include", None) or []
     chain = [*outer, path.resolve()]
@@ -180,7 +181,7 @@ def _read_yaml(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderReader | None) -> dict[str, Any]:
-    """Returns `raw` with one `key.path=value` set; expands the name of a preset if a key inside the model is set."""
+    """Returns `raw` with one `key.path=value` set; expands the name of a preset if the key is inside the model."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UserError(f"override '{text}' is not of the form key.path=value")
@@ -198,7 +199,8 @@ def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderRead
 
 
 def _opened(raw: dict[str, Any], read_model_folder: ModelFolderReader | None) -> dict[str, Any]:
-    """Returns `raw` with the preset or folder named by its `model` expanded below its own sections."""
+    """Returns `raw` merged with the sections of the preset or folder that its `model` names; the sections of `raw` take
+    precedence."""
     if not isinstance(raw.get("model"), str):
         return raw
     return _merge(resolve_model(raw["model"], read_model_folder), {k: v for k, v in raw.items() if k != "model"})
@@ -218,12 +220,12 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _explain(error: ValidationError, root: type[BaseModel], names: Mapping[str, str]) -> list[str]:
     """Returns one clause per problem: the key's path, the problem, and the nearest valid key if that helps."""
-    clauses: dict[str, str] = {}  # by key: a key that may be of several types has a problem for each
+    clauses: dict[str, str] = {}  # by key: pydantic reports a problem for each possible type of a key
     for problem in error.errors():
         where = [str(part) for part in problem["loc"] if not _TYPE.search(str(part))]
         path = names.get(".".join(where), ".".join(where))
         if problem["type"] == "default_factory_not_called":
-            continue  # follows from keys with problems of their own
+            continue  # a consequence of the problems of other keys
         if problem["type"] == "extra_forbidden":
             clauses[path] = f"unknown key '{path}': {_suggest(where[:-1], where[-1], root)}"
         elif problem["type"] == "missing":
@@ -252,7 +254,7 @@ _MUST_BE = {
 
 
 def _must_be(problem: Any) -> str:
-    """Describes the valid values in words of YAML, where pydantic uses those of Python."""
+    """Describes the valid values in terms of YAML; pydantic's messages use terms of Python."""
     said: str = problem["msg"]
     words = said.removeprefix("Input should be ").replace("List should have", "a list of")
     return _MUST_BE.get(problem["type"], re.sub(" after validation, not .*", "", words))
@@ -260,7 +262,7 @@ def _must_be(problem: Any) -> str:
 
 def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
     """Suggests the key's new name, or the same key in another section, or the nearest key of this section."""
-    path = ".".join([*(section[2:] if section[:1] == ["phases"] else section), key])  # a phase has sections of its own
+    path = ".".join([*(section[2:] if section[:1] == ["phases"] else section), key])  # phases contain sections
     if (now := MOVED.get(path, new_name(path))) != path:
         return f"here it is {now}"
     elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]
@@ -294,6 +296,6 @@ def _fields_of(annotation: Any) -> Iterable[str]:
 def model_config_from(mapping: Mapping[str, Any], where: str, names: Mapping[str, str] = {}) -> ModelConfig:
     """Validates a `ModelConfig` from a mapping read at `where`, whose fields have the given `names` there.
 
-    Errors have the form of this module.
+    Raises `UserError` for wrong keys, like `validated`.
     """
     return validated(ModelConfig, mapping, where, names=names)

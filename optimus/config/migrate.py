@@ -1,4 +1,4 @@
-"""Migrates configuration files to today's names of renamed keys; comments and layout stay."""
+"""Migrates configuration files to the current names of renamed keys; comments and layout stay."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from optimus.errors import UserError, naming_disk_errors
 
 
 class RenamedKey(NamedTuple):
-    """A key or value in a file that has another name today: its line, both names, and its range of characters."""
+    """A key or value in a file whose name has changed: its line, the old and the new name, and its range of characters."""
 
     line: int
     old: str
@@ -23,14 +23,13 @@ class RenamedKey(NamedTuple):
 
 
 def migrate(config: str | Path) -> list[RenamedKey]:
-    """Renames, in place, the keys of a configuration's YAML file that had another name in an earlier version.
+    """Renames, in place, the keys of a configuration's YAML file whose names have changed since an earlier version.
 
-    Returns the renamed keys in the order of the file. Comments, order and layout stay; included files must be migrated
-    separately.
+    Returns the renamed keys in the order of the file. Comments, order and layout stay; migrate included files separately.
 
-    Raises `UserError`, before anything is written, for a file that cannot be read or is not valid YAML. Raises `UserError`
-    for a key that has moved to another section, which the message names, and for a key that is present under both of its
-    names.
+    Raises `UserError`, without changing the file, if it cannot be read or is not valid YAML. Raises `UserError` for a key
+    that has moved to another section, which the message names, and for a key that is present under both its old and its new
+    name.
 
     Example:
         api.migrate("first.yaml")
@@ -40,7 +39,7 @@ def migrate(config: str | Path) -> list[RenamedKey]:
         path = path.resolve()
         if not path.is_file():
             raise UserError(f"{path} cannot be read: there is no such file")
-        with path.open(encoding="utf-8", newline="") as file:  # line endings stay
+        with path.open(encoding="utf-8", newline="") as file:  # preserves line endings
             text = file.read()
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
@@ -49,11 +48,11 @@ def migrate(config: str | Path) -> list[RenamedKey]:
     root = yaml.compose(text, Loader=Loader)
     if not isinstance(root, yaml.MappingNode) or not isinstance(before, dict):
         raise UserError(f"{path} is no configuration: it has no sections")
-    found = sorted(set(_renamed(root, str(path))), key=lambda key: key.start)  # an alias repeats what it stands for
+    found = sorted(set(_renamed(root, str(path))), key=lambda key: key.start)  # an alias repeats the keys of its anchor
     made = text
     for key in reversed(found):
         quoted = text[key.start] in "\"'" and key.new not in ("true", "false")
-        quote = text[key.start] if quoted else ""  # which a key in a compact mapping needs
+        quote = text[key.start] if quoted else ""  # a key in a compact mapping needs its quotes
         made = made[: key.start] + quote + key.new.rpartition(".")[2] + quote + made[key.end :]
     _check(path, before, made)
     if found:
@@ -63,8 +62,8 @@ def migrate(config: str | Path) -> list[RenamedKey]:
 
 
 def _check(path: Path, before: dict[str, Any], made: str) -> None:
-    """Raises `UserError` unless the text that was made says what `before` says with the new names: anchors, aliases, merge
-    keys and block scalars tie a key to other text."""
+    """Raises `UserError` unless the new text `made` has the values of `before` under the new names. A renaming may fail
+    because anchors, aliases, merge keys and block scalars tie a key to other text."""
     try:
         same = repr(parse_yaml(made, str(path))) == repr(with_new_names(before))
     except UserError:

@@ -1,4 +1,4 @@
-"""The section `parallel`: how the ranks divide the work."""
+"""The section `parallel`: the division of model and data among the ranks."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,10 +20,10 @@ _STAGES = ", ".join(
 
 
 class ParallelConfig(Section):
-    """The division of the work among the ranks."""
+    """The division of model and data among the ranks."""
 
     data: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Data-parallel ranks, each with its part of every global batch; auto: all ranks left by the other axes."""
+    """Data-parallel ranks, each with its part of every global batch; auto: all ranks that the other axes leave."""
     tensor: Annotated[int, Field(gt=0)] | list[int] = 1
     """Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] that shards every weight in both dims
     (AxoNN's G_x and G_y; its G_z is state.shard_ranks with state.shard: parameters)."""
@@ -65,17 +65,17 @@ class ParallelConfig(Section):
     to each other. A smaller value, a multiple of context x tensor and of expert x expert_tensor, puts stages close to each
     other."""
     vocabulary: bool = False
-    """With pipeline: vocabulary parallelism over all stages. Memory and computation are balanced, and two more microbatches
-    are in flight."""
+    """With pipeline: vocabulary parallelism over all stages. Balances memory and computation over the stages, with two more
+    microbatches in flight."""
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The tensor-parallel ranks over which the outputs, and the inputs, of weights are sharded."""
+        """The numbers of tensor-parallel ranks that shard the outputs, and the inputs, of weights."""
         return (self.tensor, 1) if isinstance(self.tensor, int) else (self.tensor[0], self.tensor[1])
 
     @property
     def least_ranks(self) -> int:
-        """The number of ranks required by this section; with data: auto, the minimum."""
+        """The number of ranks that this section requires; with data: auto, the minimum."""
         others = self.context * self.grid[0] * self.grid[1]
         experts = self.expert * self.expert_tensor
         return self.pipeline * others * (experts // math.gcd(experts, others) if self.data == "auto" else self.data)

@@ -1,4 +1,4 @@
-"""The phases of a run: stretches of steps with their own data, sequence length, batch and learning rates."""
+"""The phases of a run: stretches of steps, each with its data, sequence length, batch and learning rates."""
 
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ class Phase(NamedTuple):
     first: int  # steps of the run before the phase
     steps: int
     config: RunConfig
-    """The configuration of the run with the phase's changes. With a learning-rate schedule of its own, its length is the
-    phase's."""
+    """The configuration of the run with the phase's changes. If the phase has a separate learning-rate schedule, the length
+    in this configuration is that of the phase."""
 
     @property
     def last(self) -> int:
@@ -55,7 +55,8 @@ def phases_of(config: RunConfig) -> list[Phase]:
 
 
 def as_of_run(config: RunConfig, run: RunConfig) -> RunConfig:
-    """Returns `config`, that of a phase of `run`, with the values that phases change set back to those of the run."""
+    """Returns `config`, the configuration of a phase of `run`, with all values that phases can change set back to the values
+    of `run`."""
     train = {name: getattr(run.train, name) for name in ("sequence_length", "global_batch", "steps", "stop_at")}
     return config.changed(train=train).model_copy(update={"data": run.data, "lr_schedule": run.lr_schedule})
 
@@ -76,5 +77,5 @@ def sequences_after(phases: list[Phase], steps: int) -> int:
 
 
 def longest(phases: list[Phase]) -> RunConfig:
-    """Returns the configuration of the phase with the longest sequences, whose microbatches have most tokens."""
+    """Returns the configuration of the phase with the longest sequences, whose microbatches have the most tokens."""
     return max(phases, key=lambda phase: phase.config.train.sequence_length).config

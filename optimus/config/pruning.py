@@ -8,8 +8,8 @@ from optimus.section import Section
 
 
 class PruningConfig(Section):
-    """Parameters that are pruned during the run. Only unpruned parameters keep gradients and optimizer state, and are sent
-    (SAMO)."""
+    """Pruning of parameters during the run. Only unpruned parameters have gradients and optimizer state, and collectives
+    send only these (SAMO)."""
 
     sparsity: float = Field(gt=0, lt=1, description="Share of the targets that is pruned in the end.")
     at: list[int] = Field(min_length=1)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-RENAMED = {  # old name of a section or key, to today's name
+RENAMED = {  # current name of a section or key, by its old name
     "schedule": "lr_schedule",
     "validate": "validation",
     "train.context": "train.sequence_length",
@@ -21,7 +21,7 @@ RENAMED = {  # old name of a section or key, to today's name
     "model.score": "model.router_score",
     "model.window_except": "model.full_attention_every",
 }
-NEW_VALUES: dict[tuple[str, str], str | bool] = {  # by old name and old value, the value under the new name
+NEW_VALUES: dict[tuple[str, str], str | bool] = {  # the value under the new name, by old name and old value
     ("state.residency", "device"): "none",
     ("moe.routing", "learned"): False,
     ("moe.routing", "uniform"): True,
@@ -32,17 +32,17 @@ MOVED = {f"evaluate.{key}": f"validation: [{{{key}: ...}}]" for key in _OF_VALID
 
 
 def new_name(key: str) -> str:
-    """Returns today's name of a section or of a key `section.key`; both parts may have changed."""
+    """Returns the current name of a section or of a key `section.key`; both parts may have changed."""
     section, dot, name = key.partition(".")
     section = RENAMED.get(section, section)
     return RENAMED.get(f"{section}.{name}", f"{section}.{name}") if dot else section
 
 
 def with_new_names(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames the keys of a configuration that an earlier run has written to today's names, also within phases."""
+    """Renames the keys of a configuration that an earlier run has written to their current names, also within phases."""
     config: dict[str, Any] = {}
     for section, value in written.items():
-        if isinstance(value, Mapping):  # a file of another program may have keys that are no strings
+        if isinstance(value, Mapping):  # keys in a file of another program may not be strings
             value = {
                 new_name(f"{section}.{key}").partition(".")[2]: _value(section, key, each)
                 for key, each in value.items()

@@ -6,7 +6,7 @@ from optimus.errors import UserError
 
 
 def parse_size(text: str) -> int:
-    """Parses bytes in a size such as "512MB", "1.5 GB", "64MiB" or "4096". Raises `UserError`."""
+    """Parses a number of bytes such as "512MB", "1.5 GB", "64MiB" or "4096". Raises `UserError` for any other text."""
     units = {"": 1, "B": 1}
     for power, letter in enumerate("KMGT", start=1):
         units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
@@ -14,7 +14,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """Parses the number in a text such as "300B", "1.5 M" or "4096". Raises `UserError`."""
+    """Parses a number such as "300B", "1.5 M" or "4096". Raises `UserError` for any other text."""
     units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
     return round(_parsed(text, units, "a number", "Write a number, or one with a unit, such as 2e9, 2B or 1.5T."))
 
@@ -27,7 +27,7 @@ def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> float:
 
 
 def size_text(size: float, digits: int = 3) -> str:
-    """Formats bytes with `digits` digits and a unit, such as "1.5 GB" or "10 B"."""
+    """Formats a number of bytes with `digits` digits and a unit, such as "1.5 GB" or "10 B"."""
     rounded = float(f"{size:.{digits}g}")  # rounding may reach the next unit
     unit = max((power for power in range(5) if rounded >= 1000**power), default=0)
     return f"{size / 1000**unit:.{digits}g} {['B', 'kB', 'MB', 'GB', 'TB'][unit]}"

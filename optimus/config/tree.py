@@ -1,8 +1,8 @@
 """The typed configuration tree of a run. Defaults are the recipe of the Optimus paper (section 2.1).
 
-Every field has its description beside its default or, if it is longer, below; `docs/config.md` is generated from the
-descriptions. Validators refuse combinations that cannot work and name the fields, so that nothing starts before the whole
-tree is valid.
+Every field has a description in its `Field` or, if the description is longer, below the field; `docs/generate.py` writes the
+descriptions to `docs/config.md`. Validators refuse combinations that cannot work and name the fields, so that nothing starts
+before the whole tree is valid.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ from optimus.config.sizes import parse_size
 from optimus.model.architecture import ModelConfig
 from optimus.section import PathText, Section, reported_as_value
 
-_WARMUP_SHARE, _LONGEST_WARMUP = 20, 2500  # of the run, and in steps (the paper)
-_COOLDOWN_SHARE = 5  # of the run (Hägele et al. 2024, section 3)
+_WARMUP_SHARE, _LONGEST_WARMUP = 20, 2500  # divisor of the run's steps, and largest number of steps (the paper)
+_COOLDOWN_SHARE = 5  # divisor of the run's steps (Hägele et al. 2024, section 3)
 
 
 class ShardRanks(Section):
@@ -48,9 +48,9 @@ class StateConfig(Section):
     """Ranks over which state is sharded. replicas: all ranks with the same parameters (EPSO). data: only the ranks along the
     data axis of the experts, which stores all non-expert state `parallel.expert` times."""
     shard_ranks: Annotated[int, Field(gt=0)] | ShardRanks | None = None
-    """Shard over this many neighbouring ranks and replicate between such groups (HSDP). Parameters held by fewer ranks, as
-    experts may be, are sharded over all of their ranks. A number for each of parameters, gradients and optimizer nests the
-    groups, for example over a card, a node and all ranks. Default: all."""
+    """Shard over this many neighbouring ranks and replicate between such groups (HSDP). If fewer ranks have a parameter, as
+    with experts, all of these ranks shard it. A number for each of parameters, gradients and optimizer nests the groups, for
+    example over a card, a node and all ranks. Default: all."""
     reshard_after_forward: bool = True
     """With shard: parameters. true: free gathered parameters after the forward pass and gather them again for the backward
     pass; false: keep them until the optimizer step."""
@@ -72,22 +72,22 @@ class StateConfig(Section):
     too, with parameters fetched on use (Elixir); disk: master weights and moments on a disk, the rest on the host
     (ZeRO-Infinity). none: everything on the device. The numerical results are the same."""
     cache: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
-    """Number of unsharded chunks of parameters that the device holds at a time, for parameters that are gathered or fetched
-    on use. The order of uses in the previous step determines which chunk is dropped (Belady). Default: with offload all or
-    disk auto, as many as fit on the device; otherwise parameters are freed after each use."""
+    """Number of unsharded chunks of parameters on the device at a time, for parameters that are gathered or fetched on use.
+    The order of uses in the previous step determines which chunk is dropped (Belady). Default: with offload all or disk
+    auto, as many as fit on the device; otherwise parameters are freed after each use."""
     resident_fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
     """With offload: fraction of the chunks, counted from the first, whose state stays on the device. auto: as many as
     fit."""
     update_on: Literal["auto", "device", "host"] = "auto"
-    """Place of the update of offloaded state. device: tile by tile through the device (AxoNN); host: on the CPU; auto: the
-    faster one in a short measurement, which is cached (tuning.cache)."""
+    """Location of the update of offloaded state. device: tile by tile through the device (AxoNN); host: on the CPU; auto:
+    the faster one in a short measurement, which is cached (tuning.cache)."""
     accumulate_on: Literal["auto", "device", "host"] = "auto"
-    """With offload all or disk: place where the gradients of several microbatches are accumulated. device: gradients stay on
-    the device during the step; host: the gradients of each microbatch are reduced and sent, so that the device holds those
-    of three chunks; auto: on the device, if they fit. With several ranks, the two agree up to rounding, because sums are in
-    another order."""
+    """With offload all or disk: location of gradient accumulation over several microbatches. device: gradients stay on the
+    device during the step; host: each microbatch reduces its gradients and sends them to the host, so that the device needs
+    memory for those of three chunks; auto: device, if the gradients fit. With several ranks, the results of device and host
+    differ by rounding, because the order of additions differs."""
     disk: PathText | None = None
-    """With offload disk: folder of the file that holds the state. Default: train.output."""
+    """With offload disk: folder for the file of the state. Default: train.output."""
 
     @model_validator(mode="after")
     def _sharding(self) -> "StateConfig":
@@ -112,7 +112,7 @@ class StateConfig(Section):
             raise ValueError(
                 "reshard_after_forward is not for parameters in a cache, which keeps what it can: remove it"
             )
-        # Resolved runs may say "device" for state that is on the device anyway.
+        # Resolved runs have the value "device" for options of state that is on the device anyway.
         wrong = self.given("resident_fraction", "update_on") if self.offload == "none" else []
         wrong += self.given("accumulate_on") if self.offload in ("none", "optimizer") else []
         wrong = [key for key in wrong if getattr(self, key) != "device"]
@@ -180,8 +180,8 @@ class OptimizerConfig(Section):
     clip_during_warmup: bool = Field(False, description="Clip in the warm-up as well (the paper clips only after it).")
 
     reptile_every: int | None = Field(None, gt=0)
-    """Interval of steps after which parameters go back to a fraction of the way since the last time (Reptile). Reptile with
-    replay forgets less of earlier data. Costs 4 bytes per parameter. Default: never."""
+    """Interval, in steps, after which parameters go back to a fraction (reptile_step) of their change since the last
+    interval (Reptile). Reptile with replay forgets less of earlier data. Costs 4 bytes per parameter. Default: never."""
     reptile_step: float = Field(0.1, gt=0, le=1, description="With reptile_every: the share of the way that is kept.")
 
     @model_validator(mode="after")
@@ -238,8 +238,8 @@ class MoeConfig(Section):
     one more if the tokens do not divide evenly."""
     dispatch: Literal["auto", "alltoall", "allgather"] = "alltoall"
     """Token dispatcher. alltoall: each token is sent once to every rank that holds one of its experts. allgather: all tokens
-    are sent to all ranks (as in the paper). auto: alltoall, unless allgather's collectives are predicted, or by
-    collectives.machine clearly measured, to take less time."""
+    are sent to all ranks (as in the paper). auto: allgather if its collectives take less time by prediction or, with
+    collectives.machine, clearly less by measurement; otherwise alltoall."""
     drop_duplicates: bool = True
     """With tensor: only one of the ranks that hold a token sends the token to its experts (TED). false, the baseline, sends
     all duplicates; it needs alltoall, expert_tensor equal to tensor and no sequence parallelism."""
@@ -249,8 +249,7 @@ class MoeConfig(Section):
 
 
 class TeacherConfig(Section):
-    """Frozen teacher models for distillation. A checkpoint, or a list of checkpoints, may be given in place of the
-    section."""
+    """Frozen teacher models for distillation. A checkpoint, or a list of checkpoints, may replace the section."""
 
     checkpoints: list[PathText] = Field(min_length=1)
     """Checkpoints or runs with the tokenizer and vocabulary of this run. The logits of several teachers, an ensemble, are
@@ -290,8 +289,9 @@ class TrainConfig(Section):
     Frozen parameters have no gradients and no optimizer state, are written once per run, and keep their initial values,
     rounded to the type of the computation."""
     lora_rank: int | None = Field(None, gt=0)
-    """Rank of low-rank factors (LoRA) that are trained beside the frozen projections. The model computes with W + B A where
-    W is not zero, so that pruned weights stay pruned. Readers of a checkpoint get the sum, except for a run that resumes."""
+    """Rank of low-rank factors (LoRA) that are trained in addition to the frozen projections. The model computes with W + B
+    A where W is not zero, so that pruned weights stay pruned. Programs that load a checkpoint get the sum; a run that
+    resumes gets the factors."""
     teacher: TeacherConfig | None = None
     """Teacher checkpoint, or several as an ensemble, whose probabilities the model also learns (distillation). Ranks with
     the last stage hold the whole teacher, in the type of the computation."""
@@ -320,8 +320,8 @@ class TrainConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """The number of steps of the whole run. Raises `ValueError` for a length in epochs: `training.reading` knows the
-        data."""
+        """The number of steps of the whole run. Raises `ValueError` for a length in epochs, which `training.reading`
+        converts to steps, because it reads the data."""
         if self.steps is not None:
             return self.steps
         if self.tokens is None:
@@ -329,7 +329,7 @@ class TrainConfig(Section):
         return -(-self.tokens // (self.global_batch * self.sequence_length))
 
     def microbatches(self, data_ranks: int) -> int:
-        """Returns the microbatches of a step on each of `data_ranks` data-parallel ranks."""
+        """Returns the number of microbatches of a step on each of `data_ranks` data-parallel ranks."""
         return max(1, self.global_batch // (data_ranks * self.micro_batch))
 
 
@@ -338,7 +338,7 @@ def _length(found: str) -> str:
 
 
 class PhaseConfig(Section):
-    """A stretch of a run. Keys that are not given have the values of the rest of the configuration."""
+    """A stretch of steps of a run. A key that is missing in a phase has its value in the rest of the configuration."""
 
     name: str | None = Field(None, description="Name in messages and checkpoints. Default: phase-N.")
     steps: Count | None = Field(None, description="Its length in steps; or give tokens.")
@@ -350,12 +350,13 @@ class PhaseConfig(Section):
     sequence_length: int | None = Field(None, gt=1, description="Tokens per sequence.")
     global_batch: int | None = Field(None, gt=0, description="Sequences per step.")
     lr_schedule: LrScheduleConfig | None = None
-    """A separate schedule over the phase's steps, without a warm-up unless one is given; its other keys default to those of
+    """A separate schedule over the phase's steps, without a warm-up by default; the defaults of its other keys are those of
     the run. Default: the run's schedule continues."""
 
 
 def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
-    """Returns `phase` with all its values, its length in steps. Raises `ValueError` for values that do not fit."""
+    """Returns `phase` with a value for every key and with its length in steps. Raises `ValueError` for values that do not
+    fit."""
     where, train = f"phases.{number}", run.train
     if (phase.steps is None) == (phase.tokens is None):
         raise ValueError(f"{where}: its length is one of steps and tokens: give one of them")
@@ -396,7 +397,7 @@ def _completed(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class CheckpointConfig(Section):
-    """The times and the manner of saving checkpoints."""
+    """The saving and loading of checkpoints."""
 
     every: int = Field(1000, gt=0, description="Steps between full checkpoints; one more is written at the end.")
     keep: int | None = Field(2, gt=0)
@@ -407,10 +408,10 @@ class CheckpointConfig(Section):
     """Keep every k-th weights checkpoint forever, and the others until the next one is written."""
     asynchronous: bool = False
     """Write in the background, from copies in host memory. The copies take 4 bytes per parameter that the rank writes, and 4
-    for each buffer of its update rule (12 with adamw)."""
+    more for each buffer of the parameter's update rule (12 in all with adamw)."""
     scattered: bool = True
-    """Spread writing over the ranks that hold the same shard, so that nodes write equally much (DP-scattered). false: the
-    first rank of each replica group writes."""
+    """Spread writing over the replicas of a shard, so that all nodes write equally much (DP-scattered). false: the first
+    rank of each replica group writes."""
     load_path: PathText | None = None
     """Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."""
     broadcast: Literal["broadcast", "allreduce", "none"] = "broadcast"
@@ -422,8 +423,8 @@ class EvaluateConfig(Section):
 
     prompts: list[str] = Field([])
     """Prompts that the model continues when a `validation` set is measured, and after the last step. A continuation has at
-    most 64 of the most probable tokens. samples.jsonl in the run folder and the report show the continuations. An empty
-    prompt begins a document."""
+    most 64 tokens, each the most probable one. samples.jsonl in the run folder and the report show the continuations. An
+    empty prompt begins a document."""
     tasks: list[str] = Field([], description="Tasks that are run during training, as `optimus evaluate --tasks`.")
     task_data: PathText | None = Field(None, description="Folder of their data.")
     tasks_every: int | None = Field(None, gt=0, description="Steps between them; they also run at the last step.")
@@ -464,8 +465,8 @@ class ResilienceConfig(Section):
     """Handling of non-finite numbers, loss spikes, and hanging or slow ranks."""
 
     max_skipped: int = Field(3, ge=0)
-    """Consecutive steps with a gradient norm that is not finite, or whose square overflows fp32, that are skipped before the
-    run ends."""
+    """Number of consecutive steps that a run skips, because the gradient norm is not finite or its square overflows fp32,
+    before it ends."""
     on_spike: Literal["nothing", "skip", "rollback"] = "nothing"
     """Action on a loss above the spike threshold: nothing, skip its update, or roll back to saved weights
     (checkpoint.weights_every)."""
@@ -478,7 +479,8 @@ class ResilienceConfig(Section):
     """Under `optimus launch`: seconds without a completed step (including a synchronous checkpoint) after which the culprit
     rank is identified and its node replaced."""
     slow: float = Field(50.0, gt=0)
-    """Per cent by which a rank's own share of a step must persistently exceed its peers' to be reported."""
+    """Report a rank whose step time, without waiting, persistently exceeds that of its peers by more than this many per
+    cent."""
     exclude_slow: bool = Field(False, description="Under `optimus launch`: replace the node of a slow rank.")
     timeout: float = Field(600.0, gt=0)
     """Seconds after which a rank that waits in a collective gives up, also while another rank writes a checkpoint."""
@@ -488,15 +490,15 @@ class CollectivesConfig(Section):
     """Algorithms of collectives."""
 
     machine: PathText | None = None
-    """Machine file with measured collectives, which selects their algorithms (`optimus bench collectives --write`). The
-    measurements are saved with the run, because the order of additions depends on them. Default: rules by size and placement
-    on nodes."""
+    """Machine file with measured collectives (`optimus bench collectives --write`), which determine the algorithms. A run
+    saves these measurements, because the order of additions depends on them. Default: rules by size and placement on
+    nodes."""
     partial_sums: Literal["float32", "bfloat16"] = "float32"
     """Type of a node's partial sums when sent to other nodes. bfloat16 halves the traffic and adds one rounding."""
 
 
 class ObserveConfig(Section):
-    """Reports besides metrics.jsonl."""
+    """Reports in addition to metrics.jsonl."""
 
     log_every: int = Field(10, gt=0, description="Steps between printed lines when there is no terminal.")
     verbose: bool = Field(False, description="Say also where ranks are placed, and in which forms products are made.")
@@ -519,15 +521,15 @@ class ObserveConfig(Section):
 
 
 class TuningConfig(Section):
-    """Measurements on this machine that choose implementations: an alternative to the default is used if it is clearly
+    """Choice of implementations by measurements on this machine: an alternative replaces the default if it is clearly
     faster."""
 
     matmul: bool = True
-    """Time every larger matrix product in the first step in its NN, NT and TN forms, and use another form than the product's
-    own if it is clearly faster (AxoNN)."""
+    """Time every larger matmul of the first step in the forms NN, NT and TN, and use another form than the default if it is
+    clearly faster (AxoNN)."""
     cache: PathText | None = Field("~/.cache/optimus", validate_default=True)
-    """Folder that keeps the measurements per chip, each with its spread, so that all runs choose the same; null: measure in
-    every run. Delete a chip's file to repeat its measurements."""
+    """Folder for the measurements per chip, each with its spread, from which all runs make the same choices; null: measure
+    in every run. Delete a chip's file to repeat its measurements."""
 
 
 Recomputable = Literal["norm", "attention", "mlp", "moe", "block", "auto"]
@@ -569,15 +571,15 @@ class RunConfig(Section):
     memory."""
     recompute_budget: Annotated[int, Field(gt=0), BeforeValidator(partial(reported_as_value, parse_size))] | None = None
     """With recompute: auto. Maximum bytes of saved activations of one microbatch on one rank, also as 512MB or 40GiB.
-    Default: the activations of all live microbatches fit into nine tenths of the device memory that is free beside state and
-    buffers. Free memory is rounded down to a coarse step."""
+    Default: the activations of all live microbatches fit into nine tenths of the device memory that state and buffers leave
+    free. Free memory counts in coarse steps, rounded down."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     validation: list[ValidationConfig] = Field([], description="Sets that are measured during training.")
     collectives: CollectivesConfig = CollectivesConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
-    tuning: TuningConfig = Field(default_factory=TuningConfig)  # needs the user's home folder: not at import
+    tuning: TuningConfig = Field(default_factory=TuningConfig)  # the default needs the user's home folder
 
     def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
         """Returns a copy with other values in sections: `config.changed(train={"steps": 5})`. The values are not checked."""
@@ -593,7 +595,7 @@ class RunConfig(Section):
         return config
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "RunConfig":
-        """Copies the configuration like any section. Raises `RuntimeError` when the configuration is locked."""
+        """Copies the configuration like `Section.model_copy`. Raises `RuntimeError` when the configuration is locked."""
         if self.locked:
             raise RuntimeError(f"the configuration of a resolved run is not changed, nor is {', '.join(update or ())}")
         return super().model_copy(update=update, deep=deep)

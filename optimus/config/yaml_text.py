@@ -1,4 +1,4 @@
-"""YAML for configurations: numbers such as 4e-4, and no repeated keys."""
+"""Parses and writes YAML of configurations: accepts numbers such as 4e-4, and refuses repeated keys."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ import yaml
 
 from optimus.errors import UserError
 
-_MOST, _DEEPEST, _DIGITS = 1_000_000, 100, 1000  # values in a document, nesting levels, digits of a whole number
+_MOST, _DEEPEST, _DIGITS = 1_000_000, 100, 1000  # values of a document, nesting levels, digits of an integer
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -25,7 +25,7 @@ for _side in (Loader, Dumper):
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parses `text`, found at `where`.
+    """Parses `text`, which was read at `where`.
 
     Raises `UserError` for invalid YAML, a repeated key, and aliases that expand to an unreasonable number of values.
     """

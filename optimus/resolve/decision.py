@@ -1,14 +1,14 @@
-"""Choices made for the user, and the record of each decided key."""
+"""The decisions on the open options of a configuration."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
 class Decision(NamedTuple):
-    """A key that was left open, its value, and the reason.
+    """A decision on an open option: its key, the value and the reason.
 
-    A resumed run keeps the decisions that are `kept`, because they are part of the run. The others depend on the machine and
-    are made anew at each start. Decisions without an alternative are not `said`.
+    A resumed run reuses a decision with `kept`, because it is part of the run. Other decisions depend on the machine, and
+    each start makes them anew. `said` is False for a decision without an alternative, which messages to the user omit.
     """
 
     key: str
@@ -19,7 +19,7 @@ class Decision(NamedTuple):
 
     @property
     def written(self) -> dict[str, Any]:
-        """The decision as saved in a run folder."""
+        """The decision in the form in which a run folder stores it."""
         return {"key": self.key, "value": self.value, "why": self.why, "kept": self.kept}
 
     def __str__(self) -> str:
@@ -27,9 +27,9 @@ class Decision(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """Decided values by the path of their key, and the reason; no values if nothing was open.
+    """The decided values by the path of their key, and the reason; `values` is empty if no option was open.
 
-    A value of None clears a key whose meaning another key now holds.
+    A value of None clears a key that another decided key replaces.
     """
 
     values: Mapping[str, Any] = {}

@@ -1,7 +1,7 @@
-"""Facts of a machine: measured here by all ranks together, or read from a machine file.
+"""Facts about a machine, which all ranks measure together or the planner reads from a machine file.
 
-Only facts that an open option of the configuration depends on are measured. Timings are cached per chip (`tuning.cache`).
-Free memory is rounded to coarse steps, so that two starts find the same value.
+`facts_here` measures only facts that an open option of the configuration depends on. It caches timings per chip
+(`tuning.cache`), and rounds free memory down to a coarse step, so that two starts find the same value.
 """
 
 import time
@@ -27,9 +27,9 @@ from optimus.resolve.ranks import ranks_sharing_memory
 from optimus.state.buffers import RESIDENCES
 from optimus.state.transfers import Transfers, transfers
 
-_ELEMENTS = 1 << 22  # elements of a timed update and of a timed copy
-_SQUARE = 4096  # rows and columns of a timed matrix product
-AMOUNTS = {  # work of each timing: bytes, elements, floating point operations
+_ELEMENTS = 1 << 22  # elements of the timed updates and of the timed copies
+_SQUARE = 4096  # rows and columns of the matrices in the timed matmul
+AMOUNTS = {  # bytes, elements or floating-point operations of each timed operation
     "up": 4 * _ELEMENTS,
     "down": 4 * _ELEMENTS,
     "update on host": _ELEMENTS,
@@ -40,26 +40,26 @@ AMOUNTS = {  # work of each timing: bytes, elements, floating point operations
 
 @dataclass(frozen=True)
 class Facts:
-    """A machine, described alike by all ranks of a run."""
+    """Facts about the machine of a run, equal on all ranks."""
 
     ranks: int
     ranks_per_node: int
     device: str
     """The type of the device."""
     bfloat16: Bfloat16
-    """Tells if the device supports bf16 natively, and the evidence."""
+    """A pair: True if the device supports bf16 natively, and the evidence."""
     device_bytes: int = 0
-    """Device memory of one rank that choices may count on; 0 if no choice depends on it."""
+    """Bytes of device memory that a rank may fill; 0 if no open option depends on them."""
     timings: Timings | None = None
-    """Timings of the device's link and of updates, by the keys of `AMOUNTS`: the slowest of all ranks, measured
-    concurrently.
+    """Timings of the device's link, of updates and of a matmul, by the keys of `AMOUNTS`. All ranks measure concurrently;
+    each timing is that of the slowest rank.
 
     None if there is no link, or if no open option depends on the timings.
     """
     collectives: Measured | None = None
-    """Measurements of collectives; None: their times are estimated."""
+    """Measurements of collectives, or None if the run only estimates their times."""
     notes: tuple[str, ...] = ()
-    """Lines for the user about how the facts were found."""
+    """Lines for the user about the measurements."""
 
 
 def facts_here(
@@ -74,8 +74,9 @@ def facts_here(
 ) -> Facts:
     """Returns the facts of this machine.
 
-    With `world`, all of its ranks must call and get the same facts. Without, nothing is timed. A process that only starts
-    ranks sets `touches` to False: it uses no accelerator, and all of the accelerator's memory counts.
+    With `world`, all of its ranks must call and get the same facts. Without `world`, the function times nothing. A process
+    that only starts ranks sets `touches` to False: the function then does not use the accelerator and counts all of its
+    memory as free.
     """
     native = bfloat16_of(device) if world is None else world.on_first(lambda: bfloat16_of(device))
     per_node = mesh.ranks_per_node or mesh.size
@@ -91,17 +92,17 @@ def facts_here(
 
 
 def opens_cache(state: StateConfig) -> bool:
-    """Returns True if the number of gathered parameter chunks on the device is left open."""
+    """Returns True if the number of gathered parameter chunks on the device is an open option."""
     return state.cache == "auto" or (state.cache is None and RESIDENCES[state.offload][0] != "device")
 
 
 def opens_offload(state: StateConfig) -> bool:
-    """Returns True if an option of offloaded state is left open."""
+    """Returns True if an option of offloaded state is open."""
     return opens_cache(state) or (state.offload != "none" and "auto" in dict(state).values())
 
 
 def counts_memory(config: RunConfig) -> bool:
-    """Returns True if a choice depends on the amount of memory."""
+    """Returns True if an open option depends on the amount of memory."""
     return (config.recompute == ["auto"] and config.recompute_budget is None) or opens_offload(config.state)
 
 
@@ -110,8 +111,8 @@ def _memory_to_count_on(
 ) -> tuple[int, list[str]]:
     """Returns (device bytes that a rank may fill, lines for the user).
 
-    The bytes are the lowest free memory over all ranks' devices, rounded to coarse steps and cached, so that momentary
-    changes do not matter.
+    The bytes are the lowest free memory of all ranks' devices, rounded down to a coarse step and cached, so that small
+    changes do not affect decisions.
     """
     if world is None:
         free = (free_memory if touches or device.type == "cpu" else whole_memory)(device)
@@ -124,7 +125,8 @@ def _memory_to_count_on(
 
 
 def _timings(mesh: Mesh, world: Group, device: torch.device, dtype: str, known: Measurements) -> Timings:
-    """Returns the cached timings of such a node, or measures them now."""
+    """Returns the cached timings for this number of ranks per node, number of threads, host and type, or measures them
+    now."""
     ranks, host = min(mesh.size, mesh.ranks_per_node or mesh.size), device_name(torch.device("cpu"))
     name = f"offload, {ranks} ranks of {torch.get_num_threads()} threads, {host}, {dtype}"
     found: Timings | None = world.on_first(lambda: known.timings().get(name))
@@ -136,7 +138,7 @@ def _timings(mesh: Mesh, world: Group, device: torch.device, dtype: str, known: 
 
 
 def _measured(moves: Transfers, dtype: torch.dtype) -> dict[str, Timing]:
-    """Measures the seconds of the work in `AMOUNTS`, on an accelerator and its host."""
+    """Measures the seconds of each operation of `AMOUNTS`, on an accelerator and its host."""
     host, there = moves.on_host(_ELEMENTS, torch.float32), moves.on_device(_ELEMENTS, torch.float32)
     square = moves.on_device(_SQUARE * _SQUARE, dtype).view(_SQUARE, _SQUARE)
     rule = AdamW(weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)

@@ -1,4 +1,4 @@
-"""The process groups of a run, and the number of communicators of a rank, computed without a process group."""
+"""Computes the process groups of a run, and the number of communicators of a rank, without creating any."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -35,7 +35,8 @@ class Communicators(NamedTuple):
 
 
 def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[PlannedGroups]:
-    """Returns the divisions that all kinds of runs share, each once, without divisions into groups of one.
+    """Returns the divisions of the ranks into groups, except those that only messages or vocabulary parallelism need. Omits
+    repeated divisions and divisions into groups of one rank.
 
     `layouts` are those of the parameters of all stages, so that all ranks find the same divisions in the same order.
     """
@@ -46,7 +47,7 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
     for tiling in tilings(config.optimizer):
         asked += dict.fromkeys(tiling.split_axes(layout, mesh) for layout in layouts.values())
     asked += dict.fromkeys(layout.partial_axes for layout in layouts.values())
-    named = {_named(mesh, axes): axes for axes in reversed(asked)}  # axes of the same name have the same groups
+    named = {_named(mesh, axes): axes for axes in reversed(asked)}  # axes with the same name have the same groups
     found = [PlannedGroups(name, mesh.groups(named[name])) for name in dict.fromkeys(_named(mesh, a) for a in asked)]
     if config.model.experts and config.moe.dispatch == "alltoall":
         found += level_divisions(mesh, "ep")
@@ -69,8 +70,8 @@ def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateCon
 
 
 def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[PlannedGroups]:
-    """Returns all divisions into process groups of a run. `tags`: the backend can tell messages in one group apart, like
-    Gloo."""
+    """Returns all divisions of a run's ranks into process groups. `tags` is True if the backend distinguishes the messages
+    within a group by tags, like Gloo."""
     found, pipeline = shared_divisions(config, mesh, layouts), mesh.groups(("pp",))
     if mesh.pp > 1 and not tags:
         found.append(PlannedGroups("messages of pp", pipeline, 2 * config.parallel.stages, messages=True))
@@ -85,10 +86,11 @@ def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], 
 def communicators(
     config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], ranks: Sequence[int]
 ) -> list[list[Communicators]]:
-    """Returns the maximum communicators of each of `ranks`, for backends that create them at a group's first collective.
+    """Returns the most communicators that each of `ranks` may have, for backends that create a communicator at a group's
+    first collective.
 
-    NCCL, RCCL and oneCCL are such backends. For messages they create one communicator per sender and receiver: a rank uses
-    only those between its stages and their neighbours.
+    NCCL, RCCL and oneCCL are such backends. For messages, these backends create one communicator per sender and receiver; a
+    rank needs only those between its stages and their neighbours.
     """
     found: list[list[Communicators]] = [[] for _ in ranks]
     for what, division, apart, messages in run_divisions(config, mesh, layouts, tags=False):

@@ -1,4 +1,4 @@
-"""The length of a run in steps, its warm-up and its cooldown: decisions made before torch is imported.
+"""Decides the length of a run in steps, its warm-up and its cooldown, without importing torch.
 
 Neither this module nor any of its imports may import torch.
 """
@@ -21,7 +21,7 @@ KEPT = (
     "lr_schedule.warmup_steps",
     "train.precision",
     "train.micro_batch",
-)  # keys that a resumed run takes from its folder
+)  # keys whose values a resumed run reads from its folder
 
 
 def length(config: RunConfig, sequences: int | None) -> Decided:
@@ -63,7 +63,7 @@ def _steps_of_epochs(config: RunConfig, sequences: int | None) -> int:
 
 
 def _check(config: RunConfig, steps: int) -> None:
-    """Checks option combinations that depend on the number of steps, which is known only now."""
+    """Checks combinations of options that depend on the number of steps."""
     try:
         check_combinations(config)
     except ValueError as error:
@@ -71,7 +71,7 @@ def _check(config: RunConfig, steps: int) -> None:
 
 
 def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
-    """Decides the warm-up steps of each schedule; a resumed run keeps those it began with."""
+    """Decides the warm-up steps of each schedule; a resumed run keeps the warm-up steps of its first start."""
     values = {
         f"{path}.warmup_steps": each.warmup_steps
         for path, each in _schedules(config)
@@ -93,7 +93,7 @@ def cooldown(config: RunConfig) -> Decided:
 
 
 def _schedules(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yields the learning-rate schedules of a run: the path of each, and the configuration that follows it."""
+    """Yields the path of each learning-rate schedule of a run, and the configuration that uses the schedule."""
     yield "lr_schedule", config
     for number, phase in enumerate(phases_of(config) if config.phases else ()):
         if config.phases[number].lr_schedule is not None:
@@ -101,7 +101,7 @@ def _schedules(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def previous_decisions(run: Path) -> dict[str, Any]:
-    """Reads the lasting decisions from a run's folder; returns nothing if there is no run yet.
+    """Reads the decisions that a resumed run keeps from its folder; returns no decisions if the folder has no run yet.
 
     Raises `UserError` for a value that is invalid for its key.
     """

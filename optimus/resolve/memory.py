@@ -1,7 +1,7 @@
 """The memory account of a rank, computed from its plan. Checks, choices, plans and dry runs read the account.
 
-The account leaves out transfers in flight: buffers of collectives, messages, and tiles of offloaded updates. Two tiles at a
-time are on their way to and from the device (`state.tile`; at least one matrix for a matrix rule).
+The account leaves out transfers in flight: buffers of collectives, messages, and tiles of offloaded updates. An offloaded
+update transfers two tiles at a time between host and device (`state.tile` elements; at least one matrix for a matrix rule).
 """
 
 from collections import Counter
@@ -26,16 +26,16 @@ from optimus.state.plan import ChunkPlan, StateSpec, bytes_by_kind
 
 Table = npt.NDArray[np.int64]  # shape [shards, kinds]
 
-_BESIDE = "host", "disk"  # where state may be besides the device
-_LEAVING = 3  # full gradients of chunks with offloaded state: one being filled, two in flight
+_BESIDE = "host", "disk"  # locations of state other than the device
+_LEAVING = 3  # unsharded gradients of chunks with offloaded state: the backward pass fills one, two are in flight
 
 
 class MemoryAccount(NamedTuple):
-    """Bytes of a rank.
+    """The bytes that a rank needs.
 
-    State at rest is listed by kind, on the device, the host and a disk. The device also holds the teacher, gathered
-    parameters and gradients while they are used, saved activations of all live microbatches, and the workspace of a backward
-    pass. Copies for checkpoints are on the host.
+    `device`, `host` and `disk` list the state at rest by kind. The device also holds the teacher, gathered parameters and
+    gradients in use, saved activations of all live microbatches, and the workspace of a backward pass. Copies for
+    checkpoints are on the host.
     """
 
     device: Mapping[str, int]
@@ -59,28 +59,31 @@ class MemoryAccount(NamedTuple):
         return sum(self.device.values()) + self.teacher + self.gathered + self.activations + self.working
 
     def kinds(self, *, shared: bool) -> dict[str, int]:
-        """Returns the bytes on the device by kind. `shared`: copies for checkpoints lie in the same memory."""
+        """Returns the bytes on the device by kind. With `shared`, includes the copies for checkpoints, which then share the
+        device's memory."""
         beside = {"gathered": self.gathered, "copies": self.copies if shared else 0, "teacher": self.teacher}
         there = {kind: size for kind, size in beside.items() if size}
         return {**self.device, "activations": self.activations, "working": self.working, **there}
 
     def taken(self, facts: Facts) -> int:
-        """Returns the bytes of the account within the memory `facts.device_bytes`; on a CPU, host state counts as well."""
+        """Returns the bytes of the account that must fit into `facts.device_bytes`; on a CPU, these include the state on the
+        host."""
         return self.total + (sum(self.host.values()) if facts.device == "cpu" else 0)
 
 
 class LiveBytes(NamedTuple):
-    """Bytes of activations of a rank: those saved for all microbatches of its stages, and the workspace."""
+    """The activation bytes of a rank: those saved for all live microbatches of its stages, and the workspace of a backward
+    pass."""
 
     activations: int
     working: int
 
 
 def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = False) -> MemoryAccount:
-    """Returns the maximum account of `rank`, or of the `fullest` rank of its stage, over the run's prunings, in the widest
-    phase.
+    """Returns the largest account of `rank` over the run's prunings, in the phase whose microbatches have the most tokens.
+    With `fullest`, returns the account of the rank with the most state in the same stage.
 
-    The experts have `load` times the mean number of tokens.
+    The experts on the rank get `load` times the mean number of tokens.
     """
     plans = (run.chunk_plans(rank, recipe=recipe) for recipe in recipes_of(run))
     accounts = [account(run, rank, each, load, fullest=fullest) for each in plans]
@@ -91,7 +94,8 @@ def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = Fa
 
 
 def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
-    """Returns `memory` of the fullest rank at each position in the pipeline. Ranks with alike parameters share one plan."""
+    """Returns, for each pipeline rank, `memory` of the fullest rank of its stages. Pipeline ranks whose parameters have the
+    same layouts, rules and pruning share one plan."""
     rules, unpruned = run.recipe.rules, run.recipe.unpruned
     known, found = dict[object, MemoryAccount](), list[MemoryAccount]()
     for rank in run.stage_ranks:
@@ -115,8 +119,8 @@ def account(
 ) -> MemoryAccount:
     """Returns the account of `rank` if its chunks are `plans`, or of the `fullest` rank of its stage.
 
-    For the fullest rank, the copies for checkpoints are the mean over the stage, because ranks of a node share the memory
-    for their copies.
+    For the fullest rank, the copies for checkpoints are the mean over the stage, because the ranks of a node share the host
+    memory for their copies.
     """
     config, copies, state = run.config, 0, fullest_shards if fullest else bytes_by_kind
     if config.checkpoint.asynchronous:
@@ -135,7 +139,7 @@ def account(
 
 
 def recipes_of(run: ResolvedRun) -> list[StateSpec]:
-    """Returns the run's recipes of state: the first one, and one after each pruning."""
+    """Returns the specifications of the run's state: the initial one, and one after each pruning."""
     pruning, first = run.config.pruning, run.recipe
     if pruning is None:
         return [first]
@@ -146,7 +150,7 @@ def recipes_of(run: ResolvedRun) -> list[StateSpec]:
 
 
 def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomputation | None = None) -> LiveBytes:
-    """Returns the activation bytes of `rank`, with `recomputation` in place of the run's own."""
+    """Returns the activation bytes of `rank`. `recomputation` replaces the configured recomputation."""
     partition, place = run.partition(rank), run.mesh.coordinate(rank, "pp")
     last = len(partition.blocks) - 1
     stages = [
@@ -159,7 +163,7 @@ def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomput
 
 
 def parameters_in_use(config: RunConfig, plans: Sequence[ChunkPlan]) -> int:
-    """Returns the bytes of gathered parameters while they are used."""
+    """Returns the most bytes of gathered parameters that are on the device at a time."""
     state = config.state
     used = [alike for alike in _alike(plans) if alike[0].lifetime != "always"]
     sizes = sorted((plan.size for alike in used for plan in alike), reverse=True)
@@ -167,7 +171,7 @@ def parameters_in_use(config: RunConfig, plans: Sequence[ChunkPlan]) -> int:
         several = len(sizes)
     elif isinstance(state.cache, int):
         several = state.cache
-        sizes = [max(sizes, default=0)] * len(sizes)  # all blocks get the largest size
+        sizes = [max(sizes, default=0)] * len(sizes)  # every block has the size of the largest chunk
     else:
         several = 1 + state.prefetch
     return sum(sizes[:several]) * DTYPES[config.train.precision].itemsize
@@ -176,7 +180,7 @@ def parameters_in_use(config: RunConfig, plans: Sequence[ChunkPlan]) -> int:
 def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches: int) -> int:
     """Returns the bytes of gradients between a backward pass and their reduction or transfer.
 
-    With several microbatches, gradients that live for a step count from the first microbatch on.
+    With several microbatches, gradient buffers that last for a step are all allocated after the first microbatch.
     """
     state, staying, passing = config.state, 0, list[int]()
     for alike in _alike(plans):
@@ -197,7 +201,8 @@ def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches
 class AtRest(NamedTuple):
     """Bytes of the state at rest on the fullest device and in the memory of the fullest node.
 
-    The bytes of a node use the mean over the ranks of each stage, and list the copies for checkpoints apart.
+    `node` counts every rank with the mean of its stage, and does not include the copies for checkpoints, which `copies`
+    counts.
     """
 
     device: float
@@ -208,14 +213,14 @@ class AtRest(NamedTuple):
 
 
 def at_rest(run: ResolvedRun, *, shared: bool) -> AtRest:
-    """Returns the maximum over the run. `shared`: devices have no memory of their own, like CPUs."""
+    """Returns the maximum over the run's prunings. With `shared`, devices use the memory of the host, like CPUs."""
     return AtRest(*map(max, zip(*(_at_rest(run, recipe, shared=shared) for recipe in recipes_of(run)))))
 
 
 def _at_rest(run: ResolvedRun, recipe: StateSpec, *, shared: bool) -> AtRest:
     config, mesh = run.config, run.mesh
     stages = {rank: run.chunk_plans(rank, recipe=recipe) for rank in run.stage_ranks}
-    copied = Counter[int]()  # bytes that each rank copies; each shard has one writer
+    copied = Counter[int]()  # bytes that each rank copies for checkpoints; one rank writes each shard
     for rank, plans in stages.items() if config.checkpoint.asynchronous else ():
         copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
     on_host: tuple[Residency, ...] = ("device", "host") if shared else ("host",)
@@ -226,18 +231,20 @@ def _at_rest(run: ResolvedRun, recipe: StateSpec, *, shared: bool) -> AtRest:
 
 
 def fullest_shards(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
-    """Returns bytes by kind, like `bytes_by_kind`, for the fullest rank: the shards of a matrix rule differ in length."""
+    """Returns the bytes by kind, like `bytes_by_kind`, of the rank with the most state. Ranks differ because the shards of a
+    matrix rule differ in length."""
     found = [of_shards[of_shards.sum(1).argmax()] for of_shards in _by_shards(plans, (residency,))]
     return {kind: sum(int(sizes[number]) for sizes in found) for number, kind in enumerate(KINDS)}
 
 
 def mean_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -> float:
-    """Returns the bytes at rest in the given residencies, as the mean over the ranks that share the chunks."""
+    """Returns the bytes at rest in the memories or disks `residencies`, as the mean over the ranks that share the chunks."""
     return sum(float(of_shards.sum(1).mean()) for of_shards in _by_shards(plans, residencies))
 
 
 def _by_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -> list[Table]:
-    """Returns the bytes by shard and kind, one table for chunks that are sharded alike; equal shards have a single row."""
+    """Returns tables of the bytes by shard and kind, one table for all chunks with the same sharding. A table has a single
+    row if the shards are equal."""
     found: dict[tuple[object, ...], Table] = {}
     for alike in _alike(plans):
         first = alike[0]
@@ -253,12 +260,12 @@ def _by_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -
 
 
 def _of_shards(alike: Sequence[ChunkPlan], buffer: Buffer) -> "int | Table":
-    """Returns the elements of a buffer on each rank that shares these chunks; a single number if all ranks hold equally
-    many."""
+    """Returns the number of elements of a buffer on each rank that shares these chunks, or a single number if it is equal on
+    all ranks."""
     first = alike[0]
     if first.mask is not None and buffer.extent != "compressed":
         return sum(plan.elements(buffer) for plan in alike)
-    _, together = first.shards(buffer.depth)  # shards within its extent
+    _, together = first.shards(buffer.depth)  # number of smallest shards in the buffer's shard
     if first.tiling.equal:
         return sum([plan.borders[-1] for plan in alike]) * together // first.shard_count
     return sum(np.diff(plan.borders[::together]).repeat(together) for plan in alike)
@@ -270,7 +277,8 @@ def _alike(plans: Sequence[ChunkPlan]) -> Iterator[list[ChunkPlan]]:
 
 
 def _of_nodes(run: ResolvedRun, held: Sequence[float], copied: Mapping[int, int]) -> Iterator[tuple[float, int]]:
-    """Yields for each node the bytes of the state of its ranks, equal within a stage, and the bytes of its copies."""
+    """Yields, for each node, the bytes of the state of its ranks and the bytes of their copies. `held` is the state of a
+    rank of each stage, and `copied` the copies of each rank."""
     mesh = run.mesh
     node = mesh.ranks_per_node or mesh.size
     for first in range(0, mesh.size, node):

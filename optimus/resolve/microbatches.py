@@ -1,4 +1,4 @@
-"""The size of microbatches for `parallel.microbatches`."""
+"""Decides the size of microbatches from `parallel.microbatches`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,19 +12,19 @@ from optimus.resolve.decision import Decided
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.stages import schedule_of
 
-_IDLE = 0.1  # idle time over computing time of a rank that `microbatches: auto` allows
+_IDLE = 0.1  # largest pipeline bubble (idle over computing time) that `microbatches: auto` allows
 
 
 def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> Decided:
-    """Decides `train.micro_batch` for `parallel.microbatches`, valid in each phase; a resumed run keeps its own value if
-    possible.
+    """Decides a `train.micro_batch` for `parallel.microbatches` that is valid in each phase; a resumed run reuses its
+    earlier value if possible.
 
     Raises `UserError` when the sequences of a step cannot be divided into the requested microbatches.
     """
     number, train = config.parallel.microbatches, config.train
     if number is None:
         return Decided()
-    found = [max(1, batch // mesh.dp) for batch in batches(config).values()]  # sequences of a step on a rank
+    found = [max(1, batch // mesh.dp) for batch in batches(config).values()]  # sequences of a step on a rank, by phase
     options = [size for size in range(1, min(train.micro_batch, *found) + 1) if not any(n % size for n in found)]
     if number != "auto":
         size, why = (
@@ -42,14 +42,15 @@ def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> D
 
 
 def with_microbatches(config: RunConfig, ranks: int) -> RunConfig:
-    """Returns `config` with the choice of `micro_batch` on `ranks` ranks, without resolving the rest of the run."""
+    """Returns `config` with the `train.micro_batch` that `micro_batch` decides for `ranks` ranks, without resolving the rest
+    of the run."""
     if config.parallel.microbatches is None:
         return config
     return config.decided(micro_batch(config, mesh_of(config, ranks), {}).values)
 
 
 def batches(config: RunConfig) -> dict[str, int]:
-    """Returns the sequences of a step of each phase, by the key that sets the number."""
+    """Returns the number of sequences of a step in each phase, by the key that sets the number."""
     given = {f"phases.{number}": phase.global_batch for number, phase in enumerate(config.phases)}
     return {f"{where}.global_batch": batch or config.train.global_batch for where, batch in given.items()} or {
         "train.global_batch": config.train.global_batch
@@ -57,7 +58,8 @@ def batches(config: RunConfig) -> dict[str, int]:
 
 
 def check_batches(config: RunConfig, mesh: Mesh) -> None:
-    """Raises `UserError` when the ranks cannot share a step, or when no schedule exists for the number of microbatches."""
+    """Raises `UserError` when the ranks cannot divide the sequences of a step into microbatches, or when no schedule exists
+    for the number of microbatches."""
     together = mesh.dp * config.train.micro_batch
     for key, batch in batches(config).items():
         if config.parallel.pipeline > 1:
@@ -70,7 +72,7 @@ def check_batches(config: RunConfig, mesh: Mesh) -> None:
 
 
 def _asked(number: int, most: int, sequences: int) -> int:
-    """Returns the sequences of a microbatch if a step has `number` microbatches."""
+    """Returns the number of sequences of a microbatch if a step has `number` microbatches."""
     fits = {sequences // size: size for size in range(1, min(most, sequences) + 1) if sequences % size == 0}
     if number in fits:
         return fits[number]
@@ -82,7 +84,7 @@ def _asked(number: int, most: int, sequences: int) -> int:
 
 
 def _idle(config: RunConfig, microbatches: int) -> float:
-    """Returns the pipeline bubble, idle over computing time, for equally long stages."""
+    """Returns the pipeline bubble, idle over computing time, for stages that take equally long."""
     try:
         if config.parallel.executor == "message-driven":
             caps, per_rank = config.parallel.max_in_flight, config.parallel.stages_per_rank

@@ -1,8 +1,9 @@
-"""The choice of the resident state when most state is offloaded: as configured, or the fastest that fits (`auto`).
+"""Chooses the state that stays on the device when the rest is offloaded: as configured or, with `auto`, the fastest choice
+that fits.
 
-On an accelerator, the equations of `offload_times` use the measured speed of the link and of updates. A CPU has no link and
-nothing to wait for: memory alone decides. Memory and time are computed without recomputation, which is chosen afterwards
-from the memory that remains.
+On an accelerator, the equations of `offload_times` use the measured speed of the link and of updates. A CPU has no link, so
+that memory alone determines the choice. With `recompute: auto`, memory and time assume no recomputation; a later decision
+chooses the recomputation from the memory that remains.
 """
 
 import math
@@ -21,15 +22,15 @@ from optimus.state.buffers import RESIDENCES, Residency
 from optimus.state.plan import ChunkPlan
 
 _SHARE = 0.9  # usable share of the free memory
-BLOCKS = 3  # minimum of parameter blocks besides prefetched ones: one in use, one arriving, one kept for its next use
+BLOCKS = 3  # least parameter blocks besides prefetched ones: for a chunk in use, an arriving one and a waiting one
 _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take the same time
 
 
 class _Room(NamedTuple):
     """Device memory for chunks.
 
-    `free` bytes are available. `block` are the bytes of a parameter block, `kept` the bytes of the state of the first
-    chunks, by their number. `cached` chunks take turns in the blocks; `least` blocks are required.
+    `free` bytes are available. `block` is the size of a parameter block in bytes, and `kept[D]` that of the state of the
+    first D chunks. `cached` chunks share the blocks, of which the device needs at least `least`.
     """
 
     free: int
@@ -37,11 +38,11 @@ class _Room(NamedTuple):
     kept: Sequence[int]
     cached: int
     least: int
-    whole: bool  # chunks with resident state need no block
+    whole: bool  # True if chunks with resident state need no block
 
 
 class _Machine(NamedTuple):
-    """Properties of the machine: rates, the FLOP/s of matrix products, and the spread of the measurements."""
+    """Properties of the machine: rates, the FLOP/s of matmuls, and the spread of the measurements."""
 
     rates: Rates = _NO_LINK
     compute: float = math.inf
@@ -49,7 +50,8 @@ class _Machine(NamedTuple):
 
 
 def places(run: ResolvedRun) -> Decided:
-    """Decides the folder of state on a disk; with all state on the device, decides options left open as `device`."""
+    """Decides the folder of state on a disk. With all state on the device, decides `update_on` and `accumulate_on` as
+    `device` if they are open."""
     state = run.config.state
     if state.offload == "none":
         open_ = [key for key in ("update_on", "accumulate_on") if getattr(state, key) == "auto"]
@@ -60,10 +62,10 @@ def places(run: ResolvedRun) -> Decided:
 
 
 def accumulation(run: ResolvedRun) -> Decided:
-    """Decides where the gradients of several microbatches are accumulated.
+    """Decides on the device or the host for accumulating the gradients of several microbatches.
 
-    The host accumulates if the device of some rank lacks the memory, beside the minimum it must hold. On a CPU, both are the
-    same memory.
+    Decides on the host if the device of any rank lacks memory for these gradients besides the required parameter blocks and
+    resident state. On a CPU, decides on the device, because device and host have the same memory.
     """
     state = run.config.state
     if state.accumulate_on != "auto":
@@ -90,9 +92,10 @@ def _has_room(run: ResolvedRun, rank: int) -> bool:
 
 
 def residency(run: ResolvedRun) -> Decided:
-    """Decides the parameter cache, the resident state and the place of the other updates.
+    """Decides the number of cached parameter chunks, the fraction of resident state, and the device or host for updates of
+    offloaded state.
 
-    The choice is the fastest that fits on the pipeline rank with least memory.
+    Finds the fastest choice for each pipeline rank and combines the choices such that the result fits on every rank.
     """
     state = run.config.state
     open_ = {
@@ -123,7 +126,7 @@ def _machine_of(run: ResolvedRun) -> _Machine:
 
 
 def _of_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[float, OffloadChoice, StepShape, int]:
-    """Returns (share of resident state, the choice, the step it was made for, chunks that take turns in the cache)."""
+    """Returns (share of resident state, the choice, the shape of the step, number of chunks that share the cache)."""
     state = run.config.state
     elsewhere, here = run.chunk_plans(rank, 0.0), run.chunk_plans(rank, 1.0)
     room = _room(run, rank, elsewhere, here)
@@ -165,8 +168,8 @@ def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
 
 
 def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Sequence[ChunkPlan]) -> _Room:
-    """Computes the room for chunks with their state `elsewhere` or `here`, beside the rest of the account except gathered
-    parameters."""
+    """Computes the device memory that the rest of the account, gathered parameters excepted, leaves for chunks. `elsewhere`
+    and `here` are the chunks with offloaded state and with resident state."""
     state = run.config.state
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
     block = max((plan.block for plan in cached), default=0)
@@ -182,7 +185,7 @@ def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Seq
 
 
 def _shape(run: ResolvedRun, plans: Sequence[ChunkPlan], room: _Room, compute: float) -> StepShape:
-    """Describes a step on this rank if it computes `compute` FLOP/s."""
+    """Describes a step on `rank`, which computes `compute` FLOP/s."""
     mesh, train, state = run.mesh, run.widest.train, run.config.state
     tokens = train.micro_batch * train.sequence_length / mesh.cp
     forward = flops_per_token(run.config.model, train.sequence_length) / 3 * tokens / (mesh.pp * mesh.tp) / compute
@@ -202,9 +205,10 @@ def step_shape(
     *,
     whole: bool,
 ) -> StepShape:
-    """Describes a step on a rank with these chunks; `forward` and `backward` are the seconds of a microbatch.
+    """Describes a step on a rank with the chunks `plans`; `forward` and `backward` are the seconds of these passes for a
+    microbatch.
 
-    `sizes` are the bytes of a parameter and of a gradient.
+    `sizes` are the bytes per element of parameters and of gradients.
     """
     chunks = max(1, len(plans))
     return StepShape(

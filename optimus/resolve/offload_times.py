@@ -1,8 +1,9 @@
-"""Time of a step with offloaded state, and the choice of the resident state: closed equations, nothing is executed.
+"""Predicts the time of a step with offloaded state by closed equations, and chooses the resident state.
 
-The chunks of a stage are taken as equal: L chunks of S elements, sharded over n ranks, M microbatches, f and b seconds for
-the forward and backward pass of a chunk, F = L f, B = L b. C of them are gathered on the device at a time. The state of the
-first D chunks stays on the device. Updates follow the order of the next forward pass, each a seconds, A = (L - D) a in all:
+The equations assume equal chunks: a stage has L chunks of S elements, sharded over n ranks, and a step has M microbatches.
+The forward and backward pass of a chunk take f and b seconds; F = L f, B = L b. C chunks are gathered on the device at a
+time. The state of the first D chunks stays on the device. The updates of the other chunks follow the order of the next
+forward pass and take a seconds each, A = (L - D) a in all:
 
     update after the backward       F + B + A
     update in the order of use      B + max(F, A)                      hidden from D / L = 1 - F / A on
@@ -17,16 +18,17 @@ from typing import Literal, NamedTuple
 from optimus.state.buffers import RESIDENCES
 
 UpdatePlace = Literal["device", "host"]
-_TILES = 4  # approximate tiles of an offloaded chunk: the next one is fetched while the previous one is written back
-_BUFFERS = 3  # of a disk: one is being read, one updated, one written
+_TILES = 4  # approximate tiles of an offloaded chunk; reading the next tile overlaps with writing back the previous one
+_BUFFERS = 3  # buffers of a disk: one to read into, one to update, one to write from
 _MASTER_AND_MOMENTS = 12  # bytes per element of AdamW
 
 
 class Rates(NamedTuple):
     """Rates of a rank while all ranks of its node are active.
 
-    Bytes/s: the link up to the device and down, all-gather on the devices, disk reads and writes. Elements/s: updates on the
-    host, and in the device's memory.
+    Rates in bytes/s: `up` and `down`, of the link to the device and back; `gather`, of all-gathers on the devices; `read`
+    and `write`, of a disk. Rates in elements/s: `host_update` and `device_update`, of updates in the memory of host and
+    device.
     """
 
     up: float
@@ -39,7 +41,7 @@ class Rates(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """The work of a rank in a step; the module's docstring defines the symbols."""
+    """The chunks, passes and sizes that determine the time of a rank's step; the module's docstring defines the symbols."""
 
     chunks: int
     elements: int  # per chunk
@@ -51,13 +53,13 @@ class StepShape(NamedTuple):
     itemsize: int = 2  # bytes per parameter
     gradient: int = 2
     prefetch: int = 1
-    whole: bool = True  # chunks with resident state are unsharded on the device and need no block
-    sends: bool = False  # gradients of each microbatch go to the host, which accumulates them
+    whole: bool = True  # True if chunks with resident state are unsharded on the device and need no block
+    sends: bool = False  # True if the gradients of each microbatch go to the host, which accumulates them
 
 
 class OffloadChoice(NamedTuple):
-    """The number of parameter blocks, the number of chunks with resident state, and the place of the other chunks'
-    updates."""
+    """The number of parameter blocks, the number of chunks with resident state, and the device or host for the updates of
+    other chunks."""
 
     cache: int
     device: int
@@ -65,15 +67,15 @@ class OffloadChoice(NamedTuple):
 
 
 class UpdateBytes(NamedTuple):
-    """Bytes per element in each direction of the link."""
+    """Bytes per element that cross the link in each direction."""
 
     up: int
     down: int
 
 
 def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
-    """Returns the link traffic of an update: of state that passes through the device, or of resident gradients and
-    parameters."""
+    """Returns the link traffic of an update. An update on the device transfers state to the device and back; an update on
+    the host transfers only gradients and parameters that are resident on the device."""
     home, waiting, _ = RESIDENCES[shape.offload]
     if on == "device":
         return UpdateBytes(
@@ -89,15 +91,16 @@ def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
 def loads(chunks: int, cache: int, microbatches: int) -> int:
     """Returns the number of chunks fetched in a step.
 
-    Each pass visits the chunks in the reverse order of the pass before. Updated chunks are fetched anew.
+    Each pass visits the chunks in the reverse order of the previous pass, so that it finds `cache` chunks on the device.
+    After an update, the device has to fetch all chunks again.
     """
     cache = min(cache, chunks)
     return 2 * microbatches * chunks - (2 * microbatches - 1) * cache
 
 
 def update_seconds(shape: StepShape, rates: Rates, on: UpdatePlace) -> float:
-    """Returns the seconds to update one of many chunks: the slowest of the concurrent operations, except disk writes, for
-    which nothing waits."""
+    """Returns the seconds to update one of many chunks, which are those of the slowest concurrent operation. Leaves out disk
+    writes, because no other operation waits for them."""
     part, link = shape.elements / shape.shards, update_bytes(shape, on)
     work = rates.host_update if on == "host" else rates.device_update
     disk = _MASTER_AND_MOMENTS if RESIDENCES[shape.offload][2] == "disk" else 0
@@ -105,10 +108,10 @@ def update_seconds(shape: StepShape, rates: Rates, on: UpdatePlace) -> float:
 
 
 def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computing: float) -> float:
-    """Returns the seconds of a pass over all chunks that fetches those dropped by the previous pass.
+    """Returns the seconds of a pass over all chunks, which fetches the chunks that the previous pass has dropped.
 
-    `computing` are the seconds of a chunk. At most as many chunks as are prefetched are in flight, also during the
-    computation of cached chunks.
+    `computing` is the computation time of a chunk in seconds. At most `prefetch` chunks are in flight at a time, also during
+    the computation of cached chunks.
     """
     fetch, gather, missing, ahead = _fetching(shape, rates, choice)
     there = (shape.chunks - missing) * computing
@@ -122,15 +125,16 @@ def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computin
 
 
 def backward_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Returns the seconds of any backward pass but the last, including the gradients it sends, which overlap with
-    computation."""
+    """Returns the seconds of any backward pass but the last one. The time includes the transfer of gradients to the host,
+    which overlaps with computation."""
     computing = pass_seconds(shape, rates, choice, shape.backward)
     sent = (shape.chunks - choice.device) * shape.elements / shape.shards * shape.gradient / rates.down
     return max(computing, sent) if shape.sends else computing
 
 
 def first_pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Returns the seconds of the forward pass that overlaps with the previous step's update, from the last gradient on."""
+    """Returns the seconds of the forward pass that overlaps with the previous step's update, counted from the end of the
+    last backward pass."""
     f, away, on = shape.forward, shape.chunks - choice.device, choice.update_on
     computing = shape.chunks * f
     if not away:
@@ -139,7 +143,7 @@ def first_pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) ->
     part, link = shape.elements / shape.shards, update_bytes(shape, on)
     update = update_seconds(shape, rates, on)
     arriving = 0.0
-    if RESIDENCES[shape.offload][1] == "host":  # the gradients that leave last
+    if RESIDENCES[shape.offload][1] == "host":  # the last gradients are still on their way to the host
         leaving = part * shape.gradient / rates.down
         arriving = max(0.0 if choice.device else leaving, away * leaving - shape.chunks * shape.backward)
     each = max(update, part * link.up / rates.up + fetch, (fetch + gather) / ahead if ahead else fetch + gather + f)
@@ -161,8 +165,8 @@ def step_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float
 
 
 def _fetching(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[float, float, int, int]:
-    """Returns the seconds to fetch a chunk over the link and to gather it, the chunks missing in a pass, and the prefetch
-    depth."""
+    """Returns (seconds to fetch a chunk over the link, seconds to all-gather it, number of chunks to fetch in a pass,
+    prefetch depth)."""
     if RESIDENCES[shape.offload][0] == "device":
         return 0.0, 0.0, 0, shape.prefetch
     away = shape.chunks - choice.device
@@ -186,7 +190,7 @@ def choose(
 ) -> OffloadChoice | None:
     """Returns the fastest choice for which `free` bytes of the device suffice; None if none fits.
 
-    `block` are the bytes of a parameter block; `kept[D]` are the bytes of the state of the first D chunks. Times within the
+    `block` is the size of a parameter block in bytes; `kept[D]` is that of the state of the first D chunks. Times within the
     measurements' `spread` of the fastest count as equal. Ties go to the most resident state, then the most blocks, then the
     first of `places`.
     """

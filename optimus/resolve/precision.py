@@ -12,9 +12,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def precision(config: RunConfig, bfloat16: tuple[bool, str], previous: Mapping[str, Any]) -> Decided:
-    """Decides on bfloat16 for devices with native support, CPUs included; a resumed run keeps its own precision.
+    """Decides on bfloat16 for devices with native support, CPUs included; a resumed run keeps its precision.
 
-    `bfloat16` tells if the device has native support, and why.
+    `bfloat16` is a pair: True if the device has native support, and the evidence.
     """
     if config.train.precision != "auto":
         return Decided()

@@ -11,12 +11,14 @@ from optimus.resolve.decision import Decided
 
 
 def ranks_per_node(ranks: int) -> int:
-    """Returns the ranks per node that the launcher set; without a launcher, all `ranks` are on this machine."""
+    """Returns the number of ranks per node that the launcher has set; without a launcher, all `ranks` are on this
+    machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def mesh_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> Mesh:
-    """Builds the configured mesh of `ranks` ranks. Raises `UserError` when the sizes do not fit."""
+    """Builds the configured mesh of `ranks` ranks. Raises `UserError` when the configured sizes do not fit the number of
+    ranks."""
     parallel = config.parallel
     return Mesh.of(
         ranks,

@@ -1,4 +1,4 @@
-"""The choice of activation recomputation (`recompute: auto`): the least for which the activations fit."""
+"""The choice of activation recomputation (`recompute: auto`): the least with which the activations fit into memory."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ def recomputation(run: ResolvedRun) -> Decided:
     """Decides the least activation recomputation that fits.
 
     With `recompute_budget`, the activations of a microbatch must fit into the budget. Otherwise, the live activations of
-    each rank must fit beside the rest of its memory account. Raises `UserError` when nothing fits.
+    each rank must fit into the memory that the rest of its account leaves. Raises `UserError` when nothing fits.
     """
     config = run.config
     if config.recompute != ["auto"]:
@@ -31,9 +31,11 @@ def recomputation(run: ResolvedRun) -> Decided:
 
 
 def _left(run: ResolvedRun) -> tuple[int, Callable[[Recomputation], Activations]]:
-    """Returns (free bytes of the fullest rank, a function that returns the tightest rank's activations).
+    """Returns (least free bytes of all ranks, a function that returns the activations of the rank with the largest adjusted
+    peak).
 
-    A rank with more free bytes than the fullest counts as saving that many bytes less.
+    The adjusted peak of a rank is its peak minus the bytes that it has free beyond the least, so that one budget applies to
+    all ranks.
     """
     rooms = dict[int, int]()
     for rank in run.stage_ranks:

@@ -16,8 +16,8 @@ from optimus.model.count import forward_flops
 from optimus.parallel.activations import Activations
 from optimus.parallel.recompute import Recomputation
 
-_MARGIN = 1.01  # allows for scalars and other small tensors that are not counted
-BUSY = 1.5  # load imbalance (max/mean) of the experts: more than routers with a balance loss reach
+_MARGIN = 1.01  # allows for scalars and other small tensors that `activation_bytes` leaves out
+BUSY = 1.5  # assumed load imbalance (max/mean) of the experts, above that of routers with a balance loss
 
 
 def choose_recomputation(
@@ -46,7 +46,7 @@ def choose_recomputation(
 
 
 def recomputed_flops(config: ModelConfig, chosen: Recomputation, context: int) -> float:
-    """Estimates the floating point operations per token that are recomputed; causal attention counts half of the square."""
+    """Estimates the recomputed floating-point operations per token; causal attention counts half of the attention matrix."""
     cost = {"norm": 20.0 * config.hidden, **forward_flops(config, context)}
     if "block" in chosen.kinds:
         return config.layers * sum(cost.values())

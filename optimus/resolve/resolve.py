@@ -1,4 +1,4 @@
-"""Resolves a run: makes every decision once, in the order of their dependencies."""
+"""Resolves a run: makes every decision once, each after the decisions that it depends on."""
 
 from dataclasses import replace
 
@@ -19,11 +19,11 @@ from optimus.state.plan import check_shard_ranks
 
 
 def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
-    """Resolves the run of `config` on a machine, with the same result wherever it is called.
+    """Resolves the run of `config` on a machine, with the same result on all ranks and in the planner.
 
     Raises `UserError`, which names the keys to change, when the run is impossible.
     """
-    config, record = config.model_copy(), config.model_copy()  # both get locked at the end, the caller's does not
+    config, record = config.model_copy(), config.model_copy()  # `resolve` locks both copies at the end
     decisions = list[Decision]()
 
     def take(choice: Decided) -> RunConfig:
@@ -56,7 +56,8 @@ def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
 
 
 def check(config: RunConfig, mesh: Mesh) -> None:
-    """Raises `UserError` when decisions contradict other options, or when the ranks cannot share the work of a step."""
+    """Raises `UserError` when decisions contradict other options, or when the ranks cannot divide the sequences of a
+    step."""
     microbatches.check_batches(config, mesh)
     try:
         check_phases(config)

@@ -28,7 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 class _Row(NamedTuple):
     kind: type[UpdateRule]
     own: Callable[[OptimizerConfig], Mapping[str, Any]]  # hyperparameters besides those common to all rules
-    usual: tuple[Role, ...] = get_args(Role)  # roles updated by default; `_BESIDE` updates the others
+    usual: tuple[Role, ...] = get_args(Role)  # roles that the rule updates by default; `_BESIDE` updates the others
     never: tuple[Role, ...] = ()  # roles that the rule cannot update
 
 
@@ -51,7 +51,7 @@ _BESIDE: RuleName = "adamw"
 
 
 def tilings(config: OptimizerConfig) -> list[Tiling]:
-    """Returns the possible divisions of chunks under this configuration, for any model."""
+    """Returns the tilings, which divide chunks into shards, of all update rules in this configuration."""
     named = [config.name, *(group.name for group in config.groups if group.name is not None)]
     return [TILINGS[tiling] for tiling in sorted({_RULES[name].kind.tiling for name in named})]
 
@@ -83,7 +83,7 @@ def matching(where: str, matches: Sequence[str], roles: Mapping[str, Role]) -> l
 
 
 def with_factors(model: M, train: TrainConfig) -> M:
-    """Adds low-rank factors to the projections of `model` that `train.freeze` matches, if factors are to be trained.
+    """Adds low-rank factors to the projections of `model` that `train.freeze` matches, if `train.lora_rank` is set.
 
     Returns the same model. Raises `UserError` when `train.freeze` matches no projection.
     """
@@ -106,9 +106,10 @@ def with_factors(model: M, train: TrainConfig) -> M:
 def pruned_by(
     pruning: PruningConfig | None, model: nn.Module, rules: Mapping[str, Rule], *, tied: bool = False
 ) -> list[str]:
-    """Returns the parameters of the whole `model` that will be pruned; `tied` tells if the embedding is tied to the head.
+    """Returns the parameters of the whole `model` that the run prunes. `tied` is True if embedding and head share their
+    weight.
 
-    Raises `UserError` for parameters that cannot be pruned.
+    Raises `UserError` for parameters that the run cannot prune.
     """
     if pruning is None:
         return []
@@ -165,7 +166,7 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
 
 
 def _last(said: Sequence[tuple[T | None, int]], otherwise: tuple[T, int | None]) -> tuple[T, int | None]:
-    """Returns the last given value and the number of its group."""
+    """Returns the last value in `said` that is not None, with the number of its group; `otherwise` if there is none."""
     return next(((value, number) for value, number in reversed(said) if value is not None), otherwise)
 
 

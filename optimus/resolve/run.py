@@ -26,28 +26,28 @@ from optimus.state.plan import ChunkPlan, StateSpec, divide_stages, place_chunks
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs of a run that its start has read from files."""
+    """The inputs that a run reads from files at its start."""
 
     sequences: int | None = None
-    """The number of sequences of its data."""
+    """The number of sequences of the training data."""
     previous: Mapping[str, Any] = field(default_factory=dict)
-    """The recorded decisions of the run that is resumed."""
+    """The recorded decisions of the run, if it is resumed."""
     teachers: tuple[ModelConfig, ...] = ()
-    """The member models of its teacher."""
+    """The configurations of the teacher's models."""
     unpruned: Mapping[str, float] = field(default_factory=dict)
-    """The unpruned share of each parameter that is already pruned in the initial weights."""
+    """The unpruned share of each parameter that the initial weights prune."""
     begins: bool = True
     """True if the first step is still to come, whatever the source of the weights."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A complete plan of what one rank of a resolved run builds; nothing is left to be decided."""
+    """A complete plan of the model and state that one rank of a resolved run builds; no option is open."""
 
     config: RunConfig
-    """The configuration of the phase whose microbatches have most tokens."""
+    """The configuration of the phase whose microbatches have the most tokens."""
     model: Transformer
-    """The model with all stages, without memory for its parameters."""
+    """The model with all stages, on the meta device."""
     partition: StagePartition
     layouts: Mapping[str, Layout]
     """The layouts of the parameters of this rank's stages."""
@@ -61,24 +61,25 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run on a machine with every option decided. Preparation, training, checks and the planner read it and change
-    nothing."""
+    """A run on a machine with every option decided. Preparation, training, checks and the planner read the resolved run and
+    do not change it."""
 
     config: RunConfig
     mesh: Mesh
     facts: Facts
     inputs: RunInputs
-    model: Transformer = field(compare=False, repr=False)  # with all stages, without memory for its parameters
-    layouts: Mapping[str, Layout]  # of all parameters
+    model: Transformer = field(compare=False, repr=False)  # all stages, on the meta device
+    layouts: Mapping[str, Layout]  # layouts of all parameters
     recipe: StateSpec
     record: RunConfig
-    """The configuration saved in the run folder: the given one, with the decisions that are part of the run."""
+    """The configuration saved in the run folder: the user's configuration with the decisions that are part of the run."""
     decisions: tuple[Decision, ...] = ()
     _held: dict[int, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
     _divided: dict[int, dict[int, list[ChunkPlan]]] = field(default_factory=dict, compare=False, repr=False)
 
     def with_values(self, values: Mapping[str, Any]) -> "ResolvedRun":
-        """Returns the run with other values of keys that do not affect the division into chunks; used during resolution."""
+        """Returns the run with other values of keys that do not affect the division into chunks; only `resolve` and its
+        decisions call it."""
         return replace(self, config=self.config.decided(values))
 
     def closed(self) -> "ResolvedRun":
@@ -91,12 +92,12 @@ class ResolvedRun:
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """The phases of the run; a run without phases has a single one."""
+        """The phases of the run; a run without phases has a single phase."""
         return phases_of(self.config)
 
     @property
     def widest(self) -> RunConfig:
-        """The configuration of the phase whose microbatches have most tokens."""
+        """The configuration of the phase whose microbatches have the most tokens."""
         return longest(self.phases)
 
     @property
@@ -116,7 +117,8 @@ class ResolvedRun:
         return partition_of(self.config, self.mesh, rank)
 
     def on_rank(self, rank: int, *, tags: bool) -> RankPlan:
-        """Returns the plan of what `rank` builds. `tags`: the backend can tell messages in one group apart, like Gloo."""
+        """Returns the plan of the model and state on `rank`. `tags` is True if the backend distinguishes the messages within
+        a group by tags, like Gloo."""
         trained = [name for name in self.layouts if self.recipe.rules[name].trains]
         partition = self.partition(rank)
         return RankPlan(
@@ -142,8 +144,8 @@ class ResolvedRun:
         return self._held[rank]
 
     def divided(self, rank: int) -> Mapping[int, list[ChunkPlan]]:
-        """Returns the chunks of each stage on `rank`, cached: pruning and placement do not change the division into
-        chunks."""
+        """Returns the chunks of each stage on `rank`. Caches them, because pruning and placement do not change the division
+        into chunks."""
         if rank not in self._divided:
             stages = self.held(rank)
             here = {name: self.layouts[name] for name in stages}
@@ -157,8 +159,8 @@ class ResolvedRun:
     ) -> list[ChunkPlan]:
         """Returns the chunks of `rank`, placed on device, host or disk.
 
-        `resident_fraction` replaces the configured share of state on the device; `recipe` replaces the run's own, e.g. after
-        pruning.
+        `resident_fraction` replaces the configured share of state on the device; `recipe` replaces the initial specification
+        of the state, for example after pruning.
         """
         options = self.config.state
         if resident_fraction is not None:
@@ -170,7 +172,7 @@ class ResolvedRun:
     def chunks(self) -> Decided:
         """The largest chunk of each stage, in elements, if `state.chunk` leaves the size open.
 
-        The sizes are no value of the configuration, because the parameters of the stages differ.
+        The configuration does not store these sizes, because they differ between stages.
         """
         if self.config.state.chunk is not None:
             return Decided()
@@ -194,13 +196,13 @@ class ResolvedRun:
 
     @property
     def recomputation(self) -> Recomputation:
-        """The recomputation of the backward pass; none while the choice is still open."""
+        """The recomputation in the backward pass; no recomputation while the choice is open."""
         kinds = self.config.recompute
         return Recomputation() if "auto" in kinds else Recomputation(tuple(kinds), self.config.recompute_every)
 
     @property
     def options(self) -> StageOptions:
-        """The options by which the modules are parallelised."""
+        """The options for parallelising the modules."""
         return stage_options(self.config, self.recomputation)
 
     @property
@@ -209,7 +211,7 @@ class ResolvedRun:
         return activation_shapes(self.widest, self.mesh, self.inputs.teachers)
 
     def activations(self, recomputation: Recomputation | None = None, **place: Any) -> Activations:
-        """Returns the activations of a microbatch, with `recomputation` in place of the run's own.
+        """Returns the activations of a microbatch. `recomputation` replaces the configured recomputation.
 
         `place` selects blocks with arguments of `activation_bytes`; by default, the whole model.
         """

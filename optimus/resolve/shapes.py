@@ -1,4 +1,4 @@
-"""The options by which a run's modules are parallelised, and the inputs of its activation memory."""
+"""Computes the options for parallelising a run's modules, and the inputs of its activation memory."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from optimus.resolve.stages import splits_backward
 
 
 def stage_options(config: RunConfig, recomputation: Recomputation | None = None) -> StageOptions:
-    """Returns the options by which the model is parallelised and recomputed. The dispatcher must be decided."""
+    """Returns the options for parallelising and recomputing the model. The token dispatcher must be decided already."""
     assert config.moe.dispatch != "auto", "the dispatcher is decided first"
     return StageOptions(
         force_balanced=config.moe.force_balanced,
@@ -31,7 +31,7 @@ def activation_shapes(
 ) -> dict[str, Any]:
     """Returns the arguments of `activation_bytes` for microbatches of `config`, besides the model and the recomputation.
 
-    Elements have `itemsize` bytes, by default those of the precision.
+    Elements have `itemsize` bytes, by default the size of `train.precision`.
     """
     return {
         "micro_batch": config.train.micro_batch,

@@ -46,17 +46,18 @@ def division(config: RunConfig) -> Decided:
 def blocks_of_stages(model: ModelConfig, stages: int, *, divided: bool) -> list[range]:
     """Partitions the blocks into stages such that the slowest stage is as fast as possible.
 
-    `divided`: the vocabulary is divided over all pipeline ranks. Raises `UserError` when there are too few blocks.
+    With `divided`, all pipeline ranks share the vocabulary. Raises `UserError` when there are too few blocks.
     """
     time, memory = _weights(model, divided=divided)
     return divide(time, stages, memory)
 
 
 def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
-    """Returns the weights of blocks and output layer: parameters active per token, proportional to time, and total
-    parameters.
+    """Returns two weights of each block, the embedding and the output layer: active parameters per token, proportional to
+    time, and total parameters.
 
-    With the vocabulary `divided` over all ranks, its share is equal everywhere.
+    With the vocabulary `divided` over all ranks, embedding and output layer have no weight, because all ranks have equal
+    shares of them.
     """
     parts = count_parts(model)
     met, held = ([getattr(parts[f"blocks.{i}"], of) for i in range(model.layers)] for of in ("active", "total"))
@@ -75,8 +76,8 @@ def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True)
     """Returns the schedule of a step of `microbatches` microbatches; for the message-driven executor, the placement of its
     stages.
 
-    Without `transfers`, computes the schedule faster, for callers that need only computations. Raises `UserError` when there
-    is no such schedule.
+    Without `transfers`, computes the schedule faster, for callers that need only computations. Raises `UserError` when no
+    schedule exists for these sizes.
     """
     parallel = config.parallel
     if parallel.executor == "message-driven":

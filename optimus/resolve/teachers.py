@@ -1,4 +1,4 @@
-"""The models of a run's teacher, as described by their checkpoints."""
+"""Reads the configurations of a teacher's models from their checkpoints."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from optimus.errors import UserError
 
 
 def teacher_models(config: RunConfig) -> tuple[ModelConfig, ...]:
-    """Returns the models of the teacher's members; none without a teacher. Raises `UserError` when a checkpoint is
-    missing."""
+    """Returns the configurations of the teacher's models; an empty tuple without a teacher. Raises `UserError` when a
+    checkpoint is missing."""
     teacher = config.train.teacher
     return () if teacher is None else tuple(described_teacher(path).model for path in teacher.checkpoints)
 

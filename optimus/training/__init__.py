@@ -1,1 +1,2 @@
-"""The training run: checks before it, the step, the loop, the hooks around it."""
+"""The training run: the checks before the first step, the training step, the training loop, and the hooks around each
+step."""

@@ -1,4 +1,5 @@
-"""The account of a step's time and memory, and the load balance of its experts, every `observe.log_every` steps."""
+"""Computes the time and memory of a step by kind, and the load of its experts, for the metrics of every
+`observe.log_every`-th step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +15,9 @@ from optimus.training.run import Run
 
 
 def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float]]:
-    """Returns how often each expert was chosen, relative to the mean, by layer of the whole model. All ranks must call.
+    """Returns the load of each expert relative to the mean of its layer, by layer of the whole model. All ranks must call.
 
-    `choices` are the counts of this rank's routers.
+    `choices` maps each router of this rank to its number of choices of each expert.
     """
     model = run.config.model
     layers = {layer: model.experts_of(layer) for layer in range(model.layers) if model.experts_of(layer)}
@@ -49,7 +50,7 @@ def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
     """Returns the seconds of this rank's last step by kind: computation, exposed communication by kind of collective
     (waiting for other ranks included), and waiting for data.
 
-    `saving` are the seconds spent waiting for checkpoints since the last record.
+    `saving` is the number of seconds that this rank has waited for checkpoints since the last record.
     """
     exposed = {f"time/exposed_{kind.replace(' ', '_')}": seconds for kind, seconds in times.by_kind.items()}
     return {
@@ -61,9 +62,9 @@ def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
 
 
 def memory_by_kind(run: Run) -> dict[str, int]:
-    """Returns the bytes of this rank by kind: its state at rest, and the remainder as activations and other.
+    """Returns the bytes of this rank: the state at rest by kind, and the remainder as `activations_and_other`.
 
-    The total is the peak since the last call on an accelerator, and the resident memory of the process on a CPU.
+    The total is, on an accelerator, the peak since the last call, and, on a CPU, the resident memory of the process.
     """
     state = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
     if run.device.type == "cpu":

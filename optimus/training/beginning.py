@@ -1,4 +1,5 @@
-"""The initial state of a new run: fresh weights or those of `checkpoint.load_path`, also used for rewinding to them."""
+"""Sets the initial state of a new run, from fresh weights or those of `checkpoint.load_path`; also rewinds a run to this
+state."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +25,7 @@ from optimus.training.run import Run, read_together
 
 
 def begins_with(config: RunConfig, resume: bool) -> WeightSource | None:
-    """Returns the checkpoint or model folder that a run loads, if any; of several checkpoints, the first with an intact
+    """Returns the checkpoint or model folder that a run loads, if any; of several checkpoints, the newest one with an intact
     description."""
     paths = [point.path for point in resume_points(Path(config.train.output))] if resume else []
     initial = config.lr_schedule.branch_from or config.checkpoint.load_path
@@ -33,7 +34,7 @@ def begins_with(config: RunConfig, resume: bool) -> WeightSource | None:
             return FolderReader(Path(initial), config.model)
         paths = [find_checkpoint(initial)]
     for path in paths:
-        with suppress(DamagedError):  # reported when the checkpoint is loaded
+        with suppress(DamagedError):  # loading the checkpoint reports the error later
             return Reader.open(path)
     return None
 
@@ -52,8 +53,8 @@ def is_model_folder(path: str | Path) -> bool:
 def first_weights(
     config: RunConfig, source: WeightSource | None, model: Transformer
 ) -> Callable[[ParameterSlot, Tensor], None]:
-    """Returns a function that fills a slice of a parameter of `model` with its initial values, initialised or read from
-    `source`."""
+    """Returns a function that fills a slice of a parameter of `model`: with values read from `source` or, without a source,
+    with randomly initialised values."""
     declared, seed, std = dict(declarations(model)), config.train.seed, config.model.init_std
 
     def initialised(slot: ParameterSlot, weights: Tensor) -> None:
@@ -74,8 +75,8 @@ def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int
 
     Returns the origin of the weights, with the checkpoint resolved to a path, and the number of ranks that read them.
 
-    With `masks`, the state is pruned like the source; without, its masks stay as they are. All ranks must call. Raises
-    `UserError` on all ranks when the weights cannot be read.
+    With `masks`, prunes the state like the source; otherwise the masks of the state stay as they are. All ranks must call.
+    Raises `UserError` on all ranks when the weights cannot be read.
     """
     seed, std, world = run.config.train.seed, run.config.model.init_std, run.groups.world
     send, origin = run.config.checkpoint.broadcast, Origin()
@@ -91,7 +92,7 @@ def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int
     else:
         path = world.on_first(lambda: find_checkpoint(began_with))
         found, readers = load_state(run.state, path, model=run.config.model, full=False, send=send, masks=masks)
-        # If the source is a run that still trains, records the checkpoint itself: the run's newest one will change.
+        # Records the path of the checkpoint, not of a run: the newest checkpoint of a run that still trains will change.
         origin, unpruned = Origin(str(path), found.context, found.published, found.chat), found.unpruned
     if masks:
         run.state.pruned.unpruned = unpruned

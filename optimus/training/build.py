@@ -1,4 +1,4 @@
-"""Builds a run: its process groups, model and state on a device, without values yet."""
+"""Builds a run: its process groups, its model and its uninitialised state on a device."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +53,8 @@ def build_trainer(
     more: Sequence[Hook] = (),
     users: Sequence[Any] = (),
 ) -> Trainer:
-    """Builds the trainer of `config` on this rank, at the start of the run or, with `resume`, where the run stopped.
+    """Builds the trainer of `config` on this rank, ready for the first step or, with `resume`, for the step after the newest
+    checkpoint.
 
     All ranks must call. See `launch.rank.run_rank` for the other arguments.
     """
@@ -63,15 +64,15 @@ def build_trainer(
 
 
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
-    """Builds model and state on `device`, without values yet, and pruned like the weights that will fill them. All ranks
-    must call."""
+    """Builds the model and its uninitialised state on `device`, pruned like the weights that will fill them. All ranks must
+    call."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_of(config, ranks, ranks_per_node(ranks))
     groups = Groups(mesh, config.resilience.timeout, [], partial_sums=partial_sums(config))
     folders = read_together(lambda: open_folders(config), groups.world)
     sequences = sum(shards.instances for shards in folders.values())
     resolved = resolve_here(config, device, groups, sequences=sequences, resume=resume)
-    if device.type != "cpu":  # a process that only starts ranks has not checked the free memory
+    if device.type != "cpu":  # a process that only starts ranks checks the total memory, not the free memory
         check_memory(resolved, device)
     config = resolved.config
     data = read_together(lambda: TrainingData(config, folders, resolved.phases), groups.world)
@@ -93,7 +94,7 @@ def _masks(
     layouts: Mapping[str, Layout],
     model: Transformer,
 ) -> Mapping[str, Tensor]:
-    """Returns the masks of the weights that the run will begin with, so that no state is allocated for pruned elements."""
+    """Returns the masks of the run's initial weights, so that the run allocates no state for pruned elements."""
     source = groups.world.on_first(lambda: begins_with(config, resume))
     masks = dict[str, Tensor]()
     if source is not None:
@@ -109,12 +110,12 @@ def _masks(
 def build_model(
     plan: RankPlan, groups: Groups, device: torch.device, masks_of: MasksOf = lambda *_: {}
 ) -> tuple[PipelineStages, ModelState]:
-    """Builds the model's stages on this rank, with its shards of the parameters, and their state without values yet.
+    """Builds the model's stages on this rank, with the rank's shards of their parameters, and their uninitialised state.
 
-    `masks_of` returns the packed bits of this rank's shards of pruned parameters, given the groups, the layouts and the
-    unsharded model without memory. All ranks must call.
+    `masks_of` gets the groups, the layouts and the unsharded model on the meta device; it returns the masks of this rank's
+    shards of pruned parameters as packed bits. All ranks must call.
     """
-    groups.make(plan.divisions)  # the groups of all stages
+    groups.make(plan.divisions)  # creates the groups of all stages, on all ranks in the same order
     masks, gathering = masks_of(groups, plan.layouts, plan.model), ParameterPrefetcher()
     model = deepcopy(plan.model)
     staged = stages_of(model, plan.partition, plan.config, groups, plan.recipe.compute, device)
@@ -148,7 +149,7 @@ def _notes(resolved: ResolvedRun, groups: Groups, data: TrainingData) -> list[st
 
 
 def _frozen_line(resolved: ResolvedRun) -> str | None:
-    """Returns a line with the number of frozen parameters; None if there are none."""
+    """Returns a line with the number of frozen parameters, or None if no parameter is frozen."""
     sizes = {name: math.prod(layout.shape) for name, layout in resolved.layouts.items()}
     frozen = sum(size for name, size in sizes.items() if not resolved.recipe.rules[name].trains)
     if not frozen:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: their content besides the state, and the service that writes them."""
+"""Writes the checkpoints of a run, each with the model state and a description of everything else."""
 
 import base64
 from collections.abc import Mapping
@@ -20,25 +20,25 @@ class Origin(NamedTuple):
     """The source of a run's weights before its first step."""
 
     began_with: str | None = None
-    """The path of a checkpoint or model folder, if any."""
+    """The path of the checkpoint or model folder that the run started from, if any."""
     context: int = 0
-    """The longest sequences that the loaded model was trained on."""
+    """The length, in tokens, of the longest sequences that the loaded model was trained on."""
     published: Mapping[str, Any] = {}
     """Published metadata of the loaded model; see hub/published.py."""
     chat: Mapping[str, Any] = {}
-    """The chat format of the data of the loaded model."""
+    """The chat format of the data that the loaded model was trained on."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The point at which a run starts or resumes, once its state is filled."""
+    """The point at which a run starts or resumes, with the values that its checkpoint stores besides the model state."""
 
     progress: Progress
     origin: Origin
     hooks: Mapping[str, Any] = field(default_factory=dict)
     """The states of hooks by name."""
     frozen: str | None = None
-    """The folder that holds the frozen parameters, if a checkpoint refers to one."""
+    """The folder of the frozen parameters, if the loaded checkpoint refers to one."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -52,17 +52,17 @@ class Checkpointer:
         section = run.config.checkpoint
         self.saver = Saver(run.state, scattered=section.scattered, beside=section.asynchronous)
         self.saved = start.progress.step
-        """The step of the newest requested checkpoint of the whole state."""
+        """The step of the newest full checkpoint, which may still be in progress."""
         self._run, self._frozen = run, start.frozen
 
     def save(
         self, progress: Progress, origin: Origin, hooks: Mapping[str, Any], *, full: bool, weights: bool = False
     ) -> None:
-        """Writes the requested checkpoints; `hooks` are the states of hooks by name. Raises `UserError` on all ranks, like
-        `Saver.save`."""
+        """Writes a checkpoint of the whole state (`full`), of the `weights` alone, or both. `hooks` are the states of hooks
+        by name. Raises `UserError` on all ranks, like `Saver.save`."""
         run, step, section = self._run, progress.step, self._run.config.checkpoint
         targets = []
-        # Weights first: a run killed between the two checkpoints would resume after this step and never write its weights.
+        # Weights first: a run killed after a full checkpoint alone would resume after this step and never write its weights.
         if weights:
             every = (section.weights_every or 1) * section.weights_keep
             place = folder.weights_folder(run.folder, step)
@@ -76,8 +76,8 @@ class Checkpointer:
             self.saver.save(*targets)
 
     def _of_frozen(self, progress: Progress, origin: Origin, hooks: Mapping[str, Any]) -> list[Target]:
-        """Returns the checkpoint of frozen parameters that the next full checkpoint refers to, unless it is already
-        written."""
+        """Returns the checkpoint of frozen parameters that the next full checkpoint refers to; returns nothing if its files
+        are complete."""
         run = self._run
         if not run.config.train.freeze:
             return []
@@ -96,7 +96,8 @@ def describe(
     full: bool = False,
     frozen: str | None = None,
 ) -> Description:
-    """Describes a checkpoint of the current state of `run`. A full checkpoint may refer to one of `frozen` parameters."""
+    """Describes a checkpoint of the current state of `run`. `frozen` names the checkpoint of frozen parameters that a full
+    checkpoint refers to."""
     mesh, config, phase, state = run.groups.mesh, run.config, progress.phase, run.state
     pruned = state.pruned
     return Description(
@@ -112,7 +113,7 @@ def describe(
             "updates": state.steps,
             **state.counters,
             "skipped": progress.skipped,
-            "sequences": sequences_after(progress.phases, progress.step),  # also the index of the next one
+            "sequences": sequences_after(progress.phases, progress.step),  # also the index of the next sequence
             **({"phase": phase.name} if phase.name else {}),
             **({"began_with": origin.began_with} if origin.began_with else {}),
             **({"prunings": pruned.events} if config.pruning else {}),
@@ -134,8 +135,8 @@ def describe(
 
 
 def _random_states(device: torch.device) -> dict[str, str]:
-    """Returns the generator states of rank 0. The library draws nothing from them; a user's model code may, alike on all
-    ranks."""
+    """Returns the generator states of rank 0. The library does not draw random numbers from these generators; a user's model
+    code may, in the same way on all ranks."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -143,7 +144,7 @@ def _random_states(device: torch.device) -> dict[str, str]:
 
 
 def restore_random(description: Description, device: torch.device) -> None:
-    """Restores the random generators. Generators of device types that are absent here are ignored."""
+    """Restores the states of the random generators. Ignores the states of device types that this machine lacks."""
     for kind, text in description.random.items():
         state = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
         if kind == "cpu":

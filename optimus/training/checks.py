@@ -1,4 +1,4 @@
-"""Checks before the first step for everything that could fail later."""
+"""Checks, before the first step, everything that could make the run fail later."""
 
 import math
 import os
@@ -39,11 +39,12 @@ from optimus.training.beginning import is_model_folder
 from optimus.training.run import Run
 from optimus.training.step import accumulate_gradients
 
-_BYTES_PER_TOKEN = 8  # more than most tokenizers have, so that the check reads about as much text as validation will
+_BYTES_PER_TOKEN = 8  # more than most tokenizers have, so that the check reads about as much text as validation
 
 
 def check_references(config: RunConfig, resume: bool) -> None:
-    """Raises `UserError` when something is missing that the run needs only later or occasionally."""
+    """Raises `UserError` when the run cannot use a configured tracker (W&B, MLflow), or the checkpoint or model folder that
+    it starts from."""
     check_wandb(config)
     check_mlflow(config)
     if config.lr_schedule.branch_from is not None and not resume:
@@ -72,7 +73,7 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
     """Raises `UserError` when validation text or tasks are missing, or when validation text was prepared with another
     tokenizer.
 
-    Checks this node only: the first rank of the run, which reads text and tasks, is here.
+    Checks the files of this node only, which is the node of rank 0; the other ranks read neither text nor tasks.
     """
     for number, each in enumerate(config.validation):
         if each.text is not None:
@@ -93,7 +94,8 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
 
 
 def _check_text(text: str, key: str, max_bytes: int) -> None:
-    """Raises `UserError` when `text` is missing, is not text, or is unreadable within `max_bytes`.
+    """Raises `UserError` when the file or folder `text` is missing, contains no text, or is unreadable within its first
+    `max_bytes` bytes.
 
     Without the check, bad text would stop the run at its first validation.
     """
@@ -125,8 +127,7 @@ def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
 
 
 def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> None:
-    """Checks that the newest readable checkpoint belongs to this run. The checkpoint's data is verified when it is
-    loaded."""
+    """Checks that the newest readable checkpoint belongs to this run. Loading the checkpoint verifies its tensors later."""
     saved, points = folder / "config.yaml", resume_points(folder)
     broken = []
     for point in points:
@@ -146,7 +147,7 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
         for path in (folder / "checkpoints").glob("[!.]*")
         if not path.name.startswith(("weights-", "frozen-"))
     )
-    if others:  # otherwise the run ended before its first checkpoint
+    if others:  # without these files, the run ended before its first checkpoint
         raise UserError(
             f"{folder / 'checkpoints'} holds no checkpoint step-N to resume, but {', '.join(others)}: give one its name "
             "back, or choose another train.output"
@@ -158,8 +159,8 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
 def check_prunings(config: RunConfig, description: Description, path: Path) -> None:
     """Checks that a run can still prune as configured when it continues from the checkpoint `path`.
 
-    Raises `UserError` when the checkpoint is later than a pruning step that has not happened, or when the weights for
-    `pruning.rewind` are missing.
+    Raises `UserError` when the checkpoint is later than a step at which the run should have pruned but has not. Raises
+    `UserError` when the weights for `pruning.rewind` are missing.
     """
     pruning, step = config.pruning, description.step
     if pruning is None:
@@ -182,8 +183,9 @@ def check_memory(run: ResolvedRun, device: torch.device, *, whole: bool = False)
     """Raises `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
 
     On an accelerator, checks the device memory of the fullest stage, and the host memory of all ranks of the fullest node,
-    including copies for checkpoints. On a CPU, checks both together. Ranks with the last stage also hold the teacher, if
-    any. With `whole`, counts all of the device's memory as free, because asking for the free memory would itself take some.
+    including copies for checkpoints. On a CPU, checks all of these bytes together. Ranks with the last stage also hold the
+    teacher, if any. With `whole`, counts the device's total memory as free, because querying the free memory would itself
+    allocate device memory.
     """
     config, mesh, shared = run.config, run.mesh, device.type == "cpu"
     found, together = at_rest(run, shared=shared), min(mesh.size, mesh.ranks_per_node or mesh.size)
@@ -228,21 +230,23 @@ def _check_room(
 
 
 def dry_run(run: Run) -> str:
-    """Runs forward and backward of one microbatch on synthetic tokens to find out whether a step fits. Returns the report.
+    """Runs forward and backward passes on synthetic tokens to find out whether a microbatch fits into the free memory.
+    Returns a line with the results.
 
-    On a CPU, where running out of memory kills the process without a message, one sequence is measured first. The state is
-    not changed. Raises `UserError` when a microbatch does not fit.
+    First measures the activations of a few sequences; with a pipeline, those of as many microbatches as it has ranks. Then
+    runs a whole microbatch, but not on a CPU, where running out of memory would kill the process without a message. Leaves
+    the state unchanged. Raises `UserError` when a microbatch does not fit.
     """
     micro_batch, context = run.config.train.micro_batch, run.resolved.widest.train.sequence_length
     tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
     free = free_memory(run.device)
     try:
-        if run.config.parallel.pipeline > 1:  # the pipeline processes this many microbatches at once
+        if run.config.parallel.pipeline > 1:  # as many microbatches as the pipeline has in flight at once
             under_way = tokens[:1].expand(run.config.parallel.pipeline * micro_batch, -1)
             one = _saved_bytes(run, under_way) // micro_batch
         else:
             mesh = run.groups.mesh
-            # The smallest number of sequences whose tokens divide over a tensor-parallel grid.
+            # The smallest number of sequences whose tokens the tensor-parallel ranks can divide evenly.
             few = min(micro_batch, mesh.tp // math.gcd(mesh.tp, context // mesh.cp))
             one = _saved_bytes(run, tokens[:few]) // few
     except torch.OutOfMemoryError:
@@ -266,8 +270,7 @@ def dry_run(run: Run) -> str:
 
 
 def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
-    """Returns the bytes that the forward pass on `tokens_BS` saves for the backward pass, without the parameters
-    themselves."""
+    """Returns the bytes that the forward pass on `tokens_BS` saves for the backward pass, without the parameters."""
     kept: dict[int, int] = {}
     state = {chunk.parameter.untyped_storage()._cdata for chunk in run.state.chunks}
 

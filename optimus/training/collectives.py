@@ -1,4 +1,4 @@
-"""The choice of algorithms for the collectives of a run, from measurements that are copied to the run's folder."""
+"""Reads the measurements from which a run chooses the algorithms of its collectives, and copies them to the run's folder."""
 
 from pathlib import Path
 

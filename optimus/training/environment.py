@@ -1,7 +1,7 @@
-"""Records of every start and resume in the run folder: the configuration, the decisions, and the software and hardware (a
-line of `environment.jsonl`).
+"""Records every start and resume in the run folder: the configuration, the decisions, and the software and hardware (a line
+of `environment.jsonl`).
 
-No environment variables are recorded, because they may hold secrets.
+Records no environment variables, because they may hold secrets.
 """
 
 import json
@@ -29,7 +29,7 @@ _GIT_SECONDS = 10.0
 def record_start(run: Run, step: int) -> None:
     """Creates the run folder and saves the configuration, the decisions, and the software and hardware of this start.
 
-    An earlier, different configuration is kept under another name. Called on rank 0, before the first step after `step`.
+    Renames the file of an earlier, different configuration. Rank 0 calls the function before the first step after `step`.
     Raises `UserError` on a full disk.
     """
     path, text = run.folder / "config.yaml", dump_config(run.resolved.record)
@@ -45,7 +45,7 @@ def record_start(run: Run, step: int) -> None:
 
 
 def _record_environment(run: Run, step: int) -> None:
-    """Appends the record of this start, with the host and the devices of this rank."""
+    """Appends the record of this start, with the host and the device of this rank, to `environment.jsonl`."""
     path, mesh, counted = run.folder / "environment.jsonl", run.groups.mesh, count_parameters(run.config.model)
     record = {
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -68,22 +68,23 @@ def _record_environment(run: Run, step: int) -> None:
 
 
 def command_line() -> list[str]:
-    """Returns the command line of this process, or of the launcher if our launcher started this rank."""
+    """Returns the command line of this process, or of its parent if the library's launcher started this rank."""
     process = psutil.Process()
     parent = process.parent() if hasattr(sys.modules["__main__"], "run_as_rank") else None
     return (parent or process).cmdline()
 
 
 def git_commit(folder: Path) -> dict[str, Any] | None:
-    """Returns the `commit` of the checkout that contains `folder`, and `clean`: True if no tracked file differs. None
-    without git."""
+    """Returns the `commit` of the checkout that contains `folder`, and `clean`, which is True if no tracked file differs.
+    Returns None without git."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return None if commit is None else {"commit": commit, "clean": None if changes is None else changes == ""}
 
 
 def _package_commit() -> dict[str, Any] | None:
-    """Returns the commit of this library. None if the library is installed, even inside another project's checkout."""
+    """Returns the commit of this library. Returns None if the library is an installed package, even inside another project's
+    checkout."""
     file = Path(sys.modules["optimus"].__file__ or "")
     return None if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None else git_commit(file.parent)
 

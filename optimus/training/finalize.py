@@ -1,5 +1,5 @@
-"""Concludes a run: writes its event log and its report, and sends a notification. Restarts get the report and a
-notification."""
+"""Concludes a run: writes its event log and its report, and sends a notification. After a restart, only rewrites the report
+and sends a notification."""
 
 import signal
 import sys
@@ -24,9 +24,9 @@ def conclude(
     """Records the end of a run. Returns the `summary` with the `seconds` since `began` (`time.time`) and the path of the
     `report`.
 
-    `failure` is the error that ended the run, if any. Errors of the report and of the notification go to stderr and are not
-    raised: the run's own end matters more. A run that failed before writing anything leaves no files. After a
-    `DamagedError`, the run's folder stays unchanged.
+    `failure` is the error that ended the run, if any. Prints errors of the report and of the notification to stderr instead
+    of raising them, because they must not hide the result of the run. A run that failed before writing anything leaves no
+    files. After a `DamagedError`, the run's folder stays unchanged.
     """
     folder = Path(config.train.output)
     found = {**(summary or {}), "seconds": time.time() - began, "report": None}
@@ -53,7 +53,7 @@ def announce(config: RunConfig, event: str, detail: str) -> None:
 def _report(config: RunConfig, *, ended: bool) -> str | None:
     """Writes the report and returns its path. Returns None if reports are off or writing fails.
 
-    The ended run may still hold the lease of its folder.
+    `ended` tells that the run has ended, even if the lease of its folder has not expired yet.
     """
     folder = Path(config.train.output)
     try:
@@ -73,8 +73,7 @@ def _tell(config: RunConfig, event: str, detail: str, more: Mapping[str, Any]) -
 
 
 def summary_of(config: RunConfig, stopped_by: int) -> dict[str, Any]:
-    """Returns the summary of an ended run. `stopped_by` is the signal that ended the run, perhaps before the last step, or
-    0."""
+    """Returns the summary of an ended run. `stopped_by` is the number of the signal that ended the run, or 0."""
     folder = Path(config.train.output)
     # A run that was stopped before its first step has no metrics.
     records = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []

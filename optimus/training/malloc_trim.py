@@ -1,4 +1,4 @@
-"""Settings of glibc's allocator for freed CPU memory, which PyTorch leaves at their defaults."""
+"""Settings of glibc's allocator for freed CPU memory; PyTorch leaves these settings at their defaults."""
 
 import ctypes
 import sys
@@ -12,11 +12,11 @@ def keep_freed_memory() -> None:
     """Makes glibc keep freed heap memory for the next step; does nothing with other C libraries.
 
     By default glibc returns the end of its heap to the system whenever much of the heap is free, as after a backward pass.
-    The pages are then faulted in and zeroed again in every step. The peak memory of the process stays the same.
+    The kernel then has to map and zero the pages again in every step. The peak memory of the process stays the same.
     """
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # musl has no mallopt
-        library.mallopt(_M_MMAP_THRESHOLD, _LONG)  # setting either value stops glibc from adapting both
+        library.mallopt(_M_MMAP_THRESHOLD, _LONG)  # setting either threshold stops glibc from adapting both
         library.mallopt(_M_TRIM_THRESHOLD, -1)  # never trim

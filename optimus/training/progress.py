@@ -7,18 +7,19 @@ from optimus.config.phases import Phase, phase_at, tokens_after
 
 @dataclass
 class Progress:
-    """The progress of a run, part of every checkpoint. Other changing values are in the state and in the hooks' states."""
+    """The progress of a run, part of every checkpoint. All other values that change from step to step are in the model state
+    and in the hooks' states."""
 
     phases: list[Phase]
-    """The phases of the run; a run without phases has a single one."""
+    """The phases of the run; a run without phases has a single phase."""
     step: int = 0
-    """Completed steps."""
+    """The number of completed steps."""
     skipped: int = 0
-    """Completed steps without an update."""
+    """The number of completed steps without an update."""
 
     @property
     def tokens(self) -> int:
-        """Tokens read by all completed steps."""
+        """The number of tokens that all completed steps have read."""
         return tokens_after(self.phases, self.step)
 
     @property

@@ -1,4 +1,4 @@
-"""Reads a run's configuration before torch is imported, so that mistakes are reported at once.
+"""Reads a run's configuration without importing torch, so that a command reports mistakes at once.
 
 Neither this module nor any of its imports may import torch.
 """
@@ -16,7 +16,7 @@ from optimus.resolve.length import length
 def read_run(
     config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = ()
 ) -> tuple[RunConfig, TrainingData]:
-    """Reads the configuration as given, and the data for the number of steps that the configuration asks for.
+    """Reads the configuration, whose open options stay open, and the data for the configured number of steps.
 
     Raises `UserError` for an invalid configuration, and for data that is missing or does not fit the model.
     """

@@ -13,7 +13,7 @@ from optimus.training.step import StepResult
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step on this rank."""
+    """The seconds of a step on this rank."""
 
     whole: float
     """Total seconds, including the wait for data."""
@@ -35,7 +35,7 @@ class StepRecord:
     values: dict[str, float] = field(default_factory=dict)
     """Values for the run's metrics, by name."""
     expert_load: dict[int, list[float]] = field(default_factory=dict)
-    """Tokens of each expert relative to the mean, by layer; empty in most steps."""
+    """The number of tokens of each expert relative to the mean, by layer; empty in steps without this measurement."""
     samples: list[dict[str, str]] = field(default_factory=list)
     """The `prompt` and its continuation `text` for each of `evaluate.prompts`; empty without validation."""
 
@@ -44,7 +44,7 @@ _STEP = {"step", "tokens", "time", "lr", "grad_norm", "skipped_steps", "phase"}
 _LOSSES = {"loss", "balance_loss", "z_loss", "teacher_divergence", "bits_per_byte"}
 _SPEED = {"tokens_per_second", "step_seconds", "data_seconds", "checkpoint_seconds", "model_flops_utilization"}
 OWN_NAMES = _STEP | _LOSSES | _SPEED
-"""Names of the library's own metrics, followed by their prefixes."""
+"""Names of the library's metrics; `OWN_BEGINNINGS` holds the prefixes of further ones."""
 OWN_BEGINNINGS = ("tokens/", "train_loss/", "loss/", "bits_per_byte/", "tasks/", "time/", "memory/", "experts/")
 
 
@@ -56,8 +56,8 @@ def is_number(value: object) -> bool:
 def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
     """Returns the values that a user's hook added to a record, as Python numbers.
 
-    Raises `UserError` for a value that is not a number, for a name that is not text or is used by the library or another
-    hook, and when the hook changed the record itself.
+    Raises `UserError` for a value that is not a number, and for a name that is not text or that the library or another hook
+    uses. Raises `UserError` when the hook has changed other fields of the record.
     """
     for each in fields(StepRecord):
         if each.name != "values" and getattr(after, each.name) != getattr(before, each.name):
@@ -79,7 +79,7 @@ def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
 
 
 class StepClock:
-    """Times a step, starting at its own construction."""
+    """Times a step from the construction of the clock on."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._began = recorder, time.perf_counter()

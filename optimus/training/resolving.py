@@ -1,4 +1,4 @@
-"""Resolves a run on this machine, from facts of the hardware and from files read at the start."""
+"""Resolves a run on this machine, from facts about the hardware and from the files that the run loads."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,8 +36,9 @@ def resolve_here(
 ) -> ResolvedRun:
     """Resolves `config` on this machine, for `sequences` sequences of data.
 
-    With `Groups`, all ranks must call and get the same result. With a `Mesh`, no other rank takes part and nothing is timed.
-    A process that only starts ranks sets `touches` to False and uses no accelerator. Raises `UserError` like `resolve`.
+    With `Groups`, all ranks must call and get the same result. With a `Mesh`, this process resolves the run alone and times
+    nothing. A process that only starts ranks sets `touches` to False, so that the function does not use an accelerator.
+    Raises `UserError` like `resolve`.
     """
     world = where.world if isinstance(where, Groups) else None
     mesh = where.mesh if isinstance(where, Groups) else where

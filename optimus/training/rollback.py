@@ -1,4 +1,4 @@
-"""Ends a run for a restart: without the faulty node, or from earlier weights if no node is at fault."""
+"""Ends a run for a restart: without the faulty node or, if no node is at fault, from earlier weights."""
 
 from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.checkpoint.rollback import rollback
@@ -11,14 +11,15 @@ from optimus.training.trainer import Trainer
 def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
     """Returns the exception that ends this rank when this or another node is at fault. All ranks must call and then end.
 
-    The checkpoint in progress is completed first, while all ranks are still alive.
+    Completes the checkpoint in progress first, while all ranks are still alive.
     """
     also = trainer.checkpointer.saver.complete()
     return EndedError(Exit.BAD_NODE if at_fault else Exit.LOST, f"step {trainer.progress.step}: {detail}{also}")
 
 
 def go_back(trainer: Trainer, detail: str) -> int:
-    """Prepares a restart from earlier saved weights, each time further back. All ranks must call and then end.
+    """Prepares a restart from saved weights of an earlier step; each rollback of a run goes further back. All ranks must
+    call and then end.
 
     `detail` is the reason. Returns the step of the weights. Raises `UserError` on all ranks when no earlier weights are
     saved, or after `resilience.max_rollbacks` rollbacks.

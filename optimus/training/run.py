@@ -33,13 +33,13 @@ class Run:
     state: ModelState
     data: TrainingData
     targets: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of elements of the pruned parameters of the model."""
+    """The number of elements of each parameter that the run prunes, by name."""
     notes: Sequence[str] = ()
     """Lines that the user should read before the first step."""
 
     @property
     def config(self) -> RunConfig:
-        """The resolved configuration: no field is left to be decided."""
+        """The resolved configuration, in which no option is open."""
         return self.resolved.config
 
     @property
@@ -75,7 +75,7 @@ class Run:
 def _host_batch(batch: TokenBatch, on_device: bool) -> Batch:
     """Converts the arrays of a batch to tensors, pinned if `on_device` for asynchronous copies.
 
-    Document boundaries stay as they are: they are read on the host.
+    Does not pin the document boundaries, because only the host reads them.
     """
     tokens_BS, mask_BS, document_BS, source_B = (None if each is None else torch.from_numpy(each) for each in batch)
     if on_device:
@@ -87,7 +87,7 @@ def _host_batch(batch: TokenBatch, on_device: bool) -> Batch:
 
 
 def read_together(read: Callable[[], T], world: Group) -> T:
-    """Returns the result of `read` on this rank; a `UserError` on any rank is raised on all ranks."""
+    """Returns the result of `read` on this rank. Raises a `UserError` on all ranks if `read` raises one on any rank."""
     try:
         found, failure = [read()], None
     except UserError as error:

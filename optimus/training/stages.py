@@ -29,7 +29,7 @@ def stages_of(
 ) -> PipelineStages:
     """Builds the stages of this rank and the function that executes them.
 
-    All ranks must call, because links between stages are connected.
+    All ranks must call, because the function connects the links between stages.
     """
     parallel, mesh = config.parallel, groups.mesh
     streams = groups.streams(2 * parallel.stages, "pp")
@@ -63,8 +63,8 @@ def stages_of(
 
 
 def simulated(measured: Timeline, config: RunConfig) -> Timeline:
-    """Returns the timeline of the computations in `measured`, in their order and with their durations, if messages took no
-    time."""
+    """Returns the timeline that the computations in `measured` would have if messages took no time, in the measured order
+    and with the measured durations."""
     orders = [[Action(each.kind, each.stage, each.microbatch) for each in events] for events in measured.computations]
     seconds = {
         Action(each.kind, each.stage, each.microbatch): each.end - each.start

@@ -1,4 +1,5 @@
-"""Starts a run, with its state filled: at the first step, at the end of a trunk, or where the run stopped."""
+"""Fills the state of a run at its starting point: the first step, a checkpoint of another run (`lr_schedule.branch_from`),
+or the run's newest checkpoint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ _DECIDING = (
     "lr_schedule",
     "moe",
     "pruning",
-)  # sections that determine the numbers of a run
+)  # sections that determine the numerical results of a run
 
 
 def start_run(run: Run, resume: bool) -> Start:
@@ -116,7 +117,7 @@ def _numbers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _begin(run: Run, resume: bool) -> Start:
-    """Begins at step 0, or at the end of the trunk named by `lr_schedule.branch_from`."""
+    """Begins at step 0, or at the step of the checkpoint named by `lr_schedule.branch_from`."""
     config, world = run.config, run.groups.world
     notes = [f"nothing to resume in {run.folder}: starting at step 0"] if resume else []
     if (branch := config.lr_schedule.branch_from) is not None:

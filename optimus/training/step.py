@@ -19,28 +19,28 @@ from optimus.step_context import region
 
 DATA = ("dp", "cp")  # mesh axes that divide the tokens of a global batch
 # The largest clipped gradient norm whose square is finite in fp32. Second moments are means of squared gradients: an
-# infinite one would stay infinite, and its parameter would never change again.
+# infinite second moment would stay infinite, and its parameter would never change again.
 LARGEST_NORM = 0.999 * math.sqrt(torch.finfo(torch.float32).max)
-_HUGE_NORM = 1e6  # of clipped gradients: above this norm, large second moments keep later updates small for many steps
+_HUGE_NORM = 1e6  # above this norm of clipped gradients, large second moments keep later updates small for many steps
 
 
 class StepResult(NamedTuple):
     """The result of a step on the global batch.
 
-    `skipped`: no update was applied, because the gradients were not finite, their squares overflowed fp32, or the loss was
-    above its limit.
+    `skipped` is True if the step applied no update because the gradients were not finite, their squares overflowed fp32, or
+    the loss was above its limit.
     """
 
-    loss: float  # nats per predicted token; 0 if no token is predicted
+    loss: float  # nats per predicted token; 0 without predicted tokens
     balance_loss: float
     z_loss: float
     grad_norm: float
     lr: float
     skipped: bool
-    divergence: float = 0.0  # from the teacher: nats per predicted token, times the squared temperature
+    divergence: float = 0.0  # divergence from the teacher: nats per predicted token, times the squared temperature
     clipped_norm: float = 0.0  # gradient norm after clipping
-    predicted: int = 0  # tokens
-    source_losses: Sequence[float | None] = ()  # `loss` by source; None without predicted tokens
+    predicted: int = 0  # number of predicted tokens
+    source_losses: Sequence[float | None] = ()  # `loss` by source; None for a source without predicted tokens
 
     @property
     def unfit(self) -> bool:
@@ -70,12 +70,12 @@ def training_step(
     """
     state.begin_step()
     routers = [module for module in model.modules() if isinstance(module, Router)] if config.model.router_bias else []
-    move_biases(routers, 0, state.team.all_reduce)  # drops counts of validation and other passes
+    move_biases(routers, 0, state.team.all_reduce)  # clears the counts of validation and other passes
     watch = state.groups.watch
     watch.begin()
     with watch.on(), region(lambda: "forward and backward passes"):
         losses, predicted = accumulate_gradients(model, state, batch, config, sources)
-        # Sums over all ranks, including replicas with equal losses: each rank decides from the bitwise equal sum.
+        # Sums over all ranks, although replicas have equal losses: all ranks then decide from a bitwise equal sum.
         summing = state.groups.world.all_reduce_async(losses)
         norm = state.reduce_gradients()
     summing.wait()
@@ -106,9 +106,9 @@ def accumulate_gradients(
 
     The losses are zero except on the ranks of the last stage.
 
-    The gradients belong to this rank's share of the losses of the global batch: their sum over the ranks is the whole
-    gradient. The cross-entropy is a mean over the predicted tokens of the global batch, however the microbatches divide the
-    tokens. The router's losses are means over the microbatches.
+    The gradients are those of this rank's share of the global batch's loss; their sum over the ranks is the gradient of the
+    whole loss. The cross-entropy is a mean over the predicted tokens of the global batch, regardless of how the microbatches
+    divide the tokens. The router's losses are means over the microbatches.
     """
     batch = Batch.of(given)
     microbatches = batch.split(config.train.micro_batch)
@@ -124,8 +124,8 @@ def accumulate_gradients(
 def predicted_tokens(batch: Batch, data: Group) -> int:
     """Returns the number of predicted tokens of the global batch; every rank of `data` has the same number of sequences.
 
-    Without a mask and documents the shape gives the number. Otherwise all ranks must call, because the counts are
-    all-reduced.
+    Without a mask and documents, the shape of the batch determines the number. Otherwise all ranks must call, because the
+    counts are all-reduced.
     """
     count = batch.predicted()
     if batch.counted_by_shape or data.size == 1:
@@ -139,22 +139,22 @@ class _Objective:
     """Computes the contribution of each of this rank's `microbatches` to the losses of the global batch with `predicted`
     predicted tokens.
 
-    Called with the losses of a microbatch, whose cross-entropies are divided by `count`. Returns the value to minimise,
-    `scale` times the objective, and the unscaled losses [4]. Adds sums of cross-entropies and numbers of targets to
-    `sources_K2`.
+    The object is called with the losses of a microbatch, whose sum of cross-entropies the caller has divided by `count`. The
+    call returns the value to minimise, which is `scale` times the objective, and the unscaled losses [4]. `add_rows` adds
+    sums of cross-entropies and numbers of targets to `sources_K2`.
     """
 
     def __init__(
         self, config: RunConfig, state: ModelState, microbatches: int, predicted: int, sources_K2: Tensor
     ) -> None:
         self.sources_K2, self.add_rows = sources_K2, self._add_rows if len(sources_K2) else None
-        parts = microbatches * state.groups.along(*DATA).size  # the global losses are means over these
+        parts = microbatches * state.groups.along(*DATA).size  # number of microbatches on all ranks
         self.count, self.scale = max(1, predicted) / parts, 1 / parts
         self._config, self._data = config, state.groups.along("dp")
         self._global = config.moe.balance_scope == "global" and config.model.experts is not None
         self._choices_E: Tensor | None = None
-        # The gradient of the first microbatch depends on the router's choices in the last one. A single microbatch needs no
-        # pass beforehand.
+        # The gradient of every microbatch depends on the routers' choices in all microbatches, which an extra forward pass
+        # counts beforehand. A single microbatch needs no extra pass.
         self.counts_beforehand = self._global and microbatches > 1
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
@@ -164,27 +164,27 @@ class _Objective:
         return objective(parts, self._config) * self.scale, parts.detach()
 
     def _add_rows(self, batch: Batch, target_T: Tensor, rows_T: Tensor) -> None:
-        """Adds the cross-entropies of a microbatch to those of its sources."""
+        """Adds the cross-entropies and the number of targets of a microbatch's tokens to the sums of their sources."""
         assert batch.source_B is not None
         source_T = batch.source_B.repeat_interleave(len(rows_T) // len(batch.source_B))
         self.sources_K2.index_add_(0, source_T, torch.stack([rows_T, (target_T >= 0).float()], 1))
 
     def count_choices(self, counted: Sequence[RouterStats | None]) -> None:
-        """Counts how often each expert is chosen per token of the global batch, over the microbatches of all data-parallel
-        ranks."""
+        """Computes how often the routers choose each expert per token of the global batch, over the microbatches of all
+        data-parallel ranks."""
         routers = [router for router in counted if router is not None]
         if not routers:  # the routers are on the ranks of another stage
             return
         counts_E = torch.stack([router.counts_E for router in routers]).sum(0)
-        self._data.all_reduce(counts_E)  # the ranks that share a microbatch have added their counts already
+        self._data.all_reduce(counts_E)  # the ranks that share a microbatch have summed their counts already
         self._choices_E = counts_E / (sum(router.tokens for router in routers) * self._data.size)
 
 
 def terms(losses: Losses, choices_E: Tensor | None = None) -> Tensor:
-    """Returns the losses [4] of a microbatch: cross-entropy, balance loss, z-loss and divergence from a teacher (0 without
-    one).
+    """Returns the losses [4] of a microbatch: cross-entropy, balance loss, z-loss and divergence from a teacher (0 without a
+    teacher).
 
-    The balance loss uses `choices_E`, the choices per token of the global batch, if given.
+    The balance loss uses `choices_E`, the choices of each expert per token of the global batch, if they are not None.
     """
     balance = losses.balance if losses.router is None else losses.router.balance_loss(choices_E)
     divergence = torch.zeros_like(losses.cross_entropy) if losses.divergence is None else losses.divergence

@@ -16,8 +16,8 @@ _MOST_EPOCHS = 4  # more repetitions of the same data help less and less (Muenni
 def summarise(run: ResolvedRun, instances: int) -> dict[str, Any]:
     """Returns numbers that describe a run with `instances` sequences of data.
 
-    `tokens` and `epochs` count the data read up to `last_step`; `microbatches` are those of a step on each data-parallel
-    rank.
+    `tokens` and `epochs` count the data read up to `last_step`; `microbatches` is the number of microbatches of a step on
+    each data-parallel rank.
     """
     config, mesh, phases = run.config, run.mesh, run.phases
     train, counted = config.train, count_parameters(config.model)
@@ -67,7 +67,7 @@ def summary_lines(about: Mapping[str, Any]) -> list[str]:
 
 
 def phase_line(phase: Phase) -> str:
-    """Describes a phase in words."""
+    """Describes a phase in a line for the user."""
     train = phase.config.train
     return (
         f"{phase.name}: steps {phase.first + 1:,} to {phase.last:,}, {train.global_batch:,} sequences of "
@@ -76,10 +76,10 @@ def phase_line(phase: Phase) -> str:
 
 
 def warnings(config: RunConfig, instances: int) -> list[str]:
-    """Returns warnings about settings that are possible but probably unintended, each with the keys to change."""
+    """Returns warnings about settings that are valid but probably unintended; each warning names the keys to change."""
     train, peak = config.train, config.lr_schedule.lr
     steps, warmup, found = train.total_steps, config.warmup_steps, []
-    mixed = config.phases or config.data.sources  # the configuration itself says how often they are read
+    mixed = config.phases or config.data.sources  # the configuration states how often the run reads each source
     epochs = 0.0 if mixed else (train.stop_at or steps) * train.global_batch / instances
     if epochs > _MOST_EPOCHS:
         found.append(

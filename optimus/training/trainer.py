@@ -1,8 +1,8 @@
 """The trainer: runs the steps of a run and calls hooks around them.
 
-`step.py` computes a step. All other work is done by hooks: the built-in ones (`hooks/`, one per file) and those of users.
-Ranks that are out of step can no longer agree on anything. A collective that fails, in the step or in a hook, therefore ends
-the training at once: hooks close their resources, and nothing else is called.
+`step.py` computes a step. Hooks do everything else: the built-in hooks (`hooks/`, one per file) and those of users. After a
+failed collective, in the step or in a hook, the ranks can no longer agree on anything. The training therefore ends at once:
+the trainer only lets the hooks close their resources (`after_training`).
 """
 
 import math
@@ -29,12 +29,12 @@ from optimus.training.step import training_step
 
 
 class Order(IntEnum):
-    """The place of a hook in the calling order."""
+    """The position of a hook in the calling order."""
 
     FIRST = 0
     """Checks that no other run has taken the folder over, and rehearses faults."""
     WATCH = 1
-    """Ends this rank if a node is at fault, before work is done that would be lost."""
+    """Ends this rank if a node is at fault, before other hooks measure or save anything."""
     SIGNALS = 2
     CHANGE = 3
     """Changes the model before its measurement and its checkpoint."""
@@ -42,18 +42,19 @@ class Order(IntEnum):
     JUDGE = 5
     """Judges the measurements."""
     RECORD = 6
-    """Records the measurements of all earlier hooks. No checkpoint may be newer than the records."""
+    """Records the measurements of all earlier hooks. This order precedes SAVE, so that no checkpoint is newer than the
+    records."""
     SAVE = 7
-    """Saves checkpoints. Before this order, the ranks agree whether the run ends here: its last checkpoint depends on the
-    answer."""
+    """Saves checkpoints. Before calling hooks of this order, the ranks agree on whether the run ends, because the last step
+    saves a checkpoint."""
     LAST = 8
-    """Ends the run once its checkpoint is written."""
+    """Ends the run after its checkpoint."""
 
 
 class Hook:
     """A hook that does nothing; subclasses override the methods they need.
 
-    Among hooks of the same order, those of users are called last.
+    Among hooks of the same order, the trainer calls those of users last.
     """
 
     order: Order = Order.MEASURE
@@ -65,10 +66,10 @@ class Hook:
         """Called before the first step of this process."""
 
     def before_step(self, trainer: "Trainer") -> None:
-        """Called before a step, after its data is read."""
+        """Called before a step, after the trainer has read its data."""
 
     def loss_limit(self, trainer: "Trainer") -> float:
-        """Returns the loss above which the update of the next step is skipped; the same on all ranks.
+        """Returns the loss above which the trainer skips the update of the next step. All ranks must return the same loss.
 
         The trainer applies the lowest limit of all hooks.
         """
@@ -105,7 +106,8 @@ class Ending(NamedTuple):
 
 
 class Trainer:
-    """Trains `run` on this rank from `start` on. Only `progress` and the values of model and state change."""
+    """Trains `run` on this rank from `start` on. Training changes `progress` and the values of the model and its state; the
+    rest of the run is constant."""
 
     def __init__(self, run: Run, start: Start, hooks: Sequence[Hook]) -> None:
         self.run, self.progress, self.origin = run, start.progress, start.origin
@@ -114,8 +116,8 @@ class Trainer:
         self.display: ProgressBar | None = None
         """The progress bar; set on the first rank during training."""
         self.ending: Ending | None = None
-        """The reason of an early end; the same on all ranks."""
-        self._wish: Ending | None = None  # the reason that this rank asks for
+        """The reason why the run ends early, or None; the same on all ranks."""
+        self._wish: Ending | None = None  # this rank's request to end the run
         self._unsaid = [*run.notes, *start.notes]
         self._load(start.hooks)
 
@@ -123,7 +125,7 @@ class Trainer:
 
     @property
     def config(self) -> RunConfig:
-        """The resolved configuration: no field is left to be decided."""
+        """The resolved configuration, in which no option is open."""
         return self.run.config
 
     @property
@@ -154,16 +156,17 @@ class Trainer:
     # ---- Calls for hooks ----
 
     def say(self, line: str) -> None:
-        """Shows a line to the user; lines of other ranks than the first are dropped."""
+        """Shows a line to the user on the first rank; drops the line on other ranks."""
         if self.display is not None:
             self.display.print(line)
         elif self.groups.rank == 0:
             self._unsaid.append(line)
 
     def stop(self, why: str = "", *, signal: int = 0, error: UserError | None = None) -> None:
-        """Ends the run on all ranks after this step and its checkpoint, whichever rank calls.
+        """Ends the run on all ranks after this step and its checkpoint, even if only one rank calls.
 
-        With an `error` the run fails. A hook called after the checkpoint hooks ends the run after the next step.
+        With an `error` the run fails. If a hook calls `stop` after the checkpoints of a step, the run ends after the next
+        step.
         """
         if self._wish is None or (error is not None and self._wish.error is None):
             self._wish = Ending(signal, error, why)
@@ -178,7 +181,7 @@ class Trainer:
         """Trains to the last step of the run, or until any rank ends the run early. Returns the reason of the end, the same
         on all ranks.
 
-        Hooks are called in their order. `after_training` is called in reverse order, also after an error.
+        Calls the hooks in their order, and `after_training` in reverse order, also after an error.
 
         Raises the `UserError` of bad data, of non-finite numbers or of a hook, after the hooks have saved the last good
         state. Raises `CollectiveError`, which names the step, when another rank is lost.
@@ -186,7 +189,7 @@ class Trainer:
         try:
             self._train()
         except BaseException:
-            if self._wish is not None and self._wish.error is not None:  # a hook asked for it in `after_training`
+            if self._wish is not None and self._wish.error is not None:  # a hook has called `stop` in `after_training`
                 say_at_once(f"error: {self._wish.error}")
             raise
         with naming_collectives("after the training"):
@@ -248,8 +251,8 @@ class Trainer:
         return StepRecord(step, result, clock.times())
 
     def _next_batch(self, loader: TokenLoader[Batch]) -> Batch | None:
-        """Returns the next batch on the run's device. If any rank cannot read its part, all ranks fail and None is
-        returned."""
+        """Returns the next batch on the run's device. If any rank cannot read its part, all ranks end the run as failed and
+        return None."""
         device, reports = self.run.device, (self.progress.step + 1) % self.config.observe.log_every == 0
 
         def read() -> Batch:
@@ -270,7 +273,7 @@ class Trainer:
             return None
 
     def _agree_on_ending(self) -> None:
-        """Sets the ending on all ranks if any rank asks for one."""
+        """Sets the ending on all ranks if any rank has requested one with `stop`."""
         if not self.groups.world.any(self._wish is not None):
             return
         own, self._wish = self._wish, None

@@ -5,7 +5,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Checkpoints(Hook):
-    """Saves checkpoints at configured intervals, at the end, and after an error; all ranks take part."""
+    """Saves checkpoints at configured intervals, at the end, and after an error. Runs on all ranks."""
 
     order = Order.SAVE
 

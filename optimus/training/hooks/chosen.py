@@ -1,4 +1,4 @@
-"""The hooks of a run."""
+"""Selects the library's hooks for a run."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ from optimus.training.trainer import Hook
 
 
 def hooks_of(run: Run, node: str | None = None, holder: str | None = None) -> list[Hook]:
-    """Returns the library's own hooks for this rank, as `run` is configured. See `run_rank` for `node` and `holder`."""
+    """Returns the library's hooks that `run` needs on this rank. See `run_rank` for `node` and `holder`."""
     config = run.config
     run.groups.watch.enabled = node is not None  # only SoftFailures needs the watch
     chosen: Sequence[tuple[bool, type[Hook], tuple[object, ...]]] = [

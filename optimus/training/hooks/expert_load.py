@@ -12,7 +12,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class ExpertLoad(Hook):
-    """Measures the tokens of each expert in a step over all ranks, relative to the mean of its layer; on all ranks."""
+    """Measures the tokens of each expert in a step over all ranks, relative to the mean of its layer. Runs on all ranks."""
 
     order = Order.MEASURE
 

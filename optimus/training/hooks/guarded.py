@@ -1,4 +1,4 @@
-"""Guarded calls of users' hooks: a hook that fails ends the run with one message that names the hook."""
+"""Guarded calls of users' hooks: if a hook fails, the run ends with one message that names the hook."""
 
 import json
 import math
@@ -22,8 +22,8 @@ T = TypeVar("T")
 class GuardedHook(Hook):
     """Calls a user's hook.
 
-    A hook that raises ends the run on all ranks with one message, after the last checkpoint is written, and is not called
-    again.
+    If the hook raises an error, the run writes a last checkpoint and ends on all ranks with one message. The guard does not
+    call the hook again.
     """
 
     def __init__(self, hook: Hook, name: str) -> None:
@@ -44,7 +44,7 @@ class GuardedHook(Hook):
         self._call(trainer, "before_step", lambda: self._hook.before_step(trainer), None)
 
     def loss_limit(self, trainer: Trainer) -> float:
-        """Returns the lowest limit of all ranks: if only some ranks skipped an update, the ranks would diverge."""
+        """Returns the lowest limit of all ranks, so that all ranks skip the same updates and their parameters stay equal."""
         usual = super().loss_limit(trainer)
         if type(self._hook).loss_limit is Hook.loss_limit:
             return usual
@@ -96,7 +96,7 @@ class GuardedHook(Hook):
             if together and self.ranks == "together":
                 self._all_back(trainer)
         except CollectiveError as error:
-            if self._failure is not None:  # the other ranks wait for this one in a collective of the hook
+            if self._failure is not None:  # the other ranks wait for this rank in a collective of the hook
                 raise EndedError(Exit.USER, f"{self._failure}; the other ranks waited for it") from error
             raise CollectiveError(
                 f"hook {self.name}, {event}: {error}: what calls collectives must do so on all ranks alike"
@@ -122,18 +122,18 @@ class GuardedHook(Hook):
             return otherwise
 
     def _all_back(self, trainer: Trainer) -> None:
-        """Waits until all ranks are back: a rank still in a collective of the hook must not meet another one of the
-        library."""
+        """Waits until all ranks have returned from the hook, so that a collective of the hook on one rank cannot pair with a
+        collective of the library on another."""
         if self._roll_call is None:
             seconds = trainer.config.resilience.timeout
             self._roll_call = RollCall(self.name, trainer.groups.world.size, seconds)
-        # A failed rank reports before the ranks that wait for it in a collective give up.
+        # A failed rank waits half as long, so that it reports its error before the other ranks time out.
         self._roll_call(1.0 if self._failure is None else 0.5)
 
 
 @contextmanager
 def _left_as_it_is(trainer: Trainer) -> Iterator[None]:
-    """Restores what a hook must not change, and raises `UserError` for a change."""
+    """Restores the progress and the working folder after a hook; raises `UserError` if the hook has changed them."""
     progress, place = trainer.progress, _working_folder()
     before = replace(progress)
     try:
@@ -170,9 +170,9 @@ def _limit(given: Any) -> float:
 
 
 def said(error: BaseException) -> str:
-    """Formats an exception of a user's code for one of our messages."""
+    """Formats an exception of a user's code for a message of the library."""
     try:
-        text = str(error).replace("`", "'")  # our own messages put arguments between backquotes
+        text = str(error).replace("`", "'")  # messages of the library put arguments in backticks
     except Exception:
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

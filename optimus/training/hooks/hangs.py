@@ -11,7 +11,7 @@ from optimus.resilience.hangs import Verdict, Watchdog, clear, meeting_place
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_TURN = 3.0  # seconds that a rank at fault has to end before the others
+_TURN = 3.0  # seconds that the other ranks wait, so that a rank at fault ends first
 
 
 class Hangs(Hook):
@@ -36,13 +36,13 @@ class Hangs(Hook):
     def after_training(self, trainer: Trainer) -> None:
         self._dog.stop()
         if self._rank == 0:
-            clear(trainer.folder)  # verdicts of hung ranks that have been replaced
+            clear(trainer.folder)  # deletes verdicts on hung ranks, which a restart has replaced
 
     def _end(self, verdict: Verdict) -> None:
         """Ends this rank from the watchdog's thread, as the main thread is stuck; the launcher reads the exit code.
 
-        First one of the other ranks records the culprit, then the culprit ends, and the others end last. Once a rank has
-        ended, the collectives of the others fail, and their launchers end the other ranks of their nodes.
+        First, one of the other ranks records the culprit; then the culprit ends; the others end last. Once a rank has ended,
+        collectives fail on the other ranks, and the launchers end all ranks of their nodes.
         """
         told = self._folder / "told"
         culprits = {self._names[rank] for rank in verdict.culprits}

@@ -1,11 +1,12 @@
-"""A hook that reports gradients with a lasting effect."""
+"""A hook that reports extremely large gradients."""
 
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
 
 class HugeGradients(Hook):
-    """Reports gradients so large that their effect on second moments lasts, or too large to be applied; on rank 0."""
+    """Reports gradients that are too large for an update, or so large that they affect second moments for many steps. Runs
+    on rank 0."""
 
     order = Order.RECORD
     ranks = "first"

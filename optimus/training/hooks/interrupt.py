@@ -12,7 +12,8 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Interrupt(Hook):
-    """Lets the step finish on Ctrl-C, on a termination signal or when the terminal is gone; then the run saves and ends."""
+    """Lets the step finish on Ctrl-C, on a termination signal or when the terminal closes; then the run saves a checkpoint
+    and ends."""
 
     order = Order.SIGNALS
 

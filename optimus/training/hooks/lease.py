@@ -8,7 +8,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class LeaseCheck(Hook):
-    """Ends the run without further writes if another run has taken its folder over; on rank 0, before other hooks."""
+    """Ends the run without further writes if another run has taken its folder over. Runs on rank 0, before other hooks."""
 
     order = Order.FIRST
     ranks = "first"

@@ -13,14 +13,14 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Metrics(Hook):
-    """Writes a record of every step to the run's metrics and shows the progress, on rank 0 alone."""
+    """Writes a record of every step to the run's metrics and shows the progress. Runs on rank 0 only."""
 
     order = Order.RECORD
     ranks = "first"
 
     def before_training(self, trainer: Trainer) -> None:
         self._writer = MetricsWriter(trainer.folder, trainer.config, trainer.progress.step)
-        self._saved = 0.0  # seconds that the run had waited for checkpoints by the last record
+        self._saved = 0.0  # total seconds of waiting for checkpoints at the last record
         self._peak = peak_flops(trainer.run.device)
         self._memory: int | None = None  # bytes that this rank used at the last measurement
 
@@ -77,8 +77,8 @@ class Metrics(Hook):
 
 
 def _by_source(trainer: Trainer, record: StepRecord) -> dict[str, float]:
-    """Returns the tokens read from each source so far and the loss of each source in this step, if there are several
-    sources. With phases, returns the phase too."""
+    """Returns, if there are several sources, the number of tokens read from each source so far and the loss of each source
+    in this step. With phases, also returns the phase."""
     tokens = trainer.run.data.tokens_by_source(trainer.progress.step)
     phase = {"phase": trainer.progress.phase.number} if trainer.progress.phase.name else {}
     read = {f"tokens/{name}": count for name, count in tokens.items() if len(tokens) > 1}

@@ -1,4 +1,4 @@
-"""A hook that ends a run whose updates keep being skipped."""
+"""A hook that ends a run after many skipped updates."""
 
 from optimus.errors import UserError
 from optimus.training.record import StepRecord
@@ -6,7 +6,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class NonFinite(Hook):
-    """Ends the run after too many consecutive steps with gradients that are non-finite or too large to be applied."""
+    """Ends the run after too many consecutive steps whose gradients are non-finite or too large for an update."""
 
     order = Order.LAST
 

@@ -1,7 +1,7 @@
 """A hook that detects more threads than free cores.
 
-Threads that compute together wait in every matrix product for the one that was preempted, so that a step takes many times as
-long although nothing fails.
+The threads of a matmul wait for each other, so that one preempted thread delays all of them. A step then takes many times as
+long, although nothing fails.
 """
 
 import os
@@ -16,17 +16,17 @@ from optimus.resolve.ranks import ranks_sharing_memory
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-WINDOW = 10  # steps per window; the median step time of a window counts
+WINDOW = 10  # steps per window; the hook compares the median step times of windows
 FACTOR = 3.0  # a window this many times slower than the run's fastest is slow
 _CROWDED = 1.25  # runnable threads per core
-_STARVED = 0.5  # the minimum share of CPU time for threads that always compute
-_AGAIN = 1.5  # a window less than this many times slower than the fastest: the run has recovered
+_STARVED = 0.5  # minimum CPU time of a thread, relative to the wall-clock time
+_AGAIN = 1.5  # the run has recovered once a window is at most this many times slower than the fastest
 
 
 def threads_wanted() -> float:
     """Returns the number of threads of all processes that run or wait for a core.
 
-    The number is the current one or, where the system does not provide it, the average of the last minute.
+    Where the system does not provide the current number, returns the average of the last minute.
     """
     try:
         return float(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].split("/")[0])
@@ -35,9 +35,10 @@ def threads_wanted() -> float:
 
 
 class Oversubscription(Hook):
-    """Warns when steps on a CPU are far slower than the run's fastest, or when threads get less than half of their cores.
+    """Warns when steps on a CPU are far slower than the run's fastest, or when threads get less than half of the CPU time
+    that they need.
 
-    The warning also requires more runnable threads than cores, and is not repeated until the run has recovered. On rank 0.
+    Warns only if there are more runnable threads than cores, and not again until the run has recovered. Runs on rank 0.
     """
 
     order = Order.MEASURE
@@ -50,7 +51,7 @@ class Oversubscription(Hook):
         self._said = False
 
     def before_training(self, trainer: Trainer) -> None:
-        self._spent = time.process_time()  # CPU time of all threads
+        self._spent = time.process_time()  # CPU seconds of all threads of this process
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         spent = time.process_time()

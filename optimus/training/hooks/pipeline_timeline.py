@@ -10,7 +10,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class PipelineTimeline(Hook):
-    """Writes when each rank of the first pipeline computed what in one step."""
+    """Writes the start and end of every computation of one step on the ranks of the first pipeline."""
 
     order = Order.MEASURE
 

@@ -14,7 +14,7 @@ _DRAWS = 5  # consecutive mask distances that must be small (You et al., section
 
 
 class Pruning(Hook):
-    """Prunes parameters after configured steps; on all ranks, before checkpoints are written."""
+    """Prunes parameters after configured steps, before the checkpoint hook. Runs on all ranks."""
 
     order = Order.CHANGE
 

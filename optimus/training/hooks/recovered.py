@@ -8,7 +8,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Recovered(Hook):
-    """Records in the event log, after the first step, that the run has recovered from a failure; on rank 0."""
+    """Records in the event log, after the first step, that the run has recovered from a failure. Runs on rank 0."""
 
     order = Order.RECORD
     ranks = "first"
@@ -19,7 +19,7 @@ class Recovered(Hook):
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         if self._failures:
-            first = self._failures[0]  # the failure was noticed `seconds` after it happened
+            first = self._failures[0]  # the event's time is `seconds` after the failure
             seconds = time.time() - first["time"] + (first["seconds"] or 0.0)
             what = "; ".join(failure["detail"] for failure in self._failures)
             self._events.write("recovered", step=trainer.progress.step, seconds=seconds, detail=what)

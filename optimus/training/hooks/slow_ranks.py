@@ -9,20 +9,20 @@ from optimus.training.record import StepRecord
 from optimus.training.rollback import ended_by
 from optimus.training.trainer import Hook, Order, Trainer
 
-WINDOW = 10  # steps per window; the median of a rank's own times ignores occasional other work of its node
-OFTEN = 3  # consecutive windows after which a slow rank is reported
+WINDOW = 10  # steps per window; the median over a window ignores occasional disturbances by other programs
+OFTEN = 3  # the hook reports a rank that is slow in this many consecutive windows
 
 
 class SlowRanks(Hook):
-    """Reports ranks whose own part of a step takes persistently longer than that of their peers."""
+    """Reports ranks whose step time, without waiting for other ranks, is persistently longer than that of their peers."""
 
     order = Order.WATCH
 
     def __init__(self, node: str | None = None) -> None:
         self._node = node
-        self._in_a_row = Counter[int]()  # windows in which a rank was slow
-        self._steps: list[float] = []  # seconds of this rank's own work in each step of the window
-        self._usual: dict[int, float] = {}  # lowest relation to the median so far, for ranks without peers
+        self._in_a_row = Counter[int]()  # number of consecutive windows in which a rank was slow
+        self._steps: list[float] = []  # seconds of each step of the window, without waiting for other ranks
+        self._usual: dict[int, float] = {}  # lowest ratio so far to the median of all ranks, for ranks without peers
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         self._steps.append(record.times.whole - record.times.waited)
@@ -31,7 +31,7 @@ class SlowRanks(Hook):
         told = trainer.groups.world.all_gather_object((statistics.median(self._steps), self._node))
         self._steps.clear()
         seconds = {rank: own for rank, (own, _) in enumerate(told)}
-        peers = list(trainer.groups.mesh.groups(("dp", "cp", "tp")))  # the ranks of one stage compute alike
+        peers = list(trainer.groups.mesh.groups(("dp", "cp", "tp")))  # the ranks of one stage compute equally much
         found = find_slow(seconds, peers, trainer.config.resilience.slow, self._usual)
         for rank, relation in alone(seconds, peers).items():
             self._usual[rank] = min(relation, self._usual.get(rank, relation))
@@ -54,13 +54,13 @@ class SlowRanks(Hook):
 def find_slow(
     seconds: Mapping[int, float], peers: Sequence[Sequence[int]], percent: float, usual: Mapping[int, float]
 ) -> dict[int, float]:
-    """Returns the ranks that compute longer than their peers' median by `percent`, the slowest first, with their slowdown
-    factor.
+    """Returns the ranks whose time exceeds their peers' median by more than `percent`, each with its slowdown factor, the
+    slowest first.
 
     `seconds` are the computation times per step, without waiting (MegaScale; C4). `peers` are groups of ranks with equal
     work, such as the ranks of one pipeline stage. Of two peers, the faster one is the reference, because nothing makes a
-    rank faster than normal. A rank without peers has work of its own: it is slow if its relation to all ranks exceeds its
-    `usual` relation (the lowest of `alone` so far), not if it merely has more work.
+    rank faster than normal. A rank without peers may always take longer than other ranks, because it has more to compute. It
+    is slow if its ratio to the median of all ranks (see `alone`) exceeds `usual`, its lowest ratio so far.
     """
     times = {
         rank: seconds[rank] / statistics.median_low(seconds[r] for r in group) for group in peers for rank in group

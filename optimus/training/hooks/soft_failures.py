@@ -10,14 +10,14 @@ from optimus.training.record import StepRecord
 from optimus.training.rollback import ended_by, go_back
 from optimus.training.trainer import Hook, Order, Trainer
 
-_SIGN = "not finite"  # in the details of events of this kind
+_SIGN = "not finite"  # text in the details of this hook's events
 
 
 class SoftFailures(Hook):
-    """Ends the run in a step with non-finite gradients, so that the launcher can restart without the cause.
+    """Ends the run after a step with non-finite gradients, so that the launcher can restart it without the cause.
 
     If the numbers originate on one node, that node is at fault: its ranks end with `BAD_NODE`, the others with `LOST`. If
-    they originate on several nodes, or again in a step in which another node failed before, the training has diverged. The
+    they originate on several nodes, or if the same step has already failed on another node, the training has diverged. The
     run then goes back to the newest saved weights that no earlier rollback used, and all ranks end with `DIVERGED`. After
     `resilience.max_rollbacks` rollbacks the run fails.
     """
@@ -54,8 +54,8 @@ class SoftFailures(Hook):
 
 
 def _origin(trainer: Trainer) -> tuple[str | None, bool]:
-    """Returns where non-finite numbers originated on this rank, or None, and whether its own parameter shards are
-    damaged."""
+    """Returns (the origin of non-finite numbers on this rank or None, True if the origin is the rank's own parameter
+    shards)."""
     origin = trainer.groups.origin()
     for chunk in trainer.state.chunks:
         with chunk.states() as states:

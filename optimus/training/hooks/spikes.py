@@ -12,15 +12,16 @@ from optimus.training.record import StepRecord
 from optimus.training.rollback import go_back
 from optimus.training.trainer import Hook, Order, Trainer
 
-WINDOW = 64  # steps that the next one is compared with
-LEAST = 16  # steps before a loss can count as a spike
+WINDOW = 64  # number of previous losses from which the hook computes the limit
+LEAST = 16  # minimum number of previous losses for a limit
 
 
 class Spikes(Hook):
     """Handles spikes: losses more than `resilience.spike` standard deviations above the mean of the previous steps.
 
-    The update of such a step is always skipped. With `on_spike: rollback`, the run then goes back to earlier saved weights.
-    If the loss stays high for more than `resilience.max_skipped` steps, the new level is accepted as normal.
+    The trainer always skips the update of a step with a spike. With `on_spike: rollback`, the run then goes back to earlier
+    saved weights. If the loss stays high for more than `resilience.max_skipped` steps, the hook accepts the new level as
+    normal.
     """
 
     order = Order.JUDGE

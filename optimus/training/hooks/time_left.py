@@ -10,7 +10,7 @@ _STEPS_TO_KNOW = 3  # steps measured before the estimate
 
 
 class TimeLeft(Hook):
-    """Reports, after a few steps, when the run will end; on rank 0."""
+    """Reports, after a few steps, when the run will end. Runs on rank 0."""
 
     order = Order.RECORD
     ranks = "first"
@@ -22,5 +22,5 @@ class TimeLeft(Hook):
         self._seconds.append(record.times.whole)
         left = trainer.run.last_step - trainer.progress.step
         if len(self._seconds) == _STEPS_TO_KNOW and left > 0:
-            each = min(self._seconds)  # the first steps include setup
+            each = min(self._seconds)  # the first steps take longer, because they include setup
             trainer.say(f"time: {time_left(each * left, time.time())}, at {each:.3g} s a step")

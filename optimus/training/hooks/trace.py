@@ -10,7 +10,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Trace(Hook):
-    """Profiles one step on all ranks; writes a trace per rank and a merged one."""
+    """Profiles one step on all ranks; writes a trace per rank and a merged trace."""
 
     order = Order.LAST
 
@@ -22,10 +22,10 @@ class Trace(Hook):
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         if self._profile is not None:
-            trainer.state.finish()  # pending work would report to a stopped profiler
+            trainer.state.finish()  # otherwise pending operations would report to a stopped profiler
             self._profile.stop()
             profile, self._profile = self._profile, None
-            read_together(lambda: self._write(trainer, profile), trainer.groups.world)  # so that all traces are written
+            read_together(lambda: self._write(trainer, profile), trainer.groups.world)  # waits for all ranks
             if trainer.groups.rank == 0:
                 missing = merge_traces(trainer.folder, trainer.groups.world.size)
                 without = f", without ranks {', '.join(map(str, missing))}, whose nodes have it" if missing else ""

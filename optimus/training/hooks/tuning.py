@@ -1,5 +1,5 @@
-"""A hook that times the forms of the model's matrix products in the first step and caches them per chip (AxoNN, section
-5.1.3)."""
+"""A hook that times the forms (NN, NT, TN) of the model's matmuls in the first step and caches the timings per chip (AxoNN,
+section 5.1.3)."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,11 +14,11 @@ _WORD = "matmul"  # prefix of a measurement's name, before the shape
 
 
 class TuneMatmuls(Hook):
-    """Times every product that has no measurement for this chip, in all forms, in the first step. All ranks then use the
-    same forms.
+    """Times, in the first step, all forms of every matmul that has no measurement for this chip. All ranks then use the same
+    forms.
 
-    The first rank's cached measurements count, because other nodes may have other files. If several ranks have measured the
-    same product, the lowest rank's measurement counts.
+    All ranks use the cached measurements of the first rank, because the caches of nodes may differ. If several ranks have
+    measured the same matmul, all ranks use the measurement of the lowest rank.
     """
 
     order = Order.CHANGE
@@ -65,12 +65,12 @@ class TuneMatmuls(Hook):
 
 
 def named(product: MatmulShape) -> str:
-    """Returns the name of a product's measurement."""
+    """Returns the name of a matmul's measurement in the cache."""
     return " ".join(map(str, (_WORD, *product)))
 
 
 def matmuls(known: Mapping[str, Timings]) -> dict[MatmulShape, FormTimings]:
-    """Selects the measurements of matrix products with timings of all forms."""
+    """Selects the measurements of matmuls that have timings of all forms."""
     found: dict[MatmulShape, FormTimings] = {}
     for name, timings in known.items():
         word, *fields = name.split()
@@ -84,11 +84,10 @@ def matmuls(known: Mapping[str, Timings]) -> dict[MatmulShape, FormTimings]:
 
 
 def describe(timings: Mapping[MatmulShape, FormTimings], known: int = 0) -> list[str]:
-    """Returns a line about all products, of which `known` were measured before, and a line for each product with another
-    form.
+    """Returns a line about all matmuls, of which `known` were measured before, and a line for each matmul that runs faster
+    in another form than its own.
 
-    Another form means one other than the product's own. The line of a product compares the usual time of the chosen form
-    with the best time of the product's own form.
+    The line of a matmul compares the median time of the chosen form with the best time of the matmul's own form.
     """
     chosen = {product: clear_choice(product.form, each) for product, each in timings.items()}
     other = [product for product, form in chosen.items() if form != product.form]

@@ -1,4 +1,4 @@
-"""Hooks of users: imported by name, and checked before the run starts."""
+"""Imports users' hooks by name, and checks them before the run starts."""
 
 import inspect
 import os
@@ -24,7 +24,8 @@ _EVENTS = {
 
 
 def users_hooks(named: Sequence[str], given: Sequence[Any] = (), rank: int = 0) -> list[Hook]:
-    """Returns the hooks of this rank: those `named` package.module.Class, and those `given` as classes, instances or names.
+    """Returns the users' hooks on this rank: those `named` as package.module.Class, and those `given` as classes, instances
+    or names.
 
     Raises `UserError` for a hook that cannot be imported, is not a `Hook`, could not be called, or has the name of another.
     """
@@ -62,12 +63,12 @@ def _made(given: Any) -> Hook:
         return GuardedHook(hook, _name_of(hook, where))
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # raised by a property
+    except (Exception, SystemExit) as error:  # a property of the hook raised an error
         raise UserError(f"{where}: one of its attributes cannot be read ({said(error)}): mend its class") from error
 
 
 def _name_of(hook: Hook, where: str) -> str:
-    """Returns the hook's own `name`; by default, the qualified name of its class."""
+    """Returns the `name` that the hook defines; by default, the qualified name of its class."""
     kind = type(hook)
     name = hook.name if kind.name is not Hook.name else f"{kind.__module__}.{kind.__qualname__}"
     if not isinstance(name, str) or not name:
@@ -79,7 +80,7 @@ def _imported(name: str, where: str) -> Any:
     module, _, attribute = name.rpartition(".")
     if not module:
         raise UserError(f"{where} names no module: give package.module.Class")
-    if os.getcwd() not in sys.path:  # for a command; ranks have the folder already
+    if os.getcwd() not in sys.path:  # a command's path lacks the folder; the path of a rank has it
         sys.path.append(os.getcwd())
     try:
         found = import_module(module)
@@ -95,7 +96,8 @@ def _imported(name: str, where: str) -> Any:
 
 
 def _check(hook: Hook, where: str) -> None:
-    """Raises `UserError` for methods that could not be called, or that never would be."""
+    """Raises `UserError` for an invalid order or ranks, for methods that the trainer cannot call, and for methods that it
+    never calls."""
     if not isinstance(hook.order, Order):
         raise UserError(f"{where}: its order is {hook.order!r}: give an `optimus.Order`, such as Order.MEASURE")
     if hook.ranks not in ("all", "first", "together"):

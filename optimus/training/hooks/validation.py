@@ -13,15 +13,15 @@ from optimus.errors import UserError
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_SAMPLE_TOKENS = 64  # at most, in a prompt's continuation: a few lines
+_SAMPLE_TOKENS = 64  # maximum length of a prompt's continuation: a few lines
 
 
 class Validation(Hook):
     """Measures loss and bits per byte on each validation set, and task scores, at configured intervals and at the last step.
 
-    Continues prompts when text is measured. On all ranks: only rank 0 reads the text and the tasks. If rank 0 holds the
-    whole model, it measures alone; otherwise all ranks measure, each with its part of the model. A read error on rank 0 ends
-    the run on all ranks alike.
+    Continues prompts after measuring text. Runs on all ranks, but only rank 0 reads the text and the tasks. If rank 0 holds
+    the whole model, it measures alone; otherwise all ranks measure, each with its part of the model. A read error on rank 0
+    ends the run on all ranks.
     """
 
     order = Order.MEASURE
@@ -41,7 +41,7 @@ class Validation(Hook):
             trainer.say(f"step {record.step}: validation {name} {value:.4f}")
 
     def _found(self, trainer: Trainer, step: int) -> dict[str, float]:
-        """Returns the values that are due after a step, by name."""
+        """Returns the values of the measurements that are due after `step`, by name."""
         section, found, due = trainer.config.evaluate, dict[str, float](), partial(_is_due, trainer, step)
         for each in trainer.config.validation:
             if due(each.every):
@@ -56,7 +56,7 @@ class Validation(Hook):
         return found
 
     def _is_sampled(self, trainer: Trainer, step: int) -> bool:
-        """Returns True if prompts are continued after a step: when text is measured, and at the last step."""
+        """Returns True if the hook continues prompts after `step`: when it measures text, and at the last step."""
         every = (None, *(each.every for each in trainer.config.validation))
         return bool(trainer.config.evaluate.prompts) and any(_is_due(trainer, step, each) for each in every)
 
@@ -149,7 +149,7 @@ class Validation(Hook):
         )  # fmt: skip
 
     def _encoder(self, trainer: Trainer) -> Any:
-        """Returns the `tokenizers.Tokenizer` of the data; for rank 0, which reads the text."""
+        """Returns the `tokenizers.Tokenizer` of the data. Only rank 0, which reads the text, calls the method."""
         data = trainer.run.data.first_folder
         return tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
 
