@@ -19,9 +19,9 @@ import os
 
 if os.environ.get("RANK") == "1":
     import signal
-    from optimus.pipeline.executor import Computing
+    from optimus.pipeline.executor import StageRunner
 
-    run, seen = Computing.run, []
+    run, seen = StageRunner.run, []
 
     def run_or_be_killed(self, action, received):
         if (action.kind.value, action.microbatch) == ("backward", 2):
@@ -30,7 +30,7 @@ if os.environ.get("RANK") == "1":
                 os.kill(os.getpid(), signal.SIGKILL)
         return run(self, action, received)
 
-    Computing.run = run_or_be_killed
+    StageRunner.run = run_or_be_killed
 """
 ACTION = "|".join(
     rf"{kind}\(stage {stage}, microbatch \d\)"  # of the neighbours, with the stage that is lost
