@@ -363,9 +363,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
 def _flash_backward(
     out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BNS: Tensor, causal: bool
 ) -> Gradients:
-    no_seed = q.new_empty(
-        2, dtype=torch.uint64 if torch.version.hip is None else torch.int64
-    )  # attention has no dropout
+    no_seed = q.new_empty(2, dtype=torch.uint64 if torch.version.hip is None else torch.int64)  # no dropout
     lengths = q.shape[2], k.shape[2]
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     lse_BNS = lse_BNS.contiguous()

@@ -122,9 +122,7 @@ def _in_blocks(
     part: VocabularyPart | None, forms: Forms | None, cap: float | None, rows_T: Tensor | None,
 ) -> Tensor:  # fmt: skip
     wide = compute_dtype(x_TH.dtype)
-    block = block_rows(
-        len(w_VH) if part is None else part.largest
-    )  # equal on all shards, which communicate after every block
+    block = block_rows(len(w_VH) if part is None else part.largest)  # shards communicate after every block
     total = torch.zeros((), dtype=wide, device=x_TH.device)
     # All blocks reuse this memory: the allocator could return freed memory to the system, which causes page faults later.
     logits_scratch = x_TH.new_empty(min(block, len(x_TH)), len(w_VH))

@@ -248,9 +248,7 @@ class Transformer(nn.Module):
 
     def placed(self, x_TH: Tensor, places: AttentionPositions) -> Tensor:
         """Turns the embedding's output into the first block's input: scales and adds learned positions as configured."""
-        if (
-            self.config.embedding_scale
-        ):  # the factor is rounded to the dtype, as in the training of the published models
+        if self.config.embedding_scale:  # with the factor rounded to the dtype, like the published models
             x_TH = x_TH * torch.tensor(math.sqrt(self.config.hidden), dtype=x_TH.dtype).item()
         return x_TH if self.add_positions is None else x_TH + self.add_positions(places.position_T)
 

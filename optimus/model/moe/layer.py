@@ -82,9 +82,8 @@ class MoeLayer(nn.Module):
         self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial=0.0) if biased else None
         self.tokens: TokenSplit = TokenSplit()
         self.dispatch: TokenDispatcher = local_dispatch
-        self._model = (
-            config if len(config.expert_counts) > 1 else None
-        )  # None if all layers' statistics have the same length
+        # `RouterStats.among` needs the configuration if layers have different numbers of experts.
+        self._model = config if len(config.expert_counts) > 1 else None
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """Returns (output in the shape of x, which may have any leading dims; statistics over the whole microbatch).
