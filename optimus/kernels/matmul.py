@@ -1,4 +1,4 @@
-"""Matmuls in the operand form that is fastest on the chip.
+"""Computes matmuls in the operand form that is fastest on the chip.
 
 The form of a matmul is NN, NT or TN after its operands: N is row-major, T is column-major. Libraries are not equally fast
 in the three: on one chip a TN matmul was eight times slower than the same matmul as NN (AxoNN, section 5.1.3). While a

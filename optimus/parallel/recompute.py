@@ -60,7 +60,7 @@ class Recompute:
         self._contexts = self._caching if keep_collectives else noop_context_fn
 
     def arrange(self, rows: Iterable[Blocks], ends: Iterable[Unit]) -> None:
-        """Becomes the runner of the units of the blocks in `rows`, and of the units in `ends`."""
+        """Sets itself as the runner of the units of the blocks in `rows`, and of the units in `ends`."""
         kinds, every = self._chosen
         for row in rows:
             if "block" in kinds:
@@ -72,7 +72,7 @@ class Recompute:
             self.arrange_unit(unit)
 
     def arrange_unit(self, unit: Unit, kinds: Collection[str] = ()) -> None:
-        """Becomes the runner of a unit, and recomputes its modules of these kinds, neighbouring modules together."""
+        """Sets itself as the runner of a unit, and recomputes its modules of these kinds, neighbouring ones together."""
         calls = []
         for again, steps in groupby(unit.steps, lambda step: step[0] in kinds):
             modules = tuple(module for _, module in steps)
