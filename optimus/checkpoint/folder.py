@@ -48,7 +48,7 @@ def damaged(folder: Path, reason: str) -> DamagedError:
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a checkpoint. `full` checkpoints can be resumed; others hold weights only."""
+    """The description of a checkpoint. Runs can resume `full` checkpoints; other checkpoints have only weights."""
 
     model: ModelConfig
     context: int  # length of the longest sequences in training so far, in this run or an earlier one

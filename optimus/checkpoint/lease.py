@@ -32,14 +32,14 @@ _BYTES = 512  # size of the file: one write replaces it, so a reader without a l
 
 
 class LeaseError(UserError):
-    """Another run holds the folder."""
+    """Another run has the lease of the folder."""
 
     code = 75  # EX_TEMPFAIL of sysexits.h: a later attempt may succeed
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds a folder. With `several`, several processes of its run may hold the folder at once."""
+    """A process that has the lease of a folder. With `several`, several processes of its run may have the lease at once."""
 
     token: str
     host: str
@@ -82,13 +82,13 @@ def living_holder(run: Path) -> Holder | None:
 
 
 def check_free(run: Path) -> None:
-    """Raises `LeaseError` if a run holds the folder `run`."""
+    """Raises `LeaseError` if a run has the lease of the folder `run`."""
     if (holder := living_holder(run)) is not None:
         raise _held(run, holder)
 
 
 def check_lease(run: Path, token: str) -> None:
-    """Raises `LeaseError` if the run with this token no longer holds the folder `run`."""
+    """Raises `LeaseError` if the run with this `token` no longer has the lease of the folder `run`."""
     try:
         found = _look(run / LEASE)
     except OSError:  # the file system may be temporarily unavailable
@@ -102,7 +102,7 @@ def check_lease(run: Path, token: str) -> None:
 
 
 class Lease:
-    """A context that holds the lease of the folder `run` for the run with this `token`, and excludes other runs.
+    """A context that has the lease of the folder `run` for the run with this `token`, and excludes other runs.
 
     Entering raises `LeaseError` if another live run holds the lease. Detecting that a holder is dead may take a minute;
     lines on stderr report the wait and the takeover. If `kept`, the lease stays after the context for the other processes
@@ -121,7 +121,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def wait(self) -> None:
-        """Waits until it is certain that no other run holds the folder. Raises `LeaseError` like entering the context."""
+        """Waits until it is certain that no other run has the lease. Raises `LeaseError` like entering the context."""
         began, first = time.monotonic(), None
         while (found := _look(self._path)) is not None and found.holder.token != self.token:
             first = first or found

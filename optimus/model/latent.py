@@ -30,7 +30,7 @@ _EPS = 1e-6  # epsilon of the latent norms in the published models, independent 
 class LatentAttention(nn.Module):
     """Multi-head latent attention.
 
-    The cache holds the latent vectors and rotary keys, `keys` + `rotary` numbers per position. `all_rows` maps this rank's
+    The cache has the latent vectors and rotary keys, `keys` + `rotary` numbers per position. `all_rows` maps this rank's
     rows of the residual stream to the rows that this rank's heads need.
     """
 

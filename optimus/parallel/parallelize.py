@@ -41,7 +41,7 @@ def parallelize(
 
     The backward pass adds weight gradients to their buffers in `gradients`, which the caller may fill later. `unit` runs a
     unit and may all-gather the unit's parameters first (see `Recompute`). `rows` are further sequences of the model's
-    blocks, one per stage, that are arranged like `model.blocks`. Collective. Raises `UserError` if the experts cannot be
+    blocks, one per stage, which recompute like `model.blocks`. Collective. Raises `UserError` if the experts cannot be
     divided evenly.
     """
     product = products(groups, options, MatrixProduct(groups.step))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 
-_BLOCK_ELEMENTS = 2048  # logits per program: 4 warps hold several such tiles in registers
+_BLOCK_ELEMENTS = 2048  # logits per program: the registers of 4 warps fit several of these tiles
 
 
 class Routed(NamedTuple):

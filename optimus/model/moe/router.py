@@ -151,8 +151,8 @@ def move_biases(routers: Sequence[Router], rate: float, add_up: Callable[[Tensor
     """Moves each expert's bias by `rate`: up if the expert was chosen less often than the mean, down if more often.
 
     This is auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). `add_up` sums the counts of choices in place over
-    ranks, to those of the global batch. Counts that include every choice equally often give the same result. A `rate` of 0
-    discards the choices.
+    ranks, to the counts of the global batch. If every choice counts several times, equally often, the result is the same. A
+    `rate` of 0 discards the choices.
     """
     chosen = [router.take_choices() for router in routers]
     if not rate or not chosen:

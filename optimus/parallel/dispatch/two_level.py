@@ -1,4 +1,4 @@
-"""Two-level dispatch: a token goes once to every node with any of its experts, and within a node once to every such rank.
+"""Two-level dispatch: a token goes once to each node with any of its experts, and there once to each rank with any of them.
 
 Between nodes, tokens go to the rank with the same local rank, so that all ranks of a node send and receive. The receiving
 rank dispatches tokens within its node, and sends back the sum of the results of its node's experts. So one row per token
