@@ -1,1 +1,1 @@
-"""Checkpoints: atomic writing, and checked reading. Start with `folder.py`."""
+"""Checkpoints: writers complete them atomically, and readers check every byte. Start with `folder.py`."""

@@ -1,17 +1,17 @@
-"""Low-rank factors in checkpoints: `model.X.lora_b` and `model.X.lora_a` beside the frozen `model.X.weight`.
+"""Low-rank factors in checkpoints: `model.X.lora_b` and `model.X.lora_a`, in addition to the frozen `model.X.weight`.
 
-A run that resumes reads all three. All other readers of the weight get the sum, zero where the weight is pruned, and no
-factors: models, exports, averages, and runs that start from the checkpoint.
+A resumed run reads all three tensors. All other readers (models, exports, averages, and runs that start from the
+checkpoint) get no factors, but the weight plus their product, which is zero where the weight is pruned.
 """
 
 _WEIGHT, _FACTORS = ".weight", (".lora_b", ".lora_a")
 
 
 def factors_of(key: str) -> tuple[str, ...]:
-    """Returns the keys of a weight's possible factors B and A, or an empty tuple if `key` is no weight."""
+    """Returns the keys that a weight's factors B and A would have, or an empty tuple if `key` is no weight."""
     return tuple(key.removesuffix(_WEIGHT) + each for each in _FACTORS) if key.endswith(_WEIGHT) else ()
 
 
 def is_factor(key: str) -> bool:
-    """Returns True if a parameter, by key or name, is a factor."""
+    """Returns True if a parameter's key or name is that of a factor."""
     return key.endswith(_FACTORS)

@@ -5,10 +5,10 @@
     .metadata, *.distcp     the tensors; see `format.py`
     manifest.json           sizes and checksums of all these files; written last; see `manifest.py`
 
-A run keeps in `checkpoints/` full checkpoints `step-N`, of which the newest is resumed, and `weights-N` with weights only.
-Frozen parameters are written once, into `frozen-K`, which full checkpoints refer to. `weights-N` are self-contained,
-because they may be kept for ever and elsewhere. A folder gets its name only when complete: it is written as `.NAME.partial`
-and renamed. A rollback moves later checkpoints to `checkpoints/abandoned-K`.
+In `checkpoints/`, a run writes full checkpoints `step-N`, of which it resumes the newest, and `weights-N` with weights
+only. It writes frozen parameters once, into `frozen-K`, which full checkpoints refer to. `weights-N` are self-contained,
+because users may move them or archive them. A folder gets its name only when complete: the run writes it as
+`.NAME.partial`, and then renames it. A rollback moves later checkpoints to `checkpoints/abandoned-K`.
 """
 
 import json
@@ -38,42 +38,42 @@ _NAME = re.compile(r"^(step|weights)-(\d+)$")
 
 
 class DamagedError(UserError):
-    """A checkpoint differs from what was written; another checkpoint may be intact."""
+    """A checkpoint differs from the bytes that were written; another checkpoint may be intact."""
 
 
 def damaged(folder: Path, reason: str) -> DamagedError:
-    """Returns the `DamagedError` for a checkpoint and a reason."""
+    """Returns the `DamagedError` that says why the checkpoint `folder` is damaged."""
     return DamagedError(f"checkpoint {folder} is damaged: {reason}. Use another one")
 
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a checkpoint. `full` checkpoints can be resumed; others hold weights only."""
+    """The description of a checkpoint. Runs can resume `full` checkpoints; other checkpoints have only weights."""
 
     model: ModelConfig
-    context: int  # the longest sequences in training so far, in this run or before
+    context: int  # length of the longest sequences in training so far, in this run or an earlier one
     step: int
     full: bool
     precision: str = "float32"
     eos_id: int | None = None
     tokenizer: Path | None = None  # the file inside the folder
-    run: dict[str, Any] = field(default_factory=dict)  # must match in a resumed run: seed, batch, data fingerprint
-    progress: dict[str, Any] = field(default_factory=dict)  # continued by a resumed run: counters, position in the data
-    config: dict[str, Any] = field(default_factory=dict)  # the run's whole configuration, as it was
+    run: dict[str, Any] = field(default_factory=dict)  # a resumed run must have the same seed, batch, data fingerprint
+    progress: dict[str, Any] = field(default_factory=dict)  # a resumed run continues these counters and data position
+    config: dict[str, Any] = field(default_factory=dict)  # the whole configuration of the run that wrote it
     random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64
-    written: dict[str, Any] = field(default_factory=dict)  # number of ranks that wrote, and ranks per node
+    written: dict[str, Any] = field(default_factory=dict)  # numbers of writing ranks and of ranks per node
     published: dict[str, Any] = field(default_factory=dict)  # metadata of the imported folder; see hub/published.py
     chat: dict[str, Any] = field(default_factory=dict)  # chat template of the training data: `data.chat.ChatTemplate`
     frozen: str | None = None  # the sibling folder with the frozen parameters that are not in this one
 
     @property
     def unpruned(self) -> float:
-        """The unpruned fraction of the pruned parameters."""
+        """The unpruned fraction of the elements of pruned parameters."""
         return float(self.progress.get("unpruned", 1.0))
 
     @property
     def prunings(self) -> int:
-        """Number of prunings in the run."""
+        """Number of times that the run has pruned its parameters."""
         return int(self.progress.get("prunings", self.unpruned < 1))
 
     def weights_only(self, precision: str) -> "Description":
@@ -99,8 +99,8 @@ def frozen_folders(run: Path) -> list[Path]:
 def frozen_beside(path: Path, description: Description) -> Path | None:
     """Returns the folder of frozen parameters that the checkpoint `path` refers to, or None.
 
-    The folder is a sibling of the checkpoint, or of the folder of abandoned checkpoints. Raises `DamagedError` if it is in
-    neither place.
+    The folder is a sibling of the checkpoint, or of the folder of abandoned checkpoints. Raises `DamagedError` if neither
+    exists.
     """
     if description.frozen is None:
         return None
@@ -116,27 +116,30 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(run: Path, *kinds: str) -> list[Path]:
-    """Returns the complete checkpoints of a run folder, oldest first: `step` (the default), full ones, and `weights`."""
+    """Returns the complete checkpoints of a run folder, oldest first.
+
+    `kinds` are `step` (full checkpoints, the default) and `weights` (weights only).
+    """
     return [path for path in all_folders(run, *(kinds or ("step",))) if (path / MANIFEST).is_file()]
 
 
 def all_folders(run: Path, *kinds: str) -> list[Path]:
-    """Returns all folders in a run named like a checkpoint (of these kinds), oldest first, whether damaged or not."""
+    """Returns all folders in a run with names of checkpoints of these `kinds`, oldest first, including damaged ones."""
     found = [path for path in (run / "checkpoints").glob("*-*") if _NAME.match(path.name)]
     wanted = [path for path in found if not kinds or path.name.partition("-")[0] in kinds]
     return sorted(wanted, key=lambda path: (step_of(path), path.name))
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Returns the checkpoint folder that `path` names: itself, or the newest one of a run folder.
+    """Returns the checkpoint folder that `path` names: `path` itself, or the newest checkpoint of the run folder `path`.
 
-    Raises `UserError` if there is none.
+    Raises `UserError` if there is no checkpoint.
     """
     path = user_path(path)
     if (path / DESCRIPTION).is_file() or (path / MANIFEST).is_file():
         return path
     if path.is_dir() and _NAME.match(path.name) and not (path / "checkpoints").is_dir():
-        return path  # a damaged one, as its reader will report
+        return path  # a damaged checkpoint, which its reader will report
     found = list_checkpoints(path, "step", "weights")
     if found:
         return max(found, key=lambda path: (step_of(path), path.name < "t"))
@@ -150,7 +153,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def _of_another_program(path: Path) -> str | None:
-    """Describes a file or folder that no run of ours has written, with a remedy; None if it is not recognised."""
+    """Describes a file or folder that another program has written, with a remedy; None if its format is unknown."""
     cure = "save the model as a Hugging Face folder (save_pretrained) and turn that into a checkpoint with `optimus import`"
     if path.is_file():
         if _is_of_torch_save(path):
@@ -179,7 +182,7 @@ def _is_of_torch_save(file: Path) -> bool:
 def read_description(path: Path) -> Description:
     """Reads the description of the checkpoint folder `path`.
 
-    Raises `UserError` if it is newer than this code, `DamagedError` if it cannot be read.
+    Raises `UserError` if the description is newer than this code, and `DamagedError` if it cannot be read.
     """
     if what := _of_another_program(path):
         raise DamagedError(f"{path} is {what}")  # a run may resume from another checkpoint
@@ -212,6 +215,6 @@ def write_description(folder: Path, description: Description) -> None:
 
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """Returns `key a there, b here` for every key whose values differ, as part of a message; empty if all agree."""
+    """Returns `KEY is A there and B here` for every key whose values differ, for messages; empty if all values agree."""
     keys = [key for key in here if there.get(key) != here[key]]
     return ", ".join(f"{key} is {there.get(key)!r} there and {here[key]!r} here" for key in keys)

@@ -1,9 +1,9 @@
 """The files of tensors, in the format of torch.distributed.checkpoint (DCP), readable by any of its tools.
 
-Each writing rank has one file, `__RANK_0.distcp`, of slices end to end; each slice is an archive of `torch.save`.
-`.metadata` locates every slice of every global tensor. The format is implemented here, because DCP's writer computes no
-checksums and cannot let ranks contribute slices of one global tensor without a collective. Its reader checks neither
-checksums nor completeness.
+Each writing rank has one file, `__RANK_0.distcp`, of concatenated slices; each slice is an archive of `torch.save`.
+`.metadata` locates every slice of every global tensor. This module implements the format itself. DCP's writer computes no
+checksums, and needs a collective for slices of one global tensor from several ranks. DCP's reader checks neither checksums
+nor completeness.
 """
 
 import io
@@ -21,10 +21,10 @@ from optimus.checkpoint.slices import TensorSlice
 
 
 class StoredSlice(NamedTuple):
-    """A slice in a file: its region of a global tensor, and its byte range."""
+    """A slice in a file: its region of a global tensor, and its byte range in the file."""
 
     key: str
-    dtype: str  # torch's name, without the prefix
+    dtype: str  # torch's name of the dtype, without the prefix "torch."
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -38,7 +38,7 @@ AnySlice = TypeVar("AnySlice", StoredSlice, TensorSlice)
 
 
 class _Summing(io.RawIOBase):
-    """A file that computes a CRC-32 of its content: every flipped bit is detected, at a tenth of the writing time."""
+    """A file that computes a CRC-32 of its content. The CRC-32 detects any flipped bit, in 10 % of the writing time."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -66,9 +66,9 @@ def file_of(rank: int) -> str:
 
 
 def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> list[StoredSlice]:
-    """Appends `slices` to a new file of that name and syncs them to disk; returns their positions.
+    """Appends `slices` to the new file `file`, named `name`, and syncs them to disk; returns their stored slices.
 
-    Earlier slices are flushed to disk while the checksum of the next one is computed.
+    The kernel flushes earlier slices to disk while this thread computes the checksum of the next slice.
     """
     stored, start = [], 0
     with ThreadPoolExecutor(1) as pool:
@@ -77,7 +77,7 @@ def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> li
             summing = _Summing(file)
             try:
                 torch.save(_with_own_storage(slice_.tensor), summing)  # type: ignore[arg-type]
-            except RuntimeError as error:  # torch reports an unfinished archive, not that the disk is full
+            except RuntimeError as error:  # on a full disk, torch only reports an unfinished archive
                 raise summing.failure or error from None
             dtype = str(slice_.tensor.dtype).removeprefix("torch.")
             at = tuple(slice_.tensor.shape), name, start, summing.length, summing.crc
@@ -94,10 +94,10 @@ def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> li
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """Returns the tensor on the host, with a storage of its bytes alone.
+    """Returns the tensor on the host, with a storage that has only the tensor's bytes.
 
-    `torch.save` would write the whole storage of a view. Memory is shared, because copying each slice would take longer
-    than its two checksums.
+    `torch.save` would write the whole storage of a view. The new storage shares memory with the tensor on the host, because
+    copying each slice would take longer than its two checksums.
     """
     here = tensor.detach().cpu().contiguous()
     start = here.storage_offset() * here.itemsize
@@ -106,7 +106,7 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
 
 
 def read_slice(content: bytes) -> Tensor:
-    """Returns the tensor of a slice's bytes. Refuses anything but a tensor."""
+    """Returns the tensor in the bytes of a slice. Raises an exception if they are anything but a tensor."""
     tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     if not isinstance(tensor, Tensor):
         raise ValueError(f"a {type(tensor).__name__} where a tensor should be")
@@ -114,7 +114,7 @@ def read_slice(content: bytes) -> Tensor:
 
 
 def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
-    """Groups slices, stored or not, by tensor."""
+    """Groups slices of either kind by the keys of their tensors."""
     found: dict[str, list[AnySlice]] = {}
     for each in slices:
         found.setdefault(each.key, []).append(each)
@@ -123,7 +123,8 @@ def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
 
 def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
     """Returns the content of `.metadata`."""
-    from torch.distributed.checkpoint import metadata as dcp  # takes a second to import, and only writers need it
+    # Imported here, because the import takes a second and readers do not need it.
+    from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
     tensors: dict[str, Any] = {}
@@ -141,7 +142,7 @@ def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
 
 
 def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
-    """Yields the slices in `.metadata`, with zero checksums.
+    """Yields the slices in `.metadata`, with checksums of zero.
 
     Raises `pickle.UnpicklingError` for anything that DCP does not write.
     """
@@ -177,7 +178,7 @@ class _Plain:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Admits only the classes that `.metadata` consists of, as stand-ins."""
+    """Admits only the classes that DCP writes into `.metadata`, and replaces them by stand-ins."""
 
     _METADATA = (
         "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",

@@ -1,4 +1,4 @@
-"""The commands `optimus checkpoint ...`: list a run's checkpoints; verify, describe and convert one."""
+"""The commands `optimus checkpoint ...`, which list a run's checkpoints, and verify, describe or convert a checkpoint."""
 
 import re
 from collections import Counter
@@ -40,7 +40,7 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
 
 
 def verify_all(path: str | Path) -> dict[str, list[str]]:
-    """Reads a checkpoint, or each of a run's, completely; returns a list of problems by path, empty if intact.
+    """Reads a checkpoint, or all checkpoints of a run, completely; returns lists of problems by path, empty if intact.
 
     Raises `UserError` if there is no checkpoint at `path`.
     """
@@ -52,14 +52,15 @@ def verify_all(path: str | Path) -> dict[str, list[str]]:
 def show(path: str | Path) -> dict[str, Any]:
     """Describes a checkpoint (or the newest of a run) and the distribution of its bytes over writers.
 
-    In addition to the description: `bytes`, `tensors` (global ones), `parameters`, `slices`, `writers` (ranks that wrote a
-    file) and `bytes_by_node`. Raises `UserError` if the checkpoint cannot be read.
+    In addition to the fields of the description, the result has `bytes`, `tensors` (number of global tensors),
+    `parameters`, `slices`, `writers` (ranks that wrote a file) and `bytes_by_node`. Raises `UserError` if the checkpoint
+    cannot be read.
     """
     path = find_checkpoint(path)
     reader = Reader.open(path)
     about, files = reader.description, read_manifest(path)
     ranks = {name: re.fullmatch(r"__(\d{1,9})_0\.distcp", name) for name, file in files.items() if SLICES in file}
-    written = {int(rank[1]): files[name]["bytes"] for name, rank in ranks.items() if rank}  # by rank
+    written = {int(rank[1]): files[name]["bytes"] for name, rank in ranks.items() if rank}  # bytes by rank
     nodes: Counter[int] = Counter()
     for rank, size in written.items():
         per_node = about.written.get("ranks_per_node")
@@ -87,10 +88,10 @@ def show(path: str | Path) -> dict[str, Any]:
 def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str | None = None) -> dict[str, Any]:
     """Converts a checkpoint (or the newest of a run) into another form; returns `output`, `bytes` and `tensors`.
 
-    weights: a checkpoint of the weights alone, as a run keeps it; torch: one file of all tensors by key, for
-    `torch.load(weights_only=True)`; safetensors: the same as a safetensors file. `dtype` (float32, bfloat16) is the dtype
-    of the weights; by default it is unchanged. Everything is held in memory. Raises `UserError`, and never touches existing
-    files.
+    The forms are weights: a checkpoint of the weights alone, like `weights-N` of a run; torch: one file of all tensors by
+    key, for `torch.load(weights_only=True)`; safetensors: the same tensors in a safetensors file. `dtype` (float32,
+    bfloat16) is the dtype of the weights; by default it is unchanged. The conversion reads all tensors into memory. Raises
+    `UserError`, and never touches existing files.
     """
     if to not in get_args(To):
         raise UserError(f"`to` is {to!r}: it is one of {', '.join(get_args(To))}")
@@ -152,7 +153,7 @@ def _write_file(tensors: dict[str, Tensor], output: Path, to: To) -> None:
 
                 partial.touch()
                 ordinary = partial.stat().st_mode
-                save_file(tensors, partial)  # creates the file readable by its owner only
+                save_file(tensors, partial)  # creates a file that only its owner can read
                 partial.chmod(ordinary)
             sync(partial)
             partial.rename(output)

@@ -1,9 +1,11 @@
-"""Leases on run folders: one run at a time may write into a folder, and holds a lease on it for as long as it lives.
+"""Leases on run folders: only one run at a time may write into a folder, and the run has a lease on the folder meanwhile.
 
 `lease.json` names the holder: its token, host and process. All processes of a run share one token, including the nodes of a
-launch and its restarts, so any of them may continue at once when another has ended. A holder rewrites the file every few
-seconds. The scheme needs no locks on shared file systems. A lease is taken over if nobody has renewed it for a minute, by
-the file system's clock or by ours while we watch, or if its process was on this machine and is dead.
+launch and its restarts, so each of them may continue immediately when another one has ended. A holder rewrites the file
+every few seconds. The scheme needs no locks on shared file systems.
+
+Another run takes over a lease in two cases. The holder's process was on this machine and is dead, or nobody has renewed the
+lease for a minute, by the file system's clock or by this process's clock while it watches.
 """
 
 import fcntl
@@ -25,23 +27,23 @@ from optimus.disk import file_system_time, parse_json
 from optimus.errors import UserError, naming_disk_errors
 
 LEASE = "lease.json"
-BEAT, SILENCE = 5.0, 60.0  # seconds between renewals; seconds without one until a holder counts as dead
-_BYTES = 512  # of the file, written at once: a reader without a lock sees one holder or another
+BEAT, SILENCE = 5.0, 60.0  # seconds between renewals; seconds without renewal until a holder counts as dead
+_BYTES = 512  # size of the file: one write replaces it, so a reader without a lock sees one holder or another
 
 
 class LeaseError(UserError):
-    """Another run holds the folder."""
+    """Another run has the lease of the folder."""
 
-    code = 75  # EX_TEMPFAIL of sysexits.h: not now, perhaps later
+    code = 75  # EX_TEMPFAIL of sysexits.h: a later attempt may succeed
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds a folder. With `several`, several processes of its run may hold the folder at once."""
+    """A process that has the lease of a folder. With `several`, several processes of its run may have the lease at once."""
 
     token: str
     host: str
-    machine: str  # the scope of process ids
+    machine: str  # the machine (and container) in which the process id is valid
     pid: int
     started: float
     several: bool
@@ -56,7 +58,7 @@ class Holder:
 
     @property
     def lives(self) -> bool | None:
-        """True if the holder lives, False if it is dead, None if this process cannot tell."""
+        """Returns True if the holder lives, False if it is dead, None if this process cannot tell."""
         if self.machine != _machine():
             return None
         try:
@@ -69,9 +71,9 @@ class Holder:
 
 
 def living_holder(run: Path) -> Holder | None:
-    """Returns the current holder of `run`, as far as visible at once.
+    """Returns the current holder of `run`, without waiting for renewals.
 
-    A holder silent for less than a minute counts as alive.
+    A holder that has renewed its lease within the last minute counts as alive.
     """
     found = _look(run / LEASE)
     if found is None or found.holder.lives is False:
@@ -80,16 +82,16 @@ def living_holder(run: Path) -> Holder | None:
 
 
 def check_free(run: Path) -> None:
-    """Raises `LeaseError` if a run holds the folder `run`."""
+    """Raises `LeaseError` if a run has the lease of the folder `run`."""
     if (holder := living_holder(run)) is not None:
         raise _held(run, holder)
 
 
 def check_lease(run: Path, token: str) -> None:
-    """Raises `LeaseError` if the run with this token no longer holds the folder `run`."""
+    """Raises `LeaseError` if the run with this `token` no longer has the lease of the folder `run`."""
     try:
         found = _look(run / LEASE)
-    except OSError:  # the file system is temporarily unavailable
+    except OSError:  # the file system may be temporarily unavailable
         return
     if found is None or found.holder.token != token:
         now = "has been" if found is None else f"is held by {found.holder}: it was"
@@ -100,12 +102,12 @@ def check_lease(run: Path, token: str) -> None:
 
 
 class Lease:
-    """The lease of `run` for the run with this `token`, inside the context; other runs are kept out.
+    """A context that has the lease of the folder `run` for the run with this `token`, and excludes other runs.
 
-    Entering raises `LeaseError` if another live run holds the lease. Detecting its death may take a minute; lines on stderr
-    report the wait and the takeover. With `kept`, initially true if `several` processes of the run may hold the lease, the
-    lease stays after the context for the others. A lease that another run has taken from a long-stopped process is not
-    renewed: writers call `check_lease`.
+    Entering raises `LeaseError` if another live run holds the lease. Detecting that a holder is dead may take a minute;
+    lines on stderr report the wait and the takeover. If `kept`, the lease stays after the context for the other processes
+    of the run; `kept` is initially true if `several` processes may hold the lease. If another run has taken the lease while
+    this process was stopped, this process does not renew it: writers call `check_lease` to notice.
     """
 
     def __init__(
@@ -114,12 +116,12 @@ class Lease:
         self.run, self.token, self.kept = run, token, several
         self._path, self._beat, self._silence = run / LEASE, beat, silence
         self._own = Holder.here(token, several)
-        self._dead = ""  # the lease of a dead holder
+        self._dead = ""  # the text of a dead holder's lease
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def wait(self) -> None:
-        """Waits until it is clear that nobody else holds the folder. Raises `LeaseError` like entering the context."""
+        """Waits until it is certain that no other run has the lease. Raises `LeaseError` like entering the context."""
         began, first = time.monotonic(), None
         while (found := _look(self._path)) is not None and found.holder.token != self.token:
             first = first or found
@@ -170,10 +172,10 @@ class Lease:
             if there is None or there.token == self.token:
                 self._path.unlink()
         with suppress(OSError):
-            self.run.rmdir()  # if the run has left nothing there
+            self.run.rmdir()  # succeeds only if the run has left no files
 
     def _renew(self) -> None:
-        """Renews the lease periodically. With several holders, a holder renews if no other one has since its last look."""
+        """Renews the lease periodically. Of several holders, one renews if no other has renewed since its last check."""
         seen = 0
         while not self._ended.wait(self._beat):
             with (
@@ -190,7 +192,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class _Found:
-    """A lease as read: its text, the time of its last renewal by the file system's clock, and seconds since then."""
+    """A lease that was read: its text, the time of its last renewal by the file system's clock, and the seconds since."""
 
     text: str
     changed: int
@@ -198,7 +200,7 @@ class _Found:
 
     @property
     def holder(self) -> Holder:
-        unknown = Holder("", "a host that it does not name", "", 0, 0.0, True)  # being written, or damaged
+        unknown = Holder("", "a host that it does not name", "", 0, 0.0, True)  # if the file is incomplete or damaged
         return _parse(self.text) or unknown
 
 
@@ -210,7 +212,7 @@ def _look(path: Path) -> _Found | None:
         return None
     try:
         now = file_system_time(path.parent)
-    except OSError:  # the folder is not writable, which will be reported later
+    except OSError:  # the folder is not writable, which writers report later
         now = time.time()
     return _Found(text, changed, max(0.0, now - changed / 1e9))
 
@@ -223,17 +225,17 @@ def _held(run: Path, holder: Holder) -> LeaseError:
 
 @contextmanager
 def _exclusive(path: Path, *, make: bool) -> Iterator[int]:
-    """Opens the file exclusively for this process, if the file system has locks.
+    """Opens the file and locks it for this process, if the file system has locks.
 
-    Without locks, two processes that take a lease at the same moment both continue until one finds that it has lost the
-    lease.
+    Without locks, two processes that take a lease at the same moment both continue until one of them notices that it has
+    lost the lease.
     """
     while True:
         file = os.open(path, os.O_RDWR | (os.O_CREAT if make else 0), 0o644)
         try:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if os.fstat(file).st_nlink:  # else its last holder has just removed the file
+            if os.fstat(file).st_nlink:  # otherwise the last holder has just removed the file
                 yield file
                 return
         finally:

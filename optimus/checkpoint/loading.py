@@ -1,4 +1,4 @@
-"""Fills the state from slices: one rank of each replica group reads and sends, or every rank reads for itself."""
+"""Fills the state from slices: one rank of each replica group reads and sends, or every rank reads its own shards."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ Read = Callable[[Iterable[TensorSlice]], None]
 
 
 def _check_pruned(chunk: Chunk, whole: Tensor, first: int) -> None:
-    """Raises `UserError` if pruned weights, from element `first` of the chunk on, are not zero."""
+    """Raises `UserError` if pruned weights in `whole`, which starts at element `first` of the chunk, are not zero."""
     assert chunk.plan.mask is not None
     extent = chunk.plan.shard if len(whole) < chunk.plan.size else slice(0, chunk.plan.mask.unpruned)
     left = chunk.elements.compressed(whole, extent, first)
@@ -33,7 +33,7 @@ def _check_pruned(chunk: Chunk, whole: Tensor, first: int) -> None:
 
 
 class _Transfer(NamedTuple):
-    """The transfer of one kind of buffer of a chunk from the rank of `group` that reads it."""
+    """The transfer of one kind of buffer of a chunk from the rank of `group` that reads the buffer."""
 
     chunk: Chunk
     kind: str
@@ -46,7 +46,7 @@ class _Transfer(NamedTuple):
         return self.group.rank == self.reader
 
     def fill(self, whole: Tensor, read: Read, first: int = 0) -> None:
-        """Reads the elements of the chunk in `whole`, which starts at element `first`."""
+        """Reads elements of the chunk into `whole`, which starts at element `first` of the chunk."""
         read(slices(self.chunk.plan, self.kind, whole, first=first))
         if self.pruned and self.kind == "model" and self.chunk.elements.prunes:
             _check_pruned(self.chunk, whole, first)
@@ -63,13 +63,13 @@ def load_slices(
 ) -> int:
     """Fills the weights, and with `full` the state of the update rules; refreshes the compute copies.
 
-    Collective. Without `full`, the state of the update rules is reset. Of the ranks with the same parameters, one reads
-    each chunk, in turns, and sends it to the others by broadcast or all-reduce (the Optimus paper, section 4: model
-    broadcasting). With "none", every rank reads its own shard. `read` fills the tensors of slices. `pruned`: the weights
-    must be zero where the state is pruned. Low-rank factors are read only with `factors`; otherwise they are zero.
+    Collective. Without `full`, resets the state of the update rules. The ranks with the same parameters take turns: one
+    rank reads a chunk and sends it to the others by broadcast or all-reduce (the Optimus paper, section 4: model
+    broadcasting). With `send` "none", every rank reads its own shard. `read` fills the tensors of slices. `pruned`: the
+    weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise sets them to zero.
 
-    Returns the number of ranks that have read anything. A `UserError` of `read` is raised on all ranks alike; the state is
-    unusable then.
+    Returns the number of ranks that have read anything. A `UserError` of `read` on one rank is raised on all ranks; the
+    state is unusable then.
     """
     device, world = state.chunks[0].parameter.device, state.groups.world
     if not factors:
@@ -116,10 +116,10 @@ def _read_own(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
 
 
 def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> UserError | None:
-    """Reads and sends all transfers.
+    """Reads and sends all transfers; returns this rank's first failure, or None.
 
-    A rank that fails keeps sending, so that no rank waits for it; returns its first failure. Each rank reads its next chunk
-    while other chunks are sent.
+    After a failure, a rank continues to send, so that no other rank waits for it. Each rank reads its next chunk while
+    other chunks are sent.
     """
     failure = None
     with ThreadPoolExecutor(1) as pool:
@@ -151,7 +151,7 @@ def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> Us
 
 
 def _read_buffers(state: ModelState, read: Read, send: Send) -> UserError | None:
-    """Reads a stage's buffers, which are short, on its first rank and sends them to the others, or reads on each rank."""
+    """Reads the modules' buffers of a stage on its first rank and sends them to the others, or reads them on each rank."""
     failure = None
     if send == "none" or not state.buffers or state.team.rank == 0:
         try:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: every file with its size and checksums, written last.
 
-A folder without a manifest is not complete. Checksums are CRC-32: of each slice in a file of tensors, so that a reader can
-check one slice without reading the rest; of any other file as a whole; and of the manifest itself.
+A folder without a manifest is not complete. Checksums are CRC-32. A file of tensors has one checksum per slice, so that a
+reader can check a slice without reading the rest of the file. Any other file has one checksum, including the manifest.
 """
 
 import json
@@ -25,14 +25,15 @@ from optimus.disk import parse_json, plain_name
 from optimus.errors import UserError
 
 _FORMAT, _VERSION = "optimus-manifest", 1
-SLICES = "boxes"  # the key of a file's slices, kept from the first manifests
+SLICES = "boxes"  # the key of a file's slices; unchanged, because manifests of the first versions have it
 
 
 def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
     """Writes the manifest of all files in `folder`.
 
-    `stored` are the slices of its files of tensors, as reported by their writers. Raises `UserError` if such a file is not
-    as long as its slices. Then its writer and this process do not see the same file system, or part of the file was lost.
+    `stored` are the slices of the files of tensors, which the writers of these files report. Raises `UserError` if the
+    length of such a file differs from the length of its slices. Then the writer and this process do not see the same file
+    system, or part of the file was lost.
     """
     slices: dict[str, list[list[int]]] = {}
     for each in stored:
@@ -59,7 +60,7 @@ def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Returns the files in the manifest of the checkpoint in `folder`, after checking that all exist with the right sizes.
 
-    Raises `DamagedError` naming the file that differs.
+    Raises `DamagedError` that names the missing or differing file.
     """
     path = folder / MANIFEST
     try:
@@ -91,14 +92,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]:
     """Returns the checked description of the checkpoint in `folder`, and the files that its manifest names.
 
-    Raises `DamagedError` if the description is not as written or files that it refers to are missing. Raises `UserError` if
-    it is as written but newer than this code.
+    Raises `DamagedError` if the description has changed since it was written, or if files that it refers to are missing.
+    Raises `UserError` if an unchanged description is newer than this code.
     """
     try:
         description = read_description(folder)
     except DamagedError:
         raise
-    except UserError as error:  # another version or kind of model: is this what was written?
+    except UserError as error:  # another version or model, or a changed file: the checksum tells
         try:
             read_checked(folder, DESCRIPTION, read_manifest(folder))
         except DamagedError:
@@ -112,7 +113,7 @@ def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]
 
 
 def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
-    """Returns the content of a file that holds no tensors. Raises `DamagedError` if the content is not what was written."""
+    """Returns the content of a file without tensors. Raises `DamagedError` if it has changed since it was written."""
     try:
         content = (folder / name).read_bytes()
     except OSError as error:
@@ -123,7 +124,7 @@ def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
 
 
 def _size_of(path: Path) -> int | None:
-    """Returns the size of a file after opening it, because only then network file systems ask for other nodes' writes."""
+    """Returns the size of a file after opening it, because network file systems only then fetch other nodes' writes."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size

@@ -1,9 +1,9 @@
-"""Masks of pruned parameters in checkpoints: `mask.NAME`, one bit per weight, beside dense weights with zeros.
+"""Masks of pruned parameters in checkpoints: `mask.NAME`, one bit per weight, in addition to dense weights with zeros.
 
-Bits are packed along the last dim, eight to a byte, the first in the lowest bit. If shards of rows do not begin at whole
-bytes, a mask is written with one byte per weight instead. So any layout can read masks of any other layout, and readers
-without masks read the dense weights. Full checkpoints also have `drawn.NAME`: the masks drawn last by a run that looks for
-an early-bird ticket.
+Bits are packed along the last dim, eight to a byte, the first weight in the lowest bit. If shards of rows do not begin at
+whole bytes, the mask has one byte per weight instead. So any layout can read masks of any other layout, and readers that
+ignore masks read the dense weights. Full checkpoints of a run that searches for an early-bird ticket also have
+`drawn.NAME`: the masks that the run drew last.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,10 @@ _BYTE = 8
 
 
 def mask_slices(state: ModelState, masks: Mapping[str, Tensor], prefix: str) -> Iterator[TensorSlice]:
-    """Yields the slices of `masks` that this rank writes, with keys of `prefix`: a shard's first holder writes it."""
+    """Yields the slices of `masks` that this rank writes, with `prefix` before the names.
+
+    The first rank that has a shard writes it.
+    """
     mesh, rank = state.groups.mesh, state.groups.rank
     for chunk in state.chunks:
         for slot in chunk.plan.slots:
@@ -50,8 +53,8 @@ def masks_in(
 ) -> dict[str, Tensor]:
     """Reads this rank's shards of the masks in a checkpoint: packed bits in row-major order, by parameter name.
 
-    `layouts` are the layouts of the rank's parameters. Raises `UserError` for a mask that belongs to no parameter, or to
-    one of another shape.
+    `layouts` are the layouts of the rank's parameters. Raises `UserError` for a mask that belongs to no parameter, or to a
+    parameter of another shape.
     """
     found, shapes = dict[str, Tensor](), source.shapes
     for key, shape in shapes.items():
@@ -59,7 +62,7 @@ def masks_in(
             continue
         name = key.removeprefix(prefix)
         if name not in layouts and f"model.{name}" in shapes:
-            continue  # its parameter is on other ranks
+            continue  # the mask's parameter is on other ranks
         whole = tuple(layouts[name].shape) if name in layouts else None
         check_fits(source.path, key, shape, whole)
         assert whole is not None
@@ -89,14 +92,14 @@ def check_fits(where: Path, key: str, shape: tuple[int, ...], whole: tuple[int, 
 
 
 def booleans(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
-    """Returns a checkpoint's mask of a parameter of shape `whole` as booleans, true for unpruned elements."""
+    """Returns a stored `mask` of a parameter of shape `whole` as booleans, True for unpruned elements."""
     return mask.bool() if tuple(mask.shape) == whole else unpacked_bits(mask, whole[-1])
 
 
 def share_of(masks: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Returns the unpruned fraction of the masked parameters; `masks` are by key, `shapes` by name.
+    """Returns the unpruned fraction of the masked parameters, or 1 without masks.
 
-    Returns 1 without masks.
+    `masks` are by key, and `shapes` are by parameter name.
     """
     left = elements = 0
     for key, mask in masks.items():
@@ -119,7 +122,7 @@ def whole_masks(reader: Reader) -> dict[str, Tensor]:
 def follow_masks(state: ModelState, source: WeightSource) -> bool:
     """Prunes `state`, which has no values yet, like the checkpoint. Returns True if the checkpoint is pruned. Collective.
 
-    Raises `UserError` on all ranks for masks that do not fit.
+    Raises `UserError` on all ranks for masks that do not fit the parameters.
     """
     there = any(key.startswith(PREFIX) for key in source.shapes)
     if not (there or any(share is not None for share in state.recipe.unpruned.values())):
@@ -142,7 +145,10 @@ def follow_masks(state: ModelState, source: WeightSource) -> bool:
 
 
 def follow_drawn(state: ModelState, reader: Reader) -> None:
-    """Loads the masks that were drawn last into `state`, if any. Collective. Raises `UserError` on all ranks."""
+    """Loads the checkpoint's `drawn.NAME` masks into `state`, if there are any. Collective.
+
+    Raises `UserError` on all ranks.
+    """
     if not any(key.startswith(DRAWN) for key in reader.stored):
         return
     failure = None

@@ -1,7 +1,7 @@
 """Weighted averages of the weights of checkpoints: `optimus merge`.
 
-Averages of models that started from one checkpoint predict a model trained on the mixture of their data. Averages of the
-last checkpoints of a run stand in for a cooldown.
+The average of models that started from one checkpoint approximates a model trained on the mixture of their data. The
+average of a run's last checkpoints can replace a cooldown of the learning rate.
 """
 
 import math
@@ -27,13 +27,17 @@ _PREFIX = "model."
 def merge(
     checkpoints: Mapping[str, float] | Sequence[str | Path], output: str | Path, *, last: int | None = None
 ) -> dict[str, Any]:
-    """Writes the weighted average of the weights of `checkpoints`, or of the newest of each run, as a new checkpoint.
+    """Writes the weighted average of the weights of `checkpoints` as a new checkpoint. A run stands for its newest one.
 
-    A mapping gives weights, which are normalised by their sum; a sequence gives equal weights. With `last`, the one entry
-    of `checkpoints` is a run, and its last `last` checkpoints are averaged. The result is a checkpoint of weights. Sums are
-    in float64, the result is fp32, tile by tile: the bytes do not depend on the layouts that wrote the checkpoints, and
-    memory holds one tile of each. Returns `output`, `parameters` and `weights`, by path. Raises `UserError` for different
-    models or tokenizers, weights without a positive sum, and an existing `output`.
+    A mapping gives the weights of the average, which are normalised by their sum; a sequence gives equal weights. With
+    `last`, the only entry of `checkpoints` is a run, and its last `last` checkpoints are averaged. The result is a
+    checkpoint of weights.
+
+    Sums are in float64 and the result is in fp32. The bytes do not depend on the layouts that wrote the checkpoints. Memory
+    has only one tile of each checkpoint at a time.
+
+    Returns `output`, `parameters`, and `weights` by path. Raises `UserError` for different models or tokenizers, weights
+    without a positive sum, and an existing `output`.
 
     Example:
         optimus.merge({"runs/web": 0.3, "runs/math": 0.7}, "merged")
@@ -75,7 +79,7 @@ def merge(
 
 
 def _found(given: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
-    """Returns the named checkpoints with their weights. Raises `UserError` if two names refer to the same checkpoint."""
+    """Returns the weights of the average by checkpoint. Raises `UserError` if two names refer to the same checkpoint."""
     weights, names = dict[Path, float](), dict[Path, str | Path]()
     for name, weight in given:
         path = find_checkpoint(name)
@@ -87,7 +91,7 @@ def _found(given: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
 
 
 def _last_of(given: Sequence[str | Path], last: int) -> dict[Path, float]:
-    """Returns the last checkpoints of the single run in `given`, one per step."""
+    """Returns the last checkpoints, one per step, of the only run in `given`, with equal weights."""
     if len(given) != 1 or last < 2:
         raise UserError(f"`last` {last} averages checkpoints of one run, at least 2: {len(given)} are named")
     (run,) = given

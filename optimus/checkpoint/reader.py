@@ -1,4 +1,4 @@
-"""Reads checkpoints: every byte read is checked, and every tensor requested must exist completely."""
+"""Reads checkpoints. Readers check every byte that they read, and refuse requested tensors that are incomplete."""
 
 import math
 import zlib
@@ -19,7 +19,7 @@ from optimus.errors import UserError
 from optimus.model.count import too_large
 from optimus.model.low_rank import merged
 
-_MANY, _FEW = 4, 1 << 26  # plausible elements: _MANY per byte plus _FEW; memory is allocated before reading
+_MANY, _FEW = 4, 1 << 26  # a plausible model has at most _MANY elements per byte of the files, plus _FEW
 
 
 class WeightSource(Protocol):
@@ -30,11 +30,11 @@ class WeightSource(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of its tensors, by key."""
+        """Shapes of the source's tensors, by key."""
 
     @property
     def unpruned(self) -> float:
-        """The unpruned fraction of its pruned parameters."""
+        """The unpruned fraction of the source's pruned parameters."""
 
     def fill(self, slices: Iterable[TensorSlice]) -> None:
         """Fills the tensors of `slices` in place. Raises `UserError`."""
@@ -42,7 +42,7 @@ class WeightSource(Protocol):
 
 @dataclass
 class Reader:
-    """Fills slices from the checkpoint in `path`, whose stored slices it has indexed."""
+    """Fills slices from the checkpoint in `path`. The reader has an index of the checkpoint's stored slices."""
 
     path: Path
     description: Description
@@ -50,7 +50,7 @@ class Reader:
 
     @classmethod
     def open(cls, path: Path) -> "Reader":
-        """Reads everything but the tensors. Raises `DamagedError` if anything is not as written.
+        """Reads everything but the tensors. Raises `DamagedError` if anything has changed since it was written.
 
         Raises `UserError` if the checkpoint is newer than this code.
         """
@@ -63,31 +63,31 @@ class Reader:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its tensors, by key."""
+        """Shapes of the checkpoint's tensors, by key."""
         return {key: tuple(slices[0].shape) for key, slices in self.stored.items()}
 
     @property
     def unpruned(self) -> float:
-        """The unpruned fraction of its pruned parameters."""
+        """The unpruned fraction of the checkpoint's pruned parameters."""
         return self.description.unpruned
 
     def check_size(self) -> None:
-        """Raises `DamagedError` if the files cannot hold the described model; see `too_large`."""
+        """Raises `DamagedError` if the files are too small for the described model; see `too_large`."""
         weights = [slices[0].shape for key, slices in self.stored.items() if key.startswith("model.")]
         if too_large(self.description.model, len(weights), sum(map(math.prod, weights))):
             raise damaged(self.path, f"{DESCRIPTION} is of a model of many times the parameters that are in it")
 
     def fill(self, slices: Iterable[TensorSlice], *, apart: bool = False) -> None:
-        """Fills the tensors of `slices` in place, for any dtype and device. Low-rank factors are added to their weights.
+        """Fills the tensors of `slices` in place, in any dtype and on any device.
 
-        With `apart`, the factors are not added. Raises `UserError` if the checkpoint lacks any of the slices, and
-        `DamagedError` if bytes are not as written.
+        Adds the product of low-rank factors to their weight, unless `apart`. Raises `UserError` if the checkpoint lacks any
+        of the slices, and `DamagedError` if bytes have changed since they were written.
         """
         wanted = by_key(slices)
         for key, targets in wanted.items():
             there = self.stored.get(key)
             if there is None and not math.prod(targets[0].shape):
-                continue  # tensors without elements are not stored
+                continue  # checkpoints do not store tensors without elements
             if there is None or there[0].shape != tuple(targets[0].shape):
                 others = sum(other not in self.stored for other in wanted)
                 raise UserError(
@@ -99,7 +99,7 @@ class Reader:
                     self._add_factors(target)
 
     def _add_factors(self, target: TensorSlice) -> None:
-        """Adds the product of a weight's factors, for these rows and columns, to a slice of the weight."""
+        """Adds the matching rows and columns of B A, the product of a weight's factors, to the slice `target`."""
         b_key, a_key = factors_of(target.key)
         (*outer, _), (*rows, columns) = target.offsets, target.tensor.shape
         b_shape, a_shape = (self.stored[key][0].shape for key in (b_key, a_key))
@@ -110,7 +110,7 @@ class Reader:
         target.tensor.copy_(merged(target.tensor.cpu(), b.tensor, a.tensor))
 
     def read(self, stored: StoredSlice) -> Tensor:
-        """Returns the tensor of a stored slice. Raises `DamagedError` if its bytes are not as written."""
+        """Returns the tensor of a stored slice. Raises `DamagedError` if its bytes have changed since they were written."""
         where = f"{stored.file}, bytes {stored.start:,} to {stored.start + stored.length:,} ({stored.key})"
         try:
             with (self.path / stored.file).open("rb") as file:
@@ -122,7 +122,7 @@ class Reader:
             raise damaged(self.path, f"{where}: not what was written")
         try:
             tensor = read_slice(content)
-        except Exception as error:  # any exception of torch, for bytes with the right checksum that are no tensor
+        except Exception as error:  # torch raises any exception for bytes that are no tensor
             raise damaged(self.path, f"{where}: no tensor ({repr(error).splitlines()[0][:200]})") from error
         if tuple(tensor.shape) != stored.sizes or tensor.dtype != getattr(torch, stored.dtype):
             raise damaged(self.path, f"{where}: of another shape or type than {METADATA} says")
@@ -143,7 +143,7 @@ class Reader:
 
 
 def verify(path: Path) -> list[str]:
-    """Reads everything in the checkpoint at `path`, and returns its problems, one line each; empty if it is intact."""
+    """Reads the whole checkpoint at `path`, and returns its problems, one line each; empty if it is intact."""
     try:
         reader = Reader.open(path)
     except UserError as error:
@@ -171,10 +171,10 @@ def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Store
             slice_._replace(crc=crcs[slice_.file, slice_.start, slice_.length]) for slice_ in unpack_metadata(content)
         ]
         stored = by_key(slices)
-        # Stored slices do not overlap.
+        # Stored slices do not overlap, so their sizes add up to the size of a complete tensor.
         there = {key: sum(math.prod(slice_.sizes) for slice_ in found) for key, found in stored.items()}
         lacking = {key: math.prod(found[0].shape) - there[key] for key, found in stored.items()}
-    except Exception as error:  # any exception, for bytes with the right checksum that are no metadata
+    except Exception as error:  # unpickling raises any exception for bytes that are no metadata
         raise damaged(path, f"{METADATA} cannot be read ({error!r})") from error
     for key, found in stored.items():
         if math.prod(found[0].shape) > _MANY * sum(each.length for each in found) + _FEW:
@@ -186,7 +186,7 @@ def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Store
 
 
 def _overlap(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Returns the intersection as a region of `stored` and a region of `target`; None if it is empty."""
+    """Returns the intersection as (region of `stored`, region of `target`); None if it is empty."""
     source, place = [], []
     for a, length, b, target_length in zip(stored.offsets, stored.sizes, target.offsets, target.tensor.shape):
         start, end = max(a, b), min(a + length, b + target_length)

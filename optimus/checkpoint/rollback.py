@@ -1,8 +1,8 @@
-"""The checkpoint that a run resumes from: its newest one, or the weights that it has been rolled back to.
+"""The checkpoint that a run resumes from: the newest checkpoint, or the weights that the user rolled the run back to.
 
-A rolled-back run restarts from weights with fresh moments (the Optimus paper, section 4: persistent model checkpoints). Its
-later work is moved to `checkpoints/abandoned-K`, not deleted. `rollback.json` names the weights, which nothing deletes: the
-run depends on them until there are enough full checkpoints after them (`slots.py`).
+A rolled-back run restarts from weights with zeroed moments (the Optimus paper, section 4: persistent model checkpoints).
+The rollback moves later checkpoints to `checkpoints/abandoned-K` and deletes nothing. `rollback.json` names the weights.
+Retention does not delete these weights until there are enough later full checkpoints (`slots.py`).
 """
 
 import shutil
@@ -20,14 +20,14 @@ _FILE = "rollback.json"
 
 
 class ResumePoint(NamedTuple):
-    """A checkpoint to resume from: with all its state, or with its weights only."""
+    """A checkpoint to resume from, either with all its state or with its weights only."""
 
     path: Path
     full: bool
 
 
 def resume_points(run: Path) -> list[ResumePoint]:
-    """Returns the checkpoints that `run` could resume from, newest first; they may turn out to be damaged."""
+    """Returns the checkpoints that `run` could resume from, newest first, without checking for damage."""
     marked = rolled_back_to(run)
     points = [ResumePoint(path, full=True) for path in all_folders(run, "step") if path != marked]
     points += [] if marked is None else [ResumePoint(marked, full=False)]
@@ -35,12 +35,12 @@ def resume_points(run: Path) -> list[ResumePoint]:
 
 
 def marker_of(run: Path) -> Path:
-    """Returns the path of the file that names the checkpoint that `run` was rolled back to, if it was."""
+    """Returns the path of the rollback marker, the file that names the checkpoint that `run` was rolled back to."""
     return run / "checkpoints" / _FILE
 
 
 def rolled_back_to(run: Path) -> Path | None:
-    """Returns the checkpoint that `run` was rolled back to. Raises `UserError` if the file that names it is damaged."""
+    """Returns the checkpoint that `run` was rolled back to, if any. Raises `UserError` if the marker is damaged."""
     marker = marker_of(run)
     if not marker.exists():
         return None
@@ -53,13 +53,13 @@ def rolled_back_to(run: Path) -> Path | None:
 
 
 def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any]:
-    """Sets up `run` so that `--resume` restarts it from the weights of `step`, with fresh moments.
+    """Sets up `run` so that `--resume` restarts it from the weights of `step`, with zeroed moments.
 
-    `held`: the caller holds the run folder. Otherwise raises `LeaseError` if a live run holds it.
+    `held`: the caller has the lease of the run folder. Otherwise raises `LeaseError` if a live run has the lease.
 
-    Returns `checkpoint`, `step`, `moved` (the names of newer checkpoints) and `to`, their new folder, which also gets a
-    copy of the metrics so far. Raises `UserError`, without touching anything, if there are no weights of that step or they
-    are damaged.
+    Returns `checkpoint`, `step`, `moved` (the names of newer checkpoints) and `to`, the new folder of these checkpoints,
+    which also gets a copy of the metrics so far. Raises `UserError`, without changing any file, if there are no weights of
+    that step or if they are damaged.
     """
     run = user_path(run)
     if not held:

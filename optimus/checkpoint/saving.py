@@ -1,10 +1,9 @@
 """Writes the state of a run, synchronously or in the background of the training.
 
-Saving has three phases. All ranks end each phase together, so that a failure of one rank is reported by all:
+Saving has three phases. All ranks end each phase together, so that all ranks report a failure of one rank:
 
 1. Rank 0 creates the partial folder.
-2. One rank of each replica group writes: every writing rank puts its slices into a file of its own. The positions of the
-   slices go to rank 0.
+2. One rank of each replica group writes its slices into a separate file, and sends the positions of the slices to rank 0.
 3. Rank 0 adds metadata, description and manifest, and renames the folder to its final name.
 
 In background saving, the second and third phases run in a thread, from copies (`staging.py`). At the end of every step the
@@ -37,23 +36,23 @@ from optimus.state.chunk import Chunk
 from optimus.state.model_state import ModelState
 
 _CURE = "Earlier checkpoints are untouched: make room or mend the path, then run again with `resume=True`"
-_SWITCH = 0.0005  # seconds; see _short_turns
+_SWITCH = 0.0005  # Python's thread switch interval in seconds; see _short_turns
 
 
 Write = Callable[[BinaryIO, str, Iterable[TensorSlice]], list[StoredSlice]]
 
 
 class Target(NamedTuple):
-    """A checkpoint to be written: of the whole state if its description says `full`, otherwise of the weights alone.
+    """A checkpoint to write: of the whole state if its description says `full`, otherwise of the weights alone.
 
-    With `frozen`, it has the frozen weights only, to which the descriptions of others may refer. Weights alone are in the
-    compute dtype: 2 bytes per parameter in bf16, where the whole state takes 12.
+    With `frozen`, the checkpoint has only the frozen weights, and the descriptions of other checkpoints may refer to it.
+    Weights alone are in the compute dtype: 2 bytes per parameter in bf16, where the whole state has 12.
     """
 
     folder: Path
     description: Description
-    keep: int | None = None  # number of full checkpoints to keep in the run, including this one
-    every: int | None = None  # older weights are kept if their step is a multiple of this
+    keep: int | None = None  # number of full checkpoints that the run retains, including this one
+    every: int | None = None  # the run retains older weights only if their step is a multiple of `every`
     frozen: bool = False
 
     @property
@@ -74,18 +73,18 @@ class Target(NamedTuple):
         return ("model", *chunk.plan.rule.kinds) if self.description.full else ("model",)
 
     def buffer(self, chunk: Chunk, prefix: str, states: Mapping[str, Tensor]) -> Tensor:
-        """Returns the buffer of a chunk that the checkpoint stores with this prefix; the chunk's `states` are in memory."""
+        """Returns the chunk's buffer that the checkpoint stores with this prefix. `states` are the rule's buffers."""
         return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:
-        """Returns True if background saving copies this buffer first: device buffers only, as host memory is limited."""
+        """Returns True if background saving copies this buffer first. It copies only device buffers, to save host memory."""
         return chunk.plan.rule.trains and chunk.residency(prefix, weights=not self.description.full) == "device"
 
 
 class Saver:
     """Writes checkpoints of `state`, one after another. Collective: all ranks create a saver and call its methods together.
 
-    `scattered` spreads the writing over the ranks of replica groups (`writers.py`). With `beside`, saving runs in the
+    `scattered` distributes the writing over the ranks of replica groups (`writers.py`). With `beside`, saving runs in the
     background of the training.
     """
 
@@ -95,30 +94,30 @@ class Saver:
         self._chunks = written_here(state, scattered=scattered)
         self._file = file_of(state.groups.rank)
         self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
-        self._short: list[tuple[str, Tensor]] = []  # copies of the buffers
+        self._short: list[tuple[str, Tensor]] = []  # copies of the modules' buffers
         self._state = state
-        self._drawn: Mapping[str, Tensor] = {}  # as at the save; masks do not change, since pruning waits for `finish`
+        self._drawn: Mapping[str, Tensor] = {}  # masks at the time of `save`; pruning waits for `finish`
         self._staging = Staging()
-        self._updates: dict[Chunk, Handle] = {}  # in flight at the save
-        self._written: dict[Chunk, threading.Event] = {}  # for chunks that are written without a copy
-        self._targets: Sequence[Target] = ()  # in progress
-        self._stored: list[list[StoredSlice]] = []  # for each target: the slices written by this rank
-        self._committing = False  # in the last phase
+        self._updates: dict[Chunk, Handle] = {}  # updates in flight at the time of `save`
+        self._written: dict[Chunk, threading.Event] = {}  # set when a chunk without a copy is written
+        self._targets: Sequence[Target] = ()  # checkpoints in progress
+        self._stored: list[list[StoredSlice]] = []  # for each target: the slices that this rank has written
+        self._committing = False  # True in the last phase
         self._thread: threading.Thread | None = None
         self._failure: UserError | None = None
         self._abandoned = threading.Event()
-        self.seconds = 0.0  # total time that the training, or the worker of updates, has waited
+        self.seconds = 0.0  # seconds that the training, or the worker of updates, has waited in total
         self._counting = threading.Lock()  # guards `seconds`
-        self.write: Write = lambda *file: write_slices(*file)  # replaced in rehearsals of a full disk
+        self.write: Write = lambda *file: write_slices(*file)  # fault injection replaces it to simulate a full disk
 
     def save(self, *targets: Target) -> list[Path]:
-        """Writes checkpoints. In the background, completes the checkpoints in progress first, and then only starts.
+        """Writes checkpoints. In background saving, first completes those in progress, and then only starts the new ones.
 
         Returns newly completed checkpoints. Raises `UserError` on all ranks if the disk of one rank fails; older
-        checkpoints are untouched.
+        checkpoints then stay unchanged.
         """
         done = self.finish()
-        self._state.skip()  # discards a step that was not finished
+        self._state.skip()  # discards an unfinished step
         with self._waiting():
             self._targets = targets
             self._drawn = self._state.drawn or {}
@@ -135,7 +134,7 @@ class Saver:
         return done if self._beside else done + self.finish()
 
     def poll(self) -> list[Path]:
-        """Returns the checkpoints completed on all ranks. Must be called after every step. Raises like `save`."""
+        """Returns the checkpoints that all ranks have completed. Must be called after every step. Raises like `save`."""
         if not self._targets:
             return []
         with self._waiting():
@@ -144,7 +143,7 @@ class Saver:
             return self._next()
 
     def finish(self) -> list[Path]:
-        """Waits until everything in progress is complete, and returns the completed checkpoints. Raises like `save`."""
+        """Waits until all checkpoints in progress are complete, and returns them. Raises like `save`."""
         done: list[Path] = []
         while self._targets:
             with self._waiting():
@@ -156,8 +155,8 @@ class Saver:
     def complete(self) -> str:
         """Completes checkpoints in progress when the run ends for another reason with all ranks alive.
 
-        Without completion the checkpoints would be lost, and with them the steps since the one before.
-        Returns an addition to the message of that reason, if a disk fails.
+        Otherwise the run would lose the steps since the last complete checkpoint. If a disk fails, returns text to add to
+        the message of the other reason.
         """
         try:
             self.finish()
@@ -171,14 +170,14 @@ class Saver:
         """Stops all writing except rank 0's final phase, because this rank alone may have failed."""
         self._abandoned.set()
         if self._thread is None or self._world.size > 1:
-            return  # with other ranks, this process ends and must report its reason at once
+            return  # no wait: among other ranks, this process must end and report its failure immediately
         self._thread.join()
         self._abandon_write(remove=not self._committing)
 
     # ---- Phases ----
 
     def _next(self) -> list[Path]:
-        """Starts the next phase after all ranks have ended one; returns completed checkpoints."""
+        """Starts the next phase after all ranks have ended the current one; returns completed checkpoints."""
         self._thread = None
         self._agree()
         if self._committing:
@@ -193,11 +192,11 @@ class Saver:
         return []
 
     def _agree(self) -> None:
-        """Continues if no rank has failed; otherwise abandons the checkpoints in progress."""
+        """Raises the `UserError` of a failed rank on all ranks, after abandoning the checkpoints in progress."""
         try:
             self._world.agree(self._failure)
         except UserError:
-            self._abandon_write(remove=self._world.rank == 0)  # it would block later writes to a full disk
+            self._abandon_write(remove=self._world.rank == 0)  # partial folders would leave the disk full
             raise
 
     def _abandon_write(self, remove: bool) -> None:
@@ -215,7 +214,7 @@ class Saver:
                 target.partial.mkdir(parents=True)
 
     def _write(self, held: Callable[[Tensor], Tensor]) -> None:
-        """Writes this rank's file of every target; `held` maps a buffer to the tensor with its values."""
+        """Writes this rank's file of every target. `held` maps a buffer to the tensor with its values, perhaps a copy."""
         self._stored = []
         for target in self._targets:
             with naming_disk_errors(target.folder, _CURE):
@@ -253,7 +252,7 @@ class Saver:
             return self.write(file, path.name, found())
 
     def _last_target(self, chunk: Chunk) -> Target:
-        """Returns the last target that takes anything of a chunk."""
+        """Returns the last target that stores any buffer of a chunk."""
         return next(target for target in reversed(self._targets) if target.prefixes(chunk))
 
     def _commit(self, stored: Sequence[Sequence[StoredSlice]]) -> None:
@@ -267,16 +266,16 @@ class Saver:
                 if target.description.full:
                     retire_frozen(target.run, target.description.frozen)
 
-    # ---- Beside the training ----
+    # ---- In the background of the training ----
 
     def _stage(self) -> None:
         """Plans the copies of the device buffers that this rank writes.
 
-        Other buffers are written in place, and not updated until then.
+        The thread writes other buffers without a copy, and the optimizer does not update them until they are written.
         """
         buffers, self._written = dict[Chunk, list[Tensor]](), {}
         for chunk in self._chunks:
-            if not chunk.plan.rule.trains:  # frozen chunks do not change
+            if not chunk.plan.rule.trains:  # frozen chunks do not change, so no update must wait
                 continue
             taken = [(target, prefix) for target in self._targets for prefix in target.prefixes(chunk)]
             if not all(target.copied(chunk, prefix) for target, prefix in taken):
@@ -300,7 +299,7 @@ class Saver:
                 self._staging.run()
                 self._write(self._staging.copy_of)
         finally:
-            for written in self._written.values():  # after a failure too, or the training would wait for ever
+            for written in self._written.values():  # even after a failure, or the training would wait forever
                 written.set()
 
     def _start(self, work: Callable[[], None]) -> None:
@@ -326,7 +325,7 @@ class Saver:
 
 
 def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], description: Description) -> None:
-    """Turns `partial`, which holds the files of tensors, into the checkpoint `folder`.
+    """Turns the folder `partial` with the files of tensors into the checkpoint `folder`.
 
     Writes description, metadata and manifest, syncs everything to disk, and then renames the folder.
     """
@@ -338,16 +337,16 @@ def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], descrip
     for file in partial.iterdir():
         sync(file)
     sync(partial)
-    if folder.exists():  # the same step from before a rollback; if killed here, the run reaches this step again
+    if folder.exists():  # the same step before a rollback. If killed now, the run will reach this step again
         remove(folder)
     partial.rename(folder)
     sync(folder.parent)
 
 
 def write_alone(folder: Path, slices: Iterable[TensorSlice], description: Description, cure: str) -> list[StoredSlice]:
-    """Writes the checkpoint `folder` from this process alone; returns the positions of its slices.
+    """Writes the checkpoint `folder` from this process alone; returns its stored slices.
 
-    Raises `UserError`, with `cure`, if the disk fails.
+    Raises `UserError` if the disk fails, with `cure` as advice.
     """
     partial, name = folder.with_name(f".{folder.name}.partial"), file_of(0)
     with naming_disk_errors(folder, cure):
@@ -360,10 +359,10 @@ def write_alone(folder: Path, slices: Iterable[TensorSlice], description: Descri
 
 @contextmanager
 def _short_turns() -> Iterator[None]:
-    """Makes Python's threads switch often.
+    """Makes Python's threads switch more often inside the context.
 
-    The writing thread makes many short calls, each of which waits for its turn. Beside a training that is bound by Python,
-    300 MB in slices of 1 MB took 27 s with switches every 5 ms, and 2.5 s with this setting.
+    The writing thread makes many short calls, and waits for the interpreter lock in each. During a training that is bound
+    by Python, writing 300 MB in slices of 1 MB took 27 s with the default switch interval of 5 ms, and 2.5 s with `_SWITCH`.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH))

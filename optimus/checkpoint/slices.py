@@ -1,7 +1,7 @@
 """Shards of flat buffers as slices of global tensors, the common form for writing, reading and comparing state.
 
-A contiguous range of a row-major block of d dims consists of at most 2d - 1 slices, each contiguous itself. So a rank's
-shard of a chunk is a few slices per parameter for any borders, and one layout can read what another has written.
+A contiguous range of a row-major block of d dims consists of at most 2d - 1 contiguous slices. So a rank's shard of a chunk
+consists of a few slices per parameter for any borders of shards. Any layout can read the slices of another layout.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 from optimus.state.chunk import Chunk
 from optimus.state.plan import ChunkPlan
 
-LONGEST = 1 << 23  # elements of a slice: a reader must read every slice that it needs any part of as a whole
+LONGEST = 1 << 23  # most elements of a slice; limited, because readers of a part must read the whole slice
 
 
 class TensorSlice(NamedTuple):
@@ -26,16 +26,16 @@ class TensorSlice(NamedTuple):
 
 
 def part_slices(chunk: Chunk, kind: str, part: Tensor) -> Iterator[TensorSlice]:
-    """Yields the slices of this rank's shard of a chunk, or of a copy of it; pruned elements are zero."""
+    """Yields the slices of `part`, this rank's shard of a chunk or a copy of the shard. Pruned elements are zero."""
     return slices(chunk.plan, kind, chunk.dense_part(part), first=chunk.dense_extent.start)
 
 
 def slices(
     plan: ChunkPlan, kind: str, buffer: Tensor, longest: int = LONGEST, *, first: int = 0
 ) -> Iterator[TensorSlice]:
-    """Yields the slices of a flat `buffer`, which holds the elements of a chunk from `first` on.
+    """Yields the slices of a flat `buffer`, which has the elements of a chunk from `first` on.
 
-    `kind` is the prefix of their keys. Padding between parameters is in no slice.
+    `kind` is the prefix of the slices' keys. The slices exclude the padding between parameters.
     """
     for slot in plan.slots:
         start, end = max(slot.start, first), min(slot.end, first + len(buffer))
@@ -48,7 +48,7 @@ def slices(
 
 
 def whole_slices(tensors: Iterable[tuple[str, Tensor]], prefix: str = "model.") -> Iterator[TensorSlice]:
-    """Yields one slice per whole tensor, with `prefix` before its name."""
+    """Yields each tensor as one slice, whose key is `prefix` and the tensor's name."""
     for name, tensor in tensors:
         yield TensorSlice(prefix + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
@@ -70,7 +70,7 @@ def range_slices(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[t
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), end // row  # complete rows
-    if first > last:  # the range begins and ends within one row
+    if first > last:  # the range begins and ends inside one row
         yield from _in_row(shape, last, start, end)
         return
     yield from _in_row(shape, first - 1, start, first * row)
@@ -88,8 +88,8 @@ def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[tu
 def _capped(
     shape: Sequence[int], start: int, end: int, longest: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields the slices of a range, cut at whole rows if rows are short, with at most `longest` elements each."""
-    if start >= end:  # includes tensors without elements, whose rows have none
+    """Yields the slices of a range, with at most `longest` elements each. Divides between rows if rows are short."""
+    if start >= end:  # also the case for tensors without elements
         return
     row = next(size for size in (math.prod(shape[dim:]) for dim in range(len(shape) + 1)) if size <= longest)
     step = longest // row * row

@@ -1,7 +1,7 @@
-"""Copies of state in host memory, made in the background and finished before the optimizer changes the originals.
+"""Copies of state in host memory. A thread makes them in the background, before the optimizer changes the originals.
 
-State is immutable between two updates, so the training need not wait for copies. The optimizer waits for a chunk only if
-its copy is late (DataStates-LLM: lazy asynchronous checkpoints).
+State is constant between two updates, so the training need not wait for the copies. The optimizer waits for the copy of a
+chunk only if it is not finished when the chunk's update begins (DataStates-LLM: lazy asynchronous checkpoints).
 """
 
 import threading
@@ -16,10 +16,10 @@ from optimus.state.chunk import Chunk
 
 
 class Staging:
-    """Host memory for copies of buffers, reused by later checkpoints."""
+    """Host memory for copies of buffers, which later checkpoints reuse."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, Tensor] = {}  # by the identity of the buffer
+        self._copies: dict[int, Tensor] = {}  # copies by the `id` of their buffer
         self._plan: list[tuple[Handle, list[Tensor], threading.Event]] = []
         self._ready: torch.Event | None = None
 
@@ -30,10 +30,10 @@ class Staging:
         weights: bool,
         waiting: Callable[[Callable[[], object]], None],
     ) -> None:
-        """Schedules copies of `buffers` in their current state, and blocks updates of the chunks until the copies are made.
+        """Schedules copies of `buffers` in their current state, and blocks updates of the chunks until the copies exist.
 
-        Chunks wait by means of `waiting`, and also until they are `written`, if part of them is written in place.
-        `weights`: some of the buffers are compute copies.
+        A chunk with an event in `written` also waits for this event, because part of it is written without a copy. The
+        update waits by calling `waiting` with a blocking function. `weights`: some of the buffers are compute copies.
         """
         self._plan = []
         for chunk, those in buffers.items():
@@ -48,14 +48,14 @@ class Staging:
             self._plan.append((chunk.updated, list(those), copied))
             chunk.block_update_until(Handle(until), weights)
         there = {id(buffer): buffer.shape for those in buffers.values() for buffer in those}
-        # A new buffer may have the identity of a freed one.
+        # A new buffer may have the `id` of a freed buffer.
         self._copies = {key: copy for key, copy in self._copies.items() if there.get(key) == copy.shape}
         first = next(iter(buffers), None)
         on_device = first is not None and first.parameter.device.type != "cpu"
         self._ready = torch.accelerator.current_stream().record_event() if on_device else None
 
     def run(self) -> None:
-        """Makes the copies in the order of the chunks. Runs in another thread than the training."""
+        """Makes the copies in the order of the chunks. Must run in another thread than the training."""
         try:
             for updated, buffers, copied in self._plan:
                 if buffers:
@@ -64,11 +64,11 @@ class Staging:
                     self._copy(buffer)
                 copied.set()
         finally:
-            for *_, copied in self._plan:  # after a failure too, or the training would wait for ever
+            for *_, copied in self._plan:  # even after a failure, or the training would wait forever
                 copied.set()
 
     def copy_of(self, buffer: Tensor) -> Tensor:
-        """Returns the copy of a buffer."""
+        """Returns the host copy of `buffer`."""
         return self._copies[id(buffer)]
 
     def _copy(self, buffer: Tensor) -> None:
@@ -77,7 +77,7 @@ class Staging:
         if copy is None:
             copy = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=on_device)
             self._copies[id(buffer)] = copy
-        if not on_device:  # single-threaded: torch would take the cores that compute
+        if not on_device:  # single-threaded: torch would occupy the cores of the training
             np.copyto(copy.view(torch.uint8).numpy(), buffer.detach().view(torch.uint8).numpy())
             return
         stream = torch.Stream(buffer.device)

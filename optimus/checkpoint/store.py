@@ -69,13 +69,14 @@ def load_state(
 ) -> tuple[Description, int]:
     """Fills `state` from checkpoint `path`; returns the description and the number of ranks that read tensors.
 
-    Collective. Rank 0 reads everything but the tensors and tells the others; `load_slices` reads the tensors.
+    Collective. Rank 0 reads everything but the tensors and broadcasts it; `load_slices` reads the tensors.
 
-    `model` is the architecture of `state`. With `run`, the checkpoint is resumed and must agree with every key of `run`.
-    Without `run`, low-rank factors of the checkpoint are added to their weights, and the state's factors are zero. Without
-    `full`, only the weights are loaded, and the state of the update rules is reset. `state` is pruned like the checkpoint;
-    without `masks` its masks stay unchanged. `reader_type` may count reads. Raises `UserError` on all ranks alike,
-    `DamagedError` if another checkpoint may be intact.
+    `model` is the architecture of `state`. With `run`, a run resumes the checkpoint, which must agree with every key of
+    `run`.
+    Without `run`, adds low-rank factors of the checkpoint to their weights, and sets the state's factors to zero. Without
+    `full`, loads only the weights and resets the state of the update rules. Prunes `state` like the checkpoint, or leaves
+    its masks unchanged without `masks`. `reader_type` may be a subclass that counts reads. Raises `UserError` on all ranks,
+    and `DamagedError` if another checkpoint may be intact.
     """
 
     def open_it() -> Reader:
@@ -103,7 +104,9 @@ def load_state(
 def load_model(
     checkpoint: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Transformer:
-    """Loads the model of a checkpoint, or of a run's newest one, in evaluation mode; it maps `tokens_BS` to `logits_BSV`.
+    """Loads the model of a checkpoint, or of a run's newest checkpoint, in evaluation mode.
+
+    The model maps `tokens_BS` to `logits_BSV`.
 
     Example:
         model = optimus.load_model("runs/first")
@@ -127,7 +130,7 @@ def _check_factors(reader: Reader, names: Iterable[str]) -> None:
 
 
 def _check_kept(reader: Reader, rules: Mapping[str, Rule]) -> None:
-    """Raises `UserError` if the checkpoint lacks state of the update `rules`, by parameter: it was written with others."""
+    """Raises `UserError` if the checkpoint lacks state of the update `rules` (by parameter), as after a change of rules."""
     missing: dict[str, list[str]] = {}
     for name, rule in rules.items():
         for kind in rule.kinds:
@@ -143,7 +146,7 @@ def _check_kept(reader: Reader, rules: Mapping[str, Rule]) -> None:
 
 
 def check_same_model(there: ModelConfig, here: ModelConfig, path: Path) -> None:
-    """Raises `UserError` naming the differences if the weights in `path` have another architecture than `here`."""
+    """Raises `UserError` that names the differences if the weights in `path` have another architecture than `here`."""
     unasked = {"init_std", *(there.derived & here.derived)}
     if not (there.has_dense_layers or here.has_dense_layers):
         unasked = unasked - {"expert_intermediate"} | {"intermediate"}

@@ -1,4 +1,4 @@
-"""Assigns the writing of a state to ranks: arithmetic on plans of chunks, with the same result on every rank."""
+"""Assigns the writing of a state to ranks. Every rank computes the same assignment from the plans of the chunks."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ def written_here(state: ModelState, *, scattered: bool) -> list[Chunk]:
 
 
 def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]:
-    """Returns all ranks in groups that hold the same shard of a chunk of such parameters, each group in order.
+    """Returns all ranks in groups that hold the same shard of a chunk whose parameters have `layout`.
 
-    Pipeline stages without these parameters are grouped in the same way.
+    Each group is in rank order. Ranks of pipeline stages without these parameters form groups in the same way.
     """
     *_, copies = divisions(mesh, layout.partial_axes, options)
     together = list(copies)
@@ -34,11 +34,11 @@ def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]
 
 
 def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool) -> list[int]:
-    """Returns the writer of each chunk of `rank`, one of the ranks that hold the same shard of it.
+    """Returns the writer of each chunk of `rank`: one of the ranks that hold the same shard of the chunk.
 
-    `scattered`: the writer is on the node with the least to write so far, so that nodes share the writing. (The Optimus
-    paper, section 4: DP-scattered, where part m is written by rank m % DP of its holders.) Otherwise the first holder
-    writes. All ranks of a stage have shards of the same chunks, so each of them knows the writers of all shards.
+    If `scattered`, the writer is on the node with the fewest bytes to write so far, so that nodes share the writing. (In
+    the Optimus paper, section 4: DP-scattered, rank m % DP of the holders writes part m.) Otherwise the first holder
+    writes. All ranks of a stage have shards of the same chunks, so each of them can compute the writers of all shards.
     """
     found, _ = _shared_writing(plans, mesh, rank, options, scattered)
     return found
@@ -49,7 +49,7 @@ def bytes_copied(
 ) -> Counter[int]:
     """Returns the bytes that each rank of a stage copies for a full checkpoint in the background.
 
-    The stage is that of `rank`, with chunks `plans`. Only device buffers are copied; the rest is written in place.
+    The stage is that of `rank`, with chunks `plans`. Saving copies only device buffers, and writes others without a copy.
     """
     stage = mesh.coordinate(rank, "pp")
     _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)
@@ -65,7 +65,7 @@ def saved_bytes(plan: ChunkPlan) -> int:
 
 
 def _saved(plan: ChunkPlan) -> Iterator[tuple[int, Residency]]:
-    """Yields (bytes of an element, residency) of the weights and of each state of the update rule."""
+    """Yields (bytes per element, device or host memory) of the weights and of each state of the update rule."""
     yield plan.model_dtype.itemsize, plan.residency("master" if plan.has_master else "parameters.shard")
     yield from ((each.dtype.itemsize, each.residency) for each in plan.buffers if each.reported == "moments")
 
@@ -76,7 +76,8 @@ def _shared_writing(
     """Returns (the writer of each chunk of `rank`, the bytes of trained chunks that each rank of its stage copies)."""
     stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
     known: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[list[int]]] = {}
-    of_node, of_rank, copied = Counter[int](), Counter[int](), Counter[int]()  # bytes to write, and bytes to copy first
+    # Bytes to write by node and by rank, and bytes to copy first by rank.
+    of_node, of_rank, copied = Counter[int](), Counter[int](), Counter[int]()
     for number, plan in sorted(enumerate(plans), key=lambda each: -saved_bytes(each[1])):
         layout = plan.slots[0].layout
         axes = layout.partial_axes, layout.replicated_axes, plan.rule.trains
@@ -86,7 +87,7 @@ def _shared_writing(
         for place, ranks in enumerate(known[axes]):
             if not scattered:
                 writer = ranks[0]
-            elif "embedding" in layout.replicated_axes:  # held by stages whose other chunks differ
+            elif "embedding" in layout.replicated_axes:  # two stages hold it, and their other chunks differ
                 writer = ranks[place * len(ranks) // len(known[axes])]
             else:
                 writer = min(ranks, key=lambda each: (of_node[mesh.node(each)], of_rank[each], each))

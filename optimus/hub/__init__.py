@@ -1,8 +1,8 @@
 """Import and export of Hugging Face folders: weights, configs and tokenizers of known families, bit for bit.
 
 `keys.py` applies the key table of a family; `config_json.py` translates the architecture; `tensors.py` reads and writes
-safetensors files; `published.py` handles a folder's other metadata. Independently, `drop_in.py` puts the expert kernels
-into models of `transformers`.
+safetensors files; `published.py` reads and adapts a folder's other metadata. Independently, `drop_in.py` makes models of
+`transformers` use the expert kernels.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Translates the architecture in `config.json` from and to our `ModelConfig`, by the fields that the family declares.
+"""Translates the architecture between `config.json` and our `ModelConfig`, by the fields that the family declares.
 
-Fields that our models cannot express are refused by name, because a model that loads and computes something else would be
-the worst outcome. Nothing here needs `transformers`.
+The translation refuses fields that our models cannot express, and names them: the worst outcome would be a model that loads
+but computes something else. This module does not need `transformers`.
 """
 
 import json
@@ -21,9 +21,9 @@ FILE = "config.json"
 
 
 def read_model_folder(path: Path) -> dict[str, Any]:
-    """Returns the config sections that a Hugging Face folder implies: `model`, and `checkpoint` if it holds weights.
+    """Returns the configuration sections for a Hugging Face folder: `model`, and `checkpoint` if the folder has weights.
 
-    Raises `UserError` naming the field of config.json that is missing or that our models cannot express.
+    Raises `UserError` that names the field of config.json that is missing or that our models cannot express.
     """
     model = read_model(path)
     usual = families()[model.family].defaults
@@ -35,7 +35,7 @@ def read_model_folder(path: Path) -> dict[str, Any]:
 
 
 def has_weights(path: Path) -> bool:
-    """Returns True if `path` holds safetensors. Raises `UserError` if it holds pickled weights only."""
+    """Returns True if the folder `path` has safetensors files. Raises `UserError` if it has only pickled weights."""
     if any(path.glob("*.safetensors")):
         return True
     if pickled := sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]):
@@ -67,7 +67,7 @@ def read_model(path: Path) -> ModelConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Reads config.json unchanged. Raises `UserError` if it is missing or not an object."""
+    """Returns the content of config.json. Raises `UserError` if the file is missing or not a JSON object."""
     file = path / FILE
     try:
         raw = parse_json(file.read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def whole_number(raw: dict[str, Any], field: str, file: Path) -> int:
-    """Returns `raw[field]`. Raises `UserError` unless it is present and a whole number in the range of sizes and counts."""
+    """Returns `raw[field]`. Raises `UserError` unless the field is a whole number in the range of sizes and counts."""
     value = raw.get(field)
     if type(value) is not int:
         raise UserError(f"{file}: {field} is {'missing' if value is None else repr(value)}: it must be a whole number")
@@ -92,9 +92,9 @@ def whole_number(raw: dict[str, Any], field: str, file: Path) -> int:
 
 
 def context_of(path: Path) -> int:
-    """Returns the longest sequence, in tokens, that the folder `path` states for its model.
+    """Returns the length of the longest sequence, in tokens, that the config.json of `path` states for its model.
 
-    Raises `UserError` like `read_model`, and if the folder does not state it.
+    Raises `UserError` like `read_model`, and if config.json does not state the length.
     """
     return read_model(path).learned_positions or whole_number(read_config(path), "max_position_embeddings", path / FILE)
 
@@ -102,8 +102,7 @@ def context_of(path: Path) -> int:
 def further_layers(path: Path) -> tuple[str, range]:
     """Returns (prefix of tensor names, with {i} for the layer; range of layers) of the extra multi-token prediction layers.
 
-    These layers are no part of the model of the folder `path`; the range is often empty. Raises `UserError` like
-    `read_model`.
+    Our model of the folder `path` omits these layers; the range is often empty. Raises `UserError` like `read_model`.
     """
     raw, model = read_config(path), read_model(path)
     family = families()[model.family]
@@ -112,7 +111,7 @@ def further_layers(path: Path) -> tuple[str, range]:
 
 
 def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of config.json that do not affect the computation and hold for derived models too."""
+    """Returns the fields of config.json that do not affect the computation and are also valid for derived models."""
     family = families()[raw["model_type"]]
     kept = {*_OF_ANY, *family.without_effect} - {*_OF_THE_FILE, *_known(family)}
     return {name: value for name, value in raw.items() if name in kept}
@@ -121,7 +120,7 @@ def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
 def no_export(model: ModelConfig) -> str | None:
     """Returns the reason why `model` cannot be exported, or None if it can.
 
-    A model cannot be exported if its family has no class in `transformers` that computes the same.
+    A model cannot be exported if its family has no class in `transformers` that computes the same function.
     """
     family = families()[model.family]
     if family.architecture is None:
@@ -140,13 +139,13 @@ def no_export(model: ModelConfig) -> str | None:
 def write_config(
     model: ModelConfig, folder: Path, *, context: int, dtype: str, further: Mapping[str, Any] = {}
 ) -> None:
-    """Writes config.json for `transformers` 4 and 5 alike (so without `rope_parameters`), with the `further` fields.
+    """Writes config.json with the `further` fields. The file omits `rope_parameters` to suit `transformers` 4 and 5.
 
     The `model` must be exportable (`no_export`).
     """
     family = families()[model.family]
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    # No padding token unless stated: `transformers` would give that row of the embedding no gradient.
+    # No padding token unless `further` has one: `transformers` would give its row of the embedding no gradient.
     raw |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **further}
     raw |= dict.fromkeys(family.dropout, 0.0) | _constants(family, dict(model))
     raw |= {family.further.field: 0} if family.further else {}
@@ -208,7 +207,7 @@ def _refuse_unknown(family: Family, raw: dict[str, Any], file: Path) -> None:
 
 
 def _known(family: Family) -> set[str]:
-    """Returns the fields of config.json that are read, or must have a certain value."""
+    """Returns the fields of config.json that an import reads or that must have a certain value."""
     known = {"head_dim", "layer_types", *_ONLY, *family.constants, *family.dropout, *family.aliases}
     known |= {family.further.field} if family.further else set()
     for ours, theirs in {**family.fields, **family.optional}.items():
@@ -221,7 +220,7 @@ def _name(theirs: Field) -> str:
 
 
 def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optional: bool = False) -> Any:
-    """Returns the value of our field `ours` in config.json, in our type; None if it is `optional` and absent."""
+    """Returns the value of our field `ours` in config.json, converted to our type; None if `optional` and absent."""
     if ours in _SPECIAL:
         return _SPECIAL[ours].read(raw, file)
     name = _name(theirs)
@@ -268,7 +267,10 @@ def _layer_types(name: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_parameters(name: str, model: ModelConfig) -> dict[str, Any]:
-    """Returns rotary parameters of both kinds of layers, as `transformers` 5 would not take windows' from rope_theta."""
+    """Returns the rotary parameters of layers with and without a window.
+
+    `transformers` 5 would not read the parameters of layers with a window from rope_theta.
+    """
     full = {"rope_theta": model.rope_theta, **(_published_scaling(model) or {"rope_type": "default"})}
     windows = {"rope_type": "default", "rope_theta": model.window_rope_theta}
     own = {} if name == "rope_theta" else {name: model.window_rope_theta}
@@ -283,9 +285,7 @@ def _published_scaling(model: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind} | {name: value for name, value in own.items() if name in _RULES[scaling.kind]}
 
 
-_ORIGINAL = (
-    "original_max_position_embeddings"  # our original_context; the other fields of `RopeScaling` are called alike
-)
+_ORIGINAL = "original_max_position_embeddings"  # our original_context; other fields have the same names in both
 _LLAMA3 = (_ORIGINAL, "low_freq_factor", "high_freq_factor")
 _YARN = (_ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("factor", *_YARN, "truncate")}
@@ -294,9 +294,9 @@ _RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("facto
 def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention", base: str = "rope_theta") -> dict[str, Any]:
     """Reads the rotary parameters of one kind of `layers`: `rope_theta`, if stated, and the fields of the scaling.
 
-    `base` is the name of `rope_theta` in version 4. `transformers` 5 stores the parameters in rope_parameters, for one kind
-    of layers or for each; version 4 stores them among the other fields, and its scaling does not apply to layers with a
-    window.
+    `base` is the name of `rope_theta` in `transformers` 4. Version 5 stores the parameters in rope_parameters, either once
+    or for each kind of layers. Version 4 stores them among the other fields, and its scaling does not apply to layers with
+    a window.
     """
     whole, scaling = (_object(raw, name, file) for name in ("rope_parameters", "rope_scaling"))
     of = _object(whole, layers, file) if layers in whole else whole
@@ -313,7 +313,7 @@ def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention", base:
 
 
 def _object(raw: dict[str, Any], field: str, file: Path) -> dict[str, Any]:
-    """Returns `raw[field]`, or an empty object if it is null or absent. Raises `UserError` if it is no JSON object."""
+    """Returns `raw[field]`, or an empty dict if the field is null or absent. Raises `UserError` for any other type."""
     value = raw.get(field)
     if value is not None and not isinstance(value, dict):
         raise UserError(f"{file}: {field} is {value!r}: it must be an object")
@@ -397,7 +397,7 @@ _LATENT = {"queries": "q_lora_rank", "keys": "kv_lora_rank", "rotary": "qk_rope_
 
 
 class _Special(NamedTuple):
-    """Conversion of a field of ours from config.json (fields `names`), and to config.json under a given name."""
+    """Conversion of one of our fields: `read` from the fields `names` of config.json, and `write` under a given name."""
 
     read: Callable[[dict[str, Any], Path], Any]
     write: Callable[[str, ModelConfig], dict[str, Any]]
@@ -417,8 +417,9 @@ _SPECIAL: dict[str, _Special] = {
     "dense_layers": _Special(_dense_layers, _which_are_dense, {"first_k_dense_replace", "mlp_only_layers"}),
 }
 
-# For all models: fields with a required value, fields that describe only the folder, and fields without effect here. The
-# last are fields of the base class of `transformers` 4 and 5, some of which moved to generation_config.json.
+# For all models: _ONLY are fields with a required value, _OF_THE_FILE are fields that describe only the folder, and _OF_ANY
+# are fields without effect on our models. _OF_ANY comes from the base class of `transformers` 4 and 5, which has moved some
+# of its fields to generation_config.json.
 _ONLY: dict[str, Any] = {"is_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}}
 _OF_THE_FILE = {
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"),
@@ -456,5 +457,5 @@ def _number(raw: dict[str, Any], field: str, file: Path) -> float:
 
 
 def write_json(file: Path, raw: Mapping[str, Any]) -> None:
-    """Writes a JSON object in the formatting of a folder's files."""
+    """Writes a JSON object with the indentation of the files in Hugging Face folders."""
     file.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """The expert kernels inside models of `transformers`: as an experts implementation, and as a replacement of OLMoE's block.
 
 `transformers` 5 stores a layer's experts in `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I]. This is
-the layout of `kernels.expert_mlp`, so nothing is copied or converted. `transformers` is imported only by calls of the
-functions below.
+the layout of `kernels.expert_mlp`, so the kernels need no copies or conversions. Only calls of the functions below import
+`transformers`.
 
 Legend: B batch, S sequence, T tokens, K experts per token, E experts, H hidden, I intermediate.
 """
@@ -19,16 +19,16 @@ from optimus.errors import UserError
 from optimus.kernels.expert_mlp import expert_mlp
 
 NAME = "optimus"
-_NEEDED = (5, 17)  # the version of transformers
+_NEEDED = (5, 17)  # the oldest supported version of transformers
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def register_experts() -> None:
     """Registers `experts_implementation="optimus"` with `transformers`, for models loaded afterwards.
 
-    The implementation serves every model whose experts are two bias-free projections with SwiGLU in between, such as OLMoE,
-    Qwen3-MoE and Mixtral; another model raises `UserError` in its first forward pass. Repeated calls have no effect. Raises
-    `UserError` without `transformers` 5.17 or newer.
+    The implementation supports every model whose experts are two bias-free projections with SwiGLU in between, for example
+    OLMoE, Qwen3-MoE and Mixtral. Other models raise `UserError` in their first forward pass. Repeated calls have no effect.
+    Raises `UserError` without `transformers` 5.17 or newer.
 
     Example:
         optimus.register_experts()
@@ -37,7 +37,7 @@ def register_experts() -> None:
     _check_version()
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    # The compiler must skip the layer: the number of rows of an expert is data-dependent, and nothing is gained.
+    # The compiler must skip the layer: an expert's number of rows is data-dependent, and compilation would gain nothing.
     ALL_EXPERTS_FUNCTIONS.register(NAME, torch.compiler.disable(experts_forward, reason="kernels of its own"))
 
 
@@ -45,10 +45,10 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     """Runs the forward pass of an experts module of `transformers`, with its signature.
 
     The result is [T, H] in the dtype of `hidden_states`. `experts` is a module decorated with `use_experts_implementation`;
-    `hidden_states` is [T, H], the others are [T, K]. An index of E or more marks a choice of another rank in
-    `transformers`' expert parallelism, and adds nothing. Products are computed in the dtype of the weights or, under
-    autocast, in autocast's, like the eager form. Routing weights are rounded to that dtype too: Mixtral's router gives fp32
-    weights.
+    `hidden_states` is [T, H], and the other tensors are [T, K]. In `transformers`' expert parallelism, an index of E or
+    more is a choice of another rank's expert, which adds nothing. Like the eager form, matmuls are in the dtype of the
+    weights or, under autocast, in autocast's dtype. Routing weights are rounded to that dtype too, for example Mixtral's
+    fp32 weights.
 
     Raises `UserError` for experts of another form, before computing anything.
     """
@@ -62,11 +62,11 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 class FastSparseMoEBlock(nn.Module):
-    """Replaces `OlmoeSparseMoeBlock` of `transformers` with these kernels, for any experts implementation of the model.
+    """Replaces `OlmoeSparseMoeBlock` of `transformers` with our kernels, for any experts implementation of the model.
 
-    Parameters, state dict, initial values, recorded router logits, arguments and result equal those of the original. The
-    name comes from the Optimus paper, section 3.1. Raises `UserError` if the config's activation is not SiLU, and without
-    `transformers` 5.17 or newer.
+    Parameters, state dict, initial values, recorded router logits, arguments and result equal those of the original block.
+    The name comes from the Optimus paper, section 3.1. Raises `UserError` if the config's activation is not SiLU, and
+    without `transformers` 5.17 or newer.
 
     Example:
         block = optimus.FastSparseMoEBlock(model.config)
@@ -107,7 +107,7 @@ def _check_version() -> None:
 
 
 def _check(experts: Any) -> None:
-    """Raises `UserError` if the kernels would not compute the experts' own forward pass."""
+    """Raises `UserError` if the kernels would compute something else than the forward pass of `experts`."""
     found = _differences(experts)
     if found:
         raise UserError(
@@ -131,7 +131,7 @@ def _differences(experts: Any) -> list[str]:
         "its experts have biases": experts.has_bias,
         "its weights are stored transposed": experts.is_transposed,
         "its gate and up projections are interleaved": not experts.is_concatenated,
-        # Unknown to transformers 5.17, which has no such model.
+        # Only newer versions than transformers 5.17 have this attribute.
         "its experts end in a norm": getattr(experts, "has_post_expert_norm", False),
         "it combines gate and up projection in a way of its own": own_gating,
         f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU": not (

@@ -1,6 +1,6 @@
 """Exports a model or a checkpoint to a folder that `transformers` loads.
 
-The folder is written as `.NAME.partial` next to its final path and renamed when complete.
+The export writes the folder as `.NAME.partial` next to its final path, and renames it when complete.
 """
 
 import shutil
@@ -27,13 +27,13 @@ from optimus.hub.tensors import MASKS, OutputTensor, stored_bytes, write_tensors
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
 
-_MAX_FILE = 5_000_000_000  # bytes: the size of `transformers`' own shards
+_MAX_FILE = 5_000_000_000  # most bytes of a file, as in `transformers`
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PADDING = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
 
 def export_checkpoint(checkpoint: str | Path, output: str | Path, dtype: str = "float32") -> dict[str, Any]:
-    """Writes a checkpoint (or a run's newest one) in Hugging Face format; returns the result of `export_model`.
+    """Writes a checkpoint (or the newest of a run) in Hugging Face format; returns the result of `export_model`.
 
     `dtype` is float32 (exact) or bfloat16. Raises `UserError`, and never touches existing files.
 
@@ -75,10 +75,10 @@ def export_model(
 ) -> dict[str, Any]:
     """Writes `model` as a Hugging Face folder: config, tokenizer (a tokenizer.json, if given) and safetensors.
 
-    `context` becomes max_position_embeddings. With `dtype` None, the weights keep their dtype. `masks` of pruned parameters
-    go into a separate file, which `optimus import` reads. `said` is the metadata of the folder that training started from
-    (`Description.published`), and `chat` is the chat template of the training data (`Description.chat`); the exported
-    folder repeats both.
+    `context` becomes max_position_embeddings. With `dtype` None, the dtype of the weights does not change. `masks` of
+    pruned parameters go into a separate file, which `optimus import` reads. `said` is the metadata of the folder that
+    training started from (`Description.published`), and `chat` is the chat template of the training data
+    (`Description.chat`). The exported folder includes both.
 
     Returns `output`, `files` (name to bytes), `bytes`, `tensors`, `parameters` and `dtype`. Raises `UserError` if `output`
     is not empty, the disk is too small or the architecture has no equivalent in `transformers`.
@@ -141,7 +141,7 @@ def export_model(
 
 
 class SpecialTokens(NamedTuple):
-    """A tokenizer's special tokens for generation. The end-of-text token serves as padding if there is no padding token."""
+    """A tokenizer's special tokens for generation. Without a padding token, the end-of-text token is used for padding."""
 
     eos: str | None
     pad: str | None
@@ -149,7 +149,7 @@ class SpecialTokens(NamedTuple):
 
 
 def _tensors(model: Transformer, dtype: torch.dtype | None) -> list[OutputTensor]:
-    """Returns all tensors to write; buffers keep their dtype."""
+    """Returns all tensors to write, parameters in `dtype` and buffers in their own dtype."""
     buffers, family = dict(model.named_buffers()), model.config.family
     return [
         OutputTensor(*each, tensor.dtype if dtype is None or name in buffers else dtype)
@@ -182,7 +182,7 @@ def _special_tokens(tokenizer: Path | None, eos_id: int | None) -> SpecialTokens
 
 
 def _tokenizer_config(special: SpecialTokens, context: int) -> dict[str, Any]:
-    """Returns the configuration of a tokenizer that came without one."""
+    """Returns a tokenizer_config.json for a tokenizer that has none."""
     raw: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,

@@ -1,4 +1,4 @@
-"""Imports a Hugging Face folder as a model or a checkpoint. The import rounds nothing, and reports what it leaves out."""
+"""Imports a Hugging Face folder as a model or a checkpoint. The import rounds nothing, and reports omitted layers."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -29,9 +29,9 @@ from optimus.model.parameters import named_tensors
 def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     """Converts a Hugging Face folder into a checkpoint of weights in their original dtype (float16 becomes float32).
 
-    Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (true if there was one) and
-    `left_out` (a description of omitted parts of the folder; usually None). Raises `UserError` naming the field, tensor or
-    file at fault, or if `output` exists.
+    Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (true if the folder has one) and
+    `left_out` (a description of omitted parts of the folder; usually None). Raises `UserError` that names the field, tensor
+    or file at fault, or if `output` exists.
 
     Example:
         optimus.import_folder("huggingface", "imported")
@@ -76,7 +76,7 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
 
 
 class FolderReader:
-    """Fills slices with the weights of a Hugging Face folder, and with the masks beside the weights.
+    """Fills slices with the weights of a Hugging Face folder, and with the masks in the folder.
 
     The first call of `fill` reads all weights. Raises `UserError` for masks that do not fit `model`.
     """
@@ -105,7 +105,7 @@ class FolderReader:
 
 
 def read_masks(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Reads the masks beside the weights of a Hugging Face folder, by key; empty if nothing is pruned.
+    """Reads the masks in a Hugging Face folder, by key; empty if no parameter is pruned.
 
     `shapes` are the shapes of the model's parameters. Raises `UserError` for a file that is damaged or was not exported by
     Optimus, and for masks of other parameters.
@@ -142,8 +142,7 @@ def load_weights(model: Transformer, path: Path) -> None:
 
 
 def left_out(path: Path) -> str | None:
-    """Describes the multi-token prediction layers of the folder `path`, which the model omits; returns None if there are
-    none."""
+    """Describes the multi-token prediction layers of the folder `path`, which the model omits; None without any."""
     tensors = _further_tensors(path, FolderTensors(path))
     if not tensors:
         return None
@@ -188,13 +187,12 @@ def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Published]
 
 
 def _stored(name: str, family: str, tensors: FolderTensors) -> str:
-    """Returns the name of a published tensor in this folder, which may omit the family's prefix."""
+    """Returns the name in this folder of the published tensor `name`. The folder may omit the family's prefix."""
     return name if name in tensors.where else name.removeprefix(families()[family].prefix)
 
 
 def _is_no_parameter(name: str, model: Transformer, tensors: FolderTensors) -> bool:
-    """Returns True for tensors that are no parameters: buffers such as causal masks, or a second copy of the tied
-    embedding."""
+    """Returns True for tensors that are no parameters: buffers (for example causal masks), or a copy of a tied embedding."""
     if any(re.fullmatch(pattern, name) for pattern in families()[model.config.family].no_parameters):
         return True
     ((embedding, *_),) = published(model.config.family, "embedding.weight", model.embedding.weight)
@@ -212,7 +210,7 @@ def _check_fits(name: str, target: Published, tensors: FolderTensors) -> None:
 
 
 def _eos_id(raw: dict[str, Any], vocab: int) -> int | None:
-    """Returns the end-of-text token, the first one of several; None if it is not in the vocabulary."""
+    """Returns the end-of-text token, or the first of several; None if it is not in the vocabulary."""
     given = raw.get("eos_token_id")
     first = given[0] if isinstance(given, list) and given else given
     return first if type(first) is int and 0 <= first < vocab else None

@@ -1,7 +1,7 @@
 """Maps our parameters to the tensors of a Hugging Face folder, by the key table of the family.
 
-Every published tensor is a view of one of our parameters (`model/families/family.py`). Export writes these views and import
-copies into them, so both directions are exact and use the same table.
+Every published tensor is a view of one of our parameters (`model/families/family.py`). The export writes these views and
+the import copies into them, so both directions are exact and use the same table.
 
 Legend: E experts, I intermediate, H hidden.
 """
@@ -16,7 +16,7 @@ from optimus.model.families import Key, families
 
 
 class Published(NamedTuple):
-    """A published tensor, and a view of our parameter with the same elements in order; their shapes may differ."""
+    """A published tensor, and a view of our parameter with the same elements in the same order. Their shapes may differ."""
 
     name: str
     view: Tensor
@@ -39,7 +39,7 @@ def published(family: str, name: str, parameter: Tensor) -> Iterator[Published]:
 
 
 def fused(family: str, name: str, parameter: Tensor) -> Published | None:
-    """Returns the fused form of experts, [E, 2 I, H] or [E, H, I]; None if there is none."""
+    """Returns the fused form of experts, [E, 2 I, H] or [E, H, I]; None for parameters without a fused form."""
     key, layer = _find(family, name)
     if key.fused is None:
         return None

@@ -1,8 +1,8 @@
 """Metadata of a Hugging Face folder, besides architecture and weights, for programs that serve the model.
 
-A checkpoint keeps the metadata (`Description.published`), as do all checkpoints derived from it, and an export repeats it:
-special tokens, the tokenizer's configuration, generation settings. Metadata that training invalidates is left out:
-everything about tokens, if the checkpoint has another tokenizer.
+The metadata are special tokens, the tokenizer's configuration and generation settings. The imported checkpoint and all
+checkpoints derived from it have the metadata (`Description.published`), and an export writes it again. An export omits
+metadata that training invalidates: if the checkpoint has another tokenizer, all metadata about tokens.
 """
 
 import hashlib
@@ -15,7 +15,8 @@ from optimus.errors import UserError
 from optimus.hub.config_json import FILE, further_fields, read_config
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
-_OF_TOKENS = (TOKENIZER, "special_tokens_map.json", "chat_template.jinja")  # files beside tokenizer.json
+# Files with metadata about tokens, besides tokenizer.json.
+_OF_TOKENS = (TOKENIZER, "special_tokens_map.json", "chat_template.jinja")
 _TOKEN, _LISTS = "_token_id", ("bad_words_ids", "suppress_tokens")  # suffix and names of fields about tokens
 _OF_A_FOLDER = ("transformers_version", "_from_model_config", "auto_map")  # fields that describe only their own folder
 
@@ -23,8 +24,8 @@ _OF_A_FOLDER = ("transformers_version", "_from_model_config", "auto_map")  # fie
 def read_published(path: Path) -> dict[str, Any]:
     """Reads the metadata of the folder `path`.
 
-    The result has the folder's files by name, the fields of config.json in `further_fields`, and `sha256` of
-    tokenizer.json, if any. Raises `UserError` naming the file that cannot be read.
+    The result has the folder's files by name, the `further_fields` of config.json, and the `sha256` of tokenizer.json, if
+    any. Raises `UserError` that names the file that cannot be read.
     """
     tokenizer = path / "tokenizer.json"
     found: dict[str, Any] = {FILE: further_fields(read_config(path))}
@@ -47,11 +48,11 @@ def published_again(
 ) -> Remarks:
     """Returns the metadata `said` of the model that training started from, adapted to a checkpoint with these tokens.
 
-    `eos_id` ends documents in training. If it is not among the published stop tokens, it is put before them.
+    `eos_id` ends documents in training. The result has it before the published stop tokens, unless it is one of them.
     """
     sha256 = said.get("sha256")
     same = tokenizer is not None and sha256 is not None and _sha256(tokenizer) == sha256
-    unknown = tokenizer is None or sha256 is None  # tokenizers cannot be compared, so metadata about tokens is kept
+    unknown = tokenizer is None or sha256 is None  # without both tokenizers, metadata about tokens stays
     config, generation = (
         {
             field: _in_vocabulary(value, vocab) if field.endswith(_TOKEN) else value

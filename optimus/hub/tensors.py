@@ -1,7 +1,7 @@
 """Safetensors files: reads a folder of them, and writes them one tensor at a time.
 
-The safetensors library writes a whole file from memory. Here a file is streamed: its header depends on names and shapes
-alone, so that only one tensor at a time is converted and held in addition to the model.
+The safetensors library writes a whole file from memory. This module streams a file: the header depends only on names and
+shapes, so memory needs only one converted tensor at a time, in addition to the model.
 """
 
 import json
@@ -17,14 +17,14 @@ from optimus.disk import parse_json, plain_name
 from optimus.errors import UserError
 from optimus.hub.config_json import has_weights
 
-MASKS = "masks.safetensors"  # masks of pruned parameters, beside the weights
+MASKS = "masks.safetensors"  # the file of masks of pruned parameters, in the folder of the weights
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class FolderTensors:
-    """The tensors of a Hugging Face folder, in one file or in shards; read one at a time.
+    """The tensors of a Hugging Face folder, in one file or several, which are read one tensor at a time.
 
     Raises `UserError` if files are missing or damaged. `where` maps a tensor's name to its file.
     """
@@ -77,7 +77,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 class OutputTensor(NamedTuple):
-    """A tensor to be written: its name, and the shape and dtype in the file."""
+    """A tensor to write: its name, and the shape and dtype in the file."""
 
     name: str
     tensor: Tensor
@@ -86,9 +86,9 @@ class OutputTensor(NamedTuple):
 
 
 def write_tensors(tensors: Iterable[OutputTensor], folder: Path, max_bytes: int) -> None:
-    """Writes `tensors` into files of at most `max_bytes` each, or of one larger tensor.
+    """Writes `tensors` into files of at most `max_bytes` each. A larger tensor gets a separate file.
 
-    A single file is `model.safetensors`; several files get an index.
+    A single file is `model.safetensors`; several files have an index.
     """
     shards = list(_shards(tensors, max_bytes))
     count = len(shards)
@@ -121,7 +121,7 @@ def _shards(tensors: Iterable[OutputTensor], max_bytes: int) -> Iterator[list[Ou
 
 
 def _write_file(file: Path, tensors: list[OutputTensor]) -> None:
-    """Writes the format: length of the header (8 bytes), the header in JSON, then the tensors' bytes end to end."""
+    """Writes a safetensors file: length of the header (8 bytes), the header in JSON, then the tensors' bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for each in tensors:

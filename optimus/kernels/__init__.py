@@ -1,1 +1,1 @@
-"""Kernels, one operation per file: a plain reference and the optimized path, with one signature."""
+"""Kernels, one operation per file. A file has the optimized path and a plain reference, both with the same signature."""

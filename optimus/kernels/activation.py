@@ -1,6 +1,6 @@
-"""The activation of a feed-forward layer, optionally as a gate of the other half of its projection (Shazeer 2020).
+"""The activation of a feed-forward layer, optionally as a gate that multiplies a second projection (Shazeer 2020).
 
-Only the projection is saved; the backward pass recomputes the activation.
+Autograd saves only the input z, the projection's output; the backward pass recomputes the activation.
 
 Legend: T rows, I intermediate.
 """
@@ -23,7 +23,9 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
 class _Kind(NamedTuple):
     forward: Callable[[Tensor], Tensor]
     backward: Callable[..., Tensor]  # (gradient of the result, input, grad_input=output tensor)
-    limit: float | None = None  # gates are at most this; up is clamped to +-limit, then incremented by one
+    limit: float | None = (
+        None  # the gate is clamped to at most `limit`; up is clamped to +-limit, then incremented by one
+    )
 
 
 _aten = torch.ops.aten
@@ -45,8 +47,8 @@ _KINDS: dict[Activation, _Kind] = {
 def activation(z: Tensor, kind: Activation, gated: bool) -> Tensor:
     """Maps `z` [..., I] to [..., I]; if `gated`, maps [..., 2 I], gate then up, to the activated gate times up.
 
-    `clamped_silu`, which is gated, clamps gate and up to 7, the gate from above only. The activation of its gate x is x *
-    sigmoid(1.702 x), and up is incremented by one.
+    `clamped_silu` is always gated. It clamps the gate to at most 7 and up to +-7, applies x * sigmoid(1.702 x) to the gate,
+    and increments up by one.
     """
     if not gated:
         return _KINDS[kind].forward(z)
@@ -107,7 +109,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _kernels(z_T2I: Tensor, kind: Activation) -> Any:
-    """Returns the module with kernels for this activation, or None."""
+    """Returns the module with Triton kernels for this activation and device, or None."""
     if kind != "silu" or not backend.use_triton(z_T2I):
         return None
     from optimus.kernels.triton import swiglu

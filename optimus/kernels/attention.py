@@ -1,12 +1,13 @@
-"""Softmax attention over blocks of keys, from which attention over any longer sequence is assembled.
+"""Softmax attention over blocks of keys, which combine to attention over any longer sequence.
 
 The softmax over two sets of keys follows from the softmax over each set and their log-sum-exps (Rabe and Staats 2021; ring
-attention, Liu et al. 2023). The gradient is assembled likewise: each block needs the log-sum-exp over all keys. Scores are
-q . k / sqrt(D). Log-sum-exps are natural and in fp32 (float64 stays float64). No path ever holds more than one block of
-scores.
+attention, Liu et al. 2023). Gradients combine likewise: the gradient of a block needs the log-sum-exp over all keys. Scores
+are q . k / sqrt(D). Log-sum-exps use the natural logarithm and are in fp32 (float64 for float64). No path materializes the
+scores of more than one block.
 
 A sink is an additional key that every query of a head attends to, with a learned score and no value (gpt-oss; Xiao et al.
-2023). A sink takes its share of the softmax, is merged like a block, and leaves the blocks' gradients unchanged.
+2023). Attention merges the sink like a block. The sink only enters the normaliser, so the code for the blocks' gradients is
+the same.
 
 Legend: B batch, S queries, P keys, N heads, M heads of keys and values (N / M heads share one), D head size.
 """
@@ -30,9 +31,9 @@ _BLOCK_ELEMENTS = 1 << 22  # scores of one block in the path that materializes s
 
 
 class Scoring(NamedTuple):
-    """Options of attention scores beyond the products of queries and keys."""
+    """Options of the attention scores: window, cap and sinks."""
 
-    window: int | None = None  # number of positions attended to, including a position's own; None: all
+    window: int | None = None  # number of positions that a position attends to, including itself; None: all
     cap: float | None = None  # scores s are cap * tanh(s / cap) (Gemma 2, section 2)
     sink_N: Tensor | None = None  # the scores of the sinks
 
@@ -41,7 +42,7 @@ PLAIN = Scoring()
 
 
 def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Computes attention of the last S of P positions over all positions up to their own, [B, S, N, D].
+    """Computes attention of the last S of P positions over all earlier positions and themselves, [B, S, N, D].
 
     N is a multiple of M: consecutive heads share keys and values.
     """
@@ -53,12 +54,12 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
     blocks = cap is not None or sink_N is not None or 1 < new < seen or (window or seen) < seen
     q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
     grouped = q.shape[1] != k.shape[1]
-    if grouped and not blocks and flash_fits(q, k, v, new > 1):  # then the fused kernel that torch finds fastest
+    if grouped and not blocks and flash_fits(q, k, v, new > 1):  # torch chooses a fused kernel
         return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, enable_gqa=True).transpose(1, 2)
     if blocks or (grouped and new > 1):
         return attend_blocks(q_BSND, k_BPMD, v_BPMD, capped(blocks_of(new, seen, window), cap), sink_N)
     k, v = _for_each_head(q, k, v)
-    if q.is_meta:  # else torch takes a path that materializes all scores
+    if q.is_meta:  # otherwise torch would choose a path that materializes all scores
         return _cpu(q, k, v, new > 1)[0].transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1).transpose(1, 2)
 
@@ -68,7 +69,8 @@ def attend_blocks(
 ) -> Tensor:
     """Computes attention of all queries over the keys of their blocks, [B, S, N, D], without masks.
 
-    Shared keys are saved once. Every query is in exactly one causal block, which must precede the query's other blocks.
+    Autograd saves keys once, even if several heads or blocks share them. Every query is in exactly one causal block, which
+    must precede the query's other blocks.
     """
     return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, sink_N, blocks)
 
@@ -78,7 +80,7 @@ def attention_block(
 ) -> tuple[Tensor, Tensor]:
     """Returns (attention of all queries over all keys [B, S, N, D], log-sum-exp of the scores [B, N, S]), without autograd.
 
-    `causal`: S is P, and query i attends to keys up to i only. With a `cap`, scores s become cap * tanh(s / cap).
+    If `causal`, S must be P, and query i attends only to keys up to i. With a `cap`, scores s become cap * tanh(s / cap).
     """
     q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
     k, v = _for_each_head(q, k, v)
@@ -98,8 +100,8 @@ def attention_block_backward(
 ) -> Gradients:
     """Returns a block's contribution to the gradient of q, and the gradients of its keys and values.
 
-    Gradients have the dtypes of their tensors. `out_BSND` and `lse_BNS` are over all keys of the queries, not only over the
-    keys of this block.
+    Gradients have the dtypes of their tensors. `out_BSND` and `lse_BNS` must be over all keys of the queries, not only over
+    the keys of this block.
     """
     q, k, v, out, out_grad = _heads_first(q_BSND, k_BPMD, v_BPMD, out_BSND, out_grad_BSND)
     shared = k.shape[1]
@@ -111,7 +113,7 @@ def attention_block_backward(
 
 
 def merge_block(out_BSND: Tensor, lse_BNS: Tensor, block_BSND: Tensor, block_lse_BNS: Tensor) -> None:
-    """Merges a further block into `out_BSND` (fp32) and `lse_BNS`, in place."""
+    """Merges another block's attention and log-sum-exp into `out_BSND` (fp32) and `lse_BNS`, in place."""
     weight_BNS = torch.sigmoid(block_lse_BNS - lse_BNS)
     out_BSND.lerp_(block_BSND.to(out_BSND.dtype), weight_BNS.transpose(1, 2)[..., None])
     lse_BNS.copy_(torch.logaddexp(lse_BNS, block_lse_BNS))
@@ -126,7 +128,7 @@ def add_attention_sink(out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None)
 
 
 def sink_gradient(out_grad_BSND: Tensor, out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None) -> Tensor | None:
-    """Returns the gradient of `sink_N` [N]. `out_BSND` and `lse_BNS` are over all keys, including the sink."""
+    """Returns the gradient of `sink_N` [N]. `out_BSND` and `lse_BNS` must be over all keys, including the sink."""
     if sink_N is None:
         return None
     owed_BNS = torch.linalg.vecdot(out_grad_BSND.to(lse_BNS.dtype), out_BSND.to(lse_BNS.dtype)).transpose(1, 2)
@@ -189,7 +191,7 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, sink_N = ctx.saved_tensors  # read once: after recomputation, saved tensors can be unpacked only once
+        *saved, sink_N = ctx.saved_tensors  # read only once: recomputation can unpack saved tensors only once
         sink_grad_N = sink_gradient(grads[0], saved[3], saved[4], sink_N)
         if len(ctx.blocks) == 1:
             given = [grads[0], *saved, True, ctx.blocks[0].cap]
@@ -204,15 +206,16 @@ class _Blocks(torch.autograd.Function):
 
 
 def _merged(blocks: "Sequence[AttentionBlock]") -> bool:
-    """True if any block's result is merged into another. Causal blocks alone never share queries or keys."""
+    """Returns True if any block's result is merged into another one's. Causal blocks alone share no queries or keys."""
     return any(block.mask != "causal" for block in blocks)
 
 
 class AttentionBlock(NamedTuple):
-    """Queries and the keys that they attend to, by `mask`.
+    """A slice of queries and a slice of keys that they attend to, according to `mask`.
 
-    none: all keys; causal: keys up to the query's own; window: of equally many keys, the keys after the query's own. A
-    window block is causal when queries and keys are reversed, so that paths only implement causal blocks.
+    With mask `none`, every query attends to all keys. The other masks need as many keys as queries: with `causal`, query i
+    attends to keys up to i; with `window`, to the keys after i. A window block with reversed queries and keys is a causal
+    block, so paths implement no window blocks.
     """
 
     queries: slice
@@ -226,9 +229,9 @@ class AttentionBlock(NamedTuple):
         return self._replace(queries=rows, keys=slice(seen.start + keys, seen.stop + keys))
 
     def attend(self, out_BSND: Tensor, lse_BNS: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor) -> None:
-        """Merges these keys into the attention and log-sum-exp of `no_attention`.
+        """Merges the attention over this block's keys into `out_BSND` and `lse_BNS`, which `no_attention` allocates.
 
-        A causal block is the first of its queries.
+        A causal block must be the first block of its queries, because it overwrites their results.
         """
         q, k, v = self._rows(self.queries, q_BSND), self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
         out, lse = attention_block(q, k, v, self.mask != "none", self.cap)
@@ -242,7 +245,7 @@ class AttentionBlock(NamedTuple):
     def backward(
         self, out_grad_BSND: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, out_BSND: Tensor, lse_BNS: Tensor
     ) -> Gradients:
-        """Returns the gradients of these queries, keys and values. `out_BSND` and `lse_BNS` are over all keys."""
+        """Returns the gradients of the block's queries, keys and values. `out_BSND` and `lse_BNS` are over all keys."""
         out_grad, q, out = (self._rows(self.queries, t) for t in (out_grad_BSND, q_BSND, out_BSND))
         k, v = self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
         lse = self._rows(self.queries, lse_BNS.mT).mT
@@ -252,7 +255,7 @@ class AttentionBlock(NamedTuple):
         return q_grad, k_grad, v_grad
 
     def _rows(self, rows: slice, t_BSX: Tensor) -> Tensor:
-        """Selects rows, in the order that `attention_block` needs."""
+        """Selects `rows`, in reverse order for a window block, as `attention_block` needs them."""
         return t_BSX[:, rows].flip(1) if self.mask == "window" else t_BSX[:, rows]
 
 
@@ -262,9 +265,9 @@ def capped(blocks: "Iterable[AttentionBlock]", cap: float | None) -> "list[Atten
 
 
 def no_attention(q_BSND: Tensor, merged: bool = True) -> tuple[Tensor, Tensor]:
-    """Allocates uninitialised attention and log-sum-exp [B, N, S] for blocks to be merged into, in fp32 (or float64).
+    """Allocates uninitialised (attention, log-sum-exp [B, N, S]) in fp32 (float64 for float64), to merge blocks into.
 
-    Attention that is not `merged` has one block per query, and the dtype of q.
+    If not `merged`, every query has one block, and the attention has the dtype of q.
     """
     wide = compute_dtype(q_BSND.dtype)
     out_BSND = torch.empty_like(q_BSND, dtype=wide if merged else None, memory_format=torch.contiguous_format)
@@ -272,9 +275,9 @@ def no_attention(q_BSND: Tensor, merged: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(new: int, seen: int, window: int | None) -> Iterator[AttentionBlock]:
-    """Yields the blocks for the last `new` of `seen` positions, which attend to `window` positions including their own.
+    """Yields the blocks for the last `new` of `seen` positions. A position attends to `window` positions up to itself.
 
-    Queries are divided at multiples of the window; the causal block of each division comes first.
+    A group of queries is at most one window long, and its causal block comes first.
     """
     before = seen - new
     if window is None or window >= seen:
@@ -304,7 +307,7 @@ def _heads_first(*tensors_BSND: Tensor) -> list[Tensor]:
 
 
 def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Iterator[AttentionBlock]:
-    """Yields the blocks of `new` positions over `seen` >= `new` positions that begin `distance` before them."""
+    """Yields the blocks by which `new` positions attend to `seen` >= `new` positions that begin `distance` earlier."""
     reach = new if window is None else min(window - distance, new)  # query i attends to key j where i - j < reach
     if reach > 0:
         yield AttentionBlock(slice(0, reach), slice(0, seen), "none")
@@ -316,12 +319,12 @@ def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Ite
             yield AttentionBlock(slice(first, last), slice(triangle.stop, seen), "none")
 
 
-# ---- The paths. Everything below has heads first: q [B, N, S, D], k and v [B, N, P, D] ----
+# ---- The paths. In all functions below, heads come first: q [B, N, S, D], k and v [B, N, P, D] ----
 
 
 class _Path(NamedTuple):
-    forward: Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, causal)
-    backward: Callable[..., Gradients]  # (out_grad, q, k, v, out, lse, causal)
+    forward: Callable[..., tuple[Tensor, Tensor]]  # arguments (q, k, v, causal)
+    backward: Callable[..., Gradients]  # arguments (out_grad, q, k, v, out, lse, causal)
 
 
 def flash_fits(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
@@ -360,7 +363,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
 def _flash_backward(
     out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BNS: Tensor, causal: bool
 ) -> Gradients:
-    no_seed = q.new_empty(2, dtype=torch.uint64 if torch.version.hip is None else torch.int64)  # there is no dropout
+    no_seed = q.new_empty(2, dtype=torch.uint64 if torch.version.hip is None else torch.int64)  # no dropout
     lengths = q.shape[2], k.shape[2]
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     lse_BNS = lse_BNS.contiguous()
@@ -396,7 +399,7 @@ def _plain_backward(
     for rows, keys in _query_blocks(q, k, causal):
         q_rows, g_rows = q[:, :, rows].to(wide), out_grad[:, :, rows].to(wide)
         scores = _scores(q_rows, k[:, :, keys], rows, causal, cap)
-        # The derivative of the cap; 0 where scores are masked, that is infinite.
+        # The derivative of the cap; 0 where scores are masked (minus infinity).
         slope = None if cap is None else (scores / cap).square_().clamp_(max=1).neg_().add_(1)
         p = scores.sub_(lse_BNS[:, :, rows, None]).exp_()
         v_grad[:, :, keys] += p.mT @ g_rows
@@ -410,7 +413,7 @@ def _plain_backward(
 
 
 def _query_blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Yields queries whose scores are computed at once, and the keys that they attend to."""
+    """Yields (queries of one block of scores, the keys that these queries attend to)."""
     (batch, heads, new, _), seen = q.shape, k.shape[2]
     rows = max(1, _BLOCK_ELEMENTS // (batch * heads * seen))
     for start in range(0, new, rows):

@@ -10,8 +10,8 @@ from torch.utils._triton import has_triton_package
 def use_triton(x: Tensor) -> bool:
     """Returns True if operations on `x` run as Triton kernels.
 
-    Kernels compute in fp32, so float64, used by precision checks only, stays with PyTorch. PyTorch also serves devices for
-    which this build has no Triton, and devices whose module sets `runs_triton` to false.
+    Kernels compute in fp32, so PyTorch computes float64, which only precision checks use. PyTorch also computes on devices
+    that this build of Triton does not support, and on devices whose module sets `runs_triton` to false.
     """
     return x.device.type not in ("cpu", "meta") and x.dtype != torch.float64 and _has_kernels(x.device.type)
 
@@ -33,6 +33,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """Returns `x` times `scale`, a scalar of a wider dtype, in the dtype of x, rounded once.
 
-    A scalar tensor without dims would first be rounded to the dtype of x, with the same error in every element.
+    In torch's own multiplication, a scalar tensor without dims would first be rounded to the dtype of x, which gives every
+    element the same error.
     """
     return torch.mul(x, scale.view((1,) * x.dim()), out=torch.empty_like(x))

@@ -1,4 +1,4 @@
-"""Properties of accelerators for kernels and their tests, as data; importable without Triton.
+"""A table of accelerators' properties for kernels and their tests. Importing it does not need Triton.
 
 Sources: CUDA C++ programming guide, "Technical specifications per compute capability"; AMD CDNA 2 and 3 instruction set
 references; Intel Data Center GPU Max architecture overview; data sheets for memory.
@@ -11,15 +11,15 @@ import torch
 
 
 class Chip(NamedTuple):
-    architecture: str  # the compiler's name
-    product: str  # a product of this architecture, which the other columns describe
-    processors: int  # multiprocessors, compute units or Xe cores: each runs whole programs
+    architecture: str  # the compiler's name of the architecture
+    product: str  # a device of this architecture on the market, which the other columns describe
+    processors: int  # number of multiprocessors, compute units or Xe cores: each runs whole programs
     shared_memory: int  # bytes that one program may use (shared memory, LDS, SLM)
     warp: int  # threads that execute in lockstep
     registers: int  # 32-bit registers that one thread may use
-    tma: bool  # has a unit that copies tiles by descriptors (NVIDIA's tensor memory accelerator)
-    adds: bool  # its memory adds fp32 numbers, so that the processor need not read them
-    memory: int  # bytes
+    tma: bool  # True if a unit copies tiles by descriptors (NVIDIA's tensor memory accelerator)
+    adds: bool  # True if the memory adds fp32 numbers (atomics), so that a processor need not read them
+    memory: int  # bytes of device memory
 
 
 _KIB, _GIB = 1 << 10, 1 << 30
@@ -40,8 +40,8 @@ UNKNOWN = Chip("unknown", "", 64, 48 * _KIB, 32, 255, False, False, 16 * _GIB)
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Returns the properties of a device: its architecture's row, updated with what the device reports."""
-    if device.type in ("cpu", "meta"):  # kernels are interpreted
+    """Returns the properties of a device: the row of its architecture, updated with the values that torch reports."""
+    if device.type in ("cpu", "meta"):  # where Triton interprets the kernels
         return UNKNOWN
     return _chip(
         device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
@@ -54,7 +54,7 @@ def _chip(device: torch.device) -> Chip:
 
 
 def chip_from(properties: Any) -> Chip:
-    """Returns the chip for torch's device `properties`; its architecture's row or `UNKNOWN` fills the gaps."""
+    """Returns the chip of torch's device `properties`. Missing values come from the architecture's row or `UNKNOWN`."""
     chip = CHIPS.get(_architecture(properties), UNKNOWN._replace(architecture=_architecture(properties)))
     said: dict[str, Any] = {
         "processors": getattr(properties, "multi_processor_count", 0) or getattr(properties, "gpu_subslice_count", 0),
@@ -67,7 +67,7 @@ def chip_from(properties: Any) -> Chip:
 
 def _architecture(properties: Any) -> str:
     gfx = str(getattr(properties, "gcnArchName", "")).split(":")[0]
-    if gfx.startswith("gfx"):  # other vendors put the product's name here
+    if gfx.startswith("gfx"):  # for other vendors' devices, this field has the name of the device
         return gfx
     if hasattr(properties, "major"):
         return f"sm_{properties.major}{properties.minor}"

@@ -1,7 +1,7 @@
-"""Causal attention within documents that lie end to end: no score between two documents is computed.
+"""Causal attention within concatenated documents, without computing scores between two documents.
 
-Flash attention on an accelerator takes documents of any lengths at once (`torch.nn.attention.varlen`). Elsewhere documents
-of one length form a batch, and documents of several lengths become blocks.
+On an accelerator, one call of flash attention processes documents of any lengths (`torch.nn.attention.varlen`). Elsewhere,
+documents that all have one length form a batch, and documents of several lengths become attention blocks.
 
 Legend: T tokens of all documents, N heads, M heads of keys and values, D head size.
 """
@@ -27,7 +27,7 @@ from optimus.kernels.attention import (
 
 
 class Documents:
-    """The boundaries of a batch's documents, its sequences laid end to end. Every sequence begins a new document.
+    """The boundaries of a batch's documents in its concatenated sequences. Every sequence begins a new document.
 
     `lengths` are the lengths of all documents in tokens; all sequences have the same length.
     """
@@ -38,7 +38,7 @@ class Documents:
 
     @cached_property
     def spans(self) -> Sequence[tuple[int, int]]:
-        """(first token, end) of each document; the end is exclusive."""
+        """The pair (first token, end) of each document; the end is exclusive."""
         ends = list(accumulate(self.lengths))
         return list(zip([0, *ends], ends))
 
@@ -53,7 +53,7 @@ class Documents:
         return torch.arange(len(starts)) - starts
 
     def offsets(self, device: torch.device) -> Tensor:
-        """Returns the first token of each document and the number of all tokens, int32 [documents + 1]; cached."""
+        """Returns the first token of each document, then the number of all tokens: int32 [documents + 1], cached."""
         if device not in self._offsets:
             self._offsets[device] = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
         return self._offsets[device]
@@ -62,7 +62,9 @@ class Documents:
 def document_attention(
     q_1TND: Tensor, k_1TMD: Tensor, v_1TMD: Tensor, documents: Documents, scoring: Scoring = PLAIN
 ) -> Tensor:
-    """Computes attention of every token over its document up to itself, limited to the last `window` tokens; [1, T, N, D].
+    """Computes attention of every token over the tokens of its document up to itself; [1, T, N, D].
+
+    A window in `scoring` limits it to the last `window` of these tokens.
 
     N is a multiple of M: consecutive heads share keys and values.
     """
@@ -83,10 +85,10 @@ def _blocks(documents: Documents, window: int | None) -> Iterator[AttentionBlock
 
 def _varlen(q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor, documents: Documents, window: int | None) -> Tensor:
     """Computes attention by flash attention for documents of varying lengths; [T, N, D]."""
-    from torch.nn.attention.varlen import varlen_attn  # its import takes seconds
+    from torch.nn.attention.varlen import varlen_attn  # imported here, because importing it takes seconds
 
     offsets, longest = documents.offsets(q_TND.device), documents.longest
-    before = -1 if window is None else window - 1  # keys before its own that a query attends to; -1: all
+    before = -1 if window is None else window - 1  # number of earlier keys that a query attends to; -1: all
     given = q_TND, k_TMD, v_TMD, offsets, offsets, longest, longest
     out_TND = varlen_attn(*given, window_size=(before, 0), enable_gqa=q_TND.shape[1] != k_TMD.shape[1])
     return cast(Tensor, out_TND)

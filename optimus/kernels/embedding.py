@@ -1,6 +1,6 @@
-"""Embedding look-up whose gradient is accumulated in fp32: a common token has thousands of gradients in one microbatch.
+"""Embedding look-up that accumulates its gradient in fp32: a common token has thousands of gradients in one microbatch.
 
-In bf16, a sum of equal gradients stalls after 256 of them: the next one is below half a unit in the last place.
+In bf16, a sum of equal gradients stalls after 256 of them, because rounding then drops the next gradient.
 
 Legend: T rows (tokens), V rows of the table, H hidden.
 """

@@ -1,18 +1,19 @@
-"""The experts' feed-forward layers: gather, two products per expert, weighted sum; one autograd function for all of it.
+"""The experts' feed-forward layers in one autograd function: gather, two matmuls per expert, weighted sum.
 
 This is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which the
 dispatcher implements. On the CPU the other stages are: 2, token counting (lines 15-43), and 3, index generation (lines
 45-72), `make_routes`; 4, expert computation (lines 75-79), the loop over experts; 5, output reduction (lines 81-96),
-`_sum_of_rows`. On an accelerator each stage is a kernel in a file of its own in `kernels/triton`.
+`_sum_of_rows`. On an accelerator each stage is a kernel in a separate file in `kernels/triton`.
 
-Rows are sorted by expert, so each expert's rows are one contiguous slice and every product is an ordinary matrix product.
-Each slice is padded to a multiple of 16 rows: CPU libraries compile a kernel for every shape, and the number of rows of an
-expert changes from batch to batch. Padding rows repeat a row of the same expert, have weight zero, and are never read. An
-expert's working set stays in cache: its rows are gathered just before use, and its weight gradients are added in place.
+Rows are sorted by expert, so each expert's rows are one contiguous slice and every product is an ordinary matmul. Each
+slice is padded to a multiple of 16 rows: CPU libraries compile a kernel for every shape, and the number of rows of an
+expert changes from batch to batch. Padding rows repeat a row of the same expert, have weight zero, and their results are
+never read. The loop gathers an expert's rows just before use and adds its weight gradients in place, so the expert's
+working set stays in the CPU's cache.
 
-Saved for the backward pass are x, the weights, the pre-activation z and the indices. The gradient of a routing weight is
-<h, down^T g>, so the experts' outputs are not saved. The input's gradient is a sum over the inverse index, so nothing is
-scattered and every addition has a fixed order.
+The forward pass saves x, the weights, the pre-activation z and the indices. The gradient of a routing weight is
+<h, down^T g>, so the experts' outputs are not saved. The input's gradient is a sum over the inverse index, so no operation
+scatters and every addition has a fixed order.
 
 Legend: T tokens, K experts per token, P padded routed rows, E experts, H hidden, I intermediate, J = 2 I.
 """
@@ -30,7 +31,7 @@ from optimus.kernels.gradient_buffer import GradientBuffer, WeightGradient
 from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
 
-PADDING = 16  # rows of an expert are a multiple of this
+PADDING = 16  # the number of an expert's rows, with padding, is a multiple of 16
 
 
 class Routes(NamedTuple):
@@ -38,13 +39,13 @@ class Routes(NamedTuple):
 
     choice_P: Tensor  # t * K + k of every row; padding rows repeat a choice of the same expert, the spare row has any
     real_P: Tensor  # 1 for rows of a choice, 0 for padding; in the dtype of the weights
-    position_TK: Tensor  # the row of every choice
-    skipped_TK: Tensor | None  # True where the choice is -1; None if there is none, and then there is no spare row
-    slices: list[tuple[int, slice]]  # (expert, its rows), without experts that have no rows
+    position_TK: Tensor  # the row of every choice; the spare row, the last one, for a choice of -1
+    skipped_TK: Tensor | None  # True where the choice is -1; None without such choices, and then there is no spare row
+    slices: list[tuple[int, slice]]  # (expert, rows of the expert), without experts that have no rows
 
     @property
     def most(self) -> int:
-        """Rows of the expert with the most rows."""
+        """Number of rows of the expert with the most rows."""
         return max((rows.stop - rows.start for _, rows in self.slices), default=0)
 
     @property
@@ -60,7 +61,7 @@ class Routes(NamedTuple):
 def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype, here: int | None = None) -> Routes:
     """Sorts the choices by expert, stably; each expert's rows begin at a multiple of the padding.
 
-    `here` is the number of choices that are not -1, if known.
+    `here` is the number of choices that are not -1, if the caller knows it.
     """
     choices = indices_TK.flatten()
     skipped = int((choices < 0).sum()) if here is None else len(choices) - here
@@ -101,10 +102,10 @@ def expert_mlp(
     """Returns the sum over k of weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = indices[t, k]; [T, H].
 
     A choice with e = -1 is skipped: it adds nothing to the output or a gradient, for any values of its token and weight.
-    `gate_up_EJH` holds gate, then up. Gradients flow to x, the weights and the parameters. The gradient of a parameter with
-    a gradient buffer is added there, and autograd gets None. `forms` chooses the forms of products. `kind` is another
-    activation than silu; accelerator kernels support `clamped_silu`. `bias_EJ` is the bias of gate and up. `choices` is the
-    number of choices that are not -1, if the caller knows it.
+    `gate_up_EJH` holds gate, then up. Gradients flow to x, the weights and the parameters. The backward pass adds the
+    gradient of a parameter with a gradient buffer to that buffer, and returns None to autograd. `forms` chooses the operand
+    forms of matmuls. `kind` is the activation; the accelerator kernels support silu and `clamped_silu`. `bias_EJ` is the
+    bias of gate and up. `choices` is the number of choices that are not -1, if the caller knows it.
     """
     if backend.use_triton(x_TH) and kind in ("silu", "clamped_silu"):
         from optimus.kernels.triton import expert_mlp as kernels
@@ -159,7 +160,7 @@ class _ExpertMLP(torch.autograd.Function):
                 z_PJ[rows] += bias_EJ[e]
             gated_activation(z_PJ[rows], kind, out=h)
             matmul(h, down_EHI[e].T, out=y_PH[rows], rows_vary=True, forms=forms)
-        # The index is saved too, so that recomputing the block frees it.
+        # The index is a saved tensor too, so that activation recomputation frees it.
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
         ctx.slices, ctx.buffers, ctx.forms = routes.slices, buffers, forms
         ctx.kind = kind
@@ -182,7 +183,8 @@ class _ExpertMLP(torch.autograd.Function):
         busy = [e for e, _ in slices]
         gate_up = WeightGradient(gate_up_EJH, ctx.buffers[0], busy, ctx.needs_input_grad[2], forms)
         down = WeightGradient(down_EHI, ctx.buffers[1], busy, ctx.needs_input_grad[3], forms)
-        for weight in (gate_up, down) if len(slices) < len(routes.slices) else ():  # operands are deferred for all
+        # Allocates the operands that are deferred for the slices outside `slices`.
+        for weight in (gate_up, down) if len(slices) < len(routes.slices) else ():
             weight.add_shapes(sum(rows.stop - rows.start for e, rows in routes.slices if e not in busy))
         bias_grad_EJ = z_PJ.new_zeros(gate_up_EJH.shape[:2]) if ctx.needs_input_grad[4] else None
         x_scratch, g_scratch = x_TH.new_empty(2, routes.most, x_TH.shape[1])
@@ -208,7 +210,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _sum_of_rows(rows_PH: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Returns for each token the sum of its rows in the order of its choices, weighted if given weights; [T, H]."""
+    """Returns for each token the sum of its rows in the order of its choices, weighted if there are weights; [T, H]."""
     if not len(rows_PH):
         return rows_PH.new_zeros(len(position_TK), rows_PH.shape[1])
     return F.embedding_bag(position_TK, rows_PH, mode="sum", per_sample_weights=weights_TK)

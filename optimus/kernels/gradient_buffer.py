@@ -1,10 +1,10 @@
-"""Gradient buffers: kernels accumulate weight gradients directly, instead of handing autograd a fresh tensor.
+"""Gradient buffers: kernels accumulate weight gradients in them, instead of returning new tensors to autograd.
 
-For the experts of a large layer, the fresh tensors would take hundreds of megabytes per pass. Allocating, clearing, writing
-and reading them again would cost more than many of the products.
+For the experts of a large layer, new tensors would take hundreds of megabytes per pass. Allocating, clearing, writing and
+reading them would take more time than many of the matmuls.
 
-A weight gradient that bypasses autograd can also be deferred. The backward pass then computes input gradients alone, which
-other pipeline ranks wait for (Zero Bubble Pipeline Parallelism).
+A weight gradient that bypasses autograd can also be deferred. The backward pass then computes only the input gradients,
+which other pipeline ranks wait for (Zero Bubble Pipeline Parallelism).
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from optimus.step_context import Forms, StepContext
 class GradientBuffer(ABC):
     """Accumulates the gradient of one parameter (Megatron-Core's main_grad), once per backward pass.
 
-    Additions are deferred while `step` defers weight gradients.
+    While `step` defers weight gradients, `add` defers the additions.
     """
 
     def __init__(self, step: StepContext | None = None) -> None:
@@ -28,28 +28,28 @@ class GradientBuffer(ABC):
 
     @property
     def deferred(self) -> bool:
-        """True if additions are currently deferred."""
+        """True if `add` currently defers additions."""
         return self._step.deferred is not None
 
     @abstractmethod
     def open(self) -> Tensor:
-        """Returns the tensor to add to, of the parameter's shape, in the dtype of the gradients."""
+        """Returns the tensor to add a gradient to, in the parameter's shape and the dtype of the gradients."""
 
     @abstractmethod
     def close(self) -> None:
-        """Signals that the gradient has been added. Called once per backward pass."""
+        """Signals that the gradient has been added. Kernels call it once per backward pass."""
 
     @abstractmethod
     def found(self) -> None:
-        """Signals that the backward pass no longer needs the parameter: its gradient is added now or later.
+        """Signals that the backward pass no longer needs the parameter, whether its gradient is added now or later.
 
-        Called once per pass.
+        Kernels call it once per backward pass.
         """
 
     def add(self, write: Callable[[Tensor], object]) -> None:
-        """Adds a gradient by `write`, which gets the tensor to add to. Runs later if weight gradients are deferred.
+        """Calls `write` with the tensor to add the gradient to: now, or later while weight gradients are deferred.
 
-        From this call on, the parameter's memory may be freed.
+        From this call on, the owner of the parameter may free its memory.
         """
 
         @torch.no_grad()
@@ -82,9 +82,10 @@ class TensorBuffer(GradientBuffer):
 
 
 class WeightGradient:
-    """The gradient of `weight_EAB`, one matrix per expert, in a gradient buffer or in a fresh tensor.
+    """The gradient of `weight_EAB`, one matrix per expert, in a gradient buffer or in a new tensor.
 
-    `busy` are the experts that get exactly one addition each. If the gradient is not `wanted`, nothing is computed.
+    `busy` are the experts whose gradients get exactly one addition each. If the gradient is not `wanted`, all methods do
+    nothing.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class WeightGradient:
             self._grad_EAB = buffer.open().view(weight_EAB.shape)
 
     def add(self, expert: int, left_AP: Tensor, right_PB: Tensor) -> None:
-        """Adds the product of the two operands to an expert's gradient. The operands may be overwritten afterwards."""
+        """Adds the matmul of the two operands to an expert's gradient. The caller may overwrite the operands afterwards."""
         if not self._wanted:
             return
         if self._deferred is not None:
@@ -127,13 +128,13 @@ class WeightGradient:
             matmul(left_AP, right_PB, out=grad_AB, add=True, rows_vary=True, forms=forms)
 
     def add_shapes(self, rows: int) -> None:
-        """Allocates the deferred operands of products of `rows` rows that a run on shapes alone (meta device) skips."""
+        """Allocates deferred operands with `rows` rows, for matmuls that a run on shapes alone (meta device) skips."""
         if self._deferred is not None:
             _, a, b = self._weight_EAB.shape
             self._deferred.append((0, self._weight_EAB.new_empty(a, rows), self._weight_EAB.new_empty(rows, b)))
 
     def close(self) -> Tensor | None:
-        """Returns the gradient for autograd to add, or None if a buffer has it or it is not wanted."""
+        """Returns the gradient for autograd, or None if the gradient is in a buffer or is not wanted."""
         if not self._wanted:
             return None
         if self._buffer is None:

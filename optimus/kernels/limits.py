@@ -1,3 +1,3 @@
-"""Constants of gpt-oss's activation (its model card, section 2.3), for all of its kernels."""
+"""Constants of gpt-oss's activation (gpt-oss model card, section 2.3), which all kernels of this activation share."""
 
 SLOPE, LIMIT = 1.702, 7.0

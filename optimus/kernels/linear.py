@@ -1,4 +1,4 @@
-"""A product with a weight matrix whose gradient is accumulated in a gradient buffer.
+"""A matmul with a weight matrix, which accumulates the weight's gradient in a gradient buffer.
 
 Legend: L inputs, N outputs, T rows (tokens).
 """
@@ -16,10 +16,10 @@ from optimus.step_context import StepContext
 
 
 class MatrixProduct:
-    """The three products with this rank's weight, forward and backward, in the dtype of the operands.
+    """The three matmuls of a projection with this rank's weight, forward and backward, in the dtype of the operands.
 
-    Other parts of a projection wrap these products: autograd (`linear`), communication (`parallel.tensor`). Another
-    precision is a subclass with other products. All matrices are contiguous. `step` chooses the forms of products.
+    Autograd (`linear`) and communication (`parallel.tensor`) wrap these matmuls. Subclasses implement other matmuls, for
+    example in another precision. All matrices are contiguous. `step` chooses the operand forms of the matmuls.
     """
 
     def __init__(self, step: StepContext | None = None) -> None:
@@ -38,7 +38,7 @@ class MatrixProduct:
     ) -> Tensor | None:
         """Returns the gradient of w [N, L], or adds it to `buffer` and returns None.
 
-        The gradient is rounded only if the device cannot add unrounded products.
+        Rounds the gradient before the addition only if the device cannot add unrounded matmuls.
         """
         forms = self._step.forms
         if buffer is None:
@@ -55,7 +55,7 @@ def linear(
 ) -> Tensor:
     """Computes x @ w.T: [..., L] to [..., N].
 
-    With a `buffer`, the gradient of `w_NL` is added there and autograd gets None.
+    With a `buffer`, the backward pass adds the gradient of `w_NL` to the buffer and returns None to autograd.
     """
     return _Linear.apply(x, w_NL, buffer, product or _PLAIN)
 

@@ -1,10 +1,11 @@
 """Output layer and cross-entropy in one operation, a block of rows at a time.
 
-The logits of a long sequence over a vocabulary of 50304 are the largest tensor of a training step. Here only one block of
-rows exists at a time. The gradient of a block is computed along with its loss, because the gradient of the mean loss does
-not depend on later rows; the backward pass only scales the saved gradients.
+The logits of a long sequence over a vocabulary of 50304 would be the largest tensor of a training step. Here the logits of
+only one block of rows exist at a time. The forward pass computes a block's gradient along with its loss, because the
+gradient of the mean loss does not depend on later rows. The backward pass only scales the saved gradients.
 
-The vocabulary may be sharded: a device then has some of the weight's rows, and gets the normaliser from the other devices.
+The vocabulary may be sharded. Then a device has some of the weight's rows, and completes the softmax's normaliser by
+communication with the other devices.
 
 Legend: T rows (tokens), H hidden, V rows of the weight on this device.
 """
@@ -23,23 +24,23 @@ from optimus.kernels.backend import compute_dtype
 from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
 
-Gradients = tuple[Tensor | None, Tensor | None]  # of x and w; None if not wanted
+Gradients = tuple[Tensor | None, Tensor | None]  # gradients of x and w; None for one that autograd does not need
 
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block: 8 MB, which stays in a CPU's cache
-_LEAST_ROWS = 512  # of a block: with fewer rows, reading the weight and adding to its gradient dominate
+_LEAST_ROWS = 512  # least rows of a block: with fewer, reading the weight and adding to its gradient dominate
 
 
 class VocabularyPart(Protocol):
     """A shard of the vocabulary: this device's rows of the weight, and the communication with the other shards."""
 
-    first: int  # vocabulary entry of the first row
-    largest: int  # rows of the largest shard
+    first: int  # vocabulary entry of this shard's first row
+    largest: int  # number of rows of the largest shard
 
     def complete(self, logits_TV: Tensor) -> None:
-        """Sums the logits in place over devices with the same rows of the weight and other columns of x."""
+        """All-reduces the logits in place over the devices that have the same rows of the weight, but other columns."""
 
     def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (log-sum-exp, sum) over all shards of the vocabulary."""
+        """Returns (log-sum-exp of `lse_T`, sum of `chosen_T`) over all shards of the vocabulary."""
 
 
 def linear_cross_entropy(
@@ -52,12 +53,12 @@ def linear_cross_entropy(
     cap: float | None = None,
     rows_T: Tensor | None = None,
 ) -> Tensor:
-    """Returns the sum of the cross-entropies of `x_TH @ w_VH.T` against `target_T`, over `count`, as an fp32 scalar.
+    """Returns the summed cross-entropy of `x_TH @ w_VH.T` against `target_T`, divided by `count`, as an fp32 scalar.
 
     By default `count` is T. Rows with a negative target are ignored. Softmax and loss are computed in fp32. Gradients flow
     to `x_TH` and `w_VH`. With a `part`, the loss is over the whole vocabulary, and the gradient of x is this shard's
-    contribution. `forms` chooses the forms of products. With a `cap`, the logits are `soft_capped`. `rows_T` (fp32), if
-    given, is filled with the cross-entropy of each row.
+    contribution. `forms` chooses the operand forms of matmuls. With a `cap`, the logits are `soft_capped`. `rows_T` (fp32),
+    if given, is filled with the cross-entropy of each row.
     """
     count = float(len(x_TH)) if count is None else count
     find = partial(_in_blocks, target_T=target_T, count=count, part=part, forms=forms, cap=cap, rows_T=rows_T)
@@ -85,12 +86,12 @@ def linear_cross_entropy_reference(
 
 
 def block_rows(vocab: int) -> int:
-    """Returns the number of rows whose logits exist at a time, for a weight of `vocab` rows."""
+    """Returns the number of rows of a block, whose logits exist at the same time, for a weight of `vocab` rows."""
     return max(_LEAST_ROWS, _BLOCK_ELEMENTS // vocab)
 
 
 class LinearLoss(torch.autograd.Function):
-    """A loss of x and w. `find` computes the loss and fills the gradients of x and w that are not None.
+    """Differentiable loss of x and w. `find` computes the loss and fills the gradients of x and w that are not None.
 
     The gradient of w stays in fp32; autograd rounds it if w has another gradient dtype (`Tensor.grad_dtype`).
     """
@@ -121,9 +122,9 @@ def _in_blocks(
     part: VocabularyPart | None, forms: Forms | None, cap: float | None, rows_T: Tensor | None,
 ) -> Tensor:  # fmt: skip
     wide = compute_dtype(x_TH.dtype)
-    block = block_rows(len(w_VH) if part is None else part.largest)  # the shards communicate after every block
+    block = block_rows(len(w_VH) if part is None else part.largest)  # shards communicate after every block
     total = torch.zeros((), dtype=wide, device=x_TH.device)
-    # All blocks reuse the same memory: freed memory may return to the system and be faulted in again page by page.
+    # All blocks reuse this memory: the allocator could return freed memory to the system, which causes page faults later.
     logits_scratch = x_TH.new_empty(min(block, len(x_TH)), len(w_VH))
     p_scratch = torch.empty_like(logits_scratch, dtype=wide)
     for start in range(0, len(x_TH), block):
@@ -162,7 +163,7 @@ def _softmax_gradient(
 
 
 class PartialSoftmax(NamedTuple):
-    """Softmax over a shard of the vocabulary, with the values needed to complete it to the whole vocabulary."""
+    """Softmax over a shard of the vocabulary, with the values that complete it to a softmax over the whole vocabulary."""
 
     p_TV: Tensor
     lse_T: Tensor
@@ -172,7 +173,7 @@ class PartialSoftmax(NamedTuple):
 
 
 def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Tensor) -> PartialSoftmax:
-    """Computes the softmax over the entries from `first` on, in the dtype of `out_TV`, and writes it there.
+    """Computes the softmax over the vocabulary entries from `first` on, and writes it to `out_TV` in that tensor's dtype.
 
     The normaliser is computed from the largest probability, because the target's probability may underflow in fp32.
     """
@@ -182,7 +183,7 @@ def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Ten
     wide, p_TV = out_TV.dtype, torch.softmax(out_TV.copy_(logits_TV), -1, out=out_TV)
     lse_T = (
         logits_TV.amax(-1).to(wide) - p_TV.amax(-1).log()
-    )  # of the same token; the argmax would take ten times as long
+    )  # the probability of the token with the largest logit; the argmax would take ten times as long
     chosen_T = logits_TV.gather(1, row_T1)[:, 0].to(wide).masked_fill(~here_T, 0)
     return PartialSoftmax(p_TV, lse_T, chosen_T, target_T, first)
 
@@ -200,6 +201,6 @@ def complete_softmax(part: PartialSoftmax, lse_T: Tensor) -> Tensor:
     here_T = (row_T >= 0) & (row_T < p_TV.shape[1])
     p_TV.scatter_add_(1, row_T.clamp(0, p_TV.shape[1] - 1)[:, None], -here_T[:, None].to(p_TV.dtype))
     counted_T = target_T >= 0
-    if p_TV.device.type != "cpu" or not counted_T.all():  # to ask a device is to wait for it
+    if p_TV.device.type != "cpu" or not counted_T.all():  # on a device, the test would make the host wait
         p_TV *= counted_T[:, None]
     return p_TV

@@ -17,19 +17,19 @@ from optimus.kernels.matmul import matmul
 
 
 class SoftTargets(NamedTuple):
-    """A teacher's soft targets for the tokens."""
+    """A teacher's soft targets for the rows (tokens) of a student."""
 
-    logits: Callable[[slice], Tensor]  # of the given rows [rows, V], in fp32
+    logits: Callable[[slice], Tensor]  # maps a slice of rows to the teacher's logits [rows, V], in fp32
     temperature: float  # divisor of the teacher's and the student's logits
 
 
 def linear_divergence(
     x_TH: Tensor, w_VH: Tensor, soft: SoftTargets, target_T: Tensor, count: float, cap: float | None = None
 ) -> Tensor:
-    """Returns the sum of KL(teacher || student) at the temperature, times the temperature squared, over `count`.
+    """Returns the sum over rows of KL(teacher || student), times the temperature squared, divided by `count`.
 
-    The result is an fp32 scalar; see Hinton et al. 2015, section 2. The student's logits are `x_TH @ w_VH.T`, `soft_capped`
-    if there is a `cap`. Rows with a negative target are ignored.
+    Both distributions are at `soft.temperature` (Hinton et al. 2015, section 2). The result is an fp32 scalar. The
+    student's logits are `x_TH @ w_VH.T`, `soft_capped` if there is a `cap`. Rows with a negative target are ignored.
     """
     find = partial(_in_blocks, soft=soft, target_T=target_T, count=count, cap=cap)
     return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled())

@@ -1,11 +1,13 @@
-"""Matrix products in the operand layout that is fastest on the chip.
+"""Computes matmuls in the operand form that is fastest on the chip.
 
-A product is called NN, NT or TN after its operands: N is row-major, T is column-major. Libraries are not equally fast at
-the three: on one chip a TN product was eight times slower than the same product as NN (AxoNN, section 5.1.3). While a
-`MatmulForms` measures, every product is timed in all three forms, including the transposition of operands. Once the ranks
-have agreed (`choose`), a clearly faster form is used for the same sizes and dtype. Before that, and without a
-`MatmulForms`, products use their operands as given. Forms differ in their last bits, and ranks with the same computation
-must get the same result, or a token could go to other experts on one of the ranks.
+The form of a matmul is NN, NT or TN after its operands: N is row-major, T is column-major. Libraries are not equally fast
+in the three: on one chip a TN matmul was eight times slower than the same matmul as NN (AxoNN, section 5.1.3). While a
+`MatmulForms` measures, it times every matmul in all three forms, including the transposition of operands. Once the ranks
+have agreed (`choose`), matmuls of the same sizes and dtype use a clearly faster form. Before that, and without a
+`MatmulForms`, matmuls use their operands as given.
+
+Results of different forms differ in their last bits. Ranks with the same computation must use the same form, or a token
+could go to other experts on one of the ranks.
 
 Legend: A [M, L] @ B [L, N] -> [M, N].
 """
@@ -23,11 +25,11 @@ from optimus.step_context import Forms
 Form = Literal["NN", "NT", "TN"]
 
 FORMS: tuple[Form, ...] = ("NN", "NT", "TN")
-_LEAST_WORK = 1 << 26  # floating point operations; shorter products cannot be timed and do not matter
+_LEAST_WORK = 1 << 26  # floating point operations; smaller matmuls are too short to time and do not matter
 
 
 class MatmulShape(NamedTuple):
-    """The key of a choice of form. `form` is the form of the given operands; `type` is the name of their torch dtype."""
+    """The key of a matmul. `form` is the form of the given operands, and `type` is the name of their torch dtype."""
 
     form: Form
     m: int
@@ -40,24 +42,24 @@ FormTimings = dict[Form, Timing]
 
 
 class MatmulForms:
-    """Chooses the forms of products. `timings` are the measurements so far, by product and form.
+    """Chooses the operand forms of matmuls. `timings` are the measurements so far, by matmul and form.
 
-    A measurement changes no form until `choose` is called.
+    Measurements change no form before the call of `choose`.
     """
 
     def __init__(self) -> None:
         self.timings: dict[MatmulShape, FormTimings] = {}
         self.measuring = False
-        self.made: set[MatmulShape] = set()  # large enough products seen while measuring
+        self.made: set[MatmulShape] = set()  # large enough matmuls that ran while measuring
         self._chosen: dict[MatmulShape, Form] = {}
 
     def choose(self, timings: dict[MatmulShape, FormTimings]) -> None:
-        """Uses these measurements, which must be the same on all ranks, in place of this rank's own."""
+        """Chooses forms by `timings`, which replace this rank's measurements and must be the same on all ranks."""
         self.timings.update(timings)
         self._chosen |= {product: clear_choice(product.form, each) for product, each in timings.items()}
 
     def form(self, shape: MatmulShape, a_ML: Tensor, b_LN: Tensor) -> Form:
-        """Returns the form for a product; while measuring, first times a product that has not been timed."""
+        """Returns the form for a matmul. While measuring, first times a matmul that has no timings yet."""
         if self.measuring and 2 * shape.m * shape.l * shape.n >= _LEAST_WORK:
             self.made.add(shape)
             if shape not in self.timings:
@@ -77,9 +79,9 @@ def matmul(
 ) -> Tensor:
     """Computes A @ B, [M, N], of two matrices of one dtype, each contiguous or the transpose of a contiguous one.
 
-    With `out`, the product is written there, or added with `add`; `out` may then have another dtype. `rows_vary`: the size
-    given by tokens (M, or L if A is transposed) differs between batches, and one choice of form holds up to the next power
-    of two. `forms` chooses the form.
+    With `out`, writes the result to `out`. With `out` and `add`, adds the result to `out`, which may have another dtype.
+    `rows_vary`: the number of tokens (M, or L if A is transposed) differs between batches, so `forms` chooses one form for
+    all numbers up to the next power of two. `forms` chooses the form.
     """
     if forms is not None:
         form = form_of(a_ML, b_LN)
@@ -98,7 +100,7 @@ def matmul(
 
 
 def wide_matmul(a_ML: Tensor, b_LN: Tensor, forms: Forms | None = None) -> Tensor:
-    """Computes A @ B, to be added to an fp32 matrix later: in fp32 if the device adds unrounded, else in their dtype."""
+    """Computes A @ B in fp32 if the device can add it unrounded to an fp32 matrix, else in the operands' dtype."""
     if a_ML.dtype.itemsize > 2 or not _adds_wide(a_ML.device.type):
         return matmul(a_ML, b_LN, forms=forms)
     out_MN = a_ML.new_zeros(len(a_ML), b_LN.shape[1], dtype=torch.float32)
@@ -107,7 +109,7 @@ def wide_matmul(a_ML: Tensor, b_LN: Tensor, forms: Forms | None = None) -> Tenso
 
 @cache
 def _adds_wide(device: str) -> bool:
-    """Returns True if a device adds a product to an fp32 matrix without first rounding to the operands' dtype."""
+    """Returns True if a device adds a matmul to an fp32 matrix without first rounding it to the operands' dtype."""
     key = torch._C._dispatch_key_for_device(device)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", key)
 
@@ -120,7 +122,7 @@ def form_of(a_ML: Tensor, b_LN: Tensor) -> Form:
 
 
 def in_form(form: Form, a_ML: Tensor, b_LN: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the operands in another form; copies those that are not in that form."""
+    """Returns the operands in another form. Copies the operands that are not in that form."""
     a_ML = a_ML.T.contiguous().T if form == "TN" else a_ML.contiguous()
     b_LN = b_LN.T.contiguous().T if form == "NT" else b_LN.contiguous()
     return a_ML, b_LN
@@ -136,9 +138,9 @@ def _shape(form: Form, a_ML: Tensor, b_LN: Tensor, rows_vary: bool) -> MatmulSha
 
 
 def _seconds(form: Form, a_ML: Tensor, b_LN: Tensor, out_MN: Tensor) -> float:
-    """Returns the seconds of one product in this form, including transposition.
+    """Returns the seconds of one matmul in this form, including the transposition of operands.
 
-    Waits for all earlier work of an accelerator.
+    The time includes the wait for all operations that an accelerator has not finished yet.
     """
     began = time.perf_counter()
     torch.mm(*in_form(form, a_ML, b_LN), out=out_MN)

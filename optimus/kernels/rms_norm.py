@@ -1,6 +1,6 @@
 """RMSNorm: y = w * x / sqrt(mean(x^2) + eps), computed in fp32 for any dtype of x.
 
-One autograd function replaces a chain of operations: only x and one number per row are saved for the backward pass.
+One autograd function replaces a chain of operations. It saves only x, w and one number per row for the backward pass.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from optimus.kernels.backend import compute_dtype
 
 
 def rms_norm(x_TH: Tensor, w_H: Tensor | None, eps: float) -> Tensor:
-    """Normalises the last dim of `x_TH` (any leading dims), and scales by `w_H` if given, in the dtype of x."""
+    """Normalises the last dim of `x_TH` (any leading dims), scales by `w_H` if given, and returns x's dtype."""
     return _RmsNorm.apply(x_TH, x_TH.new_ones(x_TH.shape[-1]) if w_H is None else w_H, eps)
 
 
@@ -35,7 +35,7 @@ class _RmsNorm(torch.autograd.Function):
             x = x_TH.to(compute_dtype(x_TH.dtype))
             r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
             y_TH = (x * r).to(x_TH.dtype).mul_(w_H)
-        ctx.save_for_backward(x_TH, w_H, r)  # not made contiguous: q, k and v share one saved projection output
+        ctx.save_for_backward(x_TH, w_H, r)  # not a contiguous copy of x, so q and k share one saved tensor
         return y_TH
 
     @staticmethod

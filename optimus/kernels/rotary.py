@@ -1,7 +1,7 @@
 """Rotary position embedding (RoFormer, eq. 34), in the half-split form of GPT-NeoX and OLMo.
 
-The pair (x[i], x[i + D/2]) is rotated by the angle position * theta^(-2i/D). The backward pass rotates by the opposite
-angle, so only the table is saved.
+The forward pass rotates the pair (x[i], x[i + D/2]) by the angle position * theta^(-2i/D). The backward pass rotates by the
+opposite angle, so autograd saves only the table.
 
 Legend: B batch, S sequence, N heads, D head size.
 """
@@ -24,7 +24,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Returns (cos, sin), each fp32 [S, D/2], of the angles at integer `positions_S`.
 
-    `scaled` maps the frequencies theta^(-2i/D) [D/2], in radians per position, to scaled ones.
+    `scaled` maps the frequencies theta^(-2i/D) [D/2], in radians per position, to scaled frequencies.
     """
     exponent = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions_S.device) / head_size
     angle_SD = positions_S.float()[:, None] * scaled(1.0 / theta**exponent)

@@ -1,7 +1,8 @@
-"""The sum of squares of gradients, for their norm: accumulated in float64 if the device has float64.
+"""The sum of squares of gradients, for their norm, accumulated in float64 if the device has float64.
 
-A sequential fp32 sum depends on the memory layout: the norm of 84,000 gradients was off by 2e-5, and pruned chunks lay the
-same gradients out differently. A program writes one number for some thousand gradients, so one pass over memory suffices.
+A sequential fp32 sum depends on the order of the elements: the norm of 84,000 gradients was off by 2e-5, and pruned chunks
+store the same gradients in another order. On an accelerator, a program writes one number for some thousand gradients, so
+one pass over memory suffices.
 """
 
 from functools import cache
@@ -22,12 +23,15 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def square_sum_reference(x: Tensor) -> Tensor:
-    """Reference implementation; on an accelerator, it first writes all elements in the wider dtype."""
+    """Reference implementation. On an accelerator, it first writes a copy of all elements in the wider dtype."""
     return torch.linalg.vector_norm(x, dtype=square_dtype(x.device)).square()
 
 
 @cache
 def square_dtype(device: torch.device) -> torch.dtype:
-    """Returns the dtype for accumulating squares: float64, or fp32 on accelerators without float64, which sum in a tree."""
+    """Returns the dtype for accumulating squares: float64, or fp32 on accelerators without float64.
+
+    Accelerators sum in a tree, so their fp32 sums are accurate enough.
+    """
     known = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_properties", None)
     return torch.float64 if known is None or getattr(known(device), "has_fp64", True) else torch.float32

@@ -1,4 +1,4 @@
-"""Transformers as one device would run them: this package neither communicates nor knows how models are sharded."""
+"""Transformers written for one device: no module of this package communicates or depends on how models are sharded."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""The model's architecture: the `model` section of a configuration, filled by a preset, a Hugging Face folder or by hand.
+"""The model's architecture: the `model` section of a configuration. A preset, a Hugging Face folder or the user fills it.
 
-Modules are built from these fields alone. The family provides the values that its models share and the format of Hugging
-Face folders; nothing outside `model/` uses the family. This module does not import torch, because every reader of a
-configuration imports it.
+Modules are built from these fields alone. The family provides the values that its models share, and the format of Hugging
+Face folders; it selects no code. This module does not import torch, because every program that reads a configuration
+imports this module.
 """
 
 from collections.abc import Mapping
@@ -33,9 +33,9 @@ class RopeScaling(Section):
     attention_factor: float | None = Field(None, gt=0)
     """yarn: factor of queries and keys. Default: 0.1 ln(factor) + 1."""
     mscale: float | None = Field(None, gt=0)
-    """yarn: m in attention_factor's default, (0.1 m ln(factor) + 1) divided by the same of mscale_all_dim."""
+    """yarn: changes attention_factor's default to (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
     mscale_all_dim: float | None = Field(None, gt=0)
-    """yarn: see mscale; with latent attention, scores are multiplied by the square of that divisor."""
+    """yarn: see mscale. Latent attention multiplies its scores by (0.1 mscale_all_dim ln(factor) + 1) squared."""
 
     truncate: bool = Field(True, description="yarn: round the limits between the two betas to whole numbers.")
 
@@ -64,7 +64,7 @@ class Latent(Section):
     value: int = Field(gt=0, description="Columns of a head's values.")
 
 
-# Fields that a model of any family may set; an export reports a value that the family's class does not support.
+# Fields that a model of any family may set. An export reports values that the family's class in `transformers` lacks.
 _OF_ANY_FAMILY = "norm", "norm_place", "norm_eps"
 # Fields that latent attention does not use.
 _NOT_LATENT = "kv_heads", "qk_norm", "attention_bias", "window", "learned_positions", "query_scale", "score_cap"
@@ -87,23 +87,24 @@ class ModelConfig(Section):
     latent: Latent | None = Field(None, description="Sizes of latent attention (MLA).")
     intermediate: int = Field(gt=0, description="Width of the dense feed-forward layer.")
     vocab: int = Field(gt=0)
-    """Size of the vocabulary, at least the tokenizer's. Ranks need not divide it evenly."""
+    """Size of the vocabulary, at least the tokenizer's. The number of ranks need not divide it."""
     norm: Literal["layer", "layer_affine", "rms", "rms_offset"] = "rms"
     """layer: LayerNorm without weights; layer_affine: LayerNorm with weights and biases; rms: RMSNorm with weights;
-    rms_offset: RMSNorm that stores its weights minus one. Default: the family's; an export has no other."""
+    rms_offset: RMSNorm that stores its weights minus one. Default: the family's, the only one that an export supports."""
     norm_place: Literal["before", "after", "both"] = "before"
-    """Pre-norm, post-norm, or both, for attention and feed-forward layer. Default: the family's; an export has no other."""
+    """Norms before (pre-norm) or after (post-norm) attention and feed-forward layer, or both. Default: the family's, the
+    only one that an export supports."""
     qk_norm: Literal["none", "whole", "head"] = "none"
     """RMSNorm of queries and keys. whole: over all heads together; head: per head. Default: the family's."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Biases of the attention projections; all: of the output projection too. Default: the family's."""
+    """Biases of the attention projections. qkv: of q, k and v; all: of the output projection too. Default: the family's."""
     attention_sinks: bool = False
     """Attention sinks: a learned logit per head in the softmax, without a value. Default: the family's."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"] = "silu"
     """Activation of the feed-forward layer. gelu_tanh: GELU with the tanh approximation; clamped_silu: gpt-oss's SwiGLU,
     with slope 1.702, gate and up clamped to 7, and up plus one. Default: the family's."""
     gated: bool = True
-    """Gated feed-forward layer (as SwiGLU). Default: the family's."""
+    """Use a gated feed-forward layer (like SwiGLU). Default: the family's."""
     mlp_bias: bool = Field(False, description="Biases in the dense feed-forward layer.")
     expert_bias: bool = Field(False, description="Biases in the router and the experts.")
     window: int | None = Field(
@@ -125,21 +126,21 @@ class ModelConfig(Section):
     router_score: Literal["softmax", "sigmoid"] = Field("softmax", description="Router scores from its logits.")
     expert_groups: int = Field(1, gt=0, description="Expert groups, of which a token first chooses groups_per_token.")
     groups_per_token: int = Field(1, gt=0)
-    """Expert groups per token: those with the highest sum of their two best scores."""
+    """Expert groups per token. A token chooses the groups whose two best scores have the highest sum."""
     renormalise: bool = False
     """Normalise the weights of a token's experts to sum to 1."""
     routed_scale: float = Field(1.0, gt=0, description="Factor of the weights of a token's experts.")
     router_bias: bool = False
-    """Loss-free balancing: a bias per expert is added to the scores for the choice."""
+    """Loss-free balancing: the router adds a bias per expert to the scores when it chooses experts."""
     embedding_scale: bool = False
     """Multiply the embedding by the square root of hidden. Default: the family's."""
     score_cap: float | None = Field(None, gt=0, description="Attention scores s become cap * tanh(s / cap).")
     logit_cap: float | None = Field(None, gt=0, description="Logits z become cap * tanh(z / cap).")
     query_scale: int | None = Field(None, gt=0)
-    """Attention scores are divided by the square root of this. Default: head_size."""
+    """Attention divides its scores by the square root of query_scale. Default: head_size."""
     tie_embeddings: bool = Field(False, description="The output layer shares the embedding's weights.")
     learned_positions: int | None = Field(None, gt=0)
-    """Number of learned positions, instead of rotary ones; the longest sequence."""
+    """Number of learned positions, which replace rotary positions and limit the length of a sequence."""
     position_offset: int = Field(0, ge=0)
     """Row of the first position in the learned embedding. Default: the family's."""
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies.")
@@ -245,12 +246,12 @@ class ModelConfig(Section):
 
     @property
     def derived(self) -> frozenset[str]:
-        """The fields whose values equal the default derived from other fields."""
+        """The fields whose values equal a default that is computed from other fields."""
         fields = type(self).model_fields
         return frozenset(name for name, value in self if fields[name].default_factory and value == self._default(name))
 
     def usual(self, name: str) -> Any:
-        """Returns the value of a field that the models of the family share, or else the field's default."""
+        """Returns the value that the family's models share in the field `name`, or else the field's default."""
         return family_named(self.family).defaults.get(name, self._default(name))
 
     def _default(self, name: str) -> Any:
@@ -265,7 +266,7 @@ class ModelConfig(Section):
 
     @property
     def alike(self) -> list[int]:
-        """For each layer, the first layer with the same number of experts and the same window, so with the same shapes."""
+        """For each layer, the first layer with the same number of experts and the same window, hence the same shapes."""
         return list(_alike(self))
 
     def sparse_layers(self, before: int | None = None) -> int:
@@ -289,21 +290,21 @@ class ModelConfig(Section):
 
     @property
     def rotary_size(self) -> int:
-        """Columns of a head that carry the position."""
+        """Number of a head's columns that carry the rotary position."""
         return self.head_size if self.latent is None else self.latent.rotary
 
     @property
     def query_size(self) -> int:
-        """Columns of a head's queries and keys."""
+        """Number of columns of a head's queries and keys."""
         return self.head_size + (self.latent.rotary if self.latent else 0)
 
     @property
     def value_size(self) -> int:
-        """Columns of a head's values."""
+        """Number of columns of a head's values."""
         return self.latent.value if self.latent else self.head_size
 
     def window_of(self, layer: int) -> int | None:
-        """Returns the number of positions that a token of layer `layer` (counted from 0) attends to; None for all."""
+        """Returns the attention window of layer `layer` (counted from 0) in positions; None for full attention."""
         return (
             None
             if self.full_attention_every is not None and (layer + 1) % self.full_attention_every == 0

@@ -20,14 +20,14 @@ from optimus.model.sequence import SequenceSplit
 
 
 class LayerCache:
-    """Keys and values of the positions seen so far, in one layer."""
+    """The keys and values of one layer at all positions so far."""
 
     def __init__(self) -> None:
         self.k_BPMD: Tensor | None = None
         self.v_BPMD: Tensor | None = None
 
     def append(self, k_BSMD: Tensor, v_BSMD: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values, and returns all of the cached ones including the new."""
+        """Appends keys and values, and returns all cached keys and values, including the new ones."""
         if self.k_BPMD is not None and self.v_BPMD is not None:
             k_BSMD, v_BSMD = torch.cat([self.k_BPMD, k_BSMD], 1), torch.cat([self.v_BPMD, v_BSMD], 1)
         self.k_BPMD, self.v_BPMD = k_BSMD, v_BSMD
@@ -40,18 +40,18 @@ class LayerCache:
 
 
 class AttentionPositions(NamedTuple):
-    """Positions of a batch's tokens: the rotary tables of the positions, and the sequences that the positions belong to."""
+    """The positions of a batch's tokens, with their rotary tables and the split of their sequences over ranks."""
 
-    table: Table  # of layers with full attention
-    window_table: Table  # of layers with a window
+    table: Table  # rotary table of the layers with full attention
+    window_table: Table  # rotary table of the layers with a window
     sequence: SequenceSplit
-    position_T: Tensor  # position of every token in its sequence
+    position_T: Tensor  # the position of every token in its sequence, or in its document if there are documents
 
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023): groups of N / M heads share the keys and values of one head.
 
-    If every head has keys and values of its own, the weights of q, k and v are one parameter and one product computes all
+    If every head has its own keys and values, the weights of q, k and v are one parameter, and one matmul computes all
     three.
     """
 
@@ -80,7 +80,7 @@ class Attention(nn.Module):
     def forward(self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
         """Returns [T, H].
 
-        The tokens are those of `places`, sequence by sequence; with a `cache` they continue the cached positions.
+        `x_TH` has the tokens of `places`, sequence by sequence. With a `cache`, these tokens follow the cached positions.
         """
         q, k, v = (self.q(x_TH), *self.kv(x_TH).chunk(2, -1)) if self.grouped else self.qkv(x_TH).chunk(3, -1)
         if not self.norms_heads:

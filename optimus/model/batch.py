@@ -14,41 +14,41 @@ from optimus.kernels.documents import Documents
 
 
 def pinned(host: Tensor) -> Tensor:
-    """Copies `host` to pinned memory, from which an accelerator copies without blocking its stream or the host."""
+    """Copies `host` to pinned memory, from which an accelerator can copy asynchronously."""
     return torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """Returns `x` on `device`. A copy from the host is asynchronous."""
+    """Returns `x` on `device`. The copy from the host to an accelerator is asynchronous."""
     if x.device.type != "cpu" or device.type in ("cpu", "meta"):
         return x.to(device)
     return pinned(x).to(device, non_blocking=True)
 
 
 class Batch(NamedTuple):
-    """Sequences of tokens with optional information on each token, [B, S]; None means that no token is special."""
+    """Sequences of tokens, with optional tensors that describe each token or sequence."""
 
     tokens_BS: Tensor  # int64
     target_mask_BS: Tensor | None = None
-    """bool: the tokens that are predicted, by default all. The first token of a sequence is never predicted."""
+    """bool: True for the tokens to predict, by default all. The first token of a sequence is never predicted."""
 
     document_BS: Tensor | None = None
-    """int32 or int64: the number of the token's document, non-decreasing along a sequence. By default a sequence is one
+    """int32 or int64: the number of each token's document, non-decreasing along a sequence. By default a sequence is one
     document. Attention stays within a document, positions count from 0 in each document, and a document's first token is
-    not predicted. Best kept on the host, where document boundaries are computed."""
+    not predicted. The tensor should be on the host, which computes the document boundaries."""
 
-    source_B: Tensor | None = None  # int64: the number of each sequence's source, for losses by source
+    source_B: Tensor | None = None  # int64: the number of each sequence's data source, for the losses by source
 
     @classmethod
     def of(cls, given: "Tensor | Batch") -> "Batch":
-        """Returns a `Batch` as it is, and wraps a tensor of tokens. Raises `UserError` if `document_BS` does not fit."""
+        """Returns a `Batch` unchanged, and wraps a tensor of tokens. Raises `UserError` if `document_BS` is invalid."""
         batch = given if isinstance(given, Batch) else cls(given)
         if batch.document_BS is not None:
             _check_documents(batch.document_BS, batch.tokens_BS)
         return batch
 
     def split(self, sequences: int) -> list["Batch"]:
-        """Splits into batches of `sequences` sequences each; the last batch has the remainder."""
+        """Splits the batch into batches of `sequences` sequences each; the last one has the remainder."""
         parts = [slice(start, start + sequences) for start in range(0, len(self.tokens_BS), sequences)]
         return [Batch(*(None if each is None else each[part] for each in self)) for part in parts]  # type: ignore[arg-type]
 
@@ -62,17 +62,17 @@ class Batch(NamedTuple):
 
     @property
     def counted_by_shape(self) -> bool:
-        """True if every batch of this shape has the same number of predicted tokens."""
+        """True if the shape alone determines the number of predicted tokens, because there are no masks or documents."""
         return self.target_mask_BS is None and self.document_BS is None
 
     def predicted(self) -> int:
-        """Returns the number of predicted tokens. With a mask on a device, waits for the device."""
+        """Returns the number of predicted tokens. If the mask is on an accelerator, the host waits for it."""
         chosen_BS = self._chosen_BS
         return self.tokens_BS[:, 1:].numel() if chosen_BS is None else int(chosen_BS.sum())
 
     @property
     def _chosen_BS(self) -> Tensor | None:
-        """Mask of the predicted tokens after the first of each sequence [B, S - 1]; None if all are predicted."""
+        """Mask of the predicted tokens [B, S - 1], without each sequence's first token; None if all are predicted."""
         mask_BS = None if self.target_mask_BS is None else self.target_mask_BS[:, 1:]
         if self.document_BS is None:
             return mask_BS

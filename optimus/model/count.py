@@ -1,6 +1,6 @@
 """Counts a model's parameters and floating point operations from the declarations of its modules.
 
-For each architecture a model is built once on the meta device, with one layer of each group of identical layers.
+This module builds a model of each architecture once on the meta device, with one layer of each group of identical layers.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from optimus.model.transformer import Transformer
 
 
 class ParameterCount(NamedTuple):
-    """Numbers of parameters. `active` counts the parameters that one token uses: only the chosen experts."""
+    """Numbers of parameters. `active` counts the parameters that one token uses: of the experts, only the chosen ones."""
 
     total: int
     active: int
@@ -23,19 +23,19 @@ class ParameterCount(NamedTuple):
 
 class _Counts(NamedTuple):
     parts: dict[str, ParameterCount]
-    multiplied: Counter[str]  # active matrix weights per token, by module; a block's modules without its number
-    scored: Counter[int | None]  # columns of queries and values, summed over heads and layers, by window
+    multiplied: Counter[str]  # active matrix weights per token, by module; a key sums this module over all blocks
+    scored: Counter[int | None]  # number of columns of queries and values, summed over heads and layers, by window
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Returns the exact numbers of parameters, embedding and output layer included."""
+    """Returns the exact numbers of parameters, including the embedding and the output layer."""
     return ParameterCount(*map(sum, zip(*_counts(config).parts.values())))
 
 
 def count_parts(config: ModelConfig) -> dict[str, ParameterCount]:
-    """Returns `count_parameters` by part: embedding, positions, blocks.0, blocks.1 ..., final_norm, head.
+    """Returns the parameter counts by part: embedding, positions, blocks.0, blocks.1 ..., final_norm, head.
 
-    A tied embedding is counted as both embedding and head; a part without parameters is omitted.
+    A tied embedding counts both as embedding and as head. The result omits parts without parameters.
     """
     parts = _counts(config).parts
     return parts | {"head": parts["embedding"]} if config.tie_embeddings else parts
@@ -44,19 +44,21 @@ def count_parts(config: ModelConfig) -> dict[str, ParameterCount]:
 def too_large(config: ModelConfig, tensors: int, elements: int) -> bool:
     """Returns True if a model has far more layers or parameters than `tensors` tensors of `elements` elements in total.
 
-    Checks sizes that another program has written before the model is built, which could take all memory or never end.
+    Callers check a configuration from another program before they build its model, which could take all memory or never
+    end.
     """
     try:
         return config.layers > tensors + 1000 or count_parameters(config).total > 4 * elements + (1 << 26)
-    except (RuntimeError, OverflowError, TypeError):  # beyond what a tensor can be, on the meta device too
+    except (RuntimeError, OverflowError, TypeError):  # sizes beyond the limits of tensors, even on the meta device
         return True
 
 
 def flops_per_token(config: ModelConfig, context: int) -> float:
-    """Returns floating point operations of forward and backward per token (PaLM, appendix B; backward twice the forward).
+    """Returns the floating point operations of forward and backward pass per token (PaLM, appendix B).
 
-    Counts 6 per active weight of a matrix product (the input embedding is a look-up). Counts 6 per column of queries and
-    values and per position for attention over a whole square, as usual for model-FLOP utilisation.
+    Counts 6 per active weight of a matmul: 2 in the forward pass, 4 in the backward pass. The input embedding is a look-up
+    and does not count. For attention, counts 6 per column of queries and values and per position, without a discount for
+    the causal mask, as usual for model FLOPs utilisation (MFU).
     """
     counts = _counts(config)
     scores = sum(columns * min(window or context, context) for window, columns in counts.scored.items())
@@ -64,16 +66,16 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
 
 
 def forward_flops(config: ModelConfig, context: int) -> dict[str, float]:
-    """Returns forward floating point operations per token of a block's modules, averaged over all blocks.
+    """Returns the forward floating point operations per token of a block's modules, averaged over all blocks.
 
-    The keys are kinds of modules: attention, and mlp, moe or both. Attention is counted over half a square.
+    The keys are kinds of modules: attention, and mlp, moe or both. Attention counts only the scores inside the causal mask.
     """
     counts = _counts(config)
     found = {kind: 2.0 * weights / config.layers for kind, weights in counts.multiplied.items() if kind != "head"}
     scores = 0.0
     for window, columns in counts.scored.items():
         seen = min(window or context, context)
-        scores += columns * (2 * seen - seen * seen / context)  # twice the mean number of attended positions
+        scores += columns * (2 * seen - seen * seen / context)  # 2 FLOPs x the mean number of attended positions
     return found | {"attention": found["attention"] + scores / config.layers}
 
 

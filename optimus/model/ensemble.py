@@ -17,7 +17,7 @@ from optimus.model.transformer import Transformer
 
 
 class Ensemble:
-    """An ensemble of `members` with one vocabulary. Serves as a `Scored` model and as a teacher."""
+    """An ensemble of `members` that share one vocabulary. It is both a `Scored` model and a teacher for distillation."""
 
     def __init__(self, members: Sequence[Transformer]) -> None:
         self._members = members
@@ -40,12 +40,12 @@ class Ensemble:
         return torch.stack(logits).mean(0)
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns `find` of the concatenated hidden states of all members at the tokens `at_N`."""
+        """Applies `find` to the concatenated hidden states of all members at the tokens `at_N`, and returns the result."""
         return find(torch.cat([member.at_tokens(tokens_BS, at_N, lambda x_NH: x_NH) for member in self._members], -1))
 
     @torch.no_grad()
     def soft_targets(self, batch: Batch, positions_S: Tensor, temperature: float) -> SoftTargets:
-        """Returns the soft targets of the tokens at these positions [T]; every member reads the whole sequences."""
+        """Returns the soft targets of the T tokens at `positions_S` of all rows. Every member reads the whole sequences."""
         hidden_TH = torch.cat([each.outputs(batch)[:, positions_S].flatten(0, 1) for each in self._members], -1)
         return SoftTargets(lambda rows: self.head(hidden_TH[rows]), temperature)
 

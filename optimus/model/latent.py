@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values are projections of one latent vector per token.
 
 A head's query and key have columns without position, projected from the latent vectors, and columns with rotary positions.
-All heads share the rotary columns of the keys. Tensor-parallel ranks each compute the whole latent vectors and split their
-projections by heads.
+All heads share the rotary columns of the keys. Every tensor-parallel rank computes the whole latent vectors, but projects
+them only for its own heads.
 
 Legend: B batch, S sequence, N heads, D head size, T = B * S tokens, P positions in the cache, R rows of the residual stream
 on this rank.
@@ -24,13 +24,13 @@ from optimus.model.norms import RMSNorm
 from optimus.model.parameters import Size
 from optimus.model.positions import Table, mscale
 
-_EPS = 1e-6  # as published, independent of the model's `norm_eps`
+_EPS = 1e-6  # epsilon of the latent norms in the published models, independent of the model's `norm_eps`
 
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention.
 
-    The cache holds the latent vectors and rotary keys, `keys` + `rotary` numbers per position. `all_rows` maps this rank's
+    The cache has the latent vectors and rotary keys, `keys` + `rotary` numbers per position. `all_rows` maps this rank's
     rows of the residual stream to the rows that this rank's heads need.
     """
 
@@ -38,7 +38,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, latent: Latent) -> None:
         super().__init__()
-        self.latent, self.plain = latent, config.head_size  # plain: columns without position
+        self.latent, self.plain = latent, config.head_size  # `plain`: number of a head's columns without position
         residual, keys = Size("residual", config.hidden), Size("latent", latent.keys)
         queries = Size("heads", config.heads * config.query_size)
         if latent.queries is None:
@@ -54,14 +54,14 @@ class LatentAttention(nn.Module):
         self.out = Linear(Size("heads", config.heads * latent.value), residual)
         self.all_rows: Callable[[Tensor], Tensor] = lambda x: x
         scaling, query = config.rope_scaling, config.query_size
-        self._widest = max(query, latent.value)  # attention takes queries, keys and values of one size
+        self._widest = max(query, latent.value)  # attention needs queries, keys and values of one head size
         scale = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim or 0.0) ** 2
-        self._scale = scale * math.sqrt(self._widest / query)  # attention divides by the square root of the widest
+        self._scale = scale * math.sqrt(self._widest / query)  # attention divides by sqrt(`_widest`)
 
     def forward(self, x_RH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
         """Returns [R, H].
 
-        The tokens are those of `places`, sequence by sequence; with a `cache` they continue the cached positions.
+        `x_RH` has the tokens of `places`, sequence by sequence. With a `cache`, these tokens follow the cached positions.
         """
         low, table = self.latent, places.table
         positions, query = len(table[0]), self.plain + low.rotary
@@ -93,5 +93,5 @@ class LatentAttention(nn.Module):
 
 
 def _turned(x_BSND: Tensor, table: Table) -> Tensor:
-    """Rotates by the positions. Published weights have the two columns of a pair next to each other."""
+    """Rotates x by the angles of `table`. In the published weights, the two columns of a pair are adjacent."""
     return rotary(x_BSND.unflatten(-1, (-1, 2)).mT.flatten(-2), table)

@@ -1,4 +1,4 @@
-"""The linear layer of all projections, and its matrix products. Legend: T rows of any leading shape."""
+"""The linear layer of all projections, and its matmuls."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -13,19 +13,19 @@ from optimus.model.parameters import Dim, Size, declaration, declare
 
 
 class Product:
-    """The product of a projection: `inner` multiplies by this rank's weight, by default the whole weight."""
+    """The matmul of a projection. `inner` multiplies by this rank's weight: here the whole weight, in subclasses a shard."""
 
     def __init__(self, inner: MatrixProduct) -> None:
         self.inner = inner
 
     def around(self, inner: MatrixProduct) -> "Product":
-        """Returns the same product with another `inner`."""
+        """Returns a copy of this `Product` with another `inner`."""
         return Product(inner)
 
     def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
-        """Maps [..., inputs] to [..., outputs of `weight`, its leading dims laid end to end].
+        """Maps [..., inputs] to [..., outputs], where the leading dims of `weight` are flattened to `outputs`.
 
-        With a `buffer`, the gradient of the weight is added there.
+        With a `buffer`, the backward pass adds the weight's gradient to it.
         """
         return linear(x, weight.flatten(0, -2), buffer, self.inner)
 
@@ -49,7 +49,7 @@ class ProjectionModule(nn.Module):
 
 
 class Linear(ProjectionModule):
-    """x @ W.T, plus an optional bias. `weight` is [*outputs, inputs]: several outputs of one input are one product."""
+    """Computes x @ W.T plus an optional bias. `weight` is [*outputs, inputs], so one matmul computes stacked outputs."""
 
     def __init__(self, inputs: Size, *outputs: Size, bias: bool = False) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Linear(ProjectionModule):
         buffer = self.gradients.get(self.weight)
         if self.lora_b is not None and self.lora_a is not None:
             product = product.around(FactoredProduct(product.inner, self.lora_b, self.lora_a, self.gradients))
-            # The frozen weight needs a gradient: the gradients of the factors are computed from it.
+            # The frozen weight needs a gradient, from which `FactoredProduct` computes the gradients of the factors.
             weight = nn.Parameter(weight.detach(), requires_grad=torch.is_grad_enabled())
         y = product(x, weight, buffer)
         return y if self.bias is None else y + self.bias.flatten()

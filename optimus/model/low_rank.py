@@ -20,9 +20,9 @@ def merged(w_NL: Tensor, b_NR: Tensor, a_RL: Tensor) -> Tensor:
 
 
 class FactoredProduct(MatrixProduct):
-    """The products of `inner` with the merged weight, which is recomputed in each product and never saved.
+    """The matmuls of `inner` with the merged weight, which each matmul recomputes and no pass saves.
 
-    `b` is [*outputs, R]. The gradients of the factors are added to `buffers`.
+    `b` is [*outputs, R]. The backward pass adds the gradients of the factors to `buffers`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class FactoredProduct(MatrixProduct):
         w_grad_NL = self._inner.weight_gradient(y_grad_TN, x_TL, w_NL, None)
         assert w_grad_NL is not None
         w_grad_NL = w_grad_NL.mul_(w_NL != 0).to(x_TL.dtype)
-        # At once: by the time of a deferred weight gradient, the weight may have been resharded.
+        # Computed now, not deferred: by the time of a deferred weight gradient, the weight may have been resharded.
         b_grad = wide_matmul(w_grad_NL, self._a_RL.T).view_as(self._b)
         a_grad_RL = wide_matmul(self._b.flatten(0, -2).T, w_grad_NL)
         self._buffers[self._b].add(lambda grad: grad.add_(b_grad))

@@ -16,14 +16,14 @@ from optimus.model.parameters import Size, declare
 
 
 class Norms:
-    """Computes norms over whole rows. Here a device has all columns; in `parallel.norms` the columns are sharded."""
+    """Computes norms over whole rows. Here a device has all columns; `parallel.norms` is for sharded columns."""
 
     def rms(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None) -> Tensor:
         """Applies RMSNorm, with or without a weight."""
         return rms_norm(x_TH, weight_H, eps)
 
     def layer(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None, bias_H: Tensor | None = None) -> Tensor:
-        """Applies LayerNorm, with weight and bias or without both."""
+        """Applies LayerNorm, either with weight and bias or without both."""
         return F.layer_norm(x_TH, x_TH.shape[-1:], weight_H, bias_H, eps)
 
 
@@ -39,7 +39,7 @@ class Norm(nn.Module):
 
 
 class RMSNorm(Norm):
-    """RMSNorm over the last dim with a weight. With `offset`, one is added to the weight, which is initially zero."""
+    """RMSNorm over the last dim with a weight. With `offset`, it multiplies by 1 + weight, and the weight starts at zero."""
 
     def __init__(self, columns: Size, eps: float, *, offset: bool = False) -> None:
         super().__init__(columns, eps)
@@ -48,7 +48,7 @@ class RMSNorm(Norm):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weight: Tensor = self.weight
-        if self.offset:  # in fp32: near one, bf16 is too coarse for the small distance from one
+        if self.offset:  # in fp32: bf16 numbers near one are too coarse for the small distance from one
             weight = weight.to(compute_dtype(weight.dtype)) + 1
         return self.norms.rms(x_TH, self.eps, weight)
 

@@ -1,7 +1,7 @@
-"""Declarations of parameters by their modules: logical dims, role and initial values. All else derives from declarations.
+"""Declarations of parameters by their modules: logical dims, role and initial values. Layouts derive from them.
 
-A logical dim names what a tensor's dim indexes; the table of `parallel.layouts` says how the dim is sharded (as in T5X,
-MaxText and Levanter). A module declares a parameter where it creates the parameter:
+A logical dim names what a tensor's dim indexes. The table in `parallel.layouts` says how each logical dim is sharded (as in
+T5X, MaxText and Levanter). A module declares a parameter where it creates the parameter:
 
     self.weight = declare(self, "weight", Size("ffn", 4 * hidden), Size("residual", hidden))
 """
@@ -16,22 +16,22 @@ from torch import nn
 Dim = Literal[
     "vocab",  # entries of the vocabulary
     "residual",  # columns of the residual stream
-    "heads",  # columns of all attention heads
+    "heads",  # columns of all attention heads together
     "kv_heads",  # columns of all key heads, or of all value heads
     "head",  # columns of one head
-    "latent",  # columns that queries, or keys and values, are compressed to
+    "latent",  # columns of the latent vectors of queries, or of keys and values
     "ffn",  # columns between the projections of a feed-forward layer
     "experts",  # experts of a layer, each with its weights
     "expert_ffn",  # columns between the projections of one expert
     "choices",  # experts that a router chooses from
-    "all_experts",  # experts of a layer, for tensors that are replicated over expert-parallel ranks
-    "hidden",  # columns of a whole token, as routers and experts see it
+    "all_experts",  # experts of a layer, in tensors that every expert-parallel rank has whole
+    "hidden",  # columns of a whole token, the input of routers and experts
     "positions",  # learned positions
-    "stack",  # projections of one input, stacked so that one product computes them
+    "stack",  # projections of one input, stacked so that one matmul computes them
     "rank",  # columns of low-rank factors
 ]
-Role = Literal["matrix", "vector", "embedding", "head", "router", "expert", "factor"]  # for the optimizer
-Initial = float | Literal["normal"]  # a constant; or normal, truncated at three deviations: see `model.init`
+Role = Literal["matrix", "vector", "embedding", "head", "router", "expert", "factor"]  # selects the optimizer's rule
+Initial = float | Literal["normal"]  # a constant, or a normal distribution truncated at three deviations (`model.init`)
 Input = Literal["residual", "tokens", "inner"]
 
 
@@ -46,8 +46,8 @@ class Size(NamedTuple):
 class Declaration:
     """A parameter's declaration by its module.
 
-    `dims` are the logical dims of the whole tensor, in order. `factor_of` are the dims of the matrix, or of the columns,
-    that the parameter is a factor of. Sharding any of the `factor_of` dims makes the parameter's gradient a partial sum.
+    `dims` are the logical dims of the whole tensor, in order. A low-rank factor or a scale has in `factor_of` the dims of
+    the matrix or the columns that it belongs to. If any of these dims is sharded, a rank's gradient is a partial sum.
     """
 
     dims: tuple[Dim, ...]
@@ -57,7 +57,7 @@ class Declaration:
 
     @property
     def applied_to(self) -> Input:
-        """The kind of the parameter's input: the residual stream or its projection, whole tokens, or inner activations."""
+        """The kind of the parameter's input: residual stream (or latent vectors), whole tokens, or inner activations."""
         dims = self.factor_of or self.dims
         if "residual" in dims or "latent" in dims:
             return "residual"
@@ -72,9 +72,9 @@ def declare(
     initial: Initial = "normal",
     factor_of: tuple[Dim, ...] | None = None,
 ) -> nn.Parameter:
-    """Creates an empty parameter on the default device, to become `module`'s attribute `name`.
+    """Creates an uninitialised parameter on the default device, which the caller assigns to `module`'s attribute `name`.
 
-    Raises `ValueError` for a scalar parameter without `factor_of`, because the reduction of its gradient would be a guess.
+    Raises `ValueError` for a scalar parameter without `factor_of`, because its dims do not say how to reduce its gradient.
     """
     if not dims and factor_of is None:
         raise ValueError(
@@ -88,7 +88,7 @@ def declare(
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) of all parameters and buffers of a model.
 
-    Buffers are trained by rules of their own and are replicated on every rank that has their module.
+    Modules update their buffers themselves. Every rank that has the module has the whole buffer.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor.detach()
@@ -97,7 +97,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def declaration(module: nn.Module, name: str) -> Declaration:
     """Returns the declaration of the parameter `name` of `module` itself.
 
-    Raises `LookupError` for one made without `declare`.
+    Raises `LookupError` for a parameter made without `declare`.
     """
     declared: dict[str, Declaration] = module.__dict__.get("declared", {})
     if name not in declared:

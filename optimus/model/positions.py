@@ -21,7 +21,7 @@ Table = tuple[Tensor, Tensor]  # (cos, sin), fp32 [S, D / 2]
 class LearnedPositions(nn.Module):
     """An embedding of positions with one row per position, starting at row `offset`.
 
-    `vocabulary` selects the tokens whose rows of the residual stream are on this rank.
+    `vocabulary` selects the positions of the tokens whose rows of the residual stream are on this rank.
     """
 
     replaceable = ("vocabulary",)
@@ -34,14 +34,14 @@ class LearnedPositions(nn.Module):
         self.vocabulary: Vocabulary = Vocabulary()
 
     def forward(self, position_T: Tensor) -> Tensor:
-        """Returns [T, H]. Positions beyond the last row are padding, which no token attends to, and are clamped."""
+        """Returns [T, H]. Clamps positions beyond the last row: they belong to padding, which no token attends to."""
         return embedding((self.vocabulary.rows(position_T) + self.offset).clamp(max=len(self.weight) - 1), self.weight)
 
 
 def tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
-    """Returns the rotary tables of these positions for layers with full attention, and for layers with a window.
+    """Returns the rotary tables of these positions: first for layers with full attention, then for layers with a window.
 
-    `query_scale` is folded into the tables, of queries and keys alike.
+    The tables include the factor that follows from `query_scale`; queries and keys use the same tables.
     """
     whole, windows = _tables(config, positions_S)
     if config.query_scale is None or config.query_scale == config.head_size:
@@ -70,10 +70,10 @@ def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor
     if scaling.kind == "linear":
         return slow_D
     assert scaling.original_context is not None
-    if scaling.kind == "llama3":  # Llama 3.1's rule: by wavelength, between two fractions of the context
+    if scaling.kind == "llama3":  # Llama 3.1's rule: interpolates by the number of turns in the original context
         turns_D = scaling.original_context * frequencies_D / (2 * math.pi)
         fast_D = (turns_D - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    else:  # YaRN (Peng et al. 2023, section 3.2): by pair, between the pairs with beta_fast and beta_slow turns
+    else:  # YaRN (Peng et al. 2023, section 3.2): interpolates between the pairs with beta_fast and beta_slow turns
         size = 2 * len(frequencies_D)
 
         def pair(turns: float) -> float:
@@ -90,7 +90,7 @@ def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor
 
 
 def _attention_factor(scaling: RopeScaling) -> float:
-    """Returns YaRN's factor of queries and keys (its section 3.4)."""
+    """Returns YaRN's factor of queries and keys (YaRN, section 3.4)."""
     if scaling.kind != "yarn":
         return 1.0
     if scaling.mscale and scaling.mscale_all_dim:
@@ -101,5 +101,5 @@ def _attention_factor(scaling: RopeScaling) -> float:
 
 
 def mscale(factor: float, times: float = 1.0) -> float:
-    """Returns YaRN's 0.1 ln(factor) + 1; `times` multiplies the logarithm (DeepSeek-V2)."""
+    """Returns YaRN's 0.1 times ln(factor) + 1; DeepSeek-V2 adds the coefficient `times`."""
     return 0.1 * times * math.log(max(1.0, factor)) + 1.0

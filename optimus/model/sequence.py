@@ -1,4 +1,4 @@
-"""Sequences of a batch on one device. `parallel.context` splits sequences over ranks.
+"""The sequences of a batch on one device. `parallel.context` splits the sequences over ranks.
 
 Legend: B batch, S positions on this device, N heads, M heads of keys and values, D head size.
 """
@@ -15,10 +15,10 @@ from optimus.kernels.documents import Documents, document_attention
 class SequenceSplit:
     """The positions of every sequence on this device, and their attention to all positions.
 
-    Here the device has all positions.
+    In this base class, the device has all positions.
     """
 
-    parts: int = 1  # number of ranks that share each sequence; all have equally many positions
+    parts: int = 1  # number of ranks that share each sequence; all ranks have equally many positions
 
     def __init__(self, documents: Documents | None = None) -> None:
         self._documents = documents
@@ -28,14 +28,15 @@ class SequenceSplit:
         return torch.arange(length, device=device)
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Computes causal softmax attention of this device's positions over all positions up to their own: [B, S, N, D].
+        """Computes causal softmax attention of this device's positions over all earlier positions and themselves.
 
-        With documents, B is 1 and S runs over the positions of all sequences, one sequence after the other.
+        The result is [B, S, N, D]. With documents, B is 1, and dim S has the positions of all sequences, one sequence after
+        the other.
         """
         if self._documents is None:
             return causal_attention(q_BSND, k_BSMD, v_BSMD, scoring)
         return document_attention(q_BSND, k_BSMD, v_BSMD, self._documents, scoring)
 
     def for_documents(self, documents: Documents) -> Self:
-        """Returns a split with the same positions for a batch of `documents`, with attention within each document."""
+        """Returns the same split of positions for a batch of `documents`, with attention only within each document."""
         return type(self)(documents)

@@ -35,16 +35,16 @@ class Losses(NamedTuple):
 
     cross_entropy: Tensor  # nats, summed over predicted tokens and divided by `count`
     router: RouterStats | None
-    divergence: Tensor | None = None  # from a teacher, summed and divided like `cross_entropy`
+    divergence: Tensor | None = None  # divergence from a teacher, summed and divided like `cross_entropy`
 
     @property
     def balance(self) -> Tensor:
-        """The balance loss over the tokens of this microbatch."""
+        """The router's balance loss over the tokens of this microbatch."""
         return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.balance_loss()
 
     @property
     def z(self) -> Tensor:
-        """The router's z-loss."""
+        """The router's z-loss over the tokens of this microbatch."""
         return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.z_loss()
 
 
@@ -63,10 +63,10 @@ class KVCache:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)). The norm may be before the module, after the module, or both.
+    """A transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-    `forward` may call its units in any order: parameter gathering, recomputation and memory accounting do not depend
-    on the order.
+    Norms are before the module, after the module, or both. `forward` may call its units in any order: the all-gathering of
+    parameters, recomputation and memory accounting do not depend on the order.
     """
 
     def __init__(self, config: ModelConfig, layer: int, force_balanced: bool = False) -> None:
@@ -97,14 +97,14 @@ class Block(nn.Module):
 
 
 class Blocks(nn.ModuleList):
-    """A sequence of blocks, run in segments of consecutive blocks."""
+    """A sequence of blocks, which runs in segments of consecutive blocks."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__(blocks)
         self.run_in(len(self), lambda function, *args: function(*args))
 
     def run_in(self, size: int, run: Callable[..., Any]) -> None:
-        """Makes `forward` run segments of `size` blocks, each by one call of `run`."""
+        """Makes `forward` run the blocks in segments of `size`, each by one call of `run`."""
         self._run = run
         self._segments = [range(len(self))[start : start + size] for start in range(0, len(self), max(1, size))]
 
@@ -174,10 +174,10 @@ class Head(nn.Module):
     ) -> Tensor:
         """Maps x [..., H] to logits [..., V].
 
-        With `target_T`, maps x [T, H] to the summed cross-entropy over `count`, an fp32 scalar. `rows_T`, if given, is
-        filled with the cross-entropy of each row. With `soft`, the result is [2]: the cross-entropy and the divergence from
-        the soft targets; the vocabulary must not be sharded. With `part`, maps the residual stream [T, H], sharded as in
-        the blocks, to the logits of the vocabulary entries on this rank.
+        With `target_T`, maps x [T, H] to the summed cross-entropy divided by `count`, an fp32 scalar. `rows_T`, if given,
+        is filled with the cross-entropy of each row. With `soft`, the result is [2]: the cross-entropy and the divergence
+        from the soft targets; then the vocabulary must not be sharded. With `part`, x is the residual stream as the blocks
+        shard it, and the logits are those of this rank's vocabulary entries.
         """
         if target_T is not None:
             loss = self.vocabulary.loss(x, self.weight, target_T, count, self.cap, rows_T)
@@ -191,8 +191,9 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """A causal language model. Maps `tokens_BS` (int64) to `logits_BSV`.
 
-    Parameters are created empty on the default device; `model.init.initialize` or a checkpoint fills them. The model is
-    written for one device, and `parallelize` shards it. The model has the blocks of `layers`, by default of all layers.
+    The constructor creates uninitialised parameters on the default device; `model.init.initialize` or a checkpoint fills
+    them. The code is written for one device, and `parallelize` shards the model. `layers` lists the layers whose blocks the
+    model has, by default all.
     """
 
     replaceable = "sequence", "step"
@@ -211,7 +212,7 @@ class Transformer(nn.Module):
         self.embedding = Embedding(config.vocab, config.hidden)
         learned = config.learned_positions
         self.positions = LearnedPositions(learned, config.position_offset, config.hidden) if learned else None
-        # The only place that chooses the kind of block.
+        # No other code chooses the kind of block.
         self.blocks = Blocks(Block(config, layer, force_balanced) for layer in numbers)
         self.final_norm = norm_of(config, Size("residual", config.hidden))
         tied = self.embedding.weight if config.tie_embeddings else None
@@ -222,11 +223,14 @@ class Transformer(nn.Module):
         self.predict = Unit("head", self.head)
 
     def forward(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Returns logits [B, S, V] in the dtype of the weights. With a `cache`, the tokens continue the cached sequence."""
+        """Returns logits [B, S, V] in the dtype of the weights. With a `cache`, the tokens follow the cached positions."""
         return cast(Tensor, self.predict(self.hidden_states(tokens_BS, cache)))
 
     def hidden_states(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Returns the output of the final norm [B, S, H], whole on every device. For evaluation, without gradients."""
+        """Returns the output of the final norm [B, S, H], whole on every device.
+
+        Only for evaluation: gradients do not flow through it.
+        """
         length, start = tokens_BS.shape[1], cache.length if cache is not None else 0
         self.check_length(start + length)
         # A causal model does not see the padding.
@@ -244,7 +248,7 @@ class Transformer(nn.Module):
 
     def placed(self, x_TH: Tensor, places: AttentionPositions) -> Tensor:
         """Turns the embedding's output into the first block's input: scales and adds learned positions as configured."""
-        if self.config.embedding_scale:  # rounded to the dtype, as in the training of the published models
+        if self.config.embedding_scale:  # with the factor rounded to the dtype, like the published models
             x_TH = x_TH * torch.tensor(math.sqrt(self.config.hidden), dtype=x_TH.dtype).item()
         return x_TH if self.add_positions is None else x_TH + self.add_positions(places.position_T)
 
@@ -255,17 +259,17 @@ class Transformer(nn.Module):
             raise UserError(f"a sequence has {length} tokens, but the model only learned {limit} positions: shorten it")
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns `find` of the hidden states [N, H] at the tokens `at_N`, indices into the flattened [B * S].
+        """Applies `find` to the hidden states [N, H] at the tokens `at_N`, and returns the result.
 
-        For evaluation.
+        `at_N` are indices into the flattened tokens [B * S]. Only for evaluation.
         """
         return find(self.hidden_states(tokens_BS).flatten(0, 1)[at_N])
 
     def losses(self, given: Tensor | Batch, count: float | None = None) -> Losses:
         """Computes the loss of predicting each token but the first from the tokens before it, and the router's statistics.
 
-        The cross-entropies are summed and divided by `count`. The default `count` makes the mean over all devices that
-        share the sequences equal to the mean over the predicted tokens, or 0 if no token is predicted.
+        Sums the cross-entropies and divides them by `count`. With the default `count`, the mean over the devices that share
+        the sequences is the mean over the predicted tokens, or 0 if no token is predicted.
         """
         batch = Batch.of(given)
         positions_S, places = self.places(batch)
@@ -289,17 +293,17 @@ class Transformer(nn.Module):
         return Losses(found, stats) if soft is None else Losses(found[0], stats, found[1])
 
     def outputs(self, batch: Batch) -> Tensor:
-        """Returns the output of the final norm [B, S, H], with attention within each document. For a model on one device."""
+        """Returns the output of the final norm [B, S, H], with attention within each document. Needs an unsharded model."""
         _, places = self.places(batch)
         x_TH, _ = self.blocks(self.embedded(batch.tokens_BS.flatten(), places), places)
         return cast(Tensor, self.normalise(x_TH).unflatten(0, batch.tokens_BS.shape))
 
     def targets(self, batch: Batch, positions_S: Tensor) -> Tensor:
-        """Returns the target tokens at these positions [T], -1 where there is no target."""
+        """Returns the target tokens [T] at `positions_S` of all sequences; -1 where no token is predicted."""
         return batch.target_BS[:, positions_S].flatten()
 
     def places(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
-        """Returns this device's positions [S] of the batch's sequences, as numbers and in the form that blocks take."""
+        """Returns (this device's positions [S] in every sequence, the `AttentionPositions` of the batch's tokens)."""
         tokens_BS, documents = batch.tokens_BS, batch.documents()
         self.check_length(tokens_BS.shape[1] if documents is None else documents.longest)
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
@@ -309,7 +313,7 @@ class Transformer(nn.Module):
         return positions_S, self._places(position_T, 1, self.sequence.for_documents(documents))
 
     def full_positions(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, AttentionPositions]:
-        """Returns all positions of these sequences, counted from `start`, on every device. See `places` for the result."""
+        """Returns the same as `places`, but with all positions of the sequences on every device, counted from `start`."""
         positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
         return positions_S, self._places(positions_S, len(tokens_BS), SequenceSplit())
 

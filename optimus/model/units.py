@@ -1,7 +1,7 @@
-"""Units: groups of modules that run in sequence with all their parameters gathered.
+"""Units: groups of modules that run in sequence, with all their parameters all-gathered.
 
-The runner of a unit gathers the parameters, recomputes activations and reshards (`parallel.recompute`). Neither the unit
-nor the block that calls the unit knows about this.
+A unit's runner all-gathers the parameters, recomputes activations and reshards (`parallel.recompute`). The code of the
+unit and of the block that calls the unit does not depend on the runner.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Unit:
-    """`module(x, *args)`, with an optional norm `before` and an optional norm `after`.
+    """Computes `module(x, *args)`, with an optional norm `before` and an optional norm `after`.
 
     A unit is not an `nn.Module` and only refers to modules registered elsewhere, so parameter names do not depend on units.
     """
@@ -30,7 +30,7 @@ class Unit:
         return self._run(x, *args)
 
     def run_by(self, run: Callable[..., Any]) -> None:
-        """Makes the unit run as `run(x, *args)`."""
+        """Sets the runner: a call of the unit becomes `run(x, *args)`."""
         self._run = run
 
     def row(self, modules: Sequence[nn.Module]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ class Unit:
 
 
 def in_turn(calls: Sequence[tuple[Callable[..., Any], bool]], x: Any, *args: Any) -> Any:
-    """Runs the calls in turn, each on the result of the call before; calls with a true flag also take `args`."""
+    """Runs the calls in turn, each on the result of the previous call. A call with a true flag also gets `args`."""
     rest: tuple[Any, ...] = ()
     for call, takes in calls:
         made = call(x, *args) if takes else call(x)
@@ -50,7 +50,7 @@ def in_turn(calls: Sequence[tuple[Callable[..., Any], bool]], x: Any, *args: Any
 def replace_all(model: nn.Module, made: Mapping[str, Callable[[Any], Any]]) -> None:
     """Replaces each module's `replaceable` attributes, by name, with the results of the functions in `made`."""
     for module in model.modules():
-        for what in getattr(module, "replaceable", ()):  # in this order on all ranks: a constructor may be collective
+        for what in getattr(module, "replaceable", ()):  # same order on all ranks: constructors may run collectives
             if what in made:
                 setattr(module, what, made[what](module))
 

@@ -14,7 +14,7 @@ from optimus.step_context import StepContext
 class Vocabulary:
     """Computes the embedding and the output layer from unsharded weights. Subclasses shard the weights."""
 
-    multiple: int = 1  # sequence lengths must be multiples of this
+    multiple: int = 1  # sequence lengths must be multiples of this number
     first: int = 0  # the vocabulary entry of the weight's first row on this rank
 
     def __init__(self, step: StepContext | None = None) -> None:
@@ -26,11 +26,11 @@ class Vocabulary:
         return embedding(tokens_T, weight)
 
     def rows(self, t_T: Tensor) -> Tensor:
-        """Selects, from one value per token, the values of the rows of the residual stream on this rank."""
+        """Selects from `t_T`, one value per token, the values of this rank's rows of the residual stream."""
         return t_T
 
     def join(self, x_TH: Tensor) -> Tensor:
-        """Returns the whole [T, H] from the residual stream as it is sharded in the blocks."""
+        """Returns the whole residual stream [T, H] from this rank's shard of it."""
         return x_TH
 
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
@@ -45,7 +45,7 @@ class Vocabulary:
         self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None,
         rows_T: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Returns the sum of the cross-entropies of the residual stream against targets, over `count`.
+        """Returns the summed cross-entropy of the residual stream's logits against `target_T`, divided by `count`.
 
         Negative targets are ignored. With a `cap`, the logits are `soft_capped`. `rows_T`, if given, is filled with the
         cross-entropy of each row.

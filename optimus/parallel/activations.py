@@ -1,11 +1,11 @@
-"""Activation memory: the bytes saved between a forward pass and its backward pass, and the peak.
+"""Activation memory: the bytes saved between a forward pass and its backward pass, and the peak of the two passes.
 
-`module_bytes.py` measures the bytes of each module by shapes. This module combines the measurements for any number of
+`module_bytes.py` measures the bytes of each module from shapes. This module combines the measurements for any number of
 blocks and any choice of recomputation.
 
-The peak consists of the saved bytes and, for the module in its backward pass, its recomputed activations and transient
-bytes. A walk through the modules in backward order, each freeing its saved bytes, finds the peak. Gradients of parameters
-are accounted for elsewhere (`state/`), except those in flight.
+At any time of the backward pass, memory consists of the saved bytes and the current module's recomputed activations and
+transient bytes. A walk through the modules in backward order, which frees each module's saved bytes, finds the peak. The
+package `state` accounts for the gradients of parameters, except those that a module has just computed.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -20,23 +20,23 @@ from optimus.parallel.module_bytes import ModuleBytes, ModuleSetting, Place, blo
 from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
 
-Row = Sequence[tuple[ModuleBytes, ModuleBytes | None]]  # modules in the first run, and recomputed with a cache
-_Sources = set[tuple[int, ...]]  # saved inputs of modules
+Row = Sequence[tuple[ModuleBytes, ModuleBytes | None]]  # (bytes of a module, bytes if recomputed with a cache) each
+_Sources = set[tuple[int, ...]]  # `ModuleBytes.source` of the inputs that are saved already
 
 
 class Activations(NamedTuple):
     """Bytes of activations on one rank."""
 
-    saved: int  # between the forward and the backward pass of one microbatch
-    peak: int  # peak of the two passes
-    waiting: int = 0  # of a split backward pass, between its two parts
+    saved: int  # bytes between the forward and the backward pass of one microbatch
+    peak: int  # peak bytes of the two passes
+    waiting: int = 0  # bytes between the two parts of a split backward pass, for deferred weight gradients
 
 
 class _Region(NamedTuple):
     """Bytes of modules that are either recomputed together or not at all."""
 
     saved: float
-    cached: float  # of `saved`: results of collectives, which the cache frees when the modules are recomputed
+    cached: float  # the part of `saved` for results of collectives, which the cache frees during recomputation
     modules: list[tuple[float, float, float]]
     """For each module: bytes of its recomputed activations, its peak transient bytes, and bytes of its deferred weight
     gradients."""
@@ -46,8 +46,8 @@ class _Part(NamedTuple):
     """Bytes of consecutive regions."""
 
     saved: float
-    above: float  # the peak in their backward pass, beyond the bytes saved by these and earlier regions
-    waiting: float  # after their backward pass, for deferred weight gradients
+    above: float  # the peak of the regions' backward pass, minus the bytes that these and earlier regions save
+    waiting: float  # bytes after the regions' backward pass, for deferred weight gradients
 
 
 def activation_bytes(
@@ -68,11 +68,11 @@ def activation_bytes(
 ) -> Activations:
     """Returns the activation bytes of one microbatch of `micro_batch` sequences of `context` tokens.
 
-    `itemsize` is the bytes of a number. `mesh` and `options` describe the parallelization, and whether results of
-    collectives are cached for recomputation. `layers` are the numbers of this rank's blocks, by default all. `first` and
-    `last` are true if the rank has the embedding or the output layer; `teachers` run at the output layer. `load` is the
-    load imbalance: the tokens of this rank's experts, relative to the mean. `splits`: weight gradients are computed in a
-    later part of the backward pass (Zero Bubble Pipeline Parallelism).
+    `itemsize` is the number of bytes per element. `mesh` and `options` describe the parallelization, and whether results of
+    collectives are cached for recomputation. `layers` are the numbers of this rank's blocks, by default all. `first` is
+    true if the rank has the embedding, and `last` is true if it has the output layer, where `teachers` run. `load` is the
+    load imbalance: the tokens of this rank's experts, relative to the mean. `splits`: a later part of the backward pass
+    computes the weight gradients (Zero Bubble Pipeline Parallelism).
     """
     mesh, options = mesh or Mesh(), options or StageOptions()
     setting = ModuleSetting.of(config, mesh, options, context, itemsize, load, teachers, splits)
@@ -91,7 +91,10 @@ def activation_bytes(
 
 
 def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Yields (blocks of a group, kinds to recompute in it): segments of whole blocks, or modules of every n-th block."""
+    """Yields (blocks of a group, kinds of modules to recompute in the group).
+
+    A group is a segment of n blocks if whole blocks are recomputed, else one block.
+    """
     if "block" in chosen.kinds:
         for start in range(0, len(numbers), chosen.every):
             yield tuple(numbers[start : start + chosen.every]), ("block",)
@@ -102,7 +105,7 @@ def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tup
 
 @lru_cache(maxsize=4096)
 def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], kinds: tuple[str, ...]) -> _Part:
-    """Returns the bytes of a group of blocks with the shapes of these."""
+    """Returns the bytes of a group of blocks `numbers`, in which the modules of these `kinds` are recomputed."""
     cached = kinds if setting.options.keep_collectives and setting.mesh.size > 1 else ()
     rows = list[Row]()
     for at, number in enumerate(numbers):
@@ -120,7 +123,7 @@ def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], ki
 
 
 def _part(regions: Sequence[_Region]) -> _Part:
-    """Combines the bytes of consecutive regions by a walk in backward order."""
+    """Combines the bytes of consecutive regions by a walk through them in backward order."""
     left = kept = sum(region.saved for region in regions)
     above = -inf
     for region in reversed(regions):
@@ -133,7 +136,7 @@ def _part(regions: Sequence[_Region]) -> _Part:
 
 
 def _row_regions(row: Row, kinds: Collection[str], stream: int, kept: _Sources) -> Iterator[_Region]:
-    """Yields the regions of consecutive modules; neighbouring modules of the given kinds are recomputed together."""
+    """Yields the regions of consecutive modules. Neighbouring modules of the given `kinds` are one recomputed region."""
     for again, group in groupby(row, lambda each: each[0].kind in kinds):
         if again:
             yield _run_again(list(group), stream, kept)
@@ -142,19 +145,19 @@ def _row_regions(row: Row, kinds: Collection[str], stream: int, kept: _Sources) 
 
 
 def _alone(module: ModuleBytes, kept: _Sources) -> _Region:
-    """Returns the region of a module that saves what it needs, unless its input is in `kept` already."""
+    """Returns the region of a module without recomputation. It does not save its input if the input is in `kept`."""
     return _Region(module.saved - _shared(module, kept), 0, [(0, module.work, module.waiting)])
 
 
 def _shared(module: ModuleBytes, kept: _Sources) -> float:
-    """Returns the bytes of the module's input if it is in `kept` already, and adds the input to `kept`."""
+    """Returns the bytes of the module's input if `kept` has the input already, and adds the input to `kept`."""
     shared = module.given if module.source in kept else 0
     kept |= {module.source} if module.given else set()
     return shared
 
 
 def _run_again(modules: Row, stream: int, kept: _Sources) -> _Region:
-    """Returns the region of consecutive modules that save only the first one's input and cached results of collectives."""
+    """Returns the region of modules recomputed together, which save the first input and cached results of collectives."""
     results = [0 if cached is None else cached.saved - stream for _, cached in modules]
     first, (last, cached) = modules[0][0], modules[-1]
     saved = (0 if first.source in kept else stream) + sum(results)

@@ -1,12 +1,12 @@
-"""Context parallelism: every sequence is split over the ranks of a group, and attention over the whole sequence is exact.
+"""Context parallelism: the ranks of a group split every sequence, and attention over the whole sequence is exact.
 
-`RingSequence` passes keys and values around the ranks while each rank computes with the ones it has (ring attention, Liu et
-al. 2023). The load is balanced, because a rank has a piece near the beginning and its mirror image near the end (zig-zag
-order). `UlyssesSequence` uses an all-to-all to turn splits of the sequence into splits of the heads, and another one to
-turn splits of the heads back into splits of the sequence (DeepSpeed-Ulysses, Jacobs et al. 2023).
+In `RingSequence`, keys and values travel around the ranks, and each rank computes with one rank's keys while it receives
+the next (ring attention, Liu et al. 2023). Each rank has a piece near the beginning and its mirror image near the end
+(zig-zag order), which balances the computation. `UlyssesSequence` uses one all-to-all to turn splits of the sequence into
+splits of the heads, and another all-to-all for the way back (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
-Legend: n ranks, B batch, L positions of a whole sequence, S = L / n of this rank, N heads, M heads of keys and values, D
-head size.
+Legend: n ranks, B batch, L positions of a whole sequence, S = L / n positions of this rank, N heads, M heads of keys and
+values, D head size.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,20 +40,20 @@ Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which a rank's pos
 
 
 class RingSequence(SequenceSplit):
-    """A `SequenceSplit` by ring attention: rank i has pieces i and 2n - 1 - i of 2n.
+    """A `SequenceSplit` by ring attention: rank i has the pieces i and 2n - 1 - i of 2n pieces of every sequence.
 
     In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass it
     sends the same again, and sends gradients of keys and values n times: 2 n B S M D numbers in fp32. Transfers to the next
-    rank overlap with attention to the current keys. Saved are q, k, v, the output, and one number per query and head.
+    rank overlap with attention to the current keys. Autograd saves q, k, v, the output, and one number per query and head.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
         self.parts = group.size
         self._group = group
-        self._seen = cache(partial(_seen, group.rank, group.size, documents))  # the same in every layer
+        self._seen = cache(partial(_seen, group.rank, group.size, documents))  # equal in all layers
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Returns the positions of this rank's two pieces; see `SequenceSplit`.
+        """Returns the positions of this rank's two pieces; see `SequenceSplit.positions`.
 
         Raises:
             UserError: the length is no multiple of 2n.
@@ -74,9 +74,9 @@ class RingSequence(SequenceSplit):
 class UlyssesSequence(SequenceSplit):
     """A `SequenceSplit` by all-to-all: rank i has the i-th of n pieces; during attention, the i-th of n groups of heads.
 
-    N and M must be multiples of n. In the forward pass, one all-to-all sends q, k and v and another one sends the output.
-    Together they send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The backward pass sends as
-    many.
+    N and M must be multiples of n. In the forward pass, one all-to-all sends q, k and v, and another one sends the output.
+    Together they send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The backward pass sends
+    the same number.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -84,7 +84,7 @@ class UlyssesSequence(SequenceSplit):
         self._group, self._documents, self._whole = group, documents, SequenceSplit(documents)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Returns the positions of this rank's piece; see `SequenceSplit`.
+        """Returns the positions of this rank's piece; see `SequenceSplit.positions`.
 
         Raises:
             UserError: the length is no multiple of n.
@@ -109,18 +109,18 @@ class UlyssesSequence(SequenceSplit):
         return type(self)(self._group, documents)
 
     def _to_heads(self, *tensors_BSND: Tensor) -> tuple[Tensor, ...]:
-        """Returns this rank's heads of the whole sequence, each [B, L, N / n, D]."""
+        """Returns each tensor for this rank's heads and the whole sequence, [B, L, N / n, D]."""
         per_rank = [t.unflatten(2, (self.parts, -1)).permute(2, 0, 1, 3, 4) for t in tensors_BSND]
         came = self._exchange(torch.cat(per_rank, 3)).permute(1, 0, 2, 3, 4).flatten(1, 2)
         return came.split([t.shape[3] for t in per_rank], 2)
 
     def _to_sequence(self, y_BLND: Tensor) -> Tensor:
-        """Returns all heads of this rank's positions [B, S, N, D] from its heads of the whole sequence [B, L, N / n, D]."""
+        """Returns y for all heads at this rank's positions, [B, S, N, D]. It is the inverse of `_to_heads`."""
         came = self._exchange(y_BLND.unflatten(1, (self.parts, -1)).transpose(0, 1))
         return came.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _exchange(self, x: Tensor) -> Tensor:
-        """Sends `x[i]` to rank i; element i of the result comes from rank i."""
+        """Sends `x[i]` to rank i, and returns a tensor whose element i comes from rank i."""
         return all_to_all_rows(x, [1] * self.parts, [1] * self.parts, self._group)
 
 
@@ -166,7 +166,7 @@ def _ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v.
 
-    The gradients of k and v follow their keys and values around the ring, one step behind.
+    The gradients of k and v travel around the ring one step behind their keys and values.
     """
     wide = lse_BNS.dtype
     q_grad = torch.zeros_like(q_BSND, dtype=wide)
@@ -185,9 +185,9 @@ def _ring_backward(
 
 
 def _going_round(own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Yields (rank, its tensor) of every rank, starting with `own`.
+    """Yields (rank, the rank's tensor) for every rank, starting with this rank and `own`.
 
-    The next tensor arrives while the current one is in use.
+    The next tensor arrives while the caller uses the current one.
     """
     here = own
     for step in range(group.size - 1):
@@ -206,10 +206,10 @@ def _seen(
     cap: float | None,
     source: int,
 ) -> list[AttentionBlock]:
-    """Returns the blocks by which positions of `rank` attend to those of `source`, each with `length` positions.
+    """Returns the blocks by which positions of `rank` attend to positions of rank `source`. Each has `length` positions.
 
-    Causal blocks come first. A rank's first piece precedes the first pieces of higher ranks; its second piece, the mirror
-    image, follows their second pieces.
+    Causal blocks come first. A rank's first piece precedes the first pieces of higher ranks. Its second piece, the mirror
+    image, follows the second pieces of higher ranks.
     """
     half = length // 2
     if documents is None:
@@ -222,8 +222,8 @@ def _seen(
             return capped([block], cap)
         documents = Documents([ranks * length], 1)
     half //= documents.sequences
-    mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # (start, piece)
-    # A piece's block with itself comes first.
+    mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # (start, piece) of both
+    # The pairs of a piece with itself come first, because they have the causal blocks.
     pairs = sorted(product(mine, theirs), key=lambda pair: pair[0][1] != pair[1][1])
     return capped((block for pair in pairs for block in _seen_in_piece(*pair, half, ranks, documents, window)), cap)
 
@@ -233,15 +233,15 @@ def _seen_in_piece(
 ) -> Iterator[AttentionBlock]:
     """Yields the blocks by which one piece of every sequence attends to another piece or to itself.
 
-    Pieces have `size` tokens. A piece is given as (start among the rank's positions of a sequence, index among the 2n
-    pieces of the sequence).
+    Pieces have `size` tokens. `mine` and `theirs` are (start of the piece among the rank's positions of a sequence, index
+    of the piece among the 2n pieces of the sequence).
     """
     (at, piece), (there, other) = mine, theirs
     if other > piece:
         return
     for start, end in documents.spans:
         sequence = start // (2 * ranks * size)
-        before = sequence * 2 * ranks * size  # tokens of earlier sequences
+        before = sequence * 2 * ranks * size  # number of tokens of earlier sequences
         (first, last), (begin, stop) = (
             (max(start - before, each * size), min(end - before, (each + 1) * size)) for each in (piece, other)
         )
@@ -265,7 +265,7 @@ def _check(length: int, multiple: int, method: str) -> None:
 
 
 def sequence_split(groups: Groups, options: StageOptions) -> SequenceSplit:
-    """Returns the split of sequences for context parallelism."""
+    """Returns the split of sequences over the context-parallel ranks of `groups`."""
     group = groups.along("cp")
     if group.size == 1:
         return SequenceSplit()

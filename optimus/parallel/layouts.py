@@ -1,9 +1,9 @@
 """The layouts of a model's parameters, derived from the declarations of its modules and one table of rules.
 
-A projection's outputs are sharded over one axis of the tensor-parallel grid, and its inputs over the other. Projections
-alternate: those that leave the residual stream have their outputs over `tp_out`, those that return to it are 'transposed'
-(AxoNN, section 5.1.1). So the residual stream's columns are sharded over `tp_in`, and heads and feed-forward columns over
-`tp_out`; with `tp_in` 1 this is Megatron-LM.
+One axis of the tensor-parallel grid shards a projection's outputs, and the other axis shards its inputs. Projections from
+the residual stream shard their outputs over `tp_out`. Projections back to the residual stream are 'transposed' (AxoNN,
+section 5.1.1): they shard their inputs over `tp_out`. So `tp_in` shards the residual stream's columns, and `tp_out` shards
+heads and feed-forward columns. With `tp_in` 1, this is Megatron-LM's tensor parallelism.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from optimus.comm import Group, Groups
 from optimus.mesh import Layout
 from optimus.model.parameters import Declaration, Dim, declarations
 
-RULES: dict[Dim, str] = {  # logical dim to the mesh axis that shards it; all other dims are replicated
+RULES: dict[Dim, str] = {  # maps a logical dim to the mesh axis that shards it; all other dims are not sharded
     "vocab": "tp_out",
     "residual": "tp_in",
     "heads": "tp_out",
@@ -27,7 +27,7 @@ _TENSOR = ("tp_in", "tp_out")
 
 
 def ranks_along(groups: Groups, dim: Dim) -> Group:
-    """Returns the group of ranks over which a dim is sharded."""
+    """Returns the group of ranks over which the logical dim `dim` is sharded."""
     return groups.along(*([RULES[dim]] if dim in RULES else []))
 
 
@@ -39,12 +39,16 @@ def parameter_layouts(
     tied_embeddings: bool = False,
     vocabulary: bool = False,
 ) -> dict[str, Layout]:
-    """Returns the layouts by parameter name, for a model with whole parameters (best on the meta device).
+    """Returns the layouts by parameter name, for a model with whole parameters (typically on the meta device).
 
     Parameters outside the experts are replicated over the data axes. Along a tensor-parallel axis that does not shard a
-    parameter, its gradient is either a partial sum, over other tokens or columns on every rank, or is replicated. With
-    `sequence`, ranks along `tp_out` have other rows of the residual stream. Every rank has other whole tokens, unless there
-    are `duplicates` (TED without duplicate token dropping). Within a module, ranks along `tp_out` have other columns.
+    parameter, its gradient is replicated or a partial sum. It is a partial sum if the parameter's input differs between
+    the ranks of the axis:
+
+    - the residual stream differs along `tp_out` with `sequence`, where every rank has other rows,
+    - whole tokens differ along both axes, except with `duplicates` (TED without duplicate token dropping),
+    - inner activations differ along `tp_out`, where every rank has other columns.
+
     `tied_embeddings`: the first and the last stage hold the embedding. `vocabulary`: all pipeline ranks have a shard of the
     vocabulary.
     """
@@ -56,7 +60,7 @@ def parameter_layouts(
     found: dict[str, Layout] = {}
     for name, declared in declarations(model):
         layout = _layout(declared, tuple(model.get_parameter(name).shape), differs[declared.applied_to])
-        if tied_embeddings and not found:  # the embedding comes first
+        if tied_embeddings and not found:  # the first parameter is the embedding
             layout = replace(layout, replicated_axes=(*layout.replicated_axes, "embedding"))
         if "vocab" in declared.dims and vocabulary:
             layout = replace(layout, sharded_dims=((declared.dims.index("vocab"), "pp"), *layout.sharded_dims))
@@ -72,5 +76,5 @@ def _layout(declared: Declaration, shape: tuple[int, ...], differs: tuple[str, .
     differs = (*differs, *(RULES[of] for of in declared.factor_of if of in RULES))
     summed = tuple(axis for axis in whole if axis in differs)
     same = tuple(axis for axis in whole if axis not in differs)
-    uneven = tuple(dim for dim, of in enumerate(declared.dims) if of == "vocab")  # may be uneven
+    uneven = tuple(dim for dim, of in enumerate(declared.dims) if of == "vocab")  # dims whose shards may differ in size
     return Layout(shape, splits, ("dp", "cp", *summed), same, uneven)

@@ -1,10 +1,10 @@
 """Activation bytes of a model's modules, measured by running each once on shapes alone, forward and backward.
 
-The modules are built with one rank's parts of a mesh and one rank's parameters, and run on tensors without data
-(`shapes.py`). Blocks of the same shapes are measured once. Measurements with few sequences are extrapolated: after every
+This module builds the modules for one rank of a mesh, with that rank's shards of the parameters, and runs them on tensors
+without data (`shapes.py`). It measures blocks of the same shapes once, with few sequences, and extrapolates: after every
 operation, the number of live bytes grows linearly with the number of sequences.
 
-Experts get equal numbers of tokens, or a multiple of the mean; tokens choose experts at random.
+Tokens choose experts at random, all experts alike, or this rank's experts `load` times as often as the mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.parallel.shapes import ShapeGroups, Shapes
 from optimus.step_context import StepContext
 
-_ROWS = 8 * PADDING  # rows of an expert from which on padding is negligible
+_ROWS = 8 * PADDING  # number of an expert's rows from which on padding is negligible
 
 End = Literal["embedding", "places", "head"]
 Place = tuple[int, int]  # a module's position in a block: the index of its unit, and its index within the unit
@@ -43,16 +43,16 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class ModuleSetting(NamedTuple):
-    """The setting common to all modules: model, parallelization, sequence length and load of experts."""
+    """The settings common to all modules: model, parallelization, sequence length and load imbalance of experts."""
 
     model: ModelConfig
     mesh: Mesh
     options: StageOptions
     context: int
     dtype: torch.dtype
-    load: float  # tokens of this rank's experts, relative to the mean
-    teachers: tuple[ModelConfig, ...] = ()  # an ensemble that the output layer runs
-    splits: bool = False  # weight gradients are computed later than input gradients
+    load: float  # tokens of this rank's experts, relative to the mean over ranks
+    teachers: tuple[ModelConfig, ...] = ()  # an ensemble of teachers, which runs together with the output layer
+    splits: bool = False  # True if weight gradients are deferred
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -67,7 +67,7 @@ class ModuleSetting(NamedTuple):
         teachers: tuple[ModelConfig, ...] = (),
         splits: bool = False,
     ) -> "ModuleSetting":
-        """Returns the setting, equal for all meshes whose ranks have equal work, so that measurements are shared."""
+        """Returns the setting. Meshes whose ranks compute the same give equal settings, which share measurements."""
         experts, tensor = mesh.ep * mesh.etp, mesh.cp * mesh.tp
         mesh = replace(mesh, pp=1, dp=lcm(tensor, experts) // tensor, ranks_per_node=None, pipeline_stride=None)
         options = replace(options, recomputation=Recomputation())
@@ -81,7 +81,10 @@ class ModuleSetting(NamedTuple):
 
     @property
     def of_experts(self) -> "ModuleSetting":
-        """The same setting for experts: a context-parallel rank is like a data-parallel rank with shorter sequences."""
+        """The same setting for measuring experts, to which a context-parallel rank is a data-parallel rank.
+
+        Its sequences are shorter by the factor `cp`.
+        """
         mesh = self.mesh
         alone = replace(mesh, cp=1, dp=lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp)
         return self._replace(mesh=alone, context=self.context // mesh.cp)
@@ -93,14 +96,14 @@ class ModuleSetting(NamedTuple):
 
 
 class ModuleBytes(NamedTuple):
-    """Bytes of one module, run with some number of sequences."""
+    """Bytes of one module for some number of sequences."""
 
     kind: str
-    given: float  # of its input, if it is saved
-    saved: float  # from the forward to the backward pass, input included
+    given: float  # bytes of the module's input, if it is saved
+    saved: float  # bytes saved from the forward to the backward pass, including the input
     works: Sequence[float]  # transient bytes after each operation of the backward pass
-    waiting: float = 0.0  # after the backward pass, for deferred weight gradients
-    source: tuple[int, ...] = ()  # place of the first module with the same input, which these modules save only once
+    waiting: float = 0.0  # bytes after the backward pass, for deferred weight gradients
+    source: tuple[int, ...] = ()  # `Place` of the first module with the same input; the two save their input only once
 
     @property
     def work(self) -> float:
@@ -112,13 +115,13 @@ class ModuleBytes(NamedTuple):
 def block_bytes(
     setting: ModuleSetting, layer: int, sequences: int, *, experts: bool, again: bool = False
 ) -> dict[Place, ModuleBytes]:
-    """Returns the bytes by place of the experts of block `layer`, if any, or of its other modules in order.
+    """Returns the bytes by `Place` of the modules of block `layer`: its sparse layer, if any, or all others in order.
 
-    The block runs with `sequences` sequences. `again`: each module is recomputed in the backward pass, with cached results
-    of collectives.
+    `experts` selects the sparse layer. The block runs with `sequences` sequences. `again`: the backward pass recomputes each
+    module, with cached results of collectives.
     """
     config, mesh, least = setting.model, setting.mesh, 1
-    if not experts:  # modules that do not depend on expert parallelism are measured once
+    if not experts:  # the other modules do not depend on expert parallelism, so all its settings share measurements
         setting = setting.without_experts
     elif number := config.experts_of(layer):
         setting = setting.of_experts
@@ -131,18 +134,21 @@ def block_bytes(
 
 @lru_cache(maxsize=4096)
 def end_bytes(setting: ModuleSetting, what: End, sequences: int) -> ModuleBytes:
-    """Returns the bytes before the blocks, with or without the embedding, or of the final norm and the output layer."""
+    """Returns the bytes of the parts of a model outside the blocks.
+
+    `what` is "embedding" (embedding and positions), "places" (positions only) or "head" (final norm and output layer).
+    """
     setting, rows = setting.without_experts, 1
-    if what == "head":  # from that many rows on, the output layer works in several blocks of rows
+    if what == "head":  # enough rows for the output layer to have several blocks of rows
         rows = 2 * block_rows(-(-setting.model.vocab // setting.mesh.tp_out))
     least = ceil(rows * setting.mesh.cp / setting.context)
     return _grown(partial(_end_bytes, setting, what), least, sequences)[0, 0]
 
 
 def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, sequences: int) -> dict[Place, ModuleBytes]:
-    """Extrapolates to any number of sequences from the bytes of `least` and of 2 `least` sequences, if there are more.
+    """Returns `measure(sequences)`, with only the peak of the transient bytes.
 
-    Of the transient bytes, only the peak is returned.
+    For more than 2 `least` sequences, extrapolates from the bytes of `least` and of 2 `least` sequences.
     """
     if sequences <= 2 * least:
         return {place: module._replace(works=[module.work]) for place, module in measure(sequences).items()}
@@ -152,7 +158,7 @@ def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, seque
         return few + times * (more - few)
 
     def grow_module(few: ModuleBytes, more: ModuleBytes) -> ModuleBytes:
-        # Operations correspond one to one, except that the output layer has more of them for more blocks of rows.
+        # The operations of both runs correspond, except that the output layer has more operations for more blocks of rows.
         both = zip(few.works, more.works) if len(few.works) == len(more.works) else [(few.work, more.work)]
         work = max(grow(*works) for works in both)
         given, saved, waiting = map(grow, (few.given, few.saved, few.waiting), (more.given, more.saved, more.waiting))
@@ -165,10 +171,10 @@ def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, seque
 def _block_bytes(
     setting: ModuleSetting, layer: int, experts: bool, again: bool, sequences: int
 ) -> dict[Place, ModuleBytes]:
-    """Measures a block's experts alone, or all its other modules."""
+    """Measures the sparse layer of block `layer` if `experts`, else all its other modules."""
     stage = _stage(setting)
     config, ranks = stage.model.config, setting.mesh.ep
-    # If this rank has all experts, one of them is overloaded.
+    # The overloaded experts: all experts of this rank, or one expert if this rank has all.
     busy = config.experts_of(layer) // ranks if ranks > 1 else 1
     with stage.shapes(setting.load, busy, sequences) as shapes:
         _, places = stage.model.places(_batch(setting, sequences))
@@ -195,7 +201,7 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Place,
             made = losses.cross_entropy if losses.divergence is None else losses.cross_entropy + losses.divergence
             del soft, losses
         kept = shapes.alive - start - (made.nbytes if made is not x_TH else 0)
-        if what != "head":  # the output layer has its peak in the forward pass, when everything else is saved already
+        if what != "head":  # the output layer's forward pass counts too: it comes when everything else is saved already
             shapes.history.clear()
         deferred = _backward(stage.step, [made], [torch.empty_like(made)], splits=setting.splits)
         there, work = shapes.alive, [each - start - kept for each in shapes.history]
@@ -223,7 +229,7 @@ class _Stage:
             layouts = parameter_layouts(self.model, sequence=options.sequence, duplicates=options.duplicates)
             for name, parameter in self.model.named_parameters():
                 own = parameter.new_empty(layouts[name].local_shape(setting.mesh))
-                parameter.set_(own)  # type: ignore[call-overload]  # torch declares storages only
+                parameter.set_(own)  # type: ignore[call-overload]  # torch's annotations only allow storages
                 gradient = torch.empty_like(parameter, dtype=torch.float32)
                 self._buffers[parameter] = TensorBuffer(gradient, groups.step)
             teachers = [Transformer(each).to(setting.dtype) for each in setting.teachers]
@@ -246,30 +252,30 @@ class _Run(NamedTuple):
 
     place: Place
     kind: str
-    source: int  # the number of its input's storage
-    made: int  # number of storages created until the module was done
+    source: int  # the number of the storage of the module's input
+    made: int  # number of storages that exist or existed when the module returned
 
 
 class _Measuring:
-    """Runs a block, whose modules may follow each other in any order, and attributes bytes to its modules.
+    """Runs a block, whose modules may run in any order, and attributes bytes to its modules.
 
-    A module owns the storages that it creates, except outputs that modules read, which count as inputs of their readers.
-    Bytes created by the block between two modules count with the later one.
+    The storages that a module creates count with this module, except inputs of other modules: an input counts with the
+    first module that reads it. Storages that the block creates between two modules count with the later one.
     """
 
     def __init__(self, block: nn.Module, shapes: Shapes, *, step: StepContext, experts: bool, again: bool) -> None:
         self._block, self._shapes, self._step = block, shapes, step
         self._experts, self._again = experts, again
         self._runs: list[_Run] = []
-        self._begun: list[tuple[int, int, int]] = []  # backward: (run, earlier operations, earlier deferred gradients)
+        self._begun: list[tuple[int, int, int]] = []  # backward: (run, numbers of earlier operations and deferrals)
         for unit in units_of(block):
             unit.run_by(partial(self._run_unit, unit))
 
     def measure(self, x_TH: Tensor, places: AttentionPositions, *, splits: bool) -> dict[Place, ModuleBytes]:
-        """Measures the block's experts alone, or all its other modules."""
+        """Returns the bytes of the block's sparse layer (with `experts`), or of all its other modules."""
         shapes, leaf, gradient = self._shapes, x_TH.requires_grad_(), torch.empty_like(x_TH)
         start, before = shapes.alive, shapes.made
-        # `* 1` stands for the blocks before and after: it saves nothing, and gradients are freed as between blocks.
+        # `* 1` stands for the blocks before and after: it saves nothing, and autograd frees gradients as between blocks.
         x_TH, stats = self._block(leaf * 1, places)
         sums = () if stats is None else (stats.probabilities_E, stats.z)
         ends = [x_TH * 1, *(each for each in sums if each.requires_grad)]
@@ -290,8 +296,11 @@ class _Measuring:
         return in_turn(calls, x, *args)
 
     def _run(self, place: Place, kind: str, module: nn.Module, x: Tensor, *args: Any) -> Any:
-        """Runs a module, or in place of an unmeasured module an operation with its output shapes that saves nothing."""
-        if self._again:  # results of collectives are cached, but not other modules' inputs
+        """Runs a measured module. In place of any other module, runs an operation with its output shapes.
+
+        That operation saves nothing.
+        """
+        if self._again:  # a separate tensor, so that the input is not another module's cached result of a collective
             x = x * 1
         if (kind == "moe") == self._experts:
             unit = Unit(kind, module)
@@ -305,16 +314,16 @@ class _Measuring:
         return result
 
     def _begin(self, number: int, _: Tensor) -> None:
-        """Records that the backward pass of a run begins."""
-        self._block.zero_grad()  # gradients of parameters are accounted for elsewhere
+        """Records that the backward pass of run `number` begins."""
+        self._block.zero_grad()  # the package `state` accounts for the gradients of parameters
         history = self._shapes.history
         self._begun.append((number, len(history) if self._begun else 0, len(self._step.deferred or ())))
         history.append(self._shapes.alive)
 
     def _found(self, kept: dict[int, int], start: int, deferred: list[Any]) -> dict[Place, ModuleBytes]:
-        """Returns the bytes by module, from the sizes in `kept` of the storages saved by the forward pass.
+        """Returns the bytes by module. `kept` maps the storages that the forward pass saved to their sizes.
 
-        The transient bytes come from the history of the backward pass, and the waiting bytes from the `deferred` weight
+        The transient bytes follow from the history of the backward pass, and the waiting bytes from the `deferred` weight
         gradients.
         """
         runs, history = self._runs, self._shapes.history
@@ -340,7 +349,7 @@ class _Measuring:
 
 
 def _backward(step: StepContext, ends: list[Tensor], gradients: list[Tensor], *, splits: bool) -> list[Any]:
-    """Runs the backward pass; returns the deferred weight gradients if it `splits` them off."""
+    """Runs the backward pass. With `splits`, defers the weight gradients and returns the deferred computations."""
     with step.deferring() if splits else nullcontext([]) as deferred:
         torch.autograd.backward(ends, gradients)
     return deferred
@@ -352,5 +361,5 @@ def _no_stats(module: Any) -> RouterStats:
     return RouterStats(zeros_E, zeros_E, zeros_E.sum(), 0)
 
 
-# Results of modules by kind, in addition to their output in the residual stream.
+# The second results of modules by kind; their first result is the output in the residual stream.
 _BESIDE: dict[str, Callable[[nn.Module], RouterStats | None]] = {"mlp": lambda _: None, "moe": _no_stats}

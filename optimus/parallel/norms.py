@@ -33,7 +33,7 @@ class SplitNorms(Norms):
 
 
 def _mean(x_TH: Tensor, group: Group) -> Tensor:
-    """Returns the mean over all columns [T, 1]."""
+    """Returns the mean of each row over the columns of all ranks of `group`, [T, 1]."""
     return all_reduce(x_TH.mean(-1, keepdim=True), group).div_(group.size)
 
 

@@ -1,4 +1,4 @@
-"""Options for the parallelization of a model, in addition to the mesh's sizes."""
+"""Options for the parallelization of a model, in addition to the sizes of the mesh."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,10 +8,10 @@ from optimus.parallel.recompute import Recomputation
 
 @dataclass(frozen=True)
 class StageOptions:
-    """Options for the parallelization of a model, in addition to the mesh's sizes, and for recomputation.
+    """Options for parallelization and recomputation, in addition to the sizes of the mesh.
 
-    `sequence`: rows of the residual stream are sharded over `tp_out`. `overlap`: communication of a projection overlaps
-    with its products. `vocabulary`: all pipeline ranks have a shard of the vocabulary. `duplicates`: all ranks of a
+    `sequence`: rows of the residual stream are sharded over `tp_out`. `overlap`: a projection's communication overlaps with
+    its matmuls. `vocabulary`: all pipeline ranks have a shard of the vocabulary. `duplicates`: all ranks of a
     tensor-parallel grid send the same tokens to the experts.
     """
 

@@ -1,9 +1,9 @@
 """Turns a model written for one device into a model for a mesh.
 
-`parallelize` is a list of replacements whose order does not matter; each one changes how some modules do their part of the
-work. Modules and parameters keep their names; `layouts.py` determines the shard of each parameter that a rank holds.
+`parallelize` is a list of replacements in any order. Each replaces one attribute of some modules, for example the matmul of
+projections. Modules and parameters keep their names; `layouts.py` determines the shard of each parameter that a rank holds.
 
-A class declares its replaceable attributes itself (`replaceable`), so user-defined modules are parallelized like ours.
+A class declares its replaceable attributes itself (`replaceable`), so `parallelize` also works on user-defined modules.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -37,11 +37,12 @@ def parallelize(
     unit: Callable[..., Any] = run_unit,
     rows: Iterable[Blocks] = (),
 ) -> Transformer:
-    """Makes `model`, or a rank's stages of it, work on this rank's shards of the parameters, and returns it.
+    """Makes `model`, or a rank's stages of it, compute with this rank's shards of the parameters, and returns it.
 
-    Weight gradients go to their buffers in `gradients`, which may be filled later. `unit` runs a unit and may gather the
-    unit's parameters first (`Recompute`). In addition to the model's own blocks, `rows` are sequences of some of them, one
-    per stage. Collective. Raises `UserError` if the experts cannot be divided evenly.
+    The backward pass adds weight gradients to their buffers in `gradients`, which the caller may fill later. `unit` runs a
+    unit and may all-gather the unit's parameters first (see `Recompute`). `rows` are further sequences of the model's
+    blocks, one per stage, which recompute like `model.blocks`. Collective. Raises `UserError` if the experts cannot be
+    divided evenly.
     """
     product = products(groups, options, MatrixProduct(groups.step))
     replaced: dict[str, Callable[[Any], Any]] = {

@@ -1,12 +1,13 @@
 """Activation checkpointing: the chosen modules save only their inputs, and the backward pass recomputes their activations.
 
-The choice is modules (selective activation checkpointing, the Optimus paper, section 1) of every n-th block, or segments of
-n whole blocks (the dissertation on AxoNN, section 3.3.1, where n is called ac). If a norm and the module that it feeds are
-both chosen, they are recomputed together, so that the activation between the two is not saved either.
+Users choose modules of every n-th block (selective activation checkpointing, the Optimus paper, section 1), or segments of
+n whole blocks (the dissertation on AxoNN, section 3.3.1, where n is called ac). If a norm and the module that reads its
+output are both chosen, the backward pass recomputes them together, so that the activation between the two is not saved
+either.
 
-The router's statistics are ordinary outputs, so recomputation counts nothing twice. No module draws random numbers, so no
-generator state is saved. Results of collectives are cached and reused by the recomputation, unless memory is scarcer than
-communication (communication-aware checkpointing, TED, section 7.3).
+The router's statistics are ordinary outputs, so recomputation does not count them twice. No module draws random numbers, so
+no generator state is saved. By default, recomputation reuses cached results of collectives (communication-aware
+checkpointing, TED, section 7.3). If memory is scarcer than communication, it can repeat the collectives instead.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,7 +25,7 @@ from optimus.step_context import CollectiveCache, StepContext
 
 
 class Recomputation(NamedTuple):
-    """The modules to recompute, in every n-th block: norm, attention, mlp or moe; or block, for segments of n blocks."""
+    """The kinds of modules to recompute in every n-th block: norm, attention, mlp, moe; or `block` for segments of n."""
 
     kinds: tuple[str, ...] = ()
     every: int = 1
@@ -35,16 +36,16 @@ class Recomputation(NamedTuple):
 
 
 def run_unit(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
-    """Runs `function(*args)`, which runs `modules`, whose parameters need no gathering."""
+    """Returns `function(*args)`. The function runs `modules`, whose parameters need no all-gather."""
     return function(*args)
 
 
 class Recompute:
     """Runs units, and recomputes the `chosen` activations.
 
-    `unit` gathers the parameters of modules while a function runs them, and again for the backward pass. Results of
-    collectives are cached in `step`; without `keep_collectives`, all ranks issue the collectives again together.
-    Recomputation with cached results works only once: a second backward pass through the same graph is not possible.
+    `unit` runs modules by a function; it all-gathers their parameters before, and again for the backward pass. `step`
+    caches results of collectives; without `keep_collectives`, all ranks repeat the collectives. Recomputation with cached
+    results works only once, so a second backward pass through the same graph is impossible.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Recompute:
         self._contexts = self._caching if keep_collectives else noop_context_fn
 
     def arrange(self, rows: Iterable[Blocks], ends: Iterable[Unit]) -> None:
-        """Takes over the units of the blocks in `rows`, and the units in `ends`."""
+        """Sets itself as the runner of the units of the blocks in `rows`, and of the units in `ends`."""
         kinds, every = self._chosen
         for row in rows:
             if "block" in kinds:
@@ -71,7 +72,7 @@ class Recompute:
             self.arrange_unit(unit)
 
     def arrange_unit(self, unit: Unit, kinds: Collection[str] = ()) -> None:
-        """Takes over a unit and recomputes its modules of these kinds; neighbouring modules are recomputed together."""
+        """Sets itself as the runner of a unit, and recomputes its modules of these kinds, neighbouring ones together."""
         calls = []
         for again, steps in groupby(unit.steps, lambda step: step[0] in kinds):
             modules = tuple(module for _, module in steps)

@@ -1,7 +1,8 @@
-"""Runs a rank's modules on shapes alone: no data is computed, and live bytes are counted.
+"""Runs a rank's modules on shapes alone, without computing data, and counts live bytes.
 
 Floating-point tensors are on the meta device. Integers and booleans determine the lengths of other tensors, so tokens,
-routes and counts are real tensors on the CPU. A mesh has one simulated rank, which receives copies of what it sends.
+routes and counts are real tensors on the CPU. Only one rank of the mesh is simulated; its collectives return copies of the
+data that it sends.
 """
 
 import weakref
@@ -30,7 +31,7 @@ class ShapeGroups(Groups):
 
 
 class ShapeGroup(Group):
-    """A group whose other ranks hold and send the same as this one. Its collectives allocate only their results."""
+    """A group whose ranks all have the data of this rank. Its collectives allocate only their results."""
 
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         return DONE
@@ -66,15 +67,15 @@ class ShapeGroup(Group):
 
 
 class Shapes(TorchDispatchMode):
-    """A context in which operations produce shapes, and `alive` counts the bytes of the tensors they create.
+    """A context in which operations produce only shapes, and `alive` counts the bytes of the tensors that they create.
 
-    `topk` draws distinct columns at random, uniformly except for the first `busy` columns, which are drawn about `load`
-    times as often as the average. The rows consist of `repeats` equal parts with the same draws.
+    `topk` draws distinct columns at random. It draws the first `busy` columns about `load` times as often as the mean, and
+    all others equally often. The rows consist of `repeats` equal parts with the same draws.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False: nothing is compiled within, and telling the compiler takes time in every operation."""
+        """Returns False, which saves time in every operation: nothing within this context is compiled."""
         return False
 
     def __init__(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> None:
@@ -83,7 +84,7 @@ class Shapes(TorchDispatchMode):
         self.sizes: dict[int, int] = {}  # bytes of live storages, by number, in order of creation
         self.history: list[int] = []  # `alive` after each operation
         self._load, self._busy, self._repeats = load, busy, repeats
-        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # by address
+        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # storages by address
 
     def ignore(self, *tensors: Tensor) -> None:
         """Excludes these tensors and their views from the count; the tensors must outlive the context."""
@@ -104,7 +105,7 @@ class Shapes(TorchDispatchMode):
                 kwargs["device"] = _META if not given and _floating(function, args, kwargs) else _CPU
             result = function(*args, **kwargs)
             numbers = isinstance(result, Tensor) and result.is_floating_point()
-            if numbers and given and not any(tensor.is_floating_point() for tensor in given):  # computed from integers
+            if numbers and given and not any(tensor.is_floating_point() for tensor in given):  # only integer inputs
                 result = torch.empty_like(result, device=_META)
         for tensor in _leaves([result]):
             if isinstance(tensor, Tensor):
@@ -115,11 +116,11 @@ class Shapes(TorchDispatchMode):
         return result
 
     def _shapes(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs `function`, some of whose tensors have shapes only."""
+        """Runs `function`, some of whose tensors have shapes but no data."""
         kind, written = _effect(function)
         if kind == "view":
             return function(*args, **kwargs)
-        if kind == "write":  # the data written does not exist
+        if kind == "write":  # there is no data to write
             found = [kwargs[name] if name in kwargs else args[at] for at, name in written]
             return found[0] if len(found) == 1 else tuple(found)
         made = _outcome(function, _specification(args), _specification(kwargs.items()))
@@ -131,7 +132,8 @@ class Shapes(TorchDispatchMode):
     def _made(self, made: "_Specification | None", columns: int | None) -> Tensor | None:
         """Creates a result.
 
-        Integers get values: drawn ones if they are the top of `columns` columns, since they route tokens, else 0.
+        Integers get values. If they are the indices of a `topk` over `columns` columns, which route tokens, the values are
+        drawn at random; otherwise they are 0.
         """
         if made is None or made.dtype.is_floating_point:
             return (
@@ -153,7 +155,7 @@ class Shapes(TorchDispatchMode):
         self.alive -= self.sizes.pop(number)
 
     def _drawn(self, columns: int, shape: tuple[int, ...]) -> Tensor:
-        """Returns distinct columns for each row."""
+        """Returns distinct columns, drawn at random, for each row of `shape`."""
         rows = -(-shape[0] // self._repeats)
         load = self._load if self._busy < columns else 1.0
         drawn = _drawn(rows, columns, shape[-1], load, self._busy if load != 1 else columns)
@@ -162,7 +164,10 @@ class Shapes(TorchDispatchMode):
 
 @lru_cache(maxsize=64)
 def _drawn(rows: int, columns: int, count: int, load: float, busy: int) -> Tensor:
-    """Returns `count` distinct columns for each row (weighted sampling: Efraimidis and Spirakis 2006). Always the same."""
+    """Returns `count` distinct columns for each row, equal for equal arguments.
+
+    The method is weighted sampling without replacement (Efraimidis and Spirakis 2006).
+    """
     keys = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0)).log_()
     if load != 1:
         rest = max(columns - load * busy, 1e-3)
@@ -179,7 +184,7 @@ class _Specification(NamedTuple):
 
 
 def _specification(value: Any) -> Any:
-    """Replaces tensors in arguments or results by their specifications; the result may be a key."""
+    """Replaces tensors in arguments or results by their specifications. The returned value is hashable, for caches."""
     if isinstance(value, Tensor):
         return _Specification(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, list | tuple | type({}.items())):
@@ -196,7 +201,7 @@ def _tensors(value: Any) -> Any:
 
 @lru_cache(maxsize=1 << 14)
 def _outcome(function: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the specifications of the results of `function`; cached, because computing them is slow."""
+    """Returns the specifications of the results of `function`, cached because computing them is slow."""
     named = {key: _META if key == "device" else _tensors(value) for key, value in kwargs}
     return _specification(function(*_tensors(args), **named))
 

@@ -1,12 +1,13 @@
 """Tensor parallelism: projections whose weight is sharded over a grid of ranks (AxoNN, section 5.1.1, algorithm 3).
 
-A weight's inputs are sharded over one group, and its outputs over another. The product is a partial sum over the first
-group, and the input's gradient is a partial sum over the second. If one of the groups has a single rank, this is
+One group shards a weight's inputs, and another group shards its outputs. The projection's result is a partial sum over the
+first group, and the input's gradient is a partial sum over the second. If one of the groups has a single rank, this is
 Megatron-LM's column- or row-parallel layer. AxoNN's third dimension is the sharding of parameters (`state.shard_ranks`).
 
-With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`. Instead of
-all-reduces over `tp_out`, rows are all-gathered on entry and reduce-scattered on exit, and only a shard of the rows is
-saved. Any assignment of rows is correct, because nothing between the projections connects tokens.
+With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`. Projections
+then all-gather rows on entry to a module and reduce-scatter them on exit, instead of all-reduces over `tp_out`, and
+autograd saves only a shard of the rows. Any assignment of rows to ranks is correct, because outside the modules nothing
+connects tokens.
 
 Legend: T rows, L inputs and N outputs of a weight on this rank.
 """
@@ -38,11 +39,12 @@ from optimus.parallel.options import StageOptions
 
 
 class SplitProduct(Product):
-    """A `Product` of a weight with inputs sharded over `inputs` and outputs over `outputs`.
+    """The matmul with a weight whose inputs are sharded over the group `inputs`, and its outputs over `outputs`.
 
     Communication surrounds `inner`, which multiplies by this rank's shard. `gathers`: the rows of x are sharded over
-    `outputs`. `scatters`: the rows of the result are to be sharded over `inputs`. `overlap`: communication of the input's
-    gradient overlaps with the computation of the weight's gradient (AxoNN, section 5.1.4).
+    `outputs`, and are all-gathered first. `scatters`: the result is reduce-scattered, so that `inputs` shards its rows.
+    `overlap`: communication of the input's gradient overlaps with the computation of the weight's gradient (AxoNN, section
+    5.1.4).
     """
 
     def __init__(
@@ -60,18 +62,18 @@ class SplitProduct(Product):
         return _SplitProduct.apply(x, weight.flatten(0, -2), self, buffer)
 
     def whole_rows(self, x_TL: Tensor) -> Tensor:
-        """Returns all rows of the product's input."""
+        """Returns all rows of the input, all-gathered if they are sharded."""
         return all_gather(x_TL, self.outputs) if self.gathers else x_TL
 
     def now_or_later(self, result: Result[Tensor]) -> Result[Tensor]:
-        """Returns `result` as it is if communication overlaps with computation, else waits for it first."""
+        """Returns `result`, and first waits for it unless communication overlaps with computation."""
         if self.overlap:
             return result
         found = result.wait()
         return Result(lambda: found)
 
     def add_up(self, y_TN: Tensor) -> Tensor:
-        """Sums over the ranks with other inputs; `y_TN` may be overwritten."""
+        """Sums the results of the ranks with other inputs, by an all-reduce or a reduce-scatter. May overwrite `y_TN`."""
         return (reduce_scatter_async if self.scatters else all_reduce_async)(y_TN, self.inputs).wait()
 
 
@@ -81,7 +83,7 @@ class _SplitProduct(torch.autograd.Function):
         ctx.save_for_backward(x_TL, w_NL)
         ctx.how, ctx.buffer = how, buffer
         multiply = how.inner.forward
-        if how.inputs.size > 1:  # the sum is cached, so the product is not recomputed either
+        if how.inputs.size > 1:  # with the sum cached, the matmul is not recomputed
             return cached(lambda: how.add_up(multiply(how.whole_rows(x_TL), w_NL)), how.inputs)
         return multiply(cached(lambda: how.whole_rows(x_TL), how.outputs) if how.gathers else x_TL, w_NL)
 
@@ -100,9 +102,9 @@ class _SplitProduct(torch.autograd.Function):
 
 
 def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Callable[[Dim, Dim], Product]:
-    """Returns a function that gives the product of a weight with dims (outputs, inputs).
+    """Returns a function that maps the dims (outputs, inputs) of a weight to its `Product`.
 
-    The product multiplies by `inner`, with the communication that the weight's sharding needs.
+    The `Product` multiplies by `inner`, with the communication that the weight's layout needs.
     """
     local = Product(inner)
 
@@ -110,7 +112,7 @@ def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Cal
         over = ranks_along(groups, inputs), ranks_along(groups, outputs)
         if over[0].size * over[1].size == 1:
             return local
-        # On the side of the residual stream, rows are sharded.
+        # With sequence parallelism, rows are sharded on the projection's side of the residual stream.
         gathers, scatters = (options.sequence and RULES.get(dim) == "tp_out" for dim in (outputs, inputs))
         return SplitProduct(inner, *over, gathers=gathers, scatters=scatters, overlap=options.overlap)
 
@@ -118,5 +120,5 @@ def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Cal
 
 
 def row_gathering(groups: Groups, options: StageOptions) -> Callable[[Tensor], Tensor]:
-    """Returns a function that gives every rank all rows of the residual stream."""
+    """Returns a function that all-gathers the rows of the residual stream if they are sharded."""
     return partial(all_gather_rows if options.sequence else copy_to_group, group=groups.along("tp_out"))

@@ -1,10 +1,10 @@
 """Selects the tokens that a rank's sparse layers process, with tensor and context parallelism.
 
-A rank of a tensor-parallel grid has some columns of each of its tokens. All ranks of the grid's rows have the same tokens,
-or different tokens with sequence parallelism. The sparse layer needs every token once, on one rank, and whole. So the layer
-drops duplicates on entry, and gathers the tokens that all ranks need on exit (TED, section 7.2: duplicate token dropping).
+A rank of a tensor-parallel grid has some columns of each of its tokens. Along the grid's rows, all ranks have the same
+tokens, or different tokens with sequence parallelism. The sparse layer needs every token once, on one rank, and whole. So
+the layer drops duplicate tokens on entry, and all-gathers the tokens on exit (TED, section 7.2: duplicate token dropping).
 
-Legend: T rows of the residual stream, H columns of it, U tokens that a rank processes.
+Legend: T rows and H columns of the residual stream on this rank, U tokens that a rank processes.
 """
 
 import torch
@@ -51,8 +51,7 @@ class SplitTokens(TokenSplit):
         return y_TH if self.sequence else join_rows(y_TH, self.rows)
 
     def sum(self, stats: RouterStats) -> RouterStats:
-        """Sums over the grid, whose ranks compute the same loss, and over the parts, each of which computes a share of the
-        loss."""
+        """Sums over the grid, whose ranks compute one loss, and over `parts`, whose ranks compute shares of the loss."""
         sums = torch.cat([stats.counts_E, stats.probabilities_E, stats.z[None]])
         tokens = stats.tokens * self.parts.size
         if not self.duplicates:

@@ -1,7 +1,7 @@
 """Embedding and output layer with the vocabulary sharded over one group and the hidden dim over another.
 
-Every rank looks up the embeddings, and computes the logits, of its own vocabulary entries. The loss of a row needs two
-numbers from each shard of the vocabulary; logits are never gathered for the loss (Megatron-LM, section 3).
+Every rank looks up the embeddings, and computes the logits, of its shard of the vocabulary. The loss of a row needs two
+numbers from each shard, so the ranks never all-gather logits for the loss (Megatron-LM, section 3).
 
 Legend: T rows, H columns of the residual stream, V rows of the weight on this rank.
 """
@@ -33,10 +33,10 @@ from optimus.step_context import StepContext
 class SplitVocabulary(Vocabulary):
     """A `Vocabulary` sharded over `parts`, with the hidden dim sharded over `columns`.
 
-    `tokens` are the entries of each shard. `sequence`: the rows of the residual stream are sharded over `parts`; otherwise
-    every rank has all rows. If every pipeline rank has a shard of the vocabulary, `everyone` are all ranks with other
-    entries, and ranks of `parts` are adjacent in it. Only `logits` covers the shards of `everyone`; `loss` must not be used
-    then.
+    `tokens` are the vocabulary entries of each shard. `sequence`: the rows of the residual stream are sharded over `parts`;
+    otherwise every rank has all rows. If every pipeline rank has a shard of the vocabulary, `everyone` is the group of all
+    shards, in which the ranks of `parts` are adjacent. Only `logits` covers all shards of `everyone`, so callers must not
+    use `loss` then.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class SplitVocabulary(Vocabulary):
 
 
 def tokens_along(groups: Groups, vocab: int, *axes: str) -> list[slice]:
-    """Returns the vocabulary entries of each rank of the group along `axes`, over which the vocabulary is sharded."""
+    """Returns each rank's vocabulary entries, for a vocabulary that is sharded over the group along `axes`."""
     layout = Layout((vocab,), tuple((0, axis) for axis in axes), uneven=(0,))
     return [layout.region(groups.mesh, rank)[0] for rank in groups.along(*axes).ranks]
 
 
 def _whole_columns(x_TC: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
-    """Gathers columns [T, sum of `sizes`] on every rank; rank i contributes `sizes[i]` of them."""
+    """All-gathers columns to [T, sum of `sizes`]; rank i contributes `sizes[i]` columns."""
     if group.size == 1:
         return x_TC
     equal_TC = F.pad(x_TC, (0, max(sizes) - x_TC.shape[1]))
@@ -108,7 +108,7 @@ def _whole_columns(x_TC: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
 
 
 def vocabulary_split(groups: Groups, options: StageOptions, vocab: int) -> Vocabulary:
-    """Returns the sharding of embedding and output layer."""
+    """Returns the `Vocabulary` of embedding and output layer for this rank's groups."""
     axes = ("pp", "tp_out") if options.vocabulary else ("tp_out",)
     everyone, rows, columns = groups.along(*axes), groups.along("tp_out"), groups.along("tp_in")
     if everyone.size * columns.size == 1:

@@ -1,8 +1,8 @@
 """Fault injection: a plan of faults by rank and step, to rehearse a run's recovery.
 
-Every fault of a plan happens once in the life of a run, even if its step is repeated after a restart: the event log records
-the faults that have happened. As a program, this module is a rank of a launch with a plan: PLAN and the arguments of
-`optimus.launch.rank`.
+Every fault of a plan happens once in the life of a run, even if the run repeats the step after a restart, because the event
+log records the faults that have happened. As a program, this module runs a rank of a launch with a plan. Its arguments are
+PLAN and the arguments of `optimus.launch.rank`.
 """
 
 import errno
@@ -37,7 +37,7 @@ FaultKind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoin
 
 
 class Fault(Section):
-    """A fault on `rank` at the start of `step`; for faults of checkpoints, when the checkpoint of `step` is written."""
+    """A fault on `rank` at the start of `step`, or when the rank writes the checkpoint of `step` (faults of checkpoints)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -45,10 +45,10 @@ class Fault(Section):
     rank: int = Field(ge=0)
     step: int = Field(ge=1)
     factor: float = Field(1.0, ge=1, allow_inf_nan=False)
-    """slow: multiple of the usual duration of a step, from this step on."""
+    """slow: the duration of a step as a multiple of the usual duration, from this step on."""
 
     def event(self) -> dict[str, Any]:
-        """Returns the event log's entry for the fault."""
+        """Returns the entry in the event log for the fault."""
         return {"rank": self.rank, "step": self.step, "detail": f"{self.kind} on rank {self.rank}, by the fault plan"}
 
 
@@ -59,15 +59,15 @@ class FaultPlan:
     faults: list[Fault] = field(default_factory=list)
 
     def kill(self, rank: int, step: int) -> "FaultPlan":
-        """Kills the rank, as if it ran out of memory."""
+        """Kills the rank, as if the system had run out of memory."""
         return self._with("kill", rank, step)
 
     def kill_agent(self, rank: int, step: int) -> "FaultPlan":
-        """Loses the rank's whole node: kills its agent and its ranks."""
+        """Simulates the loss of the rank's node: kills the node's agent and all ranks of the node."""
         return self._with("kill_agent", rank, step)
 
     def cut(self, rank: int, step: int) -> "FaultPlan":
-        """Cuts the link of the rank's node. Only in the lab with network namespaces."""
+        """Cuts the link of the rank's node. Works only in the lab with network namespaces."""
         return self._with("cut", rank, step)
 
     def nan(self, rank: int, step: int) -> "FaultPlan":
@@ -75,7 +75,7 @@ class FaultPlan:
         return self._with("nan", rank, step)
 
     def hang(self, rank: int, step: int) -> "FaultPlan":
-        """Hangs the rank."""
+        """Makes the rank hang."""
         return self._with("hang", rank, step)
 
     def slow(self, rank: int, factor: float, step: int = 1) -> "FaultPlan":
@@ -83,7 +83,7 @@ class FaultPlan:
         return self._with("slow", rank, step, factor)
 
     def tear_checkpoint(self, rank: int, step: int) -> "FaultPlan":
-        """Loses half of the rank's file in the checkpoint of `step`."""
+        """Cuts off half of the rank's file in the checkpoint of `step`."""
         return self._with("tear_checkpoint", rank, step)
 
     def fill_disk(self, rank: int, step: int) -> "FaultPlan":
@@ -103,7 +103,7 @@ class FaultPlan:
 
     @classmethod
     def read(cls, path: str | Path) -> "FaultPlan":
-        """Reads a plan from a YAML file, a list such as `{kind: kill, rank: 1, step: 12}`. Raises `UserError`."""
+        """Reads a plan from a YAML file, a list of entries like `{kind: kill, rank: 1, step: 12}`. Raises `UserError`."""
         try:
             text = user_path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -115,7 +115,7 @@ class FaultPlan:
 
 
 def rank_program(inject: str | Path, ranks: int) -> list[str]:
-    """Returns the module of a launch's rank program that carries out the plan in file `inject`, and its first argument.
+    """Returns [module, first argument] of a rank program that carries out the plan in file `inject`.
 
     Raises `UserError` if the plan cannot be read or names ranks that do not exist.
     """
@@ -153,7 +153,7 @@ class Inject(Hook):
     def __init__(self, plan: FaultPlan) -> None:
         self._plan = plan
         self._factor = 1.0
-        self._usual = 0.0  # seconds of a step without waiting for other ranks
+        self._usual = 0.0  # seconds of a usual step, without waiting for other ranks
         self._began = self._waited = 0.0
         self._poison: RemovableHandle | None = None
 
@@ -200,7 +200,7 @@ class Inject(Hook):
     def _cut(self, trainer: Trainer) -> None:
         if not any(os.path.samefile("/proc/self/ns/net", each) for each in Path("/run/netns").glob("*")):
             raise UserError("links can be cut in the lab only: this is the network of the machine itself")
-        device = os.environ["GLOO_SOCKET_IFNAME"]  # set by the launcher
+        device = os.environ["GLOO_SOCKET_IFNAME"]  # the launcher sets it
         subprocess.run(["ip", "link", "set", device, "down"], check=True)
 
     def _hang(self, trainer: Trainer) -> None:
@@ -213,7 +213,7 @@ class Inject(Hook):
         def poison(_module: Any, _inputs: Any, output: Any) -> Any:
             x, *others = output if isinstance(output, tuple) else (output,)
             if not x.requires_grad:
-                return None  # a pass that only measures or evaluates: nothing reaches the gradients
+                return None  # a pass that only measures or evaluates: it cannot affect the gradients
             return (x * math.nan, *others) if isinstance(output, tuple) else x * math.nan
 
         # The hook stays until the end of the step, because recomputation must reproduce the activations.

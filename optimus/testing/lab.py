@@ -1,8 +1,8 @@
 """A cluster on one machine to rehearse node failures: hosts are network namespaces joined by a bridge.
 
-Each host has its own address and a link that can be shaped or cut, and runs `optimus launch` like a node. The rendezvous
-store is a host of its own. Namespaces need root on Linux. If they are not allowed, hosts are plain process groups on this
-machine, whose links can be neither shaped nor cut.
+Each host has its own address and its own link, whose bandwidth can be limited and which can be cut. A host runs
+`optimus launch` like a node. The rendezvous store runs on a separate host. Namespaces need root on Linux. If they are not
+allowed, hosts are plain process groups on this machine, without links to limit or cut.
 """
 
 import json
@@ -42,7 +42,7 @@ class Lab:
 
     hosts: list[str]
     endpoint: str
-    isolated: bool  # in network namespaces
+    isolated: bool  # True if hosts are network namespaces
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, host: str, command: Sequence[str], log: Path) -> None:
@@ -75,7 +75,7 @@ class Lab:
             process.wait()
 
     def _pids(self, host: str) -> list[int]:
-        """Returns the ids of all processes on a host; its ranks are in sessions of their own."""
+        """Returns the ids of all processes on a host, including its ranks, which are in separate sessions."""
         if self.isolated:
             return [int(pid) for pid in _output("ip", "netns", "pids", host).split()]
         with suppress(psutil.NoSuchProcess):
@@ -96,12 +96,12 @@ def rehearse(
     """Launches `job` on nodes and spares created on this machine, with the faults in the file `inject`.
 
     The rehearsal ends when all nodes have ended, `grace` seconds after the run has finished, or after `limit` seconds. The
-    output of each node goes to `lab/NODE.log` in the run folder. `plain` nodes are processes on one network. `say` is
-    called with each event when it happens.
+    output of each node goes to `lab/NODE.log` in the run folder. With `plain`, nodes are processes on one network. `say` is
+    called with each event when the event happens.
 
-    Returns `output`, `finished`, `exit_codes` by node (None: still running at the end, and killed), `events` and `isolated`
-    (true if the nodes were network namespaces). Raises `UserError` before anything is started if the run is impossible as
-    configured.
+    Returns `output`, `finished`, `exit_codes` by node (None if the node was still running at the end and was killed),
+    `events` and `isolated` (true if the nodes were network namespaces). Raises `UserError` before it starts any process if
+    the run is impossible as configured.
     """
     tree, data = read_run(job.config, job.overrides)
     check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)
@@ -162,7 +162,8 @@ def namespaces_allowed() -> bool:
 def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator[Lab]:
     """Creates a cluster of `nodes` nodes and a host for the store, for the duration of the context.
 
-    `bandwidth`, such as 1Gbit, limits the sending rate of each host. Raises `UserError` if such hosts cannot be created.
+    `bandwidth`, for example 1Gbit, limits the sending rate of each host. Raises `UserError` if the machine cannot create
+    the hosts.
     """
     if bandwidth is not None and not isolated:
         raise UserError("--bandwidth needs network namespaces (Linux, root); leave it out")
@@ -183,7 +184,7 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
             for name in [*names, switch] if isolated else []:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True)
                 shutil.rmtree(_ETC / name, ignore_errors=True)
-            with suppress(OSError):  # other labs use it
+            with suppress(OSError):  # fails if other labs use it
                 _ETC.rmdir()
 
 
@@ -203,7 +204,7 @@ def _signals_end_it() -> Iterator[Callable[[], None]]:
     ending = (signal.SIGTERM, signal.SIGHUP)
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, *ending)}
     for number in ending:
-        if previous[number] is not signal.SIG_IGN:  # for example under nohup
+        if previous[number] is not signal.SIG_IGN:  # ignored signals stay ignored, for example under nohup
             signal.signal(number, end)
 
     def ignore() -> None:
@@ -233,10 +234,10 @@ def _join_all(names: Sequence[str], switch: str, bandwidth: str | None) -> None:
         if bandwidth is not None:
             _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", bandwidth,
                  "burst", "256kb", "latency", "100ms")  # fmt: skip
-        own = _ETC / name  # the namespace's /etc: host names without a name server
+        own = _ETC / name  # the namespace's /etc, with host names instead of a name server
         own.mkdir(parents=True, exist_ok=True)
         (own / "resolv.conf").write_text("")
-        # Torch looks up the names of its peers by IPv4-mapped IPv6 addresses, and warns without an answer.
+        # torch looks up the names of its peers by IPv4-mapped IPv6 addresses, and warns if there is no answer.
         known = "".join(f"{address} {name}\n::ffff:{address} {name}\n" for name, address in addresses.items())
         (own / "hosts").write_text(f"127.0.0.1 localhost\n{known}{address} {socket.gethostname()}\n")
 
@@ -265,7 +266,7 @@ def _free_port() -> int:
 
 
 def _main() -> None:
-    """Runs a node in the lab; the job and the node's own arguments are JSON."""
+    """Runs a node in the lab. Its command line has the job and the node's arguments as JSON."""
     job, node = json.loads(sys.argv[1])
     try:
         outcome = launch(NodeJob(**job), **node)

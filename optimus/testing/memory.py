@@ -1,15 +1,16 @@
 """Counts the bytes of the tensors that a piece of code allocates, to compare its memory with theory on any machine.
 
-Storages are counted, not tensors: a view shares its base's storage, and an in-place operation creates none. Every operator
-called from Python, and in the backward pass, goes through a dispatch mode. The mode counts storages of the results that the
-arguments did not have, and forgets a storage when it is freed. Bytes are the requested ones, before the allocator rounds
-them up.
+The counter counts storages, not tensors: a view shares its base's storage, and an in-place operation creates no storage.
+Every operator that Python or the backward pass calls goes through a dispatch mode. The mode counts those storages of the
+results that are not storages of the arguments, and forgets a storage when it is freed. Bytes are the requested bytes,
+before the allocator rounds them up.
 
-Not counted:
-- memory that an operator allocates and frees inside, such as the workspace of a matrix product, and memory of compiled code;
+The counter does not count:
+- memory that an operator allocates and frees internally, for example the workspace of a matmul;
+- memory of compiled code;
 - storages created without an operator: by `torch.UntypedStorage(n)`, and so by `torch.load` and `copy.deepcopy`;
 - memory that torch has not allocated: of NumPy arrays, of mapped files, of a communication library;
-- operators called by other threads. (The backward pass on a CPU runs in the thread that asks for it.)
+- operators that other threads call. (On a CPU, the backward pass runs in the thread that calls `backward`.)
 """
 
 import weakref
@@ -37,13 +38,13 @@ class Allocations:
     def __init__(self) -> None:
         self.current = 0
         self.peak = 0
-        self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # by address: storage, bytes
+        self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # (storage, bytes) by address
         self._lock = RLock()  # a storage may be freed in another thread, or in this one while it counts
 
     def allocated(self, storage: UntypedStorage) -> None:
         """Counts the current memory of `storage`.
 
-        Its previous memory is alive until then, because a resize copies the contents.
+        The storage's previous memory counts until this call, because a resize copies the contents.
         """
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
@@ -67,16 +68,16 @@ class Allocations:
 
     def _end(self) -> None:
         with self._lock:
-            self._alive.clear()  # also drops the weak references, so that no more frees are reported
+            self._alive.clear()  # also drops the weak references, which would report later frees
 
 
 @contextmanager
 def tracking() -> Iterator[Allocations]:
     """Counts the bytes allocated inside the context.
 
-    A resized storage counts with its new bytes, even if it existed before; its old bytes stop counting, if they did. So,
-    for a storage of n bytes from before: `resize_(0)` changes nothing, a following `resize_(n)` adds n, and another
-    `resize_(0)` subtracts n.
+    A resized storage counts with its new bytes, even if it existed before the context. Its old bytes no longer count, if
+    they did. For example, take a storage of n bytes from before the context: `resize_(0)` changes nothing, a following
+    `resize_(n)` adds n, and another `resize_(0)` subtracts n.
     """
     allocations = Allocations()
     with _Mode(allocations), resizes(allocations):
@@ -96,22 +97,25 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a wrapper such as DTensor: the mode is called again with the wrapped tensors
+            return NotImplemented  # a wrapper (like DTensor) calls the mode again with the wrapped tensors
         given = _storages((args, kwargs))
         before = {storage._cdata: storage.nbytes() for storage in given}
-        if func is torch.ops.aten.lift_fresh.default:  # the way in which `torch.tensor` returns a new tensor
+        if func is torch.ops.aten.lift_fresh.default:  # `torch.tensor` returns a new tensor through it
             before = {}
         result = func(*args, **kwargs)
         for storage in {storage._cdata: storage for storage in _storages(result) + given}.values():
             known = storage._cdata in before or self.allocations.knows(storage)
             resized = before.get(storage._cdata, storage.nbytes()) != storage.nbytes()
-            if resized or (not known and storage.resizable()):  # memory not allocated by torch cannot be resized
+            if resized or (not known and storage.resizable()):  # memory that torch has not allocated is not resizable
                 self.allocations.allocated(storage)
         return result
 
 
 def _storages(values: Any) -> list[UntypedStorage]:
-    """Returns the storages among `values`, nested at any depth, and those of tensors. Sparse and meta tensors have none."""
+    """Returns all storages in `values`, nested at any depth, including tensors' storages.
+
+    Sparse and meta tensors have no storage.
+    """
     leaves = tree_leaves(values)
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
     storages = [tensor.untyped_storage() for tensor in tensors]
@@ -123,7 +127,7 @@ def _storages(values: Any) -> list[UntypedStorage]:
 def resizes(
     allocations: Allocations, counts: Callable[[UntypedStorage], bool] = lambda storage: storage.device.type != "meta"
 ) -> Iterator[None]:
-    """Intercepts `UntypedStorage.resize_`, which is no operator, in any thread, for storages that satisfy `counts`."""
+    """Intercepts `UntypedStorage.resize_`, which is no operator, in all threads, for storages that `counts` accepts."""
     original: Callable[..., Any] = UntypedStorage.resize_
 
     @wraps(original)
@@ -146,7 +150,7 @@ def resizes(
 
 
 def allocated(chunks: Iterable[Chunk]) -> dict[str, int]:
-    """Returns the current bytes of chunks' buffers, by kind; `master` is zero if the parameters are the master weights."""
+    """Returns the current bytes of all chunks' buffers by kind. `master` is 0 if the parameters are the master weights."""
     counted: set[int] = set()
 
     def count(*buffers: Tensor) -> int:

@@ -1,14 +1,14 @@
 """Runs a function on N Gloo ranks of this machine, fast enough for hundreds of tests.
 
-The ranks are processes forked from a server that has imported torch once (multiprocessing's forkserver); later calls reuse
-them. A call gives each rank the function and the caller's folder, `sys.path` and environment, and creates and destroys one
-process group. The ranks of a call meet in a file of their own, which no rank hosts. (A TCP store resolves the names of its
-peers' addresses, and a slow name server stalls a connection for seconds.) So calls do not affect each other, except by
-changes that the function leaves in its process, such as a patched module.
+The ranks are processes that a server with torch already imported forks (multiprocessing's forkserver); later calls reuse
+the processes. A call sends each rank the function and the caller's folder, `sys.path` and environment, and creates and
+destroys one process group. The rendezvous store of a call is a file, because a TCP store resolves the names of its peers'
+addresses, and a slow name server stalls a connection for seconds. Calls do not affect each other, except by changes that
+the function leaves in its process, for example a patched module.
 
-If a rank fails, all ranks of the call are killed, because the others may wait for it for ever; the next call forks new
-ones. The reported rank is the cause: a dead rank before any that raised (whose connections broke), otherwise the first that
-raised.
+If a rank fails, the caller kills all ranks of the call, because the others may wait forever for the failed rank; the next
+call forks new processes. The error names the culprit rank. This is a dead rank, because a death makes other ranks raise, or
+else the first rank that raised.
 """
 
 import atexit
@@ -43,12 +43,12 @@ from optimus import functions
 T = TypeVar("T")
 
 turn: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-"""Context around every call. Test processes that run in parallel can use it to let one call at a time have its ranks: on
-few cores, the ranks of two calls keep each other waiting."""
+"""Context around every call. Test processes that run in parallel can set it so that only one call at a time runs its ranks:
+on few cores, the ranks of two calls slow each other down."""
 
 
 class RankError(Exception):
-    """Ranks failed. `ranks` are the culprits; the message holds their tracebacks."""
+    """Ranks failed. `ranks` are the culprits; the message has their tracebacks."""
 
     def __init__(self, ranks: Sequence[int], message: str) -> None:
         super().__init__(message)
@@ -61,12 +61,12 @@ def run_ranks(
     """Runs `fn(*args)` on each of `n` ranks of one Gloo process group, and returns the results by rank.
 
     `fn` is a function at the top level of any module, including a test module or a script. `args` and results must be
-    picklable; tensors are copied. Each rank has one torch thread, and starts from torch's seed 0. Changes that a call
-    leaves in its process are visible to calls of the same `pool` only. Unless `kept`, processes are new and end with the
-    call.
+    picklable; tensors are copied. Each rank has one torch thread, and starts with torch's seed 0. Changes that a call
+    leaves in its process are visible only to calls of the same `pool`. Unless `kept`, the call uses new processes, which
+    end with the call.
 
     Raises:
-        RankError: a rank raised, died, or had not finished `timeout` seconds after the call. All ranks are then ended.
+        RankError: a rank raised, died, or had not finished `timeout` seconds after the call. All ranks are then killed.
     """
     if n < 1:
         raise ValueError(f"run_ranks needs at least one rank, not {n}")
@@ -75,7 +75,7 @@ def run_ranks(
         deadline = time.monotonic() + timeout
         calls = [_Call(rank, n, store, timeout, os.getcwd(), sys.path, dict(os.environ), work) for rank in range(n)]
         results = _exchange(workers, calls, deadline, timeout)
-        # Only when all are done: a rank that closes its connections early could break its peers' last collective.
+        # Ranks close their connections only when all are done: otherwise they could break their peers' last collective.
         _exchange(workers, [None] * n, deadline, timeout)
     return [functions.loads(result) for result in results]
 
@@ -96,7 +96,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Answer:
-    """An answer: a pickled result or the text of a failure, its time (monotonic seconds), and `died` if the rank died."""
+    """An answer: a pickled result or the text of a failure, the time (monotonic seconds), and whether the rank `died`."""
 
     result: bytes
     failure: str | None
@@ -111,10 +111,13 @@ class _Answer:
 class _Worker:
     process: BaseProcess
     connection: Connection
-    stack: Path  # the file to which it writes its stack when signalled
+    stack: Path  # the file to which the worker writes its stack when it gets a signal
 
     def answer(self) -> _Answer:
-        """Returns the worker's answer, or its death as a failure. Called when its connection or its sentinel is ready."""
+        """Returns the worker's answer, or its death as a failure.
+
+        Callers wait until the worker's connection or its sentinel is ready.
+        """
         try:
             if self.connection.poll():
                 return pickle.loads(self.connection.recv_bytes())
@@ -129,7 +132,7 @@ class _Worker:
 def _exchange(workers: Sequence[_Worker], requests: Sequence[Any], deadline: float, timeout: float) -> list[bytes]:
     """Sends each worker its request and returns the results; raises the first failure."""
     for worker, request in zip(workers, requests, strict=True):
-        with contextlib.suppress(OSError):  # a dead worker is noticed below
+        with contextlib.suppress(OSError):  # the code below detects a dead worker
             worker.connection.send_bytes(pickle.dumps(request))
     results: dict[int, bytes] = {}
     while len(results) < len(workers):
@@ -138,8 +141,8 @@ def _exchange(workers: Sequence[_Worker], requests: Sequence[Any], deadline: flo
         if not answers:
             raise _timed_out(workers, pending, timeout)
         if any(answer.failure is not None for answer in answers.values()):
-            # The cause may have arrived since then: a death breaks the connection to this process before those to its
-            # peers.
+            # The culprit's answer may have arrived in the meantime: a death breaks the connection to this process before
+            # the connections to peers.
             answers |= _arrived(workers, [rank for rank in pending if rank not in answers], 0.0)
             raise _failed(answers)
         results |= {rank: answer.result for rank, answer in answers.items()}
@@ -147,7 +150,7 @@ def _exchange(workers: Sequence[_Worker], requests: Sequence[Any], deadline: flo
 
 
 def _arrived(workers: Sequence[_Worker], ranks: Sequence[int], timeout: float) -> dict[int, _Answer]:
-    """Returns the answers of those `ranks` that have answered or died; waits for the first."""
+    """Returns the answers of all `ranks` that have answered or died; waits for the first answer or death."""
     signs: dict[Any, int] = {}
     for rank in ranks:
         signs[workers[rank].connection] = rank
@@ -167,7 +170,7 @@ def _timed_out(workers: Sequence[_Worker], pending: Sequence[int], timeout: floa
         assert process is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGUSR1)
-    time.sleep(0.2)  # they write their stacks
+    time.sleep(0.2)  # the workers write their stacks
     names = ("rank " if len(pending) == 1 else "ranks ") + ", ".join(map(str, pending))
     lines = [f"{names} of {len(workers)} had not finished after {timeout:g} s"]
     for rank in pending:
@@ -181,7 +184,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        # The caller's modules of ours will be needed by its functions too, and tests import pytest. A rank that trains
+        # Ranks will need the modules of Optimus that the caller has imported, and tests import pytest. A rank that trains
         # needs two more modules, for recomputation and saving, each of which takes more than a second to import.
         ours = [name for name in sys.modules if name.split(".")[0] == "optimus"]
         training = ["torch._dynamo", "torch.distributed.checkpoint"] if "optimus.training.step" in ours else []
@@ -195,7 +198,7 @@ class _Pool:
     def lend(self, n: int, kept: bool = True) -> Iterator[tuple[list[_Worker], str]]:
         """Lends `n` workers, and a file for their rendezvous.
 
-        After any exception the workers are killed, not taken back.
+        After an exception, the pool kills the workers instead of reusing them.
         """
         store = Path(self.folder.name) / f"call{next(self.calls)}"
         self.idle = [worker for worker in self.idle if worker.process.is_alive()]
@@ -245,8 +248,8 @@ def _kill(workers: Sequence[_Worker]) -> None:
 
 
 def _serve(connection: Connection, folder: str) -> None:
-    """Serves as a worker: answers each call, and leaves its process group when told that all ranks are done."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends the workers
+    """Runs a worker: answers each call, and destroys its process group at the message that all ranks are done."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, which ends the workers
     gc.freeze()  # excludes modules imported so far from later collections
     watcher = Thread(target=_end_with_parent, args=(folder,), daemon=True)
     watcher.start()
@@ -255,14 +258,14 @@ def _serve(connection: Connection, folder: str) -> None:
         while True:
             try:
                 call = pickle.loads(connection.recv_bytes())
-            except EOFError:  # the caller has ended; if it was killed, the watcher cleans up and ends this process
+            except EOFError:  # the caller has ended; after a kill, the watcher cleans up
                 watcher.join()
                 return
             connection.send_bytes(pickle.dumps(_answer(call)))
 
 
 def _end_with_parent(folder: str) -> None:
-    """Ends this rank and removes the pool's folder if the caller is killed, because nobody else would."""
+    """Ends this rank and removes the pool's folder if the caller is killed and cannot do it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -271,11 +274,11 @@ def _end_with_parent(folder: str) -> None:
 
 
 def _answer(call: _Call | None) -> _Answer:
-    """Serves one request. After a failure the process group stays, so that peers do not fail for its loss."""
+    """Answers one request. After a failure, the process group stays, so that peers do not fail because of its end."""
     try:
         if call is None:
             gc.collect()  # collects pending Gloo work, which must not outlive its process group
-            if dist.is_initialized():  # else the function has destroyed the group
+            if dist.is_initialized():  # False if the function has destroyed the group
                 dist.destroy_process_group()
             result = b""
         else:
@@ -288,13 +291,13 @@ def _answer(call: _Call | None) -> _Answer:
 
 
 def _join(call: _Call) -> None:
-    """Takes over the caller's folder, path and environment, and joins its process group."""
+    """Sets the caller's folder, `sys.path` and environment, and joins the process group of the call."""
     os.chdir(call.folder)
     sys.path[:] = call.path
     os.environ.clear()
     os.environ.update(call.environment)
     if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else Gloo resolves the machine's host name
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # without it, Gloo resolves the machine's host name
     torch.set_num_threads(1)
     torch.manual_seed(0)
     limit = timedelta(seconds=call.timeout)

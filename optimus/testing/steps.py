@@ -1,4 +1,4 @@
-"""Training steps on random tokens, one after another, on one rank of any layout."""
+"""Training steps on random tokens, for one rank of any mesh."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,9 +21,9 @@ _CPU = torch.device("cpu")
 
 
 class Steps:
-    """The model and the state of a configuration on this rank, and the number of steps trained.
+    """The model and the state of a configuration on this rank, and the number of completed steps.
 
-    Ranks are assigned to nodes with `per_node` ranks each, by default to one node.
+    Nodes have `per_node` ranks each; by default all ranks are on one node.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Steps:
         self.done = 0
 
     def train(self, target_mask_BS: Tensor | None = None, document_BS: Tensor | None = None) -> StepResult:
-        """Trains the next step on this rank's share of a random batch; the masks and documents are of the whole batch."""
+        """Trains the next step on this rank's share of a random batch. Masks and documents are those of the whole batch."""
         self.done += 1
         data = self.groups.along("dp")
         tokens_BS = random_batch(self.config, self.done)
@@ -57,7 +57,7 @@ class Steps:
 
 
 def build(config: RunConfig, groups: Groups, device: torch.device = _CPU) -> tuple[PipelineStages, ModelState]:
-    """Builds the stages of `config` on this rank, and their state without values. Collective over `groups`."""
+    """Builds this rank's stages of `config`, and their state with uninitialised values. Collective over `groups`."""
     plan = resolve_here(config, device, groups).on_rank(groups.rank, tags=groups.tags)
     return build_model(plan, groups, device)
 

@@ -1,8 +1,8 @@
 """Counts the calls of this process to `torch.distributed`, so that tests can compare communication with theory.
 
-Inside the context, the functions of `torch.distributed` are wrapped for callers of the form `dist.all_reduce(...)`. Names
-bound earlier by `from torch.distributed import all_reduce` are not counted, nor are DDP's reducer and functional
-collectives, which do not call these functions. Nested calls (`send` calls `isend`) are counted once.
+Inside the context, wrappers replace the functions of `torch.distributed`, so calls of the form `dist.all_reduce(...)` count.
+Calls by names that `from torch.distributed import all_reduce` has bound earlier do not count. DDP's reducer and functional
+collectives do not count either, because they do not call these functions. Nested calls (`send` calls `isend`) count once.
 """
 
 import functools
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-# Function -> (name in the counts, parameters that hold its payload)
+# Maps a function to (its name in the counts, its parameters with the payload).
 _COUNTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "all_reduce": ("all_reduce", ("tensor",)),
     "reduce": ("reduce", ("tensor",)),
@@ -52,7 +52,7 @@ class Traffic:
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    # Bytes of point-to-point sends, by receiving rank.
+    # The bytes of point-to-point sends, by receiving rank.
     sent_to: Counter[int] = field(default_factory=Counter)
 
 
@@ -63,7 +63,7 @@ def counting() -> Iterator[Traffic]:
     counter = _Counter(traffic)
     originals = {name: getattr(dist, name) for name in _COUNTED if hasattr(dist, name)}
     wrapped = {name: counter.wrap(original, *_COUNTED[name]) for name, original in originals.items()}
-    # In both modules, because P2POp compares its function with the one of distributed_c10d.
+    # Replaces the functions in both modules, because P2POp compares its function with that of distributed_c10d.
     try:
         _bind(wrapped)
         yield traffic
@@ -81,7 +81,7 @@ class _Counter:
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
         self.lock = threading.Lock()
-        self.here = threading.local()  # .inside: this thread is within a counted call
+        self.here = threading.local()  # .inside: True while this thread is within a counted call
 
     def wrap(self, function: Callable[..., Any], key: str, payload: tuple[str, ...]) -> Callable[..., Any]:
         signature = inspect.signature(function)

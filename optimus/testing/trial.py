@@ -1,4 +1,4 @@
-"""Runs a kernel with other tiles than the preferred ones."""
+"""Runs a kernel with other tiles than those in the table of `kernels.triton.tuning`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ from optimus.kernels.triton.tuning import Kernel, Tiles
 
 @contextmanager
 def trial(kernel: Kernel, tiles: Tiles) -> Iterator[None]:
-    """Makes `kernel` use `tiles`, limited to its size, inside the context.
+    """Makes `kernel` use `tiles`, limited to the size of its matmul, inside the context.
 
-    Serves to time a candidate, or to split a small product into many tiles.
+    Callers use it to time a candidate, or to split a small matmul into many tiles.
     """
     usual = tuning.preferred
 

@@ -1,4 +1,4 @@
-"""Triton kernels: one file per operation, and one per stage of the sparse block.
+"""Triton kernels: one file per operation, and one file per stage of the sparse block.
 
 The sparse block is Algorithm 1 of the Optimus paper (FastSparseMoE), with these stages:
 
@@ -12,12 +12,12 @@ The sparse block is Algorithm 1 of the Optimus paper (FastSparseMoE), with these
 Rules for all kernels:
 
 - Sums have a fixed order and the same bits every time: no two programs add to one element.
-- The host never waits for the device. Only the device knows the number of routed rows, so grids and buffers have the size of
-  an upper bound, and programs without work return at once. A CUDA graph can capture all kernels.
-- Tiles are widened to fp32 after loading, and sums are fp32. Triton's interpreter is wrong for bf16. Without an accelerator,
-  the tests check the kernels in fp32 and fp16.
-- Kernels are not specialised on numbers that change from batch to batch, so another length compiles nothing.
-- Every grid has at least one program, so that zero tokens are no special case; masks leave this program without work.
+- The host never waits for the device. Only the device knows the number of routed rows, so grids and buffers have the size
+  of an upper bound, and programs without rows return immediately. A CUDA graph can capture all kernels.
+- Kernels widen tiles to fp32 after loading, and sums are fp32.
+- Triton's interpreter is wrong for bf16. Without an accelerator, the tests therefore check the kernels in fp32 and fp16.
+- Kernels are not specialised on numbers that change from batch to batch, so another number of tokens compiles nothing.
+- Every grid has at least one program, so zero tokens are no special case: masks then exclude all elements.
 
 Only this package imports triton, and callers import it only on devices that run Triton (see `kernels.backend`).
 """

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter 2019, algorithm 2) on the flat tensors of a chunk, in one pass over memory.
 
-The gradient is widened and scaled in registers, and the compute copy of the weights is written together with the new
-weight. No tensor is read twice, and no fp32 temporary is needed.
+The kernel widens and scales the gradient in registers, and writes the compute copy together with the new weight. It reads
+no tensor twice and needs no fp32 temporary.
 """
 
 import math
@@ -26,7 +26,7 @@ def adamw(
 ) -> None:
     """Updates the weights like `optim.adamw.AdamW.update`; `factors` are (beta1, beta2, eps, weight decay)."""
     beta1, beta2, eps, weight_decay = factors
-    # Numbers near 1 are subtracted here, in fp64: 1 - 0.999 in fp32 is wrong in the fifth digit.
+    # The host subtracts numbers near 1 in fp64: 1 - 0.999 in fp32 is wrong in the fifth digit.
     _adamw[(max(1, triton.cdiv(weight.numel(), _BLOCK)),)](
         weight, gradient, m, v, weight if copy is None else copy, weight.numel(),
         gradient_scale, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps,
@@ -39,7 +39,7 @@ def _adamw(
     weight, gradient, m, v, copy, size, gradient_scale, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     step_size, root_scale, COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Chunk sizes are multiples of 16, which the compiler specialises on: a mask that may end anywhere makes loads scalar.
+    # The compiler specialises on chunk sizes being multiples of 16: a mask that may end anywhere makes loads scalar.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = i < size
     g = tl.load(gradient + i, mask=real, other=0).to(tl.float32) * gradient_scale

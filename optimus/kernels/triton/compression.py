@@ -1,7 +1,7 @@
 """Conversion of a buffer between its dense and its compressed form, by a bit mask; see `state.masks`.
 
-A program handles one block of positions. Its unpruned elements are consecutive in the compressed form, starting at the
-number of unpruned elements before the block. Without atomics, the order is always the same.
+A program converts one block of positions. The block's unpruned elements are consecutive in the compressed form, starting at
+the number of unpruned elements before the block. The kernels use no atomics, so the order is always the same.
 
 Legend: P positions of the dense form, W = P / 32 words of bits, B blocks, K unpruned positions.
 """
@@ -14,7 +14,7 @@ _WORD = 32
 
 
 def compress(x_P: Tensor, words_W: Tensor, before_B: Tensor, unpruned: int, block: int) -> Tensor:
-    """Returns `compressed_K`, the unpruned elements of x: those with a set bit in `words_W` (int32, lowest bit first).
+    """Returns `compressed_K`, the unpruned elements of x, whose bits in `words_W` are set (int32, lowest bit first).
 
     `before_B` (int32) counts the unpruned elements before each block of `block` positions, a power of two.
     """
@@ -43,7 +43,7 @@ def _places(words_W, before_B, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
 @triton.jit
 def _compress(x_P, words_W, before_B, compressed_K, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
     p, unpruned, place = _places(words_W, before_B, P, BLOCK, WORD)
-    x = tl.load(x_P + p, mask=p < P)  # pruned elements too: wide loads of cache lines that are fetched whole anyway
+    x = tl.load(x_P + p, mask=p < P)  # pruned elements too: the memory fetches their cache lines in any case
     tl.store(compressed_K + place, x, mask=unpruned)
 
 

@@ -1,9 +1,9 @@
 """Stage 4b, expert computation: the down-projection (Algorithm 1 of the Optimus paper, line 79), and its backward pass.
 
-For the output's gradient g [T, H], a row of the experts' output has gradient weights[t, k] * g[t] (line 107). This product
-is never materialized: down^T g is computed from g in place, and the epilogue applies the weight. The epilogue also
-recomputes h from z. The gradient of the routing weight, <y, g> in line 108, is <down h, g> = <h, down^T g>, so y is not
-saved.
+For the output's gradient g [T, H], a row of the experts' output has gradient weights[t, k] * g[t] (line 107). The kernel
+never materializes this gradient: it computes down^T g from the rows of g, and its epilogue applies the weight. The epilogue
+also recomputes h from z. The gradient of the routing weight, <y, g> in line 108, is <down h, g> = <h, down^T g>, so y is
+not saved.
 
 Legend: T tokens, K experts per token, P routed rows, E experts, R tiles of rows, H hidden, I intermediate, J = 2 I, C tiles
 of columns.
@@ -30,9 +30,9 @@ def expert_down(h_PI: Tensor, down_EHI: Tensor, routes: TokenIndex) -> Tensor:
 
 
 class DownGradients(NamedTuple):
-    z_PJ: Tensor  # gradient of the pre-activation
-    h_PI: Tensor  # not a gradient: the activation times the row's weight, which the weight gradient needs
-    weight_PC: Tensor  # gradient of the row's weight, as partial sums; fp32
+    z_PJ: Tensor  # the gradient of the pre-activation
+    h_PI: Tensor  # not a gradient: the activation times the row's routing weight, an input of the gradient of down
+    weight_PC: Tensor  # the gradient of the row's routing weight, as partial sums; fp32
 
 
 def expert_down_backward(
@@ -67,7 +67,7 @@ def expert_down_backward(
 def expert_down_weight_gradient(
     y_grad_TH: Tensor, weighted_h_PI: Tensor, token_P: Tensor, routes: TokenIndex, into_EHI: Tensor, *, accumulate: bool
 ) -> Tensor:
-    """Writes the gradient of down to `into_EHI`, or adds it."""
+    """Writes the gradient of down to `into_EHI`, or adds it there if `accumulate`."""
     return weight_gradient(
         y_grad_TH, weighted_h_PI, token_P, routes, rows_first=False, into=into_EHI, accumulate=accumulate
     )

@@ -1,8 +1,8 @@
 """Stage 4a, expert computation: the gathered up-projection with SwiGLU (Algorithm 1 of the Optimus paper, lines 75-78).
 
-A row's input is read directly from its token, so the gathered input (line 75) never exists. Gate and up of the same columns
-are the halves of one tile of sums, and the epilogue applies the activation. The backward pass recomputes h from the stored
-z, so the forward pass computes h from the rounded z too.
+The kernel reads a row's input directly from its token, so the gathered input (line 75) never exists. Gate and up of the
+same columns are the halves of one tile of sums, and the epilogue applies the activation. The backward pass recomputes h
+from the saved z, so the forward pass also computes h from the rounded z.
 
 Legend: T tokens, K experts per token, P routed rows, E experts, R tiles of rows, H hidden, I intermediate, J = 2 I.
 """
@@ -18,7 +18,7 @@ from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import by_descriptors, precision, programs, tiles
 
 _AT_ONCE = tl.constexpr(64)  # columns per step of the epilogue of a clamped activation
-_BIAS_ROWS, _BIAS_COLUMNS = 32, 128  # per step of a program's sum
+_BIAS_ROWS, _BIAS_COLUMNS = 32, 128  # rows and columns that a program sums per step
 
 
 def expert_up(
@@ -50,7 +50,7 @@ def expert_up(
 
 
 def expert_up_backward(z_grad_PJ: Tensor, gate_up_EJH: Tensor, routes: TokenIndex) -> Tensor:
-    """Returns the gradient of x [T, H]: a product per row, then per token the sum of its rows in order of choice."""
+    """Returns the gradient of x [T, H]: a matmul gives the gradient of each row, and each token sums its rows in order."""
     x_grad_PH = grouped_product("up_backward", z_grad_PJ, gate_up_EJH, routes, transposed=False)
     return expert_reduce(x_grad_PH, None, routes.position_TK)
 
@@ -58,7 +58,7 @@ def expert_up_backward(z_grad_PJ: Tensor, gate_up_EJH: Tensor, routes: TokenInde
 def expert_up_weight_gradient(
     z_grad_PJ: Tensor, x_TH: Tensor, token_P: Tensor, routes: TokenIndex, into_EJH: Tensor, *, accumulate: bool
 ) -> Tensor:
-    """Writes the gradient of gate_up to `into_EJH`, or adds it."""
+    """Writes the gradient of gate_up to `into_EJH`, or adds it there if `accumulate`."""
     return weight_gradient(x_TH, z_grad_PJ, token_P, routes, rows_first=True, into=into_EJH, accumulate=accumulate)
 
 
@@ -124,7 +124,7 @@ def _activated(
     gate, up, z, h, row, real, column, I: tl.constexpr, CLAMPED: tl.constexpr, ROW_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores gate, up and the activation in columns from `column` on, a few columns at a time if registers are short."""
+    """Stores gate, up and the activation in columns from `column` on, a clamped activation in steps of a few columns."""
     if CLAMPED and COLUMNS > _AT_ONCE:
         gate_left, gate_right = halves(gate, ROW_TILE, COLUMNS // 2)
         up_left, up_right = halves(up, ROW_TILE, COLUMNS // 2)

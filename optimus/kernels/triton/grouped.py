@@ -1,8 +1,8 @@
-"""Tiled products of the experts' rows with the experts' weights, shared by stages 4a, 4b and their backward passes.
+"""Tiled matmuls of the experts' rows with the experts' weights, for stages 4a, 4b and their backward passes.
 
-If the chip has TMA (`tuning.by_descriptors`), contiguous operands are loaded by descriptors, and each processor runs one
-persistent program that prefetches the next tile while it finishes the current one. Gathered rows are always loaded by
-pointers, as are all operands if widths or the chip do not allow descriptors.
+If the chip has TMA (`tuning.by_descriptors`), kernels load contiguous operands by descriptors. Each processor then runs one
+persistent program, which prefetches the next tile while it finishes the current one. Kernels always load gathered rows by
+pointers, and also all operands if widths or the chip do not allow descriptors.
 
 Legend: P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N]; a weight's gradient is [E, M, N].
 """
@@ -47,14 +47,14 @@ def weight_gradient(
 ) -> Tensor:  # fmt: skip
     """Computes for each expert the sum over its rows of outer products of `tokens_TG` and `rows_PO`.
 
-    The result is [E, G, O], or [E, O, G] with `rows_first`, and is written or added to `into`, which is returned. One
-    program owns a tile of one expert's gradient, sums over the expert's rows in order, in registers, and adds to every
-    element once: the bits are the same every time.
+    The result is [E, G, O], or [E, O, G] with `rows_first`. It is written to `into`, or added to it if `accumulate`, and
+    `into` is returned. One program computes a tile of one expert's gradient: it sums over the expert's rows in order, in
+    registers, and adds to every element once. So the bits are the same every time.
     """
     E, M, N = into.shape
     t = tiles("weight_gradient", rows_PO, M, N, routes.row_tile)
     work = E * triton.cdiv(M, t.rows) * triton.cdiv(N, t.columns)
-    # The kernel creates descriptors that end at the expert's last row, in memory of the launch.
+    # The kernel creates descriptors that end at the expert's last row, in memory that Triton allocates for the launch.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=into.device))
     _weight_gradient[(programs(rows_PO, work),)](
         tokens_TG, rows_PO, into, token_P, routes.offset_E1, E, M=M, N=N, ROWS_FIRST=rows_first,
@@ -66,7 +66,7 @@ def weight_gradient(
 
 @triton.jit
 def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Clamps columns to readable ones. If tiles divide N, nothing changes and the compiler sees contiguous loads."""
+    """Clamps column indices to [0, N). If tiles divide N, nothing changes and the compiler sees contiguous loads."""
     if N % COLUMNS == 0:
         return columns
     else:
@@ -147,7 +147,7 @@ def _weight_gradient(
             o, g, first_o = m, n, first_m
         else:
             o, g, first_o = n, m, first_n
-        if TMA:  # rows past the expert's may hold anything: the descriptor ends there, and loads zeros
+        if TMA:  # the descriptor ends at the expert's last row and loads zeros from there on
             own = tl.make_tensor_descriptor(
                 rows_PO + start.to(tl.int64) * O, [tl.maximum(end - start, 1), O], [O, 1], [ROWS, TILE_O]
             )
@@ -179,7 +179,7 @@ def _put(
 ):  # fmt: skip
     """Writes columns of a tile, or adds them in place. IN_MEMORY: the memory adds, so the program neither reads nor waits.
 
-    Called for half a tile at a time, because registers do not fit a second tile.
+    The caller passes half a tile at a time, because a second whole tile does not fit into the registers.
     """
     n = first_n + tl.arange(0, COLUMNS)
     at, inside = into_MN + (m[:, None] * N + n[None, :]), (m < M)[:, None] & (n < N)[None, :]

@@ -1,7 +1,7 @@
-"""Output layer and cross-entropy, a block of rows at a time; see `kernels.linear_cross_entropy` for the idea.
+"""Output layer and cross-entropy, a block of rows at a time; see `kernels.linear_cross_entropy` for the method.
 
-Products come from the library. Between them, one kernel replaces a block's logits by their gradient in place, so one block
-is the only memory needed. The loss is a sum over rows, and a row's gradient depends on that row alone.
+torch computes the matmuls. Between them, one kernel replaces a block's logits by their gradient in place, so the operation
+needs memory for only one block. The loss is a sum over rows, and a row's gradient depends on that row alone.
 
 Legend: T rows (tokens), H hidden, V vocabulary.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from optimus.kernels.matmul import matmul
 
 _BLOCK_ELEMENTS = 1 << 27  # logits of one block: 256 MB in bf16, enough rows to fill a large accelerator
-_COLUMNS = 4096  # of a row, per step of a program
+_COLUMNS = 4096  # columns of a row that a program reads per step
 
 
 def in_blocks(
@@ -64,7 +64,7 @@ def _softmax_gradient(
     """Stores the row's loss, and replaces its logits by `scale` times the gradient of the loss."""
     t = tl.program_id(0)
     row = logits_TV + t.to(tl.int64) * V
-    # Read before anything is written, with the loop's barriers in between: other threads write what this one reads.
+    # Loaded before any store, with the loop's barriers in between, because other threads overwrite these logits.
     target = tl.load(target_T + t)
     counted = target >= 0
     target_logit = _tanh_capped(tl.load(row + target, mask=counted, other=0), CAP)

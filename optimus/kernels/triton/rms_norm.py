@@ -1,4 +1,4 @@
-"""RMSNorm of the residual stream or of the heads' queries and keys; see `kernels.rms_norm`.
+"""RMSNorm of the residual stream, or of queries and keys; see `kernels.rms_norm`.
 
 In the backward pass a program processes several blocks of rows in turn, so that the weight's gradient is a sum of at most
 `_PROGRAMS` parts.

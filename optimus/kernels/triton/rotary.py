@@ -1,6 +1,6 @@
 """Rotary position embedding; see `kernels.rotary`, which also computes the table.
 
-Queries and keys are views of one projection, so kernels read them with their strides and never copy them.
+Queries and keys are views of one projection. The kernel reads them with their strides, without a contiguous copy.
 
 Legend: B batch, S sequence, N heads, D head size.
 """

@@ -1,8 +1,8 @@
-"""The router after its projection: softmax, choice of experts and the sums for its losses, one kernel per direction.
+"""The router after its projection: softmax, choice of experts and the sums for the router losses, one kernel per direction.
 
-The kernel covers the local part of stage 1 (Algorithm 1 of the Optimus paper, lines 8-9). Each program writes the sums over
-its tokens, and one sum over programs follows, in a fixed order. Only the logits and the choices are saved; the backward
-pass recomputes the probabilities.
+The forward kernel is the local part of stage 1 (Algorithm 1 of the Optimus paper, lines 8-9). Each program writes the sums
+over its tokens, and torch then sums over the programs in a fixed order. Autograd saves only the logits and the choices; the
+backward pass recomputes the probabilities.
 
 Legend: T tokens, E experts, K experts per token, B blocks of tokens.
 """
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 
-_BLOCK_ELEMENTS = 2048  # logits per program: 4 warps hold several such tiles in registers
+_BLOCK_ELEMENTS = 2048  # logits per program: the registers of 4 warps fit several of these tiles
 
 
 class Routed(NamedTuple):
-    """Results of `model.moe.router.Router` for its logits."""
+    """The results that `model.moe.router.Router` computes from its logits."""
 
     weights_TK: Tensor  # in the logits' dtype
     indices_TK: Tensor  # int64
-    counts_E: Tensor  # choices of each expert; fp32, no gradient
-    probabilities_E: Tensor  # summed over tokens; fp32
+    counts_E: Tensor  # number of choices of each expert; fp32, no gradient
+    probabilities_E: Tensor  # probabilities summed over tokens; fp32
     z: Tensor  # squared log-sum-exp, summed over tokens; fp32 scalar
 
 
@@ -34,9 +34,9 @@ def router(
 ) -> Routed:
     """Computes a softmax over E in fp32 and chooses the K largest.
 
-    With `forced_T` (int64), f for each token, the chosen experts are f*K ... f*K + K-1 modulo E. Ties go to the expert with
-    the lower index. `renormalise` makes a token's weights sum to 1. Gradients flow from weights, probabilities and z to the
-    logits.
+    With `forced_T` (int64), a token with number f gets the experts f*K ... f*K + K-1 modulo E instead. Of experts with
+    equal scores, the one with the lower index is chosen. `renormalise` makes a token's weights sum to 1. Gradients flow
+    from weights, probabilities and z to the logits.
     """
     return Routed(*_Router.apply(logits_TE, experts_per_token, forced_T, renormalise))
 
@@ -106,10 +106,10 @@ def _route(
     t = block * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
     p, lse, logits = _softmax(logits_TE, t, T, E, EXPERTS)
-    # Renormalised weights are a softmax of the chosen logits: the chosen probabilities may all be too small for fp32.
+    # Renormalised weights are a softmax of the chosen logits: the chosen probabilities may all underflow in fp32.
     weighed = logits if RENORMALISE else p
-    # NaN compares with nothing, so each thread would find another maximum. NaN counts as 0 here and is not lost: all
-    # weights of the token are NaN. -1 marks experts that are already chosen.
+    # Comparisons with NaN are false, so each thread would find another maximum. Therefore NaN counts as 0 here. The token
+    # still gets NaN as all of its weights. -1 marks experts that are already chosen.
     left = tl.where((e < E)[None, :], tl.where(p == p, p, 0.0), -1.0)
     hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
     j = tl.arange(0, CHOICES)[None, :]
@@ -148,8 +148,8 @@ def _route_backward(
     e = tl.arange(0, EXPERTS)
     p, lse, logits = _softmax(logits_TE, t, T, E, EXPERTS)
     p_grad = tl.load(probabilities_grad_E + e, mask=e < E, other=0)[None, :] + tl.zeros_like(p)
-    direct = tl.zeros_like(p)  # gradient of the logits that bypasses the probabilities
-    if RENORMALISE:  # the weights w, a softmax of the chosen logits, have the gradient w * (g - sum(g * w))
+    direct = tl.zeros_like(p)  # the part of the logits' gradient that bypasses the probabilities
+    if RENORMALISE:  # weights w are a softmax of the chosen logits, whose gradient is w * (g - sum(g * w))
         chosen = tl.zeros_like(p)
         given = tl.zeros_like(p)
         for k in range(K):

@@ -1,4 +1,4 @@
-"""SwiGLU in one pass per direction; see `kernels.activation`. The experts' kernels apply the same functions to their tiles.
+"""SwiGLU, one kernel per direction; see `kernels.activation`. The experts' kernels apply the same functions to their tiles.
 
 Legend: T rows, I intermediate, J = 2 I: gate, then up.
 """
@@ -15,7 +15,7 @@ _SLOPE, _LIMIT = tl.constexpr(SLOPE), tl.constexpr(LIMIT)
 
 
 def swiglu(z_TJ: Tensor) -> Tensor:
-    """Returns silu(gate) * up of the halves of the last dim; [..., I]."""
+    """Returns silu(gate) * up, where gate and up are the halves of the last dim; [..., I]."""
     h_TI = z_TJ.new_empty(*z_TJ.shape[:-1], z_TJ.shape[-1] // 2)
     if h_TI.numel():
         grid, sizes = _programs(h_TI)
@@ -34,7 +34,7 @@ def swiglu_backward(h_grad_TI: Tensor, z_TJ: Tensor) -> Tensor:
 
 
 def _programs(h_TI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Returns (grid, sizes) of a kernel."""
+    """Returns (grid, size arguments) of a kernel for the activations `h_TI`."""
     I = h_TI.shape[-1]
     block = min(_BLOCK, triton.next_power_of_2(I))
     return (h_TI.numel() // I, triton.cdiv(I, block)), {"I": I, "BLOCK": block}

@@ -1,8 +1,8 @@
 """Stage 2, token counting (Algorithm 1 of the Optimus paper, lines 15-43): counts the rows of each expert.
 
-A program takes a block of tokens and compares each of their choices with every expert; the column sums of the hits are its
-partial counts. One prefix sum over (expert, block) then gives the first row of each block's choices of each expert. The
-paper's counters are in memory; here a program has counters in registers, so nothing is zeroed and nothing is contended.
+A program compares each choice of a block of tokens with every expert. The column sums of the hits are the program's partial
+counts. One prefix sum over (expert, block) then gives the first row of each block's choices of each expert. The paper's
+counters are in memory; here a program's counters are in registers, which need neither zeroing nor atomics.
 
 Legend: T tokens, K experts per token, E experts of this rank, B blocks of tokens, P routed rows.
 """
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from optimus.kernels.triton.tuning import pow2
 
-_BITMAP = 8192  # elements of (tokens of a block) x (experts): 4 warps hold as many in registers
+_BITMAP = 8192  # elements of (tokens of a block) x (experts): as many as the registers of 4 warps hold
 
 
 class TokenCounts(NamedTuple):
-    """First rows of experts and blocks when rows are sorted by expert; int32."""
+    """The first rows of experts and blocks when rows are sorted by expert; int32."""
 
     base_EB: Tensor  # the first row of each block's choices of each expert
-    offset_E1: Tensor  # the first row of each expert, and the end of the last
-    tokens: int  # per block
+    offset_E1: Tensor  # the first row of each expert, and the end of the last expert's rows
+    tokens: int  # number of tokens per block
 
 
 def token_count(indices_TK: Tensor, experts: int) -> TokenCounts:
@@ -45,13 +45,13 @@ def token_count(indices_TK: Tensor, experts: int) -> TokenCounts:
 
 @triton.jit
 def choices_of_block(indices_TK, t, k, T, K):
-    """Returns the k-th choice of tokens t, -1 past the last token."""
+    """Returns the k-th choices of tokens t; -1 past the last token."""
     return tl.load(indices_TK + t.to(tl.int64) * K + k, mask=t < T, other=-1)
 
 
 @triton.jit
 def hits_of_block(indices_TK, t, T, K, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Returns how often token t chose expert e, int32 [TOKENS, EXPERTS]."""
+    """Returns how often tokens t chose each expert, int32 [TOKENS, EXPERTS]."""
     e = tl.arange(0, EXPERTS)
     hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
     for k in range(K):

@@ -4,10 +4,10 @@ Rows are the choices (t, k) sorted by expert, stably. `choice_P` gives the choic
 `input_indices`). The dense inverse `position_TK` gives the row of a choice, in place of the paper's `output_indices`,
 `selected_expert_indices` and `cum_expert_counts`.
 
-(In line 32 of the listing, `t` should be `tid`; the running sums here correspond to a thread's counters.)
+(In line 32 of the paper's listing, `t` should be `tid`; the running sums here correspond to a thread's counters.)
 
-Products are computed in tiles of rows of one expert. Only the device knows the number of tiles, so programs look their work
-up in a table.
+Matmuls process tiles of rows of one expert. Only the device knows the number of tiles, so a program reads from a table
+which expert and rows its tile has.
 
 Legend: T tokens, K experts per token, E experts of this rank, P routed rows, R tiles of rows.
 """
@@ -25,18 +25,18 @@ _STEP = 128  # tiles that a program adds to the table per step
 
 
 class TokenIndex(NamedTuple):
-    """Positions of all choices among the rows sorted by expert; int32. Rows from `offset_E1[-1]` on are unused."""
+    """The positions of all choices among the rows sorted by expert; int32. Rows from `offset_E1[-1]` on are unused."""
 
     choice_P: Tensor  # t * K + k of every row
     position_TK: Tensor  # the row of every choice; -1 if its expert is on another rank
-    offset_E1: Tensor  # the first row of each expert, and the end of the last
+    offset_E1: Tensor  # the first row of each expert, and the end of the last expert's rows
     expert_R: Tensor  # the expert of every tile of rows
     first_R: Tensor  # the first row of every tile
-    tiles_1: Tensor  # number of tiles; the tables may be longer
-    row_tile: int  # rows per tile; `offset_E1` may cut an expert's last tile short
+    tiles_1: Tensor  # number of tiles; `expert_R` and `first_R` may be longer
+    row_tile: int  # number of rows per tile; an expert's last tile may have fewer
 
     def token_P(self) -> Tensor:
-        """Returns the token of every row. Computed once per pass for all kernels, and not saved in between."""
+        """Returns the token of every row. Each pass computes it once for all kernels; autograd does not save it."""
         return self.choice_P.div(self.position_TK.shape[1], rounding_mode="floor")
 
 
@@ -44,7 +44,7 @@ def token_index(indices_TK: Tensor, experts: int, row_tile: int, rows: int | Non
     """Sorts the choices of `experts` local experts; see `token_count` for the indices.
 
     There must be fewer than 2^31 choices. `rows` is the number of local choices, if the host knows it; otherwise buffers
-    have room for all choices.
+    are large enough for all choices.
     """
     indices_TK = indices_TK.contiguous()
     T, K = indices_TK.shape
@@ -73,7 +73,7 @@ def _index(indices_TK, base_EB, choice_P, position_TK, T, K, E, blocks, TOKENS: 
     e = tl.arange(0, EXPERTS)
     hits = hits_of_block(indices_TK, t, T, K, TOKENS, EXPERTS)
     base = tl.load(base_EB + e * blocks + block, mask=e < E, other=0)
-    row = base[None, :] + tl.cumsum(hits, axis=0) - hits  # of token t's next choice of expert e
+    row = base[None, :] + tl.cumsum(hits, axis=0) - hits  # row of token t's next choice of expert e
     for k in range(K):
         expert = choices_of_block(indices_TK, t, k, T, K)
         hit = expert[:, None] == e[None, :]
@@ -108,9 +108,9 @@ def _row_tiles(
 
 @triton.jit
 def rows_of_tile(tile, expert, first_R, offset_E1, ROW_TILE: tl.constexpr):
-    """Returns (first row, rows relative to it, the same clamped to the expert's rows for loads).
+    """Returns (the tile's first row, rows relative to it, these relative rows clamped to the expert's rows for loads).
 
-    Rows are relative to the tile's first, so that element offsets fit 32 bits and take half the registers of 64 bits.
+    Rows are relative to the tile's first row, so that element offsets fit into 32 bits and take half as many registers.
     """
     first = tl.load(first_R + tile)
     row = tl.arange(0, ROW_TILE)

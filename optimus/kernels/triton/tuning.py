@@ -1,8 +1,8 @@
-"""Tile sizes of the kernels: a table per architecture, looked up by dtype and size; nothing is measured during training.
+"""Tile sizes of the kernels: a table per architecture, by dtype and size. Training runs no measurements for them.
 
-Sizes depend on the layer's shape and on the power of two of the mean rows per expert, never on the exact number of tokens:
-a batch of another length compiles nothing new. With a chip at hand, `testing/trial.py` times candidates; the winner goes
-into `_PREFERRED`.
+Tile sizes depend on the layer's shape and on the mean number of rows per expert, rounded to a power of two. They never
+depend on the exact number of tokens, so another batch length compiles nothing. `testing/trial.py` times candidates on a
+chip; developers copy the fastest into `_PREFERRED`.
 
 Legend: T tokens, K experts per token, E experts.
 """
@@ -19,7 +19,7 @@ Kernel = Literal["up", "down", "down_backward", "up_backward", "weight_gradient"
 
 
 class Tiles(NamedTuple):
-    """Shape of one program's product [rows, inner] @ [inner, columns], and the compiler's scheduling options."""
+    """The shape of one program's matmul [rows, inner] @ [inner, columns], and the compiler's scheduling options."""
 
     rows: int
     columns: int
@@ -30,8 +30,8 @@ class Tiles(NamedTuple):
 
 _LEAST = 16  # the smallest size of a matrix instruction
 
-# For products in 16 bits that are large in every dim. 32 K fp32 sums over 8 warps of 32 threads take half of a thread's
-# registers. "up" has equally many columns of gate and of up.
+# Tiles for matmuls in 16 bits that are large in every dim. A tile of 32 K fp32 sums on 8 warps of 32 threads takes half of
+# each thread's registers. A program of "up" computes these columns of gate and the same columns of up.
 _PREFERRED: dict[str, dict[Kernel, Tiles]] = {
     "sm_90": {
         "up": Tiles(128, 128, 64, 8, 4),
@@ -67,9 +67,10 @@ _PREFERRED_FP32 = Tiles(rows=64, columns=64, inner=32, warps=4, stages=3)
 
 
 def tiles(kernel: Kernel, x: Tensor, row_tile: int, columns: int, inner: int) -> Tiles:
-    """Returns the tiles of a product of `x`'s dtype with `columns` columns and `inner` summands.
+    """Returns the tiles of a matmul in `x`'s dtype with `columns` columns and `inner` summands.
 
-    `row_tile` is the tile of the routed rows (`row_tile`), or for weight gradients the number of rows of the gradient.
+    `row_tile` is the tile size of the routed rows (from the function `row_tile`), or for weight gradients the number of
+    rows of the gradient.
     """
     chip = devices.chip_of(x.device)
     chosen = preferred(kernel, x.dtype, chip)
@@ -82,7 +83,7 @@ def tiles(kernel: Kernel, x: Tensor, row_tile: int, columns: int, inner: int) ->
 
 
 def row_tile(x: Tensor, choices: int, experts: int) -> int:
-    """Returns the rows of one tile of routed rows; a layer's products share this size and the table of tiles."""
+    """Returns the number of routed rows per tile. All matmuls of a layer share this size and the table of tiles."""
     return min(preferred("up", x.dtype, devices.chip_of(x.device)).rows, pow2(choices // experts))
 
 
@@ -92,12 +93,12 @@ def pow2(size: int) -> int:
 
 
 def precision() -> str:
-    """Returns the precision of fp32 products, according to `torch.set_float32_matmul_precision`."""
+    """Returns the precision of fp32 matmuls, according to `torch.set_float32_matmul_precision`."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def preferred(kernel: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:
-    """Returns the tiles for products that are large in every dim."""
+    """Returns the tiles for matmuls that are large in every dim."""
     if dtype == torch.float32:
         return _PREFERRED_FP32
     name = _AS.get(chip.architecture, chip.architecture)
@@ -115,14 +116,17 @@ def fitted(chosen: Tiles, kernel: Kernel, element_size: int, chip: Chip) -> Tile
 def stage_bytes(tiles: Tiles, kernel: Kernel, element_size: int) -> int:
     """Returns the bytes of shared memory for one pipeline stage of the loads.
 
-    With s stages, s are in shared memory on chips whose matrix instructions read shared memory directly, as chips with TMA
-    do. Elsewhere s - 1 are in shared memory and the last one is in registers.
+    On chips with TMA, matrix instructions read shared memory directly, so all stages are in shared memory. On other chips,
+    the last stage is in registers.
     """
     return (tiles.rows + (2 if kernel == "up" else 1) * tiles.columns) * tiles.inner * element_size
 
 
 def by_descriptors(*tensors: Tensor) -> bool:
-    """Returns True if the chip's TMA can read tiles of these tensors: 16 bits, contiguous last dim, strides of 16 bytes."""
+    """Returns True if the chip's TMA can read tiles of these tensors.
+
+    TMA needs 16-bit elements, a contiguous last dim, and strides that are multiples of 16 bytes.
+    """
     return devices.chip_of(tensors[0].device).tma and all(
         t.element_size() == 2 and t.numel() and not any(n % 8 for n in (*t.stride()[:-1], t.storage_offset()))
         for t in tensors
@@ -130,7 +134,7 @@ def by_descriptors(*tensors: Tensor) -> bool:
 
 
 def adds_in_memory(into: Tensor) -> bool:
-    """Returns True if the chip's memory performs the additions to `into` (atomics)."""
+    """Returns True if the chip's memory can perform the additions to `into` (atomics)."""
     return into.dtype == torch.float32 and devices.chip_of(into.device).adds
 
 

@@ -1,6 +1,6 @@
 """The families of published models, one file each. Start with `family.py`; `olmoe.py` is an example.
 
-Every module of this package with a `FAMILY` defines a family: to add a family is to add a file.
+Every module of this package with a `FAMILY` defines a family, so a new file adds a family.
 """
 
 import pkgutil
@@ -15,14 +15,14 @@ __all__ = ["Choice", "Family", "Field", "Further", "Key", "Multiple", "Same", "f
 
 @cache
 def families() -> dict[str, Family]:
-    """Returns all families by name, which is `model_type` in config.json."""
+    """Returns all families by their `model_type` in config.json."""
     modules = (import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     return {family.model_type: family for family in found}
 
 
 def family_named(name: str) -> Family:
-    """Returns the family `name`. Raises `ValueError` with the known names if there is none."""
+    """Returns the family `name`. Raises `ValueError` with the known names if there is no family of this name."""
     if name not in families():
         raise ValueError(f"family '{name}' is not known here, but {', '.join(families())}: {nearest(name, families())}")
     return families()[name]

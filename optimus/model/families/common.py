@@ -23,18 +23,18 @@ OPTIONAL: dict[str, Field] = {
 RMS: dict[str, Field] = {"norm_eps": "rms_norm_eps"}
 BIASES: dict[str, Field] = {"attention_bias": Choice("attention_bias", {False: "none", True: "all"})}
 EXPERTS: dict[str, Field] = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
-ROUTER = ("output_router_logits", "router_aux_loss_coef")  # without effect here: the run's configuration sets both
-QWEN = ("max_window_layers", "sliding_window")  # without effect if use_sliding_window is false
+ROUTER = ("output_router_logits", "router_aux_loss_coef")  # ignored: the run's configuration sets both values
+QWEN = ("max_window_layers", "sliding_window")  # ignored: they have no effect if use_sliding_window is false
 CONSTANTS: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 
 
 def affine(ours: str, *theirs: str) -> dict[str, Key]:
-    """Returns the keys of a module's weight and bias."""
+    """Returns the `Key`s of the weight and the bias of our module `ours`, published as the modules `theirs`."""
     return {f"{ours}.{kind}": Key(tuple(f"{name}.{kind}" for name in theirs)) for kind in ("weight", "bias")}
 
 
 def attention(*, bias: bool = False, norms: bool = False) -> dict[str, Key]:
-    """Returns the keys of the attention's weights, and optionally of biases and of the norms of q and k."""
+    """Returns the `Key`s of the attention's weights, and optionally of its biases and of the norms of q and k."""
     q, k, v, out = (f"{ATTENTION}{name}_proj" for name in "qkvo")
     own = "blocks.{i}.attention."
     keys: dict[str, Key] = {}
@@ -49,13 +49,13 @@ def attention(*, bias: bool = False, norms: bool = False) -> dict[str, Key]:
 
 
 def norms(**names: str) -> dict[str, Key]:
-    """Returns the keys of a block's norms by their published names, and of the final norm."""
+    """Returns the `Key`s of the final norm and of a block's norms, given as `our_name="published_name"`."""
     keys = {f"blocks.{{i}}.{ours}.weight": Key((f"{LAYER}{theirs}.weight",)) for ours, theirs in names.items()}
     return keys | {"final_norm.weight": Key(("model.norm.weight",))}
 
 
 def mlp(*, bias: bool = False) -> dict[str, Key]:
-    """Returns the keys of the dense feed-forward layer."""
+    """Returns the `Key`s of the dense feed-forward layer."""
     keys = {}
     for kind in ("weight", "bias") if bias else ("weight",):
         keys[f"blocks.{{i}}.mlp.gate_up.{kind}"] = Key((f"{MLP}gate_proj.{kind}", f"{MLP}up_proj.{kind}"))
@@ -66,7 +66,7 @@ def mlp(*, bias: bool = False) -> dict[str, Key]:
 def experts(
     layer: str = MLP, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> dict[str, Key]:
-    """Returns the keys of the sparse feed-forward layer `layer`."""
+    """Returns the `Key`s of the sparse feed-forward layer, whose published names begin with `layer`."""
     expert = layer + "experts.{e}."
     return {
         "blocks.{i}.moe.router.weight": Key((layer + "gate.weight",), fused=MLP + "gate.weight"),

@@ -1,6 +1,6 @@
 """DeepSeek-V3: latent attention, shared experts, sigmoid scores and balancing biases (DeepSeek-V3, section 2.1).
 
-The layers for multi-token prediction are left out.
+Our models leave out the layers for multi-token prediction.
 """
 
 from optimus.model.families.common import (
@@ -70,6 +70,6 @@ FAMILY = Family(
         "blocks.{i}.moe.shared.down.weight": Key(_SHARED[2:]),
     },
     further=Further("num_nextn_predict_layers", LAYER),
-    # The head sizes here follow from other fields.
+    # head_dim and qk_head_dim follow from other fields.
     without_effect=(*ROUTER, "head_dim", "qk_head_dim", "pretraining_tp", "ep_size", "aux_loss_alpha", "seq_aux"),
 )

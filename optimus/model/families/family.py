@@ -1,7 +1,7 @@
-"""The declarations of a family file: the mapping from a Hugging Face model's config.json and tensors to our model.
+"""The classes that a family file uses to map a Hugging Face model's config.json and tensors to our model.
 
-A family adds no code: the fields of `ModelConfig` determine the computation. A family file declares the values that all of
-its models share, the names of the other fields in `config.json`, and the published names of our parameters.
+A family adds no code: the fields of `ModelConfig` determine the computation. A family file declares the values that all
+models of the family share, the names of the other fields in `config.json`, and the published names of our parameters.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 class Key(NamedTuple):
     """The published tensors of one kind of parameter.
 
-    Each tensor is a view of our parameter, obtained by indexing leading dims. The first index is [e], the expert, if the
-    name contains {e}; the next one is [n], the n-th name, if the parameter stacks several tensors. {i} is the layer.
-    `fused` is the name under which newer `transformers` may save the parameter as one tensor: the experts of a layer with
-    their middle dims flattened.
+    Each tensor is a view of our parameter, obtained by indexing leading dims. If the name contains {e}, the first index is
+    the expert e. If the parameter stacks several tensors, the next index is n for the n-th name. {i} is the layer. Newer
+    `transformers` may save the experts of a layer as one tensor with flattened middle dims, under the name `fused`.
     """
 
     names: tuple[str, ...]
@@ -26,14 +25,14 @@ class Key(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A field of `config.json` that encodes our values differently; `values` maps config.json's values to ours."""
+    """A field of `config.json` whose values have other names than ours; `values` maps config.json's values to ours."""
 
     name: str
     values: Mapping[Any, Any]
 
 
 class Multiple(NamedTuple):
-    """A field of `config.json` whose default is `times` the field `of`."""
+    """A field of `config.json` whose default is `times` times the value of the field `of`."""
 
     name: str
     times: int
@@ -41,7 +40,7 @@ class Multiple(NamedTuple):
 
 
 class Same(NamedTuple):
-    """The value of a constant that must equal our field `ours`."""
+    """A required value of a `config.json` field in `Family.constants`: the value of our field `ours`."""
 
     ours: str
 
@@ -49,8 +48,8 @@ class Same(NamedTuple):
 class Further(NamedTuple):
     """Extra layers after the last one that predict further tokens (multi-token prediction); our models leave them out."""
 
-    field: str  # the field of `config.json` with their number, which exports write as 0
-    tensors: str  # prefix of the names of their tensors; {i} is the layer
+    field: str  # the field of `config.json` with the number of these layers; exports write 0
+    tensors: str  # prefix of the names of these layers' tensors; {i} is the layer
 
 
 Field = str | Choice | Multiple
@@ -60,19 +59,19 @@ Field = str | Choice | Multiple
 class Family:
     """A family of published models. Mappings go from fields of `ModelConfig` to fields of `config.json`."""
 
-    model_type: str  # in config.json, and `model.family`
-    architecture: str | None  # the class in `transformers`; see `unpublished`
-    defaults: Mapping[str, Any]  # values of its models that `fields` and `optional` do not set
-    fields: Mapping[str, Field]  # required in config.json
-    optional: Mapping[str, Field]  # optional in config.json
-    constants: Mapping[str, Any]  # values that fields of config.json must have, if they are present
+    model_type: str  # the family's name: `model_type` in config.json and `model.family` in configurations
+    architecture: str | None  # the class in `transformers`; None for an `unpublished` family
+    defaults: Mapping[str, Any]  # defaults of our fields that all models of the family share
+    fields: Mapping[str, Field]  # fields that config.json must have
+    optional: Mapping[str, Field]  # fields that config.json may have
+    constants: Mapping[str, Any]  # values that fields of config.json must have if they are present
     keys: Mapping[str, Key]
     aliases: Mapping[str, str] = field(
         default_factory=dict
-    )  # of config.json: the name that newer `transformers` writes, to the name used here
+    )  # fields of config.json: maps the name that newer `transformers` write to the name used here
     dropout: tuple[str, ...] = ()  # fields of config.json for training only: exports write 0, imports ignore them
-    prefix: str = ""  # prefix of published tensors' names, which may be missing
-    no_parameters: tuple[str, ...] = ()  # patterns of tensors that files may contain and that are no parameters
+    prefix: str = ""  # prefix of the published tensors' names, which some files omit
+    no_parameters: tuple[str, ...] = ()  # patterns of the names of tensors in published files that are no parameters
     further: Further | None = None
     without_effect: tuple[str, ...] = ()  # other fields of config.json: exports repeat the imported model's values
 
@@ -85,5 +84,5 @@ class Family:
 def unpublished(
     model_type: str, *, defaults: Mapping[str, Any], fields: Iterable[str], optional: Iterable[str]
 ) -> Family:
-    """Returns a family without a published class, and so without Hugging Face folders and other names of fields."""
+    """Returns a family without a class in `transformers`, hence without Hugging Face folders and published names."""
     return Family(model_type, None, defaults, dict.fromkeys(fields, ""), dict.fromkeys(optional, ""), {}, {})

@@ -1,7 +1,7 @@
 """PR-MoE: a pyramid of experts; each token goes through a dense layer and one chosen expert (DeepSpeed-MoE, section 4.1).
 
-The family is defined on the blocks of this library, because no class is published. The outputs of the dense layer and of
-the expert, times its probability, are added.
+`transformers` has no class for this family. A sparse block adds the output of the dense layer and the output of the expert
+times the expert's probability.
 """
 
 from optimus.model.families.common import OPTIONAL, RMS, SIZES

@@ -1,4 +1,4 @@
-"""Choices of experts: the settings of a router's choice, and functions on indices of chosen experts.
+"""Choices of experts: the settings by which a router chooses, and functions on indices of chosen experts.
 
 Legend: T tokens, K experts per token.
 """
@@ -12,7 +12,7 @@ from optimus.model.architecture import ModelConfig
 
 
 class RouterConfig(NamedTuple):
-    """Settings by which a router scores, chooses and weighs experts; see `Router`."""
+    """The settings by which a router scores, chooses and weighs experts; see `Router`."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = False
@@ -40,15 +40,15 @@ SOFTMAX = RouterConfig()
 
 
 def local_indices(indices_TK: Tensor, first: int, count: int) -> Tensor:
-    """Returns the choices relative to a rank that holds `count` experts from `first` on; -1 for experts of other ranks."""
+    """Returns the choices as indices among the `count` experts from `first` on of one rank; -1 for other ranks' experts."""
     local_TK = indices_TK - first
     return local_TK.masked_fill((local_TK < 0) | (local_TK >= count), -1)
 
 
 def choices_of(indices: Tensor, count: int) -> Tensor:
-    """Counts each of 0 ... count - 1 among `indices`: [count], int64; -1 is ignored.
+    """Counts how often each of 0 ... count - 1 occurs in `indices`: [count], int64. Ignores -1.
 
-    The host does not wait for the device, unlike `torch.bincount`, which needs the length of its result on the host.
+    The host does not wait for the device. It would wait in `torch.bincount`, whose result has a data-dependent length.
     """
     found = torch.zeros(1 + count, dtype=torch.int64, device=indices.device)
     places = indices.flatten().long() + 1

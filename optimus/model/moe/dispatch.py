@@ -1,7 +1,7 @@
 """Token dispatch to experts: the interface, and its implementation for one device, which has all experts.
 
-A layer's experts may be spread over ranks. The layer's `dispatch` carries tokens to the experts and the results back; the
-layer itself is written for one device.
+The experts of a layer may be on several ranks. The layer's `dispatch` sends tokens to the experts and the results back, so
+the layer itself is written for one device.
 
 Legend: T tokens, H hidden, K experts per token.
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class OverlappedWork:
-    """Computation of a layer to overlap with its token exchange, in two parts. Here there is none."""
+    """A layer's computation that overlaps with its token exchange, in two parts. In this base class both are empty."""
 
     def during_dispatch(self) -> None:
         """Computes while tokens travel to their experts."""
@@ -21,7 +21,7 @@ class OverlappedWork:
         """Computes while results travel back."""
 
     def at_once(self) -> None:
-        """Computes both parts when there is no communication to overlap with."""
+        """Computes both parts now, because there is no communication to overlap with."""
         self.during_dispatch()
         self.during_combine()
 
@@ -40,20 +40,20 @@ class TokenDispatcher(Protocol):
         experts: nn.Module,
         overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
-        """Returns the sum over k of weights[t, k] * expert indices[t, k] of x[t]; [T, H].
+        """Returns the sum over k of weights[t, k] * expert_e(x[t]) with e = indices[t, k]; [T, H].
 
         `indices_TK` number the experts of the whole layer. `experts(x, weights, indices, choices)` is the module with this
-        rank's experts. The module counts its experts from 0 and skips a choice of -1, an expert of another rank (Algorithm
-        1 of the Optimus paper, line 29). `choices` is the number of choices that are not -1 and sizes the memory. The
-        module is called as a module, because hooks are registered on it. Both parts of `overlapped` are computed once, in
-        order.
+        rank's experts. It counts its experts from 0 and skips a choice of -1, an expert of another rank (Algorithm 1 of the
+        Optimus paper, line 29). `choices` is the number of choices that are not -1, from which the module sizes its memory.
+        Dispatchers call `experts(...)`, not `experts.forward`, so that the module's hooks run. They compute each part of
+        `overlapped` once, in order.
         """
 
 
 def local_dispatch(
     x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: OverlappedWork = NOTHING
 ) -> Tensor:
-    """Runs the experts directly: all of them are on this device."""
+    """Calls the experts directly, because all of them are on this device."""
     y_TH = experts(x_TH, weights_TK, indices_TK, indices_TK.numel())
     overlapped.at_once()
     return y_TH

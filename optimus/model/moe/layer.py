@@ -25,7 +25,7 @@ from optimus.step_context import StepContext
 class Experts(nn.Module):
     """The weights of this rank's experts: stacked gate and up projections, and the down projection.
 
-    A `bias` belongs to gate and up; the layer holds the bias of the down projection.
+    With `bias`, gate and up have biases here; `MoeLayer` has the bias of the down projection.
     """
 
     replaceable = "gradients", "step"
@@ -49,7 +49,7 @@ class Experts(nn.Module):
         self.down = declare(self, "down", Size("experts", experts), columns, ffn, role="expert")
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, choices: int | None = None) -> Tensor:
-        """Returns the sum over the K chosen experts of weight times expert output; [T, H]. A choice of -1 is skipped.
+        """Returns the sum over the K chosen experts of weight times expert output; [T, H]. Skips choices of -1.
 
         `choices` is the number of choices that are not -1, if the host knows it.
         """
@@ -61,12 +61,11 @@ class Experts(nn.Module):
 
 
 class MoeLayer(nn.Module):
-    """Router and experts; in parallel a shared expert that processes every token, if its width is not 0.
+    """A router with its experts, plus a shared expert that processes every token, if the shared expert's width is not 0.
 
-    With `expert_bias`, the router and the projections of the experts have biases. The layer adds the bias of the down
-    projection where the tokens are: every rank holds this bias for all experts, so neither shards of an expert nor
-    dispatched tokens need it. `tokens` selects the tokens that this device processes, and `dispatch` carries the tokens to
-    their experts.
+    With `expert_bias`, the router and the projections of the experts have biases. Every rank has the down projection's
+    biases of all experts, and the layer adds them on the token's rank, after the dispatch. `tokens` selects the tokens that
+    this device processes, and `dispatch` sends the tokens to their experts.
     """
 
     replaceable = "tokens", "dispatch"
@@ -74,7 +73,7 @@ class MoeLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0, force_balanced: bool = False) -> None:
         super().__init__()
         hidden, experts, kind = config.hidden, config.experts_of(layer), config.activation
-        self.expert_count = experts  # of the whole layer, on all ranks
+        self.expert_count = experts  # number of experts of the whole layer, over all ranks
         self.router = Router(hidden, experts, config.experts_per_token or 0, force_balanced, RouterConfig.of(config))
         self.experts = Experts(experts, hidden, config.expert_intermediate, kind=kind, bias=config.expert_bias)
         shared, biased = config.shared_intermediate, config.expert_bias
@@ -83,10 +82,11 @@ class MoeLayer(nn.Module):
         self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial=0.0) if biased else None
         self.tokens: TokenSplit = TokenSplit()
         self.dispatch: TokenDispatcher = local_dispatch
-        self._model = config if len(config.expert_counts) > 1 else None  # else all statistics have the same length
+        # `RouterStats.among` needs the configuration if layers have different numbers of experts.
+        self._model = config if len(config.expert_counts) > 1 else None
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
-        """Returns (output in the shape of x, with any leading dims; statistics of all tokens that the losses cover).
+        """Returns (output in the shape of x, which may have any leading dims; statistics over the whole microbatch).
 
         `position_T` is the position of every token in its sequence; by default all tokens are one sequence.
         """

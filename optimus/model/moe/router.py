@@ -1,4 +1,4 @@
-"""The router: chooses each token's experts and their weights, and gathers the statistics for the router losses.
+"""The router: chooses each token's experts and their weights, and sums the statistics for the router losses.
 
 Legend: T tokens, H hidden, E experts, K experts per token.
 """
@@ -18,17 +18,22 @@ from optimus.step_context import StepContext
 
 
 class Router(ProjectionModule):
-    """Scores all experts and chooses the K with the largest scores, which also become the weights.
+    """Scores all experts and chooses the K with the largest scores. The scores of the chosen experts are their weights.
 
-    Scores are a softmax or a sigmoid of the logits. With `groups`, a token chooses experts in the `groups_per_token` groups
-    whose two largest scores have the largest sums. Weights are normalised to sum to 1 (`renormalise`) and multiplied by
-    `scale`. A `bias` per expert is added to the scores for the choice only (DeepSeek-V3, section 2.1.2); `move_biases`
-    updates the bias. A `logit_bias` is a parameter of the projection. All these settings are in `choosing`.
+    `choosing` has these settings:
 
-    `force_balanced` forces the paper's uniform routing (section 2.3), with the router's scores as weights: token t of a
-    sequence goes to experts t*K ... t*K + K-1 modulo E. All experts get the same number of tokens of a sequence, or one
-    more where E does not divide the choices. A token's experts depend on its position alone, not on the other tokens of its
-    batch or rank.
+    - `score`: scores are a softmax or a sigmoid of the logits.
+    - `groups`: a token only chooses experts in the `groups_per_token` groups whose two largest scores have the largest
+      sums.
+    - `renormalise` and `scale`: the weights of a token are normalised to sum to 1, and multiplied by `scale`.
+    - `bias`: a bias per expert is added to the scores for the choice only (DeepSeek-V3, section 2.1.2). `move_biases`
+      updates the bias.
+    - `logit_bias`: the projection has a bias, which is a parameter.
+
+    `force_balanced` forces the uniform routing of the Optimus paper (section 2.3), with the router's scores as weights:
+    token t of a sequence goes to experts t*K ... t*K + K-1 modulo E. All experts get the same number of tokens of a
+    sequence, or one more where E does not divide the number of choices. A token's experts depend on its position alone, not
+    on the other tokens of its batch or rank.
     """
 
     replaceable = (*ProjectionModule.replaceable, "step")
@@ -53,7 +58,9 @@ class Router(ProjectionModule):
         self.choosing, self._plain = choosing, choosing == usual
         self.experts_per_token = experts_per_token
         self.force_balanced = force_balanced
-        self._chosen_E: Tensor | None = None  # choices of each expert in training since the last `take_choices`
+        self._chosen_E: Tensor | None = (
+            None  # number of choices of each expert in training since the last `take_choices`
+        )
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, Tensor, RouterStats]:
         """Returns (weights_TK in x's dtype, expert indices_TK int64, statistics). Scores and statistics are fp32.
@@ -85,7 +92,7 @@ class Router(ProjectionModule):
         else:
             indices_TK = self._best(scores_TE)
             weights_TK = scores_TE.gather(1, indices_TK)
-        if renormalise and softmax:  # of the logits: the chosen probabilities may all be too small for fp32
+        if renormalise and softmax:  # a softmax of the chosen logits: their probabilities may all underflow in fp32
             weights_TK = logits_TE.gather(1, indices_TK).softmax(-1)
         elif renormalise:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -104,7 +111,7 @@ class Router(ProjectionModule):
         return weights_TK.to(x_TH.dtype), indices_TK, stats
 
     def _best(self, scores_TE: Tensor) -> Tensor:
-        """Returns the experts that the tokens choose."""
+        """Returns the indices [T, K] of the experts that the tokens choose by score, bias and group."""
         groups, chosen = self.choosing.groups, self.choosing.groups_per_token
         if self.bias is not None:
             scores_TE = scores_TE.detach() + self.bias
@@ -116,16 +123,16 @@ class Router(ProjectionModule):
         return scores_TE.topk(self.experts_per_token, dim=-1)[1]
 
     def take_choices(self) -> Tensor:
-        """Returns the choices of each expert in training since the last call, int64.
+        """Returns the number of choices of each expert in training since the last call; [E], int64.
 
-        A recomputed forward pass counts twice, equally for each microbatch.
+        Recomputation counts a forward pass twice, and it does so for every microbatch.
         """
         assert self.bias is not None
         chosen_E, self._chosen_E = self._chosen_E, None
         return torch.zeros_like(self.bias, dtype=torch.int64) if chosen_E is None else chosen_E
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """Keeps the bias in fp32 for any dtype of the weights, because the bias moves in small steps."""
+        """Leaves the bias in fp32 for any dtype of the weights, because `move_biases` changes it in small steps."""
         bias = self.bias
         super()._apply(fn, recurse)
         if bias is not None and self.bias is not None:
@@ -133,7 +140,7 @@ class Router(ProjectionModule):
         return self
 
     def _forced(self, x_TH: Tensor, position_T: Tensor | None) -> Tensor | None:
-        """Returns the positions of the tokens if positions determine their experts, else None."""
+        """Returns the positions [T] of the tokens, which determine their experts, with `force_balanced`; else None."""
         if not self.force_balanced:
             return None
         return torch.arange(len(x_TH), device=x_TH.device) if position_T is None else position_T
@@ -143,8 +150,9 @@ class Router(ProjectionModule):
 def move_biases(routers: Sequence[Router], rate: float, add_up: Callable[[Tensor], None]) -> None:
     """Moves each expert's bias by `rate`: up if the expert was chosen less often than the mean, down if more often.
 
-    This is auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). `add_up` sums in place over ranks, to the choices of
-    the global batch; counting each choice several times does no harm. A `rate` of 0 discards the choices.
+    This is auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). `add_up` sums the counts of choices in place over
+    ranks, to the counts of the global batch. If every choice counts several times, equally often, the result is the same. A
+    `rate` of 0 discards the choices.
     """
     chosen = [router.take_choices() for router in routers]
     if not rate or not chosen:

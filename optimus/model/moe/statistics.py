@@ -15,8 +15,8 @@ from optimus.model.architecture import ModelConfig
 class RouterStats(NamedTuple):
     """Sums over the tokens of one or more layers, from which the router losses are computed.
 
-    Statistics of layers are added. Both losses are functions of these sums, so their values do not depend on how the layers
-    are distributed.
+    `a + b` adds the statistics of two sets of layers. The balance loss and the z-loss are functions of the sums over all
+    layers, so they do not depend on the ranks that run the layers.
     """
 
     counts_E: Tensor  # how often each expert was chosen; fp32, no gradient
@@ -30,8 +30,8 @@ class RouterStats(NamedTuple):
     def among(self, config: ModelConfig) -> "RouterStats":
         """Maps the statistics of one layer to vectors that can be added over layers with different numbers of experts.
 
-        The resulting vectors have a segment for each number of experts, end to end. The balance loss then is the mean of
-        the balance losses of all segments, weighted by their numbers of layers; the factor of the probabilities sees to the
+        The resulting vectors concatenate one segment for each number of experts. `balance_loss` of their sum is the mean of
+        the balance losses of all segments, weighted by their numbers of layers. `factor` gives the probabilities these
         weights.
         """
         sizes, own = config.expert_counts, len(self.counts_E)
@@ -45,8 +45,9 @@ class RouterStats(NamedTuple):
     def balance_loss(self, share_E: Tensor | None = None) -> Tensor:
         """Returns E * sum_e (share of choices of e) * (mean probability of e): OLMoE section 2, as in `transformers`.
 
-        `share_E` are choices per token, by default over the tokens of these statistics. With the shares of the global
-        batch, the mean of the losses of its parts is the loss of the whole (Demons in the Detail, section 3).
+        `share_E` is the number of choices of each expert per token, by default over the tokens of these statistics. With
+        `share_E` of the global batch, the mean of the microbatches' losses is the loss of the global batch (Demons in the
+        Detail, section 3).
         """
         if share_E is None:
             share_E = self.counts_E / self.tokens

@@ -1,4 +1,4 @@
-"""Tokens of a sparse layer on one device, which processes all of them. `parallel.tokens` splits the tokens over ranks.
+"""The tokens that one device processes in a sparse layer: here all of them. `parallel.tokens` splits them over ranks.
 
 Legend: T tokens, H hidden, U tokens processed on this rank.
 """
@@ -9,14 +9,14 @@ from optimus.model.moe.statistics import RouterStats
 
 
 class TokenSplit:
-    """Maps the residual stream to whole tokens of this device, and back. Here every token is whole and on this device."""
+    """Maps the residual stream to the whole tokens that this device processes, and back. Here both are the same."""
 
     def take(self, x_TH: Tensor) -> Tensor:
-        """Returns the whole tokens of this device [U, H]."""
+        """Returns the whole tokens that this device processes [U, H]."""
         return x_TH
 
     def own(self, of_T: Tensor) -> Tensor:
-        """Selects [U], the values of `take`'s tokens, from a value per token that all ranks of a microbatch have."""
+        """Selects the values [U] of the tokens of `take` from `of_T`, which has one value per token of the microbatch."""
         return of_T
 
     def restore_rows(self, y_UH: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""All-gather dispatch: every rank gets every token and computes its own experts (stage 1 of the Optimus paper, section
-3.1).
+"""All-gather dispatch: every rank gets every token and runs its experts (stage 1 of the Optimus paper, section 3.1).
 
-One regular collective in each direction moves (N - 1) times the tokens of a rank, for any routing. Regular collectives take
-less time than an irregular exchange if N is small, or if the network favours regular traffic.
+For any routing, the collective in each direction moves (N - 1) times the tokens of a rank. Regular collectives take less
+time than an irregular exchange if N is small, or if the network favours regular traffic.
 
 Legend: N ranks of the group, T tokens of this rank, A = N * T, H hidden, K experts per token.
 """
@@ -18,8 +17,8 @@ from optimus.model.moe.dispatch import NOTHING, OverlappedWork
 class AllGatherDispatch:
     """A `TokenDispatcher` over the ranks of `group`; this rank holds `experts_per_rank` experts from `first` on.
 
-    The ranks' results for a token are summed, for different experts and for shards of the same expert. T must be the same
-    on every rank.
+    A reduce-scatter sums the ranks' results for a token, for different experts and for shards of the same expert. T must be
+    the same on every rank.
     """
 
     def __init__(self, group: Group, first: int, experts_per_rank: int) -> None:
@@ -34,7 +33,7 @@ class AllGatherDispatch:
         experts: nn.Module,
         overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
-        """Runs Algorithm 1 of the paper: lines 11-13, the experts, line 116. The result is [T, H]."""
+        """Runs Algorithm 1 of the Optimus paper: lines 11-13, then the experts, then line 116. The result is [T, H]."""
         x_AH = all_gather_rows(x_TH, self.group)
         weights_AK = all_gather_rows(weights_TK, self.group)
         indices_AK = all_gather_rows(indices_TK.int(), self.group)  # half the bytes

@@ -1,9 +1,9 @@
 """All-to-all dispatch: each token goes once to every rank that holds any of its experts.
 
-A token is sent with all its routing weights and choices. The rank of the experts returns one row per received token: the
-weighted sum over its experts. The token's own rank adds the rows in rank order. An index gathers the copies of tokens, and
-sums over its inverse combine the results; each is the other's backward pass. So nothing is scattered, and every addition
-has a fixed order.
+A rank sends a token with all its routing weights and choices. The rank of the experts returns one row per received token:
+the weighted sum over its experts. The token's rank adds these rows in rank order. An index gathers the copies of tokens,
+and sums over the inverse index combine the results; each is the other's backward pass. So no operation scatters, and every
+addition has a fixed order.
 
 Legend: N ranks of the group, T tokens of this rank, S copies sent, R copies received, H hidden, K experts per token.
 """
@@ -30,8 +30,10 @@ from optimus.model.moe.choices import choices_of, local_indices
 from optimus.model.moe.dispatch import NOTHING, OverlappedWork
 
 Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""Maps (tokens, weights, local choices, number of local choices) to weighted sums of the experts' outputs: a module, or a
-further dispatcher."""
+"""A module with experts, or another dispatcher.
+
+It maps (tokens, weights, local choices, number of local choices) to weighted sums of the experts' outputs.
+"""
 
 
 class Copies(NamedTuple):
@@ -43,16 +45,16 @@ class Copies(NamedTuple):
 
 
 def needed_by(rank_TK: Tensor, ranks: int) -> Tensor:
-    """Returns a mask [T, N] of the ranks that each token goes to, from the rank of each choice, or -1.
+    """Returns a mask [T, N] of the ranks that each token goes to. `rank_TK` is the rank of each choice, or -1 for none.
 
-    K choices of one rank need one copy.
+    Several choices on one rank need only one copy of the token.
     """
     needed_TN = torch.zeros(len(rank_TK), 1 + ranks, dtype=torch.bool, device=rank_TK.device)
     return needed_TN.scatter_(1, rank_TK + 1, True)[:, 1:]
 
 
 def make_copies(needed_TN: Tensor, number: int) -> Copies:
-    """Makes the index of `number` copies. The host passes the number, so nothing waits for the device."""
+    """Makes the index of `number` copies. The caller passes the number, so the host does not wait for the device."""
     tokens, ranks = needed_TN.shape
     needed_NT = needed_TN.T
     number_NT = needed_NT.flatten().cumsum(0).view(ranks, tokens) - 1
@@ -66,7 +68,7 @@ def make_copies(needed_TN: Tensor, number: int) -> Copies:
 
 
 def _packed(values: Tensor, chosen: Tensor, number: int) -> Tensor:
-    """Returns the `number` chosen values, in order."""
+    """Returns the `number` values at which the mask `chosen` is true, in order."""
     place = (chosen.flatten().cumsum(0) - 1).masked_fill_(~chosen.flatten(), number)
     return values.new_empty(number + 1).scatter_(0, place, values.flatten())[:number]
 
@@ -74,8 +76,8 @@ def _packed(values: Tensor, chosen: Tensor, number: int) -> Tensor:
 class ExchangeCounts(NamedTuple):
     """Counts of an exchange, on the host.
 
-    `send` and `receive` are rows for and from each rank. `tokens` are the tokens of each rank that shares the experts, and
-    `choices` is the number of choices of local experts among all these tokens.
+    `send` and `receive` are the numbers of rows for and from each rank. `tokens` are the numbers of tokens that each rank
+    with shards of the same experts received, and `choices` is the number of choices of local experts among these tokens.
     """
 
     send: list[int]
@@ -87,11 +89,13 @@ class ExchangeCounts(NamedTuple):
 class AllToAllDispatch:
     """A `TokenDispatcher` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
 
-    Experts may be sharded over `parts`, each rank of which has such a group of its own. The ranks of `parts` all-gather the
-    tokens they received and sum the results of their shards of the experts (TED, section 7.2; algorithm 5 drops the tokens
-    that the other ranks send). With `duplicates`, all of them sent and received the same tokens, and only sum. T may differ
-    between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's overlap of shared
-    experts), in the backward pass too.
+    The group `parts` may shard the experts; each of its ranks then has another `group`. The ranks of `parts` all-gather the
+    tokens that they received, and sum the results of their shards of the experts (TED, section 7.2; algorithm 5 drops the
+    tokens that the other ranks send). With `duplicates`, all ranks of `parts` send and receive the same tokens, so they
+    only sum.
+
+    T may differ between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's overlap of
+    shared experts), in the backward pass too.
     """
 
     def __init__(self, group: Group, experts_per_rank: int, parts: Group, *, duplicates: bool = False) -> None:
@@ -118,9 +122,9 @@ class AllToAllDispatch:
         return self.exchange(x_TH, weights_TK, indices_TK, experts, ExchangeCounts(*counts), overlapped)
 
     def exchange_counts(self, send_N2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchanges (rows, choices) for each rank.
+        """Exchanges the counts (rows, choices) with each rank.
 
-        Returns the sent ones, the received ones, and the totals of each of the parts.
+        Returns the sent counts, the received counts, and the total received counts of each rank of `parts`.
         """
         receive_N2 = self.group.all_to_all(send_N2)
         totals_P2 = receive_N2.sum(0, keepdim=True)
@@ -137,7 +141,7 @@ class AllToAllDispatch:
         counts: ExchangeCounts,
         overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
-        """Dispatches and combines with known counts."""
+        """Dispatches and combines with known `counts`, by four all-to-alls."""
         send, receive, tokens, choices = counts
         copies = make_copies(needed_by(indices_TK // self.experts_per_rank, self.group.size), sum(send))
         chosen_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes
@@ -161,7 +165,7 @@ class AllToAllDispatch:
         tokens: Sequence[int],
         choices: int,
     ) -> Tensor:
-        """Returns the outputs of whole experts for these tokens, from shards of the experts."""
+        """Returns the outputs of whole experts for the received tokens, summed over the shards of the experts."""
         if self.parts.size == 1:
             return experts(x_RH, weights_RK, local_RK, choices)
         if self.duplicates:
@@ -174,7 +178,7 @@ class AllToAllDispatch:
 
 
 def read_counts(*exchanges: tuple[Tensor, Tensor, Tensor]) -> tuple[ExchangeCounts, ...]:
-    """Reads the results of `exchange_counts` to the host; waits for the device once for all exchanges."""
+    """Copies the results of `exchange_counts` to the host, which waits for the device once for all exchanges."""
     flat = [each.flatten() for exchange in exchanges for each in exchange]
     numbers = [each.tolist() for each in torch.cat(flat).cpu().split([len(each) for each in flat])]
     return tuple(
@@ -184,7 +188,7 @@ def read_counts(*exchanges: tuple[Tensor, Tensor, Tensor]) -> tuple[ExchangeCoun
 
 
 class _Copied(torch.autograd.Function):
-    """Maps [T, ...] to [S, ...], one row per copy; with `collects`, sums each token's copies in rank order."""
+    """Maps [T, ...] to [S, ...], one row per copy; with `collects`, maps back and sums a token's copies in rank order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, copies: Copies, collects: bool) -> Tensor:

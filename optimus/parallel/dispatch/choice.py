@@ -1,7 +1,7 @@
 """Chooses the faster dispatcher, from measured or simulated times of its collectives (`comm/costs.py`).
 
-All-gathers are few and regular, but grow with the number of ranks; all-to-alls send each token only to ranks that hold its
-experts. So all-gathers pay off for few tokens on few ranks.
+All-gathers are few and regular, but their bytes grow with the number of ranks. All-to-alls send each token only to ranks
+that hold its experts. So all-gathers are faster for few tokens on few ranks.
 """
 
 from math import comb
@@ -23,8 +23,8 @@ from optimus.parallel.dispatch.two_level import TwoLevelDispatch
 from optimus.parallel.options import StageOptions
 
 Dispatcher = Literal["alltoall", "allgather"]
-_INDEX = 4  # bytes of a choice
-_COUNT = 16  # bytes of the counts of rows and choices for a rank
+_INDEX = 4  # bytes of the index of a chosen expert
+_COUNT = 16  # bytes of the two counts (rows, choices) for a rank
 
 
 def dispatcher(
@@ -35,10 +35,10 @@ def dispatcher(
     itemsize: int,
     measured: Measured | None = None,
 ) -> Dispatcher:
-    """Returns the dispatcher that is `asked` for; for auto, the faster one.
+    """Returns the configured dispatcher `asked`; for "auto", the faster one.
 
-    `tokens` are the tokens of a rank, with numbers of `itemsize` bytes. Every rank gets the same answer, because all inputs
-    are the same on all ranks.
+    `tokens` is the number of a rank's tokens, whose elements have `itemsize` bytes. All arguments must be the same on all
+    ranks, so that all ranks choose the same dispatcher.
     """
     if asked != "auto":
         return asked
@@ -47,7 +47,7 @@ def dispatcher(
     everyone, ranks = shape_of(group, mesh), shape_of(group[:: mesh.etp], mesh)
     if experts is None or chosen is None or everyone is None or ranks is None or everyone.ranks == 1:
         return "alltoall"
-    widths = [model.hidden * itemsize, chosen * itemsize, chosen * _INDEX]  # bytes: a token, its weights, its choices
+    widths = [model.hidden * itemsize, chosen * itemsize, chosen * _INDEX]  # bytes of a token, its weights, its choices
 
     def together(kind: CollectiveKind, shape: Shape, rows: float) -> float:
         """Returns the seconds to dispatch tokens, weights and choices, and to combine the results."""
@@ -67,12 +67,15 @@ def dispatcher(
     whole, (width, *others) = tokens * everyone.ranks, widths
     allgather = sum(expected("all_gather", everyone, whole * each, measured) for each in [width, *others])
     allgather += expected("reduce_scatter", everyone, whole * width, measured)
-    clearly = GAIN if measured is not None else 1.0  # measurements are noisy, and chance should not change the default
+    clearly = GAIN if measured is not None else 1.0  # noise should not change the default
     return "allgather" if allgather < clearly * alltoall else "alltoall"
 
 
 def copies(experts: int, parts: int, chosen: int) -> float:
-    """Returns the expected number of equal `parts` of the experts with any of a token's randomly chosen experts."""
+    """Returns the expected number of parts with any of a token's `chosen` random experts.
+
+    The experts are divided into `parts` equal parts.
+    """
     elsewhere = comb(experts - experts // parts, chosen) / comb(experts, chosen)
     return parts * (1 - elsewhere)
 

@@ -1,8 +1,8 @@
-"""Two-level dispatch: each token goes once to every node with any of its experts, and there once to every rank with any.
+"""Two-level dispatch: a token goes once to each node with any of its experts, and there once to each rank with any of them.
 
 Between nodes, tokens go to the rank with the same local rank, so that all ranks of a node send and receive. The receiving
 rank dispatches tokens within its node, and sends back the sum of the results of its node's experts. So one row per token
-and node crosses in each direction, for any number of the node's ranks that hold its experts.
+and node crosses the network in each direction, for any number of the node's ranks that hold the token's experts.
 """
 
 from collections.abc import Iterator
@@ -19,15 +19,16 @@ from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts,
 
 
 class TwoLevelDispatch:
-    """A `TokenDispatcher` over ranks `across` nodes, each of which dispatches to the ranks `for_documents` its node.
+    """A `TokenDispatcher` over the group `across` nodes, each rank of which dispatches to the group `within` its node.
 
-    Rank l of node x holds the experts from (x M + l) E / N M on, with M ranks per node; each rank holds `experts_per_rank`.
+    With X nodes of M ranks and E experts, local rank l of node x holds the `experts_per_rank` experts from
+    (x M + l) E / (X M) on.
     """
 
     def __init__(
         self, across: Group, within: Group, experts_per_rank: int, parts: Group, *, duplicates: bool = False
     ) -> None:
-        alone = Group([parts.ranks[parts.rank]], 0)  # parts of experts are combined within the node
+        alone = Group([parts.ranks[parts.rank]], 0)  # the level within the node sums over shards of experts
         self.across = AllToAllDispatch(across, within.size * experts_per_rank, alone)
         self.within = AllToAllDispatch(within, experts_per_rank, parts, duplicates=duplicates)
 
@@ -59,9 +60,9 @@ class TwoLevelDispatch:
         return self.within.exchange(x_RH, weights_RK, local_RK, experts, counts)
 
     def _exchange_counts(self, indices_TK: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields the counts of both levels.
+        """Yields the counts of the level across nodes, then of the level within the node.
 
-        Other nodes tell this rank the rows to send within its node: the rows they send to it.
+        This rank dispatches within its node the rows that other nodes send to it, so those nodes send these counts too.
         """
         nodes, ranks = self.across.group.size, self.within.group.size
         rank_TK = indices_TK // self.within.experts_per_rank
@@ -70,5 +71,5 @@ class TwoLevelDispatch:
         rows_N = needed_TNM.any(2).sum(0)
         send = torch.cat([rows_N[:, None], needed_TNM.sum(0), choices_NM], 1)
         receive = self.across.group.all_to_all(send)
-        yield send[:, :2], receive[:, :2], send.new_zeros(1, 2)  # the second numbers are unused
+        yield send[:, :2], receive[:, :2], send.new_zeros(1, 2)  # only the counts of rows are used
         yield self.within.exchange_counts(receive[:, 1:].sum(0).view(2, ranks).T.contiguous())
