@@ -58,6 +58,13 @@ class PruningConfig(Section):
         """True if pruning takes place before the first step: the run then never allocates state for pruned elements."""
         return self.at[0] == 0 and self.method != "early-bird"
 
+    def shares(self, *, begins: bool = True) -> list[float | None]:
+        """Returns the unpruned share of the targets at the run's first step, None if nothing is pruned then, and after each
+        later event. A run that does not begin, but resumes, has all events after its first step."""
+        first = int(self.comes_first and begins)
+        events = [self.unpruned(event) for event in range(len(self.at))]
+        return [events[0] if first else None, *events[first:]]
+
     def unpruned(self, event: int) -> float:
         """Returns the unpruned share of the targets after pruning number `event`, counted from 0."""
         done = (event + 1) / len(self.at)

@@ -37,6 +37,7 @@ from optimus.state.plan import (
     end_to_end,
     in_order,
     place_chunks,
+    shard_sizes,
     sharding_of,
     sharing_steps,
 )
@@ -246,14 +247,8 @@ class ChunkGroup:
     def after(self, depth: int) -> int:
         """Returns the number of unpruned elements in a rank's shard after `depth` sharding steps; where shards differ, in
         the largest shard."""
-        ways = self.shards(depth)
-        if all(plan.tiling.equal for plan in self.plans):
-            return sum(plan.borders[-1] for plan in self.plans) // ways
-        parts = [0] * ways
-        for plan in self.plans:
-            for part, (start, end) in enumerate(pairwise(plan.borders[:: plan.shard_count // ways])):
-                parts[part] += end - start
-        return max(parts)
+        sizes = shard_sizes(self.plans, depth)
+        return sizes if isinstance(sizes, int) else int(sizes.max())
 
     def shards(self, depth: int) -> int:
         """Returns the number of shards after `depth` sharding steps."""
@@ -311,16 +306,6 @@ def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
     return [*found.values()]
 
 
-def unpruned_shares(job: Job) -> list[float | None]:
-    """Returns the unpruned shares of prunable parameters: at the run's first step, and after each later pruning event. The
-    share is None before the first event."""
-    pruning = job.config.pruning
-    if pruning is None:
-        return [None]
-    events = [pruning.unpruned(event) for event in range(len(pruning.at))]
-    return [*events] if pruning.comes_first else [None, *events]
-
-
 def chunk_plans(job: Job, counts: PartCounts, unpruned: float | None = None) -> list[ChunkPlan]:
     """Returns the chunks of a stage with these parts of the model, with the job's offloading. `unpruned` is the share that
     is left of prunable parameters; None: before pruning."""
@@ -341,10 +326,8 @@ def _shared(
         replicas, steps, depths = _places(row.axes, job.mesh, options.shard_over == "data", widths)
         shards = math.prod(step.size for step in steps)
         copies = job.mesh.axis_size(*row.same) * replicas.size // shards
-        kept, shard_steps = (
-            chunk_buffers(depths, row.rule, options, rows.recipe),
-            tuple(ShardStep(step.size, 0) for step in steps),
-        )
+        kept = chunk_buffers(depths, row.rule, options, rows.recipe)
+        shard_steps = tuple(ShardStep(step.size, 0) for step in steps)
         yield row.sharded(rows.borders(number, shards), shard_steps, depths, copies, kept), replicas, steps
 
 
@@ -362,8 +345,7 @@ def _places(
     (`state.plan.shard_groups`), and the depths of sharding."""
     replicas = shared = _replicas(axes, mesh)
     if over_data and axes != ("edp",):
-        experts = {tuple(mesh.coordinate(rank, axis) for axis in ("ep", "etp")) for rank in mesh.group(0, axes)}
-        several = len(experts)
+        several = len({(mesh.coordinate(rank, "ep"), mesh.coordinate(rank, "etp")) for rank in mesh.group(0, axes)})
         shared = replicas.outer(several) if several < replicas.size else StridedGroup(1)
     if widths[-1] is not None:
         shared = shared.inner(min(widths[-1], shared.size))

@@ -1,4 +1,4 @@
-"""Estimates a rank's memory for the search; an estimate takes microseconds.
+"""Estimates a rank's memory for the search; an estimate takes about a millisecond.
 
 The layouts decide the bytes of parameters, gradients and optimizer state. Recomputation and the schedule's live microbatches
 decide the bytes of activations. A plan reports the memory account of its run instead (`resolve.memory`), and must fit by
@@ -18,7 +18,7 @@ from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, stages_of_ranks
 from optimus.plan.blocks import examples
-from optimus.plan.chunks import PartCounts, chunk_groups, chunk_plans, held_in, unpruned_shares, written
+from optimus.plan.chunks import PartCounts, chunk_groups, chunk_plans, held_in, written
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.offloading import Elsewhere, cache_blocks, device_share
@@ -95,14 +95,14 @@ def stages_of_each(job: Job) -> list[tuple[PartCounts, ...]]:
 
 def state_of(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
     """Returns the bytes of parameters, gradients and optimizer state on each rank: on the device by kind, and on the host or
-    disk. In a run with pruning, the bytes are the maximum over `unpruned_shares`."""
+    disk. In a run with pruning, the bytes are the maximum over the run (`PruningConfig.shares`)."""
     plans = cache(partial(chunk_plans, job))
 
     @cache
     def found(stages: tuple[PartCounts, ...]) -> tuple[dict[str, float], Elsewhere]:
         times = [
             _state(job, stages, [plan for counts in held_in(job, stages) for plan in plans(counts, unpruned)])
-            for unpruned in unpruned_shares(job)
+            for unpruned in (job.config.pruning.shares() if job.config.pruning is not None else [None])
         ]
         device, elsewhere = zip(*times)
         return max(device, key=lambda parts: sum(parts.values())), Elsewhere(*map(max, zip(*elsewhere)))

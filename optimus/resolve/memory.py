@@ -22,7 +22,7 @@ from optimus.resolve.precision import DTYPES
 from optimus.resolve.run import ResolvedRun
 from optimus.resolve.stages import live_of
 from optimus.state.buffers import KINDS, Buffer, Residency
-from optimus.state.plan import ChunkPlan, StateSpec, bytes_by_kind
+from optimus.state.plan import ChunkPlan, StateSpec, bytes_by_kind, shard_sizes
 
 Table = npt.NDArray[np.int64]  # shape [shards, kinds]
 
@@ -144,8 +144,8 @@ def recipes_of(run: ResolvedRun) -> list[StateSpec]:
     if pruning is None:
         return [first]
     targets = targets_of(run.config, run.model)
-    later = range(int(pruning.comes_first and run.inputs.begins), len(pruning.at))
-    shares = (dict.fromkeys(targets, pruning.unpruned(event)) for event in later)
+    _, *later = pruning.shares(begins=run.inputs.begins)
+    shares = (dict.fromkeys(targets, share) for share in later)
     return [first, *(first._replace(unpruned={**first.unpruned, **share}) for share in shares)]
 
 
@@ -265,10 +265,8 @@ def _of_shards(alike: Sequence[ChunkPlan], buffer: Buffer) -> "int | Table":
     first = alike[0]
     if first.mask is not None and buffer.extent != "compressed":
         return sum(plan.elements(buffer) for plan in alike)
-    _, together = first.shards(buffer.depth)  # number of smallest shards in the buffer's shard
-    if first.tiling.equal:
-        return sum([plan.borders[-1] for plan in alike]) * together // first.shard_count
-    return sum(np.diff(plan.borders[::together]).repeat(together) for plan in alike)
+    sizes = shard_sizes(alike, buffer.depth)
+    return sizes if isinstance(sizes, int) else sizes.repeat(first.shard_count // len(sizes))
 
 
 def _alike(plans: Sequence[ChunkPlan]) -> Iterator[list[ChunkPlan]]:

@@ -376,8 +376,7 @@ def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: State
         pruned = plan.rule.trains and any(recipe.unpruned.get(slot.name) is not None for slot in plan.slots)
         prunable = elsewhere and first.name in recipe.unpruned
         kept = chunk_buffers(depths, plan.rule, options, recipe, pruned, where, prunable, sends)
-        if (kept, depths) != (plan.buffers, plan.depths):
-            plan = replace(plan, buffers=kept, depths=depths)
+        plan = replace(plan, buffers=kept, depths=depths)
         found.append(_compressed(plan, recipe) if pruned else plan)
     return found
 
@@ -599,6 +598,16 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list
     copies_WP = np.sort(places_PW.T)  # ascending ranks in each group
     copies = all_replicas.cut(lambda ranks_GR: ranks_GR[:, copies_WP].reshape(-1, copies_WP.shape[1]))
     return [*map(shared, steps, inner), copies]
+
+
+def shard_sizes(plans: Sequence[ChunkPlan], depth: int) -> int | Sizes:
+    """Returns the number of elements of each shard after `depth` sharding steps, summed over chunks with the same steps; a
+    single number if all shards are equally long."""
+    first = plans[0]
+    _, together = first.shards(depth)  # number of smallest shards in a shard of this depth
+    if first.tiling.equal:
+        return sum([plan.borders[-1] for plan in plans]) * together // first.shard_count
+    return sum((np.diff(plan.borders[::together]) for plan in plans), np.zeros(first.shard_count // together, np.int64))
 
 
 def bytes_by_kind(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from helpers.sweep import in_turns
-from optimus.plan.chunks import chunk_groups, chunk_plans, held_in, unpruned_shares
+from optimus.plan.chunks import chunk_groups, chunk_plans, held_in
 from optimus.plan.job_builder import as_configured, asked, configured
 from optimus.plan.memory import ranks_of
 from optimus.plan.proposal import run_of
@@ -70,8 +70,9 @@ def test_chunks_of_a_representative_rank_are_those_of_the_run(model: str, layout
     config = configured(preset, ["train.global_batch=64", *shape, *LAYOUTS[layout], *STATES[state]], 8)
     job = as_configured(asked(config, "dgx-a100", 8, []))
     run = run_of(job)
+    shares = job.config.pruning.shares() if job.config.pruning is not None else [None]
     for rank, ours in zip(run.stage_ranks, ranks_of(job)):
-        for unpruned, recipe in zip(unpruned_shares(job), recipes_of(run), strict=True):
+        for unpruned, recipe in zip(shares, recipes_of(run), strict=True):
             own = [told(plan) for counts in held_in(job, ours.stages) for plan in chunk_plans(job, counts, unpruned)]
             assert sorted(own, key=str) == sorted(map(told, run.chunk_plans(rank, recipe=recipe)), key=str)
         last = run.chunk_plans(rank, recipe=recipes_of(run)[-1])
