@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import annotated_types
 import typer
@@ -24,6 +24,7 @@ import optimus
 from optimus import api, cli
 from optimus.config import RunConfig, load_config, resolve_model
 from optimus.config.models import models
+from optimus.plugins import NameIn
 
 FOLDER = Path(__file__).parent
 
@@ -118,7 +119,7 @@ def _row(path: str, field: FieldInfo) -> list[str]:
         default = "from others"
     else:
         default = "required" if field.is_required() else f"`{_value(field.default)}`"
-    words, *null = _type(field.annotation).split(" or null")
+    words, *null = _type(Annotated[field.annotation, *field.metadata]).split(" or null")
     kind = f"{words}{_limits(field)}{', or null' if null else ''}"
     return [f"`{path}`", kind, default, " ".join((field.description or "").split())]
 
@@ -132,11 +133,15 @@ def _type(annotation: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin is typing.Annotated:
+        if names := [each for each in arguments[1:] if isinstance(each, NameIn)]:
+            return " or ".join(f"`{name}`" for name in names[0].table)
         return _type(arguments[0]) + "".join(_limits(each) for each in arguments[1:] if isinstance(each, FieldInfo))
     if _is_section(annotation):
         return "section"
     if origin is list:
         return f"list of {_type(arguments[0])}"
+    if origin is dict:
+        return f"mapping of names to {_type(arguments[1])}"
     names = {int: "integer", float: "number", str: "text", bool: "true or false", types.NoneType: "null"}
     return names[annotation]
 

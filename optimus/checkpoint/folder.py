@@ -23,6 +23,7 @@ from optimus.config.load import model_config_from
 from optimus.config.renamed import with_new_names
 from optimus.disk import parse_json, plain_name, user_path
 from optimus.errors import UserError
+from optimus.plugins import naming_missing_plugins
 
 FORMAT, VERSION = "optimus-checkpoint", 2
 DESCRIPTION, MANIFEST, METADATA = "checkpoint.json", "manifest.json", ".metadata"
@@ -32,6 +33,7 @@ _KINDS = {
     "full": (bool,),
     "precision": (str,),
     "eos_id": (int, type(None)),
+    "plugins": (list,),
     **dict.fromkeys(("run", "progress", "config", "random", "written", "published", "chat"), (dict,)),
 }
 _NAME = re.compile(r"^(step|weights)-(\d+)$")
@@ -65,6 +67,7 @@ class Description:
     published: dict[str, Any] = field(default_factory=dict)  # metadata of the imported folder; see hub/published.py
     chat: dict[str, Any] = field(default_factory=dict)  # chat template of the training data: `data.chat.ChatTemplate`
     frozen: str | None = None  # the sibling folder with the frozen parameters that are not in this one
+    plugins: list[dict[str, Any]] = field(default_factory=list)  # `plugins.Plugin` of the run that wrote it
 
     @property
     def unpruned(self) -> float:
@@ -201,7 +204,10 @@ def read_description(path: Path) -> Description:
             plain_name(raw["frozen"])
         if wrong := [key for key, kinds in _KINDS.items() if key in raw and type(raw[key]) not in kinds]:
             raise TypeError(f"{wrong[0]} is {raw[wrong[0]]!r}")
-        model = model_config_from(with_new_names({"model": raw.pop("model")})["model"], f"{file}: model")
+        try:
+            model = model_config_from(with_new_names({"model": raw.pop("model")})["model"], f"{file}: model")
+        except UserError as error:
+            raise naming_missing_plugins(error, [each["name"] for each in raw.get("plugins", ())]) from None
         return Description(model=model, tokenizer=tokenizer, **raw)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, f"{DESCRIPTION} is damaged or no checkpoint's description ({error!r})") from None

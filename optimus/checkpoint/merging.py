@@ -71,6 +71,7 @@ def merge(
         progress={"unpruned": first.unpruned} if masks else {},
         published=first.published,
         chat=first.chat,
+        plugins=first.plugins,
         written={"merged": {str(path): weight / total for path, weight in weights.items()}},
     )
     stored = write_alone(output, averaged, description, "Make room or choose another `output`")

@@ -6,13 +6,16 @@ a rank has after an all-gather, before a reduce-scatter or an all-to-all, and be
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
+from optimus.comm.checker import check_exchange, check_gather, check_reduction
 from optimus.comm.links import Links
 from optimus.comm.schedules import (
     Round,
@@ -28,6 +31,7 @@ from optimus.comm.schedules import (
 )
 from optimus.errors import nearest
 from optimus.measurements import GAIN
+from optimus.plugins import Table
 from optimus.section import Section
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -54,18 +58,73 @@ def _on_one_level(schedule: RoundSchedule) -> Rounds:
 
 _LEVELS: Mapping[str, RoundSchedule] = {"direct": direct, "ring": ring, "doubling": doubling}
 
-ALGORITHMS: Mapping[str, Rounds] = {
-    **{name: _on_one_level(schedule) for name, schedule in _LEVELS.items()},
-    **{
-        f"{across}+{within}": two_levels(_LEVELS[across], _LEVELS[within])
-        for across, within in (("direct", "direct"), ("doubling", "direct"), ("doubling", "ring"), ("ring", "ring"))
-    },
-}
-"""All-gather algorithms by name. The name of an algorithm on two levels is "algorithm across nodes + algorithm within a
-node". A reduce-scatter is an all-gather backwards, and an all-reduce is that reduce-scatter followed by the all-gather."""
 
-EXCHANGES: Mapping[str, Rounds] = {"direct": _on_one_level(exchange), "direct+direct": exchange_on_two_levels}
-"""All-to-all algorithms by name."""
+@dataclass(frozen=True)
+class AllGatherRow:
+    """An algorithm of all-gathers. A reduce-scatter is an all-gather backwards, and an all-reduce is that reduce-scatter
+    followed by the all-gather.
+
+    The name of an algorithm on two levels is "algorithm across nodes + algorithm within a node"; such an algorithm is for
+    groups on several nodes with several ranks each.
+    """
+
+    name: str
+    rounds: Rounds
+
+
+@dataclass(frozen=True)
+class AllToAllRow:
+    """An algorithm of all-to-alls. See `AllGatherRow` for names."""
+
+    name: str
+    rounds: Rounds
+
+
+_OWN_GATHERS = [
+    *(AllGatherRow(name, _on_one_level(schedule)) for name, schedule in _LEVELS.items()),
+    *(
+        AllGatherRow(f"{across}+{within}", two_levels(_LEVELS[across], _LEVELS[within]))
+        for across, within in (("direct", "direct"), ("doubling", "direct"), ("doubling", "ring"), ("ring", "ring"))
+    ),
+]
+_OWN_EXCHANGES = [AllToAllRow("direct", _on_one_level(exchange)), AllToAllRow("direct+direct", exchange_on_two_levels)]
+_TRIED = [Shape(nodes, per) for nodes, per in ((1, 2), (1, 3), (1, 8), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2), (4, 4))]
+
+
+def _check_gather(row: AllGatherRow) -> None:
+    """Raises `ValueError` if the rounds of an algorithm are wrong for one of a few shapes of groups."""
+    for shape, ranks in _tried(row):
+        with _naming(row.name, shape):
+            check_gather(ranks)
+            check_reduction([backwards(each) for each in ranks])
+
+
+def _check_exchange(row: AllToAllRow) -> None:
+    for shape, ranks in _tried(row):
+        with _naming(row.name, shape):
+            check_exchange(ranks)
+
+
+def _tried(row: AllGatherRow | AllToAllRow) -> Iterator[tuple[Shape, list[Sequence[Round]]]]:
+    if row.name in (OWN, EVERYONE):
+        raise ValueError(f"the name '{row.name}' means an algorithm without rounds: choose another name")
+    for shape in _TRIED:
+        if min(shape) > 1 or not on_two_levels(row.name):
+            yield shape, [row.rounds(rank, shape) for rank in range(shape.ranks)]
+
+
+@contextmanager
+def _naming(name: str, shape: Shape) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"the rounds of '{name}' are wrong on {shape} ranks: {error}") from None
+
+
+ALGORITHMS = Table("all-gather algorithm", AllGatherRow, lambda: {row.name: row for row in _OWN_GATHERS}, _check_gather)
+EXCHANGES = Table(
+    "all-to-all algorithm", AllToAllRow, lambda: {row.name: row for row in _OWN_EXCHANGES}, _check_exchange
+)
 
 
 def on_two_levels(algorithm: str) -> bool:
@@ -78,7 +137,7 @@ def names(kind: CollectiveKind, shape: Shape) -> list[str]:
 
     Algorithms on two levels need several nodes with several ranks each.
     """
-    table = EXCHANGES if kind == "all_to_all" else ALGORITHMS
+    table: Iterable[str] = EXCHANGES if kind == "all_to_all" else ALGORITHMS
     return [OWN, *(name for name in table if min(shape) > 1 or not on_two_levels(name))]
 
 
@@ -90,8 +149,8 @@ def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tup
     Raises `KeyError` for an algorithm that does not exist for the kind, and for `OWN`.
     """
     if kind == "all_to_all":
-        return tuple(EXCHANGES[algorithm](rank, shape))
-    gathering = tuple(ALGORITHMS[algorithm](rank, shape))
+        return tuple(EXCHANGES[algorithm].rounds(rank, shape))
+    gathering = tuple(ALGORITHMS[algorithm].rounds(rank, shape))
     if kind == "all_gather":
         return gathering
     scattering = tuple(backwards(gathering))

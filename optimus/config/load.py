@@ -22,6 +22,7 @@ from optimus.config.yaml_text import Dumper, Loader, parse_yaml
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 from optimus.model.architecture import ModelConfig
+from optimus.plugins import load_plugins, naming_missing_plugins
 
 ModelFolderReader = Callable[[Path], dict[str, Any]]
 SomeSection = typing.TypeVar("SomeSection", bound=BaseModel)
@@ -31,12 +32,17 @@ def load_config(
     source: str | Path | Mapping[str, Any] | RunConfig,
     overrides: Iterable[str] = (),
     read_model_folder: ModelFolderReader | None = None,
+    *,
+    of_run: bool = False,
 ) -> RunConfig:
     """Reads and validates a run's configuration.
 
     `source` is a YAML file, a mapping, or a tree; without overrides, a tree stays unchanged. `overrides` are strings
     `key.path=value` with YAML values. If `model` names a Hugging Face folder, `read_model_folder` (of `optimus.hub`)
     converts the folder to sections of the tree.
+
+    The function loads the plugins that the configuration names, unless `of_run` says that the file is in a run folder:
+    reading a run runs no code.
 
     Raises `UserError` naming each wrong key by its path.
     """
@@ -46,12 +52,20 @@ def load_config(
         raw, where = _copy(source), "config"
     else:
         path = user_path(source)
-        raw, where = _read_including(path, read_model_folder), str(path)
+        raw, where = _read_including(path, read_model_folder, of_run), str(path)
     if isinstance(overrides, str):
         raise UserError(f"overrides are a list of texts: give [{overrides!r}]")
-    for text in overrides:
+    changes = [*overrides]
+    for text in filter(_names_plugins, changes):
         raw = _override(raw, text, read_model_folder)
-    config = validated(RunConfig, _opened(raw, read_model_folder), where)
+    if not of_run:
+        load_plugins(raw.get("plugins") or [], f"{where}: plugins")  # before anything that may use their rows
+    for text in changes:
+        raw = raw if _names_plugins(text) else _override(raw, text, read_model_folder)
+    try:
+        config = validated(RunConfig, _opened(raw, read_model_folder), where)
+    except UserError as error:
+        raise naming_missing_plugins(error, raw.get("plugins") or ()) from None
     try:
         check_combinations(config)
     except ValueError as error:
@@ -134,13 +148,17 @@ def read_section(path: Path, kind: type[SomeSection]) -> SomeSection:
     return validated(kind, _read_yaml(path, kind), str(path), kind)
 
 
+def _names_plugins(override: str) -> bool:
+    return override.startswith("plugins=")
+
+
 def _read_including(
-    path: Path, read_model_folder: ModelFolderReader | None, outer: Sequence[Path] = ()
+    path: Path, read_model_folder: ModelFolderReader | None, of_run: bool, outer: Sequence[Path] = ()
 ) -> dict[str, Any]:
     """Reads a run's file on top of the files that its key `include` names.
 
     `include` is a name or a list of names, relative to this file; later files take precedence. If this file has keys of the
-    model, expands a preset that another of the files names.
+    model, expands a preset that another of the files names. The plugins are those of all files.
     """
     raw = _read_yaml(path, RunConfig)
     written = path.resolve()
@@ -157,8 +175,17 @@ def _read_including(
             raise UserError(f"{path}: include: {other} includes this file in turn: remove one of the two")
         if not other.is_file():
             raise UserError(f"{path}: include: {other} does not exist; names are by their place beside {path.name}")
-        below = _merge_opened(below, _read_including(other, read_model_folder, chain), read_model_folder)
-    return _merge_opened(below, raw, read_model_folder)
+        below = _with_all_plugins(below, _read_including(other, read_model_folder, of_run, chain), read_model_folder)
+    if not of_run:
+        load_plugins(raw.get("plugins") or [], f"{path}: plugins")
+    return _with_all_plugins(below, raw, read_model_folder)
+
+
+def _with_all_plugins(
+    low: Mapping[str, Any], high: Mapping[str, Any], read_model_folder: ModelFolderReader | None
+) -> dict[str, Any]:
+    plugins = [*dict.fromkeys([*(low.get("plugins") or ()), *(high.get("plugins") or ())])]
+    return _merge_opened(low, high, read_model_folder) | ({"plugins": plugins} if plugins else {})
 
 
 def _merge_opened(

@@ -1,17 +1,15 @@
 """The section `parallel`: the division of model and data among the ranks."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from optimus.pipeline.schedules import DEFAULT, schedules
+from optimus.plugins import NameIn
 from optimus.section import Section
 
-if TYPE_CHECKING:
-    ScheduleName = str
-else:
-    ScheduleName = Literal[tuple(schedules())]
+ScheduleName = Annotated[str, NameIn(schedules())]
 
 _DEEPENED = " or ".join(row.name for row in schedules().values() if row.deepens)
 _STAGES = ", ".join(

@@ -15,7 +15,11 @@ from optimus.config.data import Count, DataConfig
 from optimus.config.parallel import ParallelConfig
 from optimus.config.pruning import PruningConfig
 from optimus.config.sizes import parse_size
+from optimus.errors import nearest
 from optimus.model.architecture import ModelConfig
+from optimus.optim.rules import RULES
+from optimus.optim.schedule import SCHEDULES
+from optimus.plugins import NameIn
 from optimus.section import PathText, Section, reported_as_value
 
 _WARMUP_SHARE, _LONGEST_WARMUP = 20, 2500  # divisor of the run's steps, and largest number of steps (the paper)
@@ -134,7 +138,7 @@ def _check_nesting(shard: str, ranks: ShardRanks) -> None:
             raise ValueError(f"shard_ranks.{kind}: with shard {shard} every rank keeps all {kind}: remove it")
 
 
-RuleName = Literal["adamw", "muon", "lion", "schedule-free"]
+RuleName = Annotated[str, NameIn(RULES)]
 
 
 class OptimizerGroup(Section):
@@ -172,6 +176,7 @@ class OptimizerConfig(Section):
     training weights, and decay of the second moment."""
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     momentum: float = Field(0.95, ge=0, lt=1, description="Decay of muon's momentum.")
+    options: dict[str, float] = Field({}, description="Hyperparameters of an update rule from a plugin, by name.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, times the learning rate.")
     groups: list[OptimizerGroup] = Field([])
     """Other settings for some parameters. If several groups match a parameter, the last one that sets a key wins."""
@@ -184,9 +189,14 @@ class OptimizerConfig(Section):
     interval (Reptile). Reptile with replay forgets less of earlier data. Costs 4 bytes per parameter. Default: never."""
     reptile_step: float = Field(0.1, gt=0, le=1, description="With reptile_every: the share of the way that is kept.")
 
+    @property
+    def rules(self) -> list[str]:
+        """The names of the update rules in use."""
+        return [*dict.fromkeys([self.name, *(group.name for group in self.groups if group.name is not None)])]
+
     @model_validator(mode="after")
-    def _rules(self) -> "OptimizerConfig":
-        rules = {self.name, *(group.name for group in self.groups)}
+    def _check_rules(self) -> "OptimizerConfig":
+        rules = self.rules
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {self.betas} must lie in [0, 1)")
         if self.reptile_every is None and self.given("reptile_step"):
@@ -201,7 +211,7 @@ class OptimizerConfig(Section):
 class LrScheduleConfig(Section):
     """The learning rate over the steps."""
 
-    name: Literal["cosine", "constant", "linear", "inverse-sqrt", "wsd"] = "cosine"
+    name: Annotated[str, NameIn(SCHEDULES)] = "cosine"
     """Decay after a linear warm-up: cosine or linear to the minimum at the last step; constant; inverse-sqrt of the step;
     wsd (warm-up, stable, decay): constant, then a cooldown to the minimum."""
     lr: float = Field(4e-4, gt=0, description="Learning rate at the end of the warm-up.")
@@ -213,6 +223,7 @@ class LrScheduleConfig(Section):
     branch_from: PathText | None = None
     """Continue from this full checkpoint of another run with the same data, batch and seed, as a separate run: one trunk,
     several cooldowns."""
+    options: dict[str, float] = Field({}, description="Parameters of a schedule from a plugin, by name.")
     warmup_steps: int | None = Field(None, ge=0)
     """Steps of the linear warm-up from zero. Default: a twentieth of the run, at most 2,500 as in the paper."""
 
@@ -222,6 +233,10 @@ class LrScheduleConfig(Section):
             raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
         if self.name != "wsd" and (given := self.given("cooldown", "cooldown_steps")):
             raise ValueError(f"{given[0]}: a {self.name} schedule has no cooldown: remove it, or set name: wsd")
+        known = SCHEDULES[self.name].options
+        if unknown := [name for name in self.options if name not in known]:
+            cure = nearest(unknown[0], known) if known else "remove it"
+            raise ValueError(f"options.{unknown[0]}: the {self.name} schedule has no such parameter: {cure}")
         return self
 
 
@@ -503,6 +518,7 @@ class ObserveConfig(Section):
     log_every: int = Field(10, gt=0, description="Steps between printed lines when there is no terminal.")
     verbose: bool = Field(False, description="Say also where ranks are placed, and in which forms products are made.")
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
+    sinks: list[str] = Field([], description="Metric sinks of plugins, by name.")
     report: bool = Field(True, description="Write report.html, as `optimus report` does, when the run ends.")
     notify: str | None = None
     """Receiver of messages about the run's end or failure, and under `optimus launch` its restarts: a webhook or a command.
@@ -548,6 +564,9 @@ def _placed(node: Any, path: Sequence[str], value: Any) -> Any:
 class RunConfig(Section):
     """The whole configuration of a run. `load_config` checks the sections against each other."""
 
+    plugins: list[str] = Field([])
+    """Modules or entry points (group optimus.plugins) that add update rules, schedules, model families and so on. They are
+    imported in every process of the run."""
     model: ModelConfig = Field(description="A preset, a Hugging Face folder, or the mapping below.")
     data: DataConfig = Field(description="By default that of the first phase.")
     train: TrainConfig

@@ -7,6 +7,7 @@ continues there.
 """
 
 import codecs
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from optimus.data.cutting import PIECE, UncuttableError, pieces
 from optimus.data.fields import TextField, field_of, kind_of
 from optimus.data.files import BadFileError, Source, Sources, open_bytes
 from optimus.data.markup import page_text
+from optimus.data.readers import READERS, ReaderRow
 from optimus.data.tables import records
 from optimus.disk import parse_json
 from optimus.errors import UserError
@@ -121,7 +123,7 @@ def _parts(
     source: Source, start: Position, text_field: str | TextField, encode: Encode
 ) -> "Iterator[DocumentBatch | _Piece]":
     """Yields the batches and pieces of one file, with the reader for the file's ending."""
-    read = next((read for suffixes, read in _READERS.items() if files.ends_in(source.path, suffixes)), None)
+    read = next((row.read for row in READERS.values() if files.ends_in(source.path, row.suffixes)), None)
     with naming_bad_file(str(source.path)):
         if read is None:
             raise UserError(files.unsupported(source.path))
@@ -374,13 +376,50 @@ def _row_pieces(
             yield _Piece(piece, last, after if last else None, raw.tell())
 
 
-_READERS: dict[
-    tuple[str, ...], Callable[[Source, Position, str | TextField, Encode], Iterator[DocumentBatch | _Piece]]
-] = {
-    files.TEXT_SUFFIXES: _read_text,
-    files.HTML_SUFFIXES: _read_page,
-    files.LINES_SUFFIXES: _read_lines,
-    files.TABLE_SUFFIXES: _read_table,
-    (".parquet",): _read_parquet,
-    (".arrow",): _read_arrow,
-}
+def record_reader(
+    name: str, suffixes: tuple[str, ...], records: Callable[[BinaryIO], Iterable[str | Mapping[str, Any]]]
+) -> ReaderRow:
+    """Returns a reader of files of records.
+
+    `records` maps the open file, decompressed if its name ends in .gz or .zst too, to its records in order. A record is a
+    text, or a mapping with the field that `text_field` names. When a preparation resumes, `records` runs again from the
+    beginning of a file, and the reader skips the records that have been read.
+    """
+
+    def read(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
+        field = field_of(text_field)
+        with open_bytes(source) as (stream, raw):
+            rows = enumerate(_named_failures(records(stream), name, source), start=1)
+            later = (
+                (row, {"text": each} if isinstance(each, str) else each) for row, each in rows if row > start.offset
+            )
+            yield from _row_pieces(source, later, start, field, raw, encode)
+
+    return ReaderRow(name, suffixes, read)
+
+
+def _named_failures(records: Iterable[Any], reader: str, source: Source) -> Iterator[Any]:
+    """Yields `records`. Names the reader and the file in any exception of the reader's code, and for other values."""
+    rows = iter(records)
+    for number in itertools.count(1):
+        try:
+            record = next(rows, None)
+        except Exception as error:
+            raise UserError(
+                f"{source.path}: the reader {reader} failed after {number - 1} records ({type(error).__name__}: {error})"
+            ) from error
+        if record is None:
+            return
+        if not isinstance(record, str | Mapping):
+            raise UserError(
+                f"{source.path}: record {number} of the reader {reader} is no text or mapping: {record!r:.80}"
+            )
+        yield record
+
+
+TEXT = ReaderRow("text", files.TEXT_SUFFIXES, _read_text)
+HTML = ReaderRow("html", files.HTML_SUFFIXES, _read_page)
+JSON_LINES = ReaderRow("json-lines", files.LINES_SUFFIXES, _read_lines)
+TABLE = ReaderRow("table", files.TABLE_SUFFIXES, _read_table)
+PARQUET = ReaderRow("parquet", (".parquet",), _read_parquet)
+ARROW = ReaderRow("arrow", (".arrow",), _read_arrow)

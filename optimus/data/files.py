@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from optimus.data import remote
+from optimus.data.readers import suffixes
 from optimus.data.remote import RemoteFile
 from optimus.disk import printable, user_path
 from optimus.errors import UserError, naming_read_errors
@@ -34,10 +35,6 @@ LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")  # one docume
 TSV_SUFFIXES = (".tsv", ".tsv.gz", ".tsv.zst")
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".csv.zst", *TSV_SUFFIXES)  # one document per row
 SUFFIXES = (*TEXT_SUFFIXES, *HTML_SUFFIXES, *LINES_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
-_SUPPORTED = (
-    ".txt .md .html .jsonl .jsonl.gz .jsonl.zst .json.gz .csv .tsv (and .gz, .zst of both) .parquet .arrow, and source code "
-    f"({' '.join(CODE_SUFFIXES)})"
-)
 # Assumed ratio of the size of the text to the size of the file, for the check of free disk space before tokenisation.
 EXPANSION = {".gz": 4.0, ".zst": 4.0, ".parquet": 3.0, ".html": 0.5, ".htm": 0.5, ".xhtml": 0.5}
 READ = 1 << 20
@@ -148,7 +145,7 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encodi
                 real = _real(path)
                 if any(real.is_relative_to(folder) for folder in hidden):
                     continue
-                if path != named and not ends_in(path, SUFFIXES):
+                if path != named and not ends_in(path, suffixes()):
                     skipped.add(real)
                     continue
                 matches += 1
@@ -160,7 +157,7 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encodi
                     source = Source(path, number, name, 0, path.lstat().st_mtime_ns, encoding)
                 found.setdefault(real, source)
         if not matches:
-            raise UserError(f"no input files in {given}: nothing there ends in {_SUPPORTED}")
+            raise UserError(f"no input files in {given}: nothing there ends in {_supported()}")
     if not found:
         raise UserError("no input given: name files, folders or globs")
     by_ending = Counter(map(_ending, skipped))
@@ -191,8 +188,17 @@ def unsupported(path: Path | RemoteFile) -> str:
         ".pdf": "extract its text into a .txt file",
         ".json": "name it .jsonl if each of its lines is an object; of an array, make lines with `jq -c '.[]'`",
     }
-    cure = cures.get(_ending(path), f"supported are {_SUPPORTED}")
+    cure = cures.get(_ending(path), f"supported are {_supported()}")
     return f"{path}: unsupported file type: {cure}"
+
+
+def _supported() -> str:
+    """Lists the endings of files that some reader reads."""
+    added = "".join(f"{suffix} " for suffix in suffixes() if suffix not in SUFFIXES)
+    return (
+        f"{added}.txt .md .html .jsonl .jsonl.gz .jsonl.zst .json.gz .csv .tsv (and .gz, .zst of both) .parquet .arrow, "
+        f"and source code ({' '.join(CODE_SUFFIXES)})"
+    )
 
 
 def ends_in(path: Path | RemoteFile, suffixes: tuple[str, ...]) -> bool:
@@ -209,7 +215,7 @@ def _ending(path: Path | RemoteFile) -> str:
 def _expand(given: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
     """Yields the files of one input, each with its name relative to the input."""
     if remote.is_remote(given):
-        yield from remote.expand(str(given), SUFFIXES)
+        yield from remote.expand(str(given), suffixes())
         return
     path = user_path(given)
     if path.is_dir():

@@ -45,6 +45,7 @@ from optimus.data.tokenizer import TokenizerInfo
 from optimus.data.work import SUMS, Encoded, encoder, tokenizer_trainer, write_shard
 from optimus.disk import printable, sync, user_path, write_json
 from optimus.errors import UserError
+from optimus.plugins import load_plugins
 
 Progress = Callable[[str, int, int | None], None]
 Item = TypeVar("Item")
@@ -126,6 +127,7 @@ def prepare(
     dedup: Dedup = "none",
     encoding: str = "utf-8",
     skip_bad: bool = False,
+    plugins: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of its `index.json`.
@@ -148,8 +150,8 @@ def prepare(
 
     Text is UTF-8. If `encoding` is another encoding, `prepare` uses it for files that are not valid UTF-8. The first
     step checks all files, and one error lists the unreadable ones. With `skip_bad`, `prepare` excludes the unreadable
-    files, and the index lists them as `bad_files`. `prepare` calls `progress(stage, done, total)` now and then; `total`
-    may be None.
+    files, and the index lists them as `bad_files`. `plugins` names plugins with readers of
+    further files. `prepare` calls `progress(stage, done, total)` now and then; `total` may be None.
 
     A new call resumes where an interrupted call stopped. If `output` is already complete with the same settings, the
     call returns its index. Raises `UserError` for bad input, too little disk space, or an `output` with other content.
@@ -158,6 +160,7 @@ def prepare(
         index = optimus.prepare(["texts/"], "data", train_tokenizer=4096, context=256)
         index["tokens"]
     """
+    loaded = load_plugins(plugins)
     output = Path(os.path.abspath(user_path(output)))
     workers = usable_cores() if workers is None else workers
     _check(tokenizer, train_tokenizer, pack, context=context, workers=workers, shard_size=shard_size)
@@ -182,7 +185,8 @@ def prepare(
         "encoding": encoding,
     }
     trained_or_given = info.sha256 if info else f"trained to {train_tokenizer}"
-    settings = {"inputs": "", "tokenizer": trained_or_given, **given, **asdict(selection)}
+    read_with = {"plugins": {plugin.name: plugin.sha256 for plugin in loaded}}
+    settings = {"inputs": "", "tokenizer": trained_or_given, **given, **read_with, **asdict(selection)}
     if isinstance(field, ChatField):
         field = _chat_field(text_field, info, parse_special)
         settings["chat_template"] = field.template.digest

@@ -32,7 +32,7 @@ CACHE = "~/.cache/optimus/data"  # default folder for copies of files at URLs
 FORMAT = "optimus-tokens"
 VERSION = 1
 # The fixed settings that `prepare` used before it had these options.
-EARLIER = {"parse_special": True, "pack": "concatenate", "encoding": "utf-8", **asdict(Selection())}
+EARLIER = {"parse_special": True, "pack": "concatenate", "encoding": "utf-8", "plugins": {}, **asdict(Selection())}
 
 
 def read_index(folder: Path) -> dict[str, Any]:

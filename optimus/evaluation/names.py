@@ -1,6 +1,39 @@
-"""Names of the known tasks."""
+"""The table of evaluation tasks."""
 
-TASKS = (
-    "arc_easy", "arc_challenge", "hellaswag", "piqa", "boolq", "sciq", "winogrande", "openbookqa", "mmlu",
-    "mmlu_continuation",
-)  # fmt: skip
+from dataclasses import dataclass
+
+from optimus.plugins import Table
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """A task of lm-eval, which runs on local documents.
+
+    `definition` is the folder with the task's YAML file: relative to lm-eval's folder `tasks`, or an absolute path. `splits`
+    are the splits of the data to evaluate, in order of preference. For a task that lm-eval divides by subjects, `subjects`
+    is the pattern of lm-eval's names, and `data` the name of the files of all subjects.
+    """
+
+    name: str
+    definition: str
+    splits: tuple[str, ...] = ("test", "validation")
+    subjects: str | None = None
+    data: str | None = None  # name of the data files, if it is not the name of the task
+
+
+_VALIDATION = ("validation",)  # the test labels are unpublished
+
+_OWN = (
+    TaskRow("arc_easy", "arc"),
+    TaskRow("arc_challenge", "arc"),
+    TaskRow("hellaswag", "hellaswag", _VALIDATION),
+    TaskRow("piqa", "piqa", _VALIDATION),
+    TaskRow("boolq", "super_glue/boolq", _VALIDATION),
+    TaskRow("sciq", "sciq"),
+    TaskRow("winogrande", "winogrande", _VALIDATION),
+    TaskRow("openbookqa", "openbookqa"),
+    TaskRow("mmlu", "mmlu/default", subjects="mmlu_{}"),
+    TaskRow("mmlu_continuation", "mmlu/continuation", subjects="mmlu_{}_continuation", data="mmlu"),
+)
+
+TASKS = Table("task", TaskRow, lambda: {row.name: row for row in _OWN})

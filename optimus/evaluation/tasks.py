@@ -31,18 +31,6 @@ from optimus.evaluation import task_data
 from optimus.evaluation.names import TASKS
 from optimus.evaluation.task_data import Document
 
-# Folder of a task's definition, below lm-eval's folder `tasks`, if its name is not the task's name. lm-eval indexes only
-# these folders here; indexing all its folders would take seconds.
-_DEFINITIONS = {
-    "arc_easy": "arc",
-    "arc_challenge": "arc",
-    "boolq": "super_glue/boolq",
-    "mmlu": "mmlu/default",
-    "mmlu_continuation": "mmlu/continuation",
-}
-_OF_SUBJECTS = {"mmlu": "mmlu_{}", "mmlu_continuation": "mmlu_{}_continuation"}  # lm-eval's task for each subject
-_SPLITS = ("test", "validation")  # splits in the order of lm-eval's preference
-_VALIDATION_ONLY = ("hellaswag", "piqa", "boolq", "winogrande")  # the test labels of these tasks are unpublished
 _METRICS = ("acc", "acc_norm")
 _FEWSHOT_SEED = 1234  # lm-eval's default
 
@@ -70,8 +58,7 @@ def load_tasks(names: Sequence[str], folder: Path, fewshot: int = 0) -> list[Loc
     Raises `UserError` for an unknown name, for data that is missing or damaged, and for too few examples for `fewshot`.
     """
     for name in names:
-        if name not in TASKS:
-            raise UserError(f"unknown task '{name}': {nearest(name, TASKS)}")
+        TASKS.named(name)
     if not folder.is_dir():
         raise UserError(f"task data folder {folder} does not exist")
     tasks = [_load(name, folder, fewshot) for name in dict.fromkeys(names)]
@@ -120,9 +107,8 @@ def _answer(task: Any, sample: dict[str, Any]) -> tuple[float, float]:
 
 
 def _load(name: str, folder: Path, fewshot: int) -> LocalTask:
-    splits = _SPLITS[1:] if name in _VALIDATION_ONLY else _SPLITS
-    overrides: dict[str, Any] = {}
-    data = "mmlu" if name in _OF_SUBJECTS else name
+    row, overrides = TASKS[name], dict[str, Any]()
+    splits, data = row.splits, row.data or name
     for split in splits:
         if path := task_data.find_dataset(folder, data, split):
             documents = task_data.read_dataset(path, name)
@@ -133,10 +119,10 @@ def _load(name: str, folder: Path, fewshot: int) -> LocalTask:
             raise task_data.missing(folder, data, splits)
         split, documents = "validation", task_data.read_hellaswag_requests(requests)
         overrides["process_docs"] = None  # the file's documents are already processed
-    shots_split = "dev" if name in _OF_SUBJECTS else "train"
+    shots_split = "dev" if row.subjects else "train"
     # Ready-made HellaSwag documents have another form than raw training examples.
     shots_path = task_data.find_dataset(folder, data, shots_split) if fewshot and not overrides else None
-    if shots_path is None and fewshot and name in _OF_SUBJECTS:
+    if shots_path is None and fewshot and row.subjects:
         raise task_data.missing(folder, data, (shots_split,))
     shots = task_data.read_dataset(shots_path, name) if shots_path else None
     return LocalTask(name, split, documents, shots, overrides)
@@ -151,13 +137,14 @@ def _check_shots(task: LocalTask, fewshot: int, folder: Path) -> None:
 
 def _parts(task: LocalTask) -> Iterator[tuple[str, list[Document], list[Document] | None]]:
     """Yields (lm-eval's name, documents, shots) of each task of lm-eval: mmlu is one task per subject."""
-    if task.name not in _OF_SUBJECTS:
+    pattern = TASKS[task.name].subjects
+    if pattern is None:
         yield task.name, task.documents, task.shots
         return
     for subject in dict.fromkeys(document["subject"] for document in task.documents):
         shots = None if task.shots is None else [shot for shot in task.shots if shot["subject"] == subject]
         yield (
-            _OF_SUBJECTS[task.name].format(subject),
+            pattern.format(subject),
             [document for document in task.documents if document["subject"] == subject],
             shots,
         )
@@ -167,7 +154,8 @@ def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
     """Builds lm-eval's task objects from local documents. The result maps names to tasks."""
     import lm_eval.tasks
 
-    home = Path(lm_eval.tasks.__file__).parent / _DEFINITIONS.get(task.name, task.name)
+    # lm-eval indexes only this folder; indexing all its folders would take seconds.
+    home = Path(lm_eval.tasks.__file__).parent / TASKS[task.name].definition
     manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=str(home))
     members = []
     for name, documents, shots in _parts(task):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -9,11 +10,8 @@ from typing import Any
 
 from optimus.config import RunConfig
 from optimus.disk import read_json_lines
-from optimus.errors import naming_disk_errors
-from optimus.observe.mlflow import MLflow
-from optimus.observe.sinks import FULL, Sink
-from optimus.observe.tensorboard import TensorBoard
-from optimus.observe.wandb import WeightsAndBiases
+from optimus.errors import UserError, naming_disk_errors
+from optimus.observe.sinks import FULL, sinks_of
 
 
 class MetricsWriter:
@@ -27,10 +25,7 @@ class MetricsWriter:
         for path in (self._experts, self._samples):
             if path.exists():
                 _open_after(path, after_step).close()
-        given = config.observe
-        self._sinks: list[Sink] = [TensorBoard(folder, config, after_step)] if given.tensorboard else []
-        self._sinks += [WeightsAndBiases(folder, config)] if given.wandb else []
-        self._sinks += [MLflow(folder, config)] if given.mlflow else []
+        self._sinks = {row.name: row.make(folder, config, after_step) for row in sinks_of(config)}
 
     def write(
         self,
@@ -47,15 +42,30 @@ class MetricsWriter:
             _append(self._experts, {"step": record["step"], "load": expert_load})
         if samples:
             _append(self._samples, {"step": record["step"], "samples": samples})
-        for sink in self._sinks:
-            sink.write(record)
+        for name, sink in [*self._sinks.items()]:
+            try:
+                sink.write(record)
+            except UserError:
+                raise
+            except Exception as error:  # an error in a plugin
+                del self._sinks[name]
+                print(
+                    f"the metric sink {name} failed ({type(error).__name__}: {error}): from step {record['step']} on, it "
+                    "gets no metrics; metrics.jsonl has them",
+                    file=sys.stderr,
+                )
 
     def close(self) -> None:
         """Closes the files and the sinks."""
         with suppress(OSError):  # the flush has already reported a failed write
             self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        for name, sink in self._sinks.items():
+            try:
+                sink.close()
+            except UserError:
+                raise
+            except Exception as error:
+                print(f"the metric sink {name} failed at its end ({type(error).__name__}: {error})", file=sys.stderr)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

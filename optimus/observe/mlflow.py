@@ -11,6 +11,7 @@ from optimus.config import RunConfig
 from optimus.config.flat import flat
 from optimus.disk import parse_json, write_json
 from optimus.errors import UserError, how_to_install
+from optimus.observe.sinks import SinkRow
 
 _LONGEST = 500  # most characters of a parameter's value
 
@@ -71,3 +72,11 @@ class MLflow:
     def close(self) -> None:
         if not self._lost:
             self._mlflow.end_run()
+
+
+SINK = SinkRow(
+    "mlflow",
+    lambda folder, config, _: MLflow(folder, config),
+    lambda config: config.observe.mlflow is not None,
+    check_mlflow,
+)

@@ -7,7 +7,7 @@ from typing import Any
 from optimus.config import RunConfig
 from optimus.config.flat import flat
 from optimus.errors import naming_disk_errors
-from optimus.observe.sinks import FULL
+from optimus.observe.sinks import FULL, SinkRow
 
 _GROUPS = {  # groups of the metrics whose names have no group, unlike `memory/parameters`
     "train": ("loss", "lr", "grad_norm", "skipped_steps", "tokens"),
@@ -52,3 +52,6 @@ def grouped(name: str) -> str:
     if "/" in name:
         return name
     return f"{next((group for group, names in _GROUPS.items() if name in names), 'validation')}/{name}"
+
+
+SINK = SinkRow("tensorboard", TensorBoard, lambda config: config.observe.tensorboard)

@@ -8,6 +8,7 @@ from typing import Any
 from optimus.config import RunConfig
 from optimus.disk import parse_json, write_json
 from optimus.errors import UserError, how_to_install
+from optimus.observe.sinks import SinkRow
 
 _WITHOUT_KEY = ("offline", "dryrun", "disabled")  # W&B modes that need no key
 _WITHOUT = "WANDB_MODE=offline keeps the records in the run folder, and observe.wandb=null is without"
@@ -77,3 +78,11 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+SINK = SinkRow(
+    "wandb",
+    lambda folder, config, _: WeightsAndBiases(folder, config),
+    lambda config: config.observe.wandb is not None,
+    check_wandb,
+)

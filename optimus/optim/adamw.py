@@ -10,6 +10,7 @@ from torch import Tensor
 from optimus.kernels import backend
 from optimus.kernels.adamw import AdamWFactors, adamw_in_one_pass
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
+from optimus.optim.rules import BETAS, RuleRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,9 @@ class AdamW(UpdateRule):
             lr=self.rate(now), beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay,
             amsgrad=False, maximize=False,
         )  # fmt: skip
+
+
+ROW = RuleRow("adamw", AdamW, BETAS | {"eps": "eps"})
 
 
 def adamw_reference(rule: AdamW, step: int, lr: float, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:

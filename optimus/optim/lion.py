@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
+from optimus.optim.rules import BETAS, RuleRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,3 +25,6 @@ class Lion(UpdateRule):
         sign = m.lerp(gradient, 1 - self.beta1).sign_()
         weight.mul_(1 - self.rate(now) * self.weight_decay).sub_(sign, alpha=self.rate(now))
         m.lerp_(gradient, 1 - self.beta2)
+
+
+ROW = RuleRow("lion", Lion, BETAS)

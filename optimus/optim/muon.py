@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from optimus.optim.rule import OptimizerStep, Tile, TilingName, UpdateRule
+from optimus.optim.rules import RuleRow
 
 STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315  # number of steps and Jordan's coefficients, steepest at zero
 _LEAST_NORM = 1e-7
@@ -44,6 +45,9 @@ class Muon(UpdateRule):
         nesterov = gradient.lerp(momentum, self.momentum).to((weight if copy is None else copy).dtype)
         update = whole(direction, nesterov)
         weight.mul_(1 - self.rate(now) * self.weight_decay).sub_(update, alpha=self.rate(now) * scale)
+
+
+ROW = RuleRow("muon", Muon, {"momentum": "momentum"}, ("matrix", "expert"), ("vector", "embedding", "head", "factor"))
 
 
 def orthogonalise(x_NRC: Tensor) -> Tensor:

@@ -1,23 +1,33 @@
-"""The learning rate as a pure function of the step: a linear warm-up from zero to the peak, then one of `SCHEDULES`."""
+"""The learning rate as a pure function of the step: a linear warm-up from zero to the peak, then a row of `SCHEDULES`."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
-Name = Literal["cosine", "constant", "linear", "inverse-sqrt", "wsd"]
+from optimus.plugins import Table
+
 Cooldown = Literal["linear", "sqrt", "cosine"]
 
 
 class LrSchedule(NamedTuple):
     """The parameters of a learning-rate schedule. Steps count from 1; the last `cooldown_steps` steps are the cooldown."""
 
-    name: Name
+    name: str
     peak: float
     minimum: float
     warmup_steps: int
     steps: int
     cooldown: Cooldown = "sqrt"
     cooldown_steps: int = 0
+    options: Mapping[str, float] = {}  # parameters of a plugin's schedule
+
+
+class LrRow(NamedTuple):
+    """A learning-rate schedule. `rate` maps the parameters and a step after the warm-up to the learning rate."""
+
+    name: str
+    rate: Callable[[LrSchedule, int], float]
+    options: Mapping[str, float] = {}  # names and defaults of the parameters that the schedule adds
 
 
 # Maps the elapsed fraction of the decay to the remaining fraction of the range from the minimum to the peak. Linear and
@@ -35,20 +45,22 @@ def _fall(rule: LrSchedule, step: int, shape: Cooldown, first: int) -> float:
     return rule.minimum + (rule.peak - rule.minimum) * COOLDOWNS[shape](share)
 
 
-# Learning rates after the warm-up.
-SCHEDULES: dict[Name, Callable[[LrSchedule, int], float]] = {
-    "constant": lambda rule, step: rule.peak,
-    "cosine": lambda rule, step: _fall(rule, step, "cosine", rule.warmup_steps),
-    "linear": lambda rule, step: _fall(rule, step, "linear", rule.warmup_steps),
+_OWN = [
+    LrRow("cosine", lambda rule, step: _fall(rule, step, "cosine", rule.warmup_steps)),
+    LrRow("constant", lambda rule, step: rule.peak),
+    LrRow("linear", lambda rule, step: _fall(rule, step, "linear", rule.warmup_steps)),
     # Inverse square root of the step, from the peak at the end of the warm-up (Vaswani et al. 2017, section 5.3).
-    "inverse-sqrt": lambda rule, step: max(rule.minimum, rule.peak * math.sqrt(max(1, rule.warmup_steps) / step)),
+    LrRow(
+        "inverse-sqrt", lambda rule, step: max(rule.minimum, rule.peak * math.sqrt(max(1, rule.warmup_steps) / step))
+    ),
     # Constant until the cooldown (MiniCPM, section 4).
-    "wsd": lambda rule, step: _fall(rule, step, rule.cooldown, rule.steps - rule.cooldown_steps),
-}
+    LrRow("wsd", lambda rule, step: _fall(rule, step, rule.cooldown, rule.steps - rule.cooldown_steps)),
+]
+SCHEDULES = Table("learning-rate schedule", LrRow, lambda: {row.name: row for row in _OWN})
 
 
 def learning_rate(rule: LrSchedule, step: int) -> float:
     """Returns the learning rate of `step`, which counts from 1 to `rule.steps`."""
     if step <= rule.warmup_steps:
         return rule.peak * step / rule.warmup_steps
-    return SCHEDULES[rule.name](rule, step)
+    return SCHEDULES[rule.name].rate(rule, step)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
+from optimus.optim.rules import BETAS, RuleRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,3 +62,6 @@ class ScheduleFree(UpdateRule):
 
     def _corrected(self, step: int, lr: float) -> float:
         return lr * (1 - self.beta2**step) ** 0.5
+
+
+ROW = RuleRow("schedule-free", ScheduleFree, BETAS | {"eps": "eps"})

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.pipeline.estimates import stages_of_ranks
-from optimus.pipeline.schedules import DEFAULT, Row, schedules
+from optimus.pipeline.schedules import DEFAULT, ScheduleRow, schedules
 from optimus.plan.job import Job
 from optimus.plan.rank_costs import Passes, RankCosts
 from optimus.plan.step import stage_sizes
@@ -146,7 +146,7 @@ class _Order(NamedTuple):
     """A pipeline schedule, and the ranks that can be the slowest. With `lent`, ranks share cores, so that other ranks are
     faster during a rank's bubble."""
 
-    row: Row
+    row: ScheduleRow
     pp: int
     stages_per_rank: int
     ranks: Sequence[_RankBlocks]
@@ -177,7 +177,7 @@ def _orders(job: Job, pp: int) -> Iterator[_Order]:
                 yield _Order(row, pp, per_rank, ranks if lent else [*slowest.values()], lent)
 
 
-def _blocks_of_ranks(row: Row, pp: int, sizes: Sequence[int]) -> list[_RankBlocks]:
+def _blocks_of_ranks(row: ScheduleRow, pp: int, sizes: Sequence[int]) -> list[_RankBlocks]:
     """Returns the blocks of each rank of a pipeline whose stages have `sizes` blocks."""
     owned = stages_of_ranks(row.name, pp, len(sizes) // pp)
     return [

@@ -5,6 +5,7 @@ seconds and floating point operations. A link's bandwidth counts one direction.
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from optimus.comm.algorithms import Measured
 from optimus.config.load import read_section
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
+from optimus.plugins import Table
 from optimus.section import Section
 
 _FOLDER = Path(__file__).parent / "machines"
@@ -267,9 +269,22 @@ class Machine(Section):
 _BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 
 
+@dataclass(frozen=True)
+class MachineRow:
+    """A machine with a name, and the path of its file."""
+
+    name: str
+    path: Path
+
+
+MACHINES = Table(
+    "machine", MachineRow, lambda: {path.stem: MachineRow(path.stem, path) for path in sorted(_FOLDER.glob("*.yaml"))}
+)
+
+
 def machine_names() -> list[str]:
-    """Returns the names of the machines that come with the library."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+    """Returns the names of the machines that come with the library and with plugins."""
+    return sorted(MACHINES)
 
 
 @cache
@@ -281,12 +296,12 @@ def load_machine(name: str) -> Machine:
         machine = read_section(path, Machine)
         _check_units(machine, path)
         return machine
-    if name not in machine_names():
+    if name not in MACHINES:
         raise UserError(
             f"machine '{name}' is not known; {nearest(name, machine_names())} Or name a file, as `optimus bench machine` "
             "writes it"
         )
-    return read_section(_FOLDER / f"{name}.yaml", Machine)
+    return read_section(MACHINES[name].path, Machine)
 
 
 def _check_units(machine: Machine, path: Path) -> None:

@@ -1,59 +1,34 @@
 """The update rule of each parameter, from `train.freeze`, the section `optimizer` and the roles declared by modules."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from torch import nn
 
 from optimus.config.pruning import PruningConfig
-from optimus.config.tree import OptimizerConfig, RuleName, TrainConfig
+from optimus.config.tree import OptimizerConfig, TrainConfig
 from optimus.errors import UserError, nearest
 from optimus.model.linear import Linear
 from optimus.model.parameters import Role, declarations
-from optimus.optim.adamw import AdamW
 from optimus.optim.frozen import Frozen
-from optimus.optim.lion import Lion
-from optimus.optim.muon import Muon
 from optimus.optim.reptile import Reptile
 from optimus.optim.rule import Rule, UpdateRule
-from optimus.optim.schedule_free import ScheduleFree
+from optimus.optim.rules import RULES
 from optimus.state.tiling import TILINGS, Tiling
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 
-class _Row(NamedTuple):
-    kind: type[UpdateRule]
-    own: Callable[[OptimizerConfig], Mapping[str, Any]]  # hyperparameters besides those common to all rules
-    usual: tuple[Role, ...] = get_args(Role)  # roles that the rule updates by default; `_BESIDE` updates the others
-    never: tuple[Role, ...] = ()  # roles that the rule cannot update
-
-
-def _moments(config: OptimizerConfig) -> dict[str, float]:
-    return dict(zip(("beta1", "beta2"), config.betas)) | {"eps": config.eps}
-
-
-_RULES: dict[RuleName, _Row] = {
-    "adamw": _Row(AdamW, _moments),
-    "muon": _Row(
-        Muon,
-        lambda config: {"momentum": config.momentum},
-        usual=("matrix", "expert"),
-        never=("vector", "embedding", "head", "factor"),
-    ),
-    "lion": _Row(Lion, lambda config: dict(zip(("beta1", "beta2"), config.betas))),
-    "schedule-free": _Row(ScheduleFree, _moments),
-}
-_BESIDE: RuleName = "adamw"
+_BESIDE = "adamw"  # updates the roles that a rule leaves out
 
 
 def tilings(config: OptimizerConfig) -> list[Tiling]:
     """Returns the tilings, which divide chunks into shards, of all update rules in this configuration."""
-    named = [config.name, *(group.name for group in config.groups if group.name is not None)]
-    return [TILINGS[tiling] for tiling in sorted({_RULES[name].kind.tiling for name in named})]
+    return [TILINGS[tiling] for tiling in sorted({RULES[name].kind.tiling for name in config.rules})]
 
 
 def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = ()) -> dict[str, Rule]:
@@ -148,21 +123,58 @@ def default_rule() -> Rule:
 
 def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
     numbered = [each for each in enumerate(config.groups) if any(_matches(m, name, role) for m in each[1].matches)]
-    usual = config.name if role in _RULES[config.name].usual else _BESIDE
+    roles = RULES[config.name].roles
+    usual = config.name if roles is None or role in roles else _BESIDE
     chosen, group = _last([(each.name, number) for number, each in numbered], (usual, None))
-    kind, own, _, never = _RULES[chosen]
-    if role in never:
+    row = RULES[chosen]
+    if role in row.never:
         raise UserError(
             f"optimizer.groups.{group}: {chosen} updates matrices, and {name} (role {role}) is none: "
             "match other parameters, or give these another rule in a later group"
         )
     decay, _ = _last([(each.weight_decay, number) for number, each in numbered], (config.weight_decay, None))
     scale, _ = _last([(each.lr_scale, number) for number, each in numbered], (1.0, None))
-    rule = kind(weight_decay=decay, lr_scale=scale, **own(config))
+    rule = row.kind(weight_decay=decay, lr_scale=scale, **_hyperparameters(config, chosen))
     if config.reptile_every is None:
         return rule
     every, share = config.reptile_every, config.reptile_step
     return Reptile(inner=rule, weight_decay=decay, lr_scale=scale, every=every, share=share)
+
+
+def _hyperparameters(config: OptimizerConfig, rule: str) -> dict[str, Any]:
+    """Returns the values of the fields that `rule` adds to those of all rules.
+
+    Raises `UserError` for a field without a value, and for an option that is not a field of any rule in use.
+    """
+    row = RULES[rule]
+    known = {name: [*_options(name)] for name in config.rules}
+    for option in config.options:
+        if not any(option in names for names in known.values()):
+            valid = [name for names in known.values() for name in names]
+            cure = nearest(option, valid) if valid else "remove it"
+            raise UserError(f"optimizer.options.{option}: {' and '.join(known)} has no such hyperparameter: {cure}")
+    values = {field: _value(config, key) for field, key in row.keys.items()}
+    values |= {name: value for name, value in config.options.items() if name in _options(rule)}
+    if missing := [field.name for field in _options(rule).values() if field.name not in values and _required(field)]:
+        raise UserError(f"optimizer.options.{missing[0]} is missing: the update rule {rule} needs it")
+    return values
+
+
+def _options(rule: str) -> "dict[str, Field[Any]]":
+    """Returns the fields of an update rule that `optimizer.options` gives, by name."""
+    row, common = RULES[rule], {field.name for field in fields(UpdateRule)}
+    return {field.name: field for field in fields(row.kind) if field.name not in common | row.keys.keys()}
+
+
+def _required(field: "Field[Any]") -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _value(config: Any, key: str) -> Any:
+    """Returns the value of a key such as `betas.0`."""
+    for part in key.split("."):
+        config = config[int(part)] if part.isdecimal() else getattr(config, part)
+    return config
 
 
 def _last(said: Sequence[tuple[T | None, int]], otherwise: tuple[T, int | None]) -> tuple[T, int | None]:

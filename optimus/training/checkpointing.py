@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from optimus.checkpoint.folder import Description
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.slots import place_of_frozen
 from optimus.config.phases import longest, sequences_after
+from optimus.plugins import load_plugins
 from optimus.training.progress import Progress
 from optimus.training.run import Run
 
@@ -131,6 +132,7 @@ def describe(
         published=dict(origin.published),
         chat=run.data.chat or dict(origin.chat),
         frozen=frozen,
+        plugins=[asdict(plugin) for plugin in load_plugins(config.plugins)],
     )
 
 

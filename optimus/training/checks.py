@@ -29,8 +29,7 @@ from optimus.evaluation.text import check_text, read_rows
 from optimus.hub import read_model_folder
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory, whole_memory
-from optimus.observe.mlflow import check_mlflow
-from optimus.observe.wandb import check_wandb
+from optimus.observe.sinks import check_sinks
 from optimus.resolve.memory import at_rest
 from optimus.resolve.ranks import ranks_sharing_memory
 from optimus.resolve.run import ResolvedRun
@@ -45,8 +44,7 @@ _BYTES_PER_TOKEN = 8  # more than most tokenizers have, so that the check reads 
 def check_references(config: RunConfig, resume: bool) -> None:
     """Raises `UserError` when the run cannot use a configured tracker (W&B, MLflow), or the checkpoint or model folder that
     it starts from."""
-    check_wandb(config)
-    check_mlflow(config)
+    check_sinks(config)
     if config.lr_schedule.branch_from is not None and not resume:
         path = find_checkpoint(config.lr_schedule.branch_from)
         trunk = read_description(path)
@@ -152,7 +150,7 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
             f"{folder / 'checkpoints'} holds no checkpoint step-N to resume, but {', '.join(others)}: give one its name "
             "back, or choose another train.output"
         )
-    if saved.exists() and load_config(saved).model != config.model:
+    if saved.exists() and load_config(saved, of_run=True).model != config.model:
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
 
 

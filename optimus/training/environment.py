@@ -20,6 +20,7 @@ from optimus.config import dump_config
 from optimus.errors import naming_disk_errors
 from optimus.model.count import count_parameters
 from optimus.observe.machine import describe_machine, device_name, versions
+from optimus.plugins import load_plugins
 from optimus.training.collectives import keep
 from optimus.training.run import Run
 
@@ -62,6 +63,7 @@ def _record_environment(run: Run, step: int) -> None:
         "tokenizer": run.data.first_folder.index["tokenizer"].get("sha256"),
         "ranks": mesh.size,
         "layout": asdict(mesh),
+        "plugins": [asdict(plugin) for plugin in load_plugins(run.config.plugins)],
     }
     with naming_disk_errors(path, "Make room or choose another train.output"), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")

@@ -13,6 +13,7 @@ from optimus.checkpoint.store import load_state
 from optimus.config.renamed import with_new_names
 from optimus.errors import naming_disk_errors
 from optimus.hub import left_out
+from optimus.plugins import changed_plugins
 from optimus.training.beginning import begin, is_model_folder
 from optimus.training.checkpointing import Origin, Start, restore_random
 from optimus.training.progress import Progress
@@ -92,7 +93,10 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
         origin,
         kept.get("hooks", {}) if full else {},
         description.frozen if same else None,
-        [f"going on with another configuration: {changed}"] if changed else [],
+        [
+            *([f"going on with another configuration: {changed}"] if changed else []),
+            *changed_plugins(description.plugins, str(path)),
+        ],
     )
     return start, readers
 

@@ -12,7 +12,7 @@ from optimus.config import RunConfig
 from optimus.model import Batch, Losses
 from optimus.model.moe.router import Router, move_biases
 from optimus.model.moe.statistics import RouterStats
-from optimus.optim.schedule import LrSchedule, learning_rate
+from optimus.optim.schedule import SCHEDULES, LrSchedule, learning_rate
 from optimus.pipeline.staged import PipelineStages
 from optimus.state.model_state import ModelState
 from optimus.step_context import region
@@ -212,6 +212,13 @@ def step_learning_rate(config: RunConfig, step: int) -> float:
     """Returns the learning rate of `step`, which counts from 1."""
     given, steps = config.lr_schedule, config.train.total_steps
     rule = LrSchedule(
-        given.name, given.lr, given.min_lr, config.warmup_steps, steps, given.cooldown, config.cooldown_steps
+        given.name,
+        given.lr,
+        given.min_lr,
+        config.warmup_steps,
+        steps,
+        given.cooldown,
+        config.cooldown_steps,
+        {**SCHEDULES[given.name].options, **given.options},
     )
     return learning_rate(rule, step)

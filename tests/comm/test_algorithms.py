@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from helpers.rounds import check_exchange, check_gather, check_reduction
 from optimus.comm.algorithms import (
     KINDS,
     LONG_SUM,
@@ -20,6 +19,7 @@ from optimus.comm.algorithms import (
     pieces,
     rounds,
 )
+from optimus.comm.checker import check_exchange, check_gather, check_reduction
 from optimus.comm.costs import seconds
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape

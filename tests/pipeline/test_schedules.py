@@ -218,9 +218,9 @@ def test_a_row_says_what_its_order_keeps(name: str, vocabulary: bool) -> None:
 
 MADE_UP = """
 from optimus.pipeline.schedules.gpipe import gpipe
-from optimus.pipeline.schedules.row import Row
+from optimus.pipeline.schedules.row import ScheduleRow
 
-ROWS = (Row("made-up", gpipe, live=lambda sizes, rank: sizes.microbatches),)
+ROWS = (ScheduleRow("made-up", gpipe, live=lambda sizes, rank: sizes.microbatches),)
 """
 
 

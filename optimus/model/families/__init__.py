@@ -1,24 +1,31 @@
 """The families of published models, one file each. Start with `family.py`; `olmoe.py` is an example.
 
-Every module of this package with a `FAMILY` defines a family, so a new file adds a family.
+Every module of this package with a `FAMILY` defines a family, so a new file adds a family. Plugins add further families.
 """
 
 import pkgutil
-from functools import cache
+from collections.abc import Mapping
 from importlib import import_module
 
 from optimus.errors import nearest
 from optimus.model.families.family import Choice, Family, Field, Further, Key, Multiple, Same
+from optimus.plugins import Table
 
 __all__ = ["Choice", "Family", "Field", "Further", "Key", "Multiple", "Same", "families", "family_named"]
 
 
-@cache
-def families() -> dict[str, Family]:
-    """Returns all families by their `model_type` in config.json."""
+def families() -> Mapping[str, Family]:
+    """Returns all families by their `model_type` in config.json, including those of plugins."""
+    return _FAMILIES
+
+
+def _own() -> dict[str, Family]:
     modules = (import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
-    return {family.model_type: family for family in found}
+    return {family.name: family for family in found}
+
+
+_FAMILIES = Table("family", Family, _own)
 
 
 def family_named(name: str) -> Family:

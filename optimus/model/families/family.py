@@ -76,6 +76,11 @@ class Family:
     without_effect: tuple[str, ...] = ()  # other fields of config.json: exports repeat the imported model's values
 
     @property
+    def name(self) -> str:
+        """The name of the family in the table of families."""
+        return self.model_type
+
+    @property
     def varies(self) -> frozenset[str]:
         """The fields of `ModelConfig` in which the family's models differ."""
         return frozenset({"family", *self.fields, *self.optional})

@@ -6,26 +6,32 @@ generator lists the computations of every rank; `transfers.with_transfers` adds 
 
 import pkgutil
 from collections.abc import Mapping
-from functools import cache
 from importlib import import_module
 
-from optimus.errors import UserError, nearest
+from optimus.errors import UserError
 from optimus.pipeline.schedule import Schedule
 from optimus.pipeline.schedules.gpipe import forward_only
-from optimus.pipeline.schedules.row import Row, Sizes
+from optimus.pipeline.schedules.row import ScheduleRow, Sizes
 from optimus.pipeline.schedules.vocabulary import AHEAD, with_vocabulary
 from optimus.pipeline.transfers import with_transfers
+from optimus.plugins import Table
 
-__all__ = ["DEFAULT", "Row", "Sizes", "forward_only", "make_schedule", "schedules", "with_vocabulary"]
+__all__ = ["DEFAULT", "ScheduleRow", "Sizes", "forward_only", "make_schedule", "schedules", "with_vocabulary"]
 
 DEFAULT = "1f1b"
 
 
-@cache
-def schedules() -> Mapping[str, Row]:
-    """Returns all schedules by name."""
+def schedules() -> Mapping[str, ScheduleRow]:
+    """Returns all schedules by name, including those of plugins."""
+    return _SCHEDULES
+
+
+def _own() -> dict[str, ScheduleRow]:
     modules = (import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     return {row.name: row for module in modules for row in getattr(module, "ROWS", ())}
+
+
+_SCHEDULES = Table("schedule", ScheduleRow, _own)
 
 
 def make_schedule(
@@ -53,9 +59,7 @@ def make_schedule(
 
     Raises `UserError` for an unknown name and for numbers that the schedule does not support.
     """
-    if name not in schedules():
-        raise UserError(f"schedule {name!r} does not exist; {nearest(name, schedules())}")
-    row = schedules()[name]
+    row = _SCHEDULES.named(name)
     per_rank = row.stages if stages_per_rank is None else stages_per_rank
     sizes = Sizes(ranks, microbatches, per_rank, warmup_factor, AHEAD if vocabulary else 0)
     if problem := _problem(row, sizes):
@@ -65,7 +69,7 @@ def make_schedule(
     return with_transfers(made) if transfers else made
 
 
-def _problem(row: Row, sizes: Sizes) -> str | None:
+def _problem(row: ScheduleRow, sizes: Sizes) -> str | None:
     """Explains why the schedule of `row` does not support these sizes, and suggests others; returns None if it supports
     them."""
     ranks, microbatches, per_rank, warmup_factor, _ = sizes

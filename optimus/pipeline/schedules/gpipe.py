@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
-from optimus.pipeline.schedules.row import Row, Sizes
+from optimus.pipeline.schedules.row import ScheduleRow, Sizes
 from optimus.pipeline.schedules.vocabulary import with_vocabulary
 from optimus.pipeline.transfers import with_transfers
 
@@ -34,4 +34,4 @@ def forward_only(place: Schedule, microbatches: int, *, vocabulary: bool = False
 
 
 # GPipe is dominated: 1F1B takes the same time with fewer live activations.
-ROWS = (Row("gpipe", gpipe, dominated=True, live=lambda sizes, rank: sizes.microbatches),)
+ROWS = (ScheduleRow("gpipe", gpipe, dominated=True, live=lambda sizes, rank: sizes.microbatches),)

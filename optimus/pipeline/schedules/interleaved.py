@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.schedules.one_f_one_b import take_turns
-from optimus.pipeline.schedules.row import Row, Sizes
+from optimus.pipeline.schedules.row import ScheduleRow, Sizes
 
 
 def interleaved(sizes: Sizes) -> Schedule:
@@ -30,4 +30,4 @@ def interleaved(sizes: Sizes) -> Schedule:
     return Schedule("interleaved-1f1b", ranks, microbatches, (), stages_per_rank=stages_per_rank).in_order(orders)
 
 
-ROWS = (Row("interleaved-1f1b", interleaved, stages=2, any_stages=True, in_rounds=True),)
+ROWS = (ScheduleRow("interleaved-1f1b", interleaved, stages=2, any_stages=True, in_rounds=True),)

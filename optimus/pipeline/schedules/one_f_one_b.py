@@ -5,7 +5,7 @@ from itertools import zip_longest
 
 from optimus.errors import UserError
 from optimus.pipeline.schedule import Action, Kind, Schedule
-from optimus.pipeline.schedules.row import Row, Sizes
+from optimus.pipeline.schedules.row import ScheduleRow, Sizes
 
 
 def one_f_one_b(sizes: Sizes) -> Schedule:
@@ -43,4 +43,4 @@ def _live(sizes: Sizes, rank: int) -> int:
     return int(sizes.warmup_factor * (sizes.ranks - rank)) + sizes.ahead
 
 
-ROWS = (Row("1f1b", one_f_one_b, deepens=True, live=_live),)
+ROWS = (ScheduleRow("1f1b", one_f_one_b, deepens=True, live=_live),)

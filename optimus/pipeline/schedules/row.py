@@ -22,7 +22,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """A schedule. `make` lists the computations of every rank in order; `with_transfers` adds sends and receives later."""
 
     name: str

@@ -7,7 +7,7 @@ Source: Zero Bubble Pipeline Parallelism, Qi et al. 2023: ZB-H1 (section 2.1) an
 from collections.abc import Iterator, Sequence
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
-from optimus.pipeline.schedules.row import Row, Sizes
+from optimus.pipeline.schedules.row import ScheduleRow, Sizes
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS
 
@@ -84,6 +84,6 @@ def zbv(sizes: Sizes) -> Schedule:
 
 
 ROWS = (  # weight passes fill the bubble at the end of a step
-    Row("zb-h1", zb_h1, splits_backward=True, idle=lambda forward, whole: forward),
-    Row("zbv", zbv, placement="v", stages=2, splits_backward=True, idle=lambda forward, whole: 0.0),
+    ScheduleRow("zb-h1", zb_h1, splits_backward=True, idle=lambda forward, whole: forward),
+    ScheduleRow("zbv", zbv, placement="v", stages=2, splits_backward=True, idle=lambda forward, whole: 0.0),
 )

@@ -1,4 +1,7 @@
-"""Proof that the rounds of a collective are right: each function raises `AssertionError` where they are not."""
+"""Proves that the rounds of a collective are right. Each function raises `ValueError` for rounds that are wrong.
+
+The argument of each function is the list of all ranks' rounds.
+"""
 
 from collections.abc import Sequence
 
@@ -6,49 +9,58 @@ from optimus.comm.schedules import Round
 
 
 def check_gather(ranks: Sequence[Sequence[Round]]) -> None:
-    """Every rank gets every block once, from one that has it."""
+    """Proves an all-gather: every rank receives every block once, from a rank that has the block."""
     have = [{rank} for rank in range(len(ranks))]
     _check(ranks, have, [set(range(len(ranks)))] * len(ranks))
 
 
 def check_exchange(ranks: Sequence[Sequence[Round]]) -> None:
-    """Every rank gets what every other one has for it, and sends nothing that it does not have."""
+    """Proves an all-to-all: every rank receives its block of every other rank, and ranks send only blocks that they have."""
     every = range(len(ranks))
     have = [{rank * len(ranks) + target for target in every} for rank in every]
     _check(ranks, have, [{source * len(ranks) + rank for source in every} for rank in every])
 
 
 def check_reduction(ranks: Sequence[Sequence[Round]]) -> None:
-    """Every rank's block gets every addend once, and what comes to a rank in one round is of the same blocks."""
+    """Proves a reduce-scatter: every rank's block gets every addend once, and all blocks that a rank receives in a round are
+    the same."""
     every = range(len(ranks))
     sums = [{block: {rank} for block in every} for rank in every]
     for number in range(max(map(len, ranks))):
         before = [{block: set(sum_) for block, sum_ in theirs.items()} for theirs in sums]
         for rank, peer, blocks in _messages(ranks, number):
             for block in blocks:
-                assert not before[rank][block] & sums[peer][block], f"{rank} to {peer}: block {block} is counted twice"
+                _require(
+                    not before[rank][block] & sums[peer][block], f"{rank} to {peer}: block {block} is counted twice"
+                )
                 sums[peer][block] |= before[rank][block]
         for rank in every:
             rounds = ranks[rank][number : number + 1]
-            assert len({message.blocks for each in rounds for message in each.receives}) <= 1, f"{rank}: other blocks"
-    assert all(len(sums[rank][rank]) == len(ranks) for rank in every), "an addend is missing"
+            received = {message.blocks for each in rounds for message in each.receives}
+            _require(len(received) <= 1, f"round {number}: {rank} receives different blocks")
+    _require(all(len(sums[rank][rank]) == len(ranks) for rank in every), "an addend is missing")
 
 
 def _check(ranks: Sequence[Sequence[Round]], have: list[set[int]], wanted: Sequence[set[int]]) -> None:
     for number in range(max(map(len, ranks))):
         before = [set(theirs) for theirs in have]
         for rank, peer, blocks in _messages(ranks, number):
-            assert set(blocks) <= before[rank], f"round {number}: {rank} sends {peer} what it does not have"
-            assert not set(blocks) & have[peer], f"round {number}: {rank} sends {peer} what it has"
+            _require(set(blocks) <= before[rank], f"round {number}: {rank} sends {peer} what it does not have")
+            _require(not set(blocks) & have[peer], f"round {number}: {rank} sends {peer} what it has")
             have[peer] |= set(blocks)
-    assert all(needed <= theirs for needed, theirs in zip(wanted, have)), "a block is missing"
+    _require(all(needed <= theirs for needed, theirs in zip(wanted, have)), "a block is missing")
 
 
 def _messages(ranks: Sequence[Sequence[Round]], number: int) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(sender, receiver, blocks) of a round; both must know of each in the same way, and of no other."""
+    """Returns (sender, receiver, blocks) of each message of a round, of which the sender and the receiver must both know."""
     rounds = [(rank, rounds[number]) for rank, rounds in enumerate(ranks) if number < len(rounds)]
     sent = [(rank, *message) for rank, each in rounds for message in each.sends]
     awaited = [(message.peer, rank, message.blocks) for rank, each in rounds for message in each.receives]
-    assert len(set(sent)) == len(sent), f"round {number}: something is sent twice"
-    assert set(sent) == set(awaited), f"round {number}: sent is not what is awaited"
+    _require(len(set(sent)) == len(sent), f"round {number}: a message is sent twice")
+    _require(set(sent) == set(awaited), f"round {number}: the messages sent are not those awaited")
     return sent
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

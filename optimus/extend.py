@@ -1,0 +1,80 @@
+"""The names that plugins use: the classes of the rows of all tables, and what their functions take and return.
+
+A plugin is a module with a list `ROWS` of such rows; see docs/plugins.md. This module imports each name on first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from optimus.lazy import lazy_exports
+
+_HOMES = {
+    "AllGatherRow": "optimus.comm.algorithms",
+    "AllToAllRow": "optimus.comm.algorithms",
+    "Choice": "optimus.model.families",
+    "Family": "optimus.model.families",
+    "Field": "optimus.model.families",
+    "HookRow": "optimus.training.hooks.users",
+    "Key": "optimus.model.families",
+    "LrRow": "optimus.optim.schedule",
+    "LrSchedule": "optimus.optim.schedule",
+    "MachineRow": "optimus.plan.machine",
+    "Message": "optimus.comm.schedules",
+    "OptimizerStep": "optimus.optim.rule",
+    "ReaderRow": "optimus.data.readers",
+    "Round": "optimus.comm.schedules",
+    "RuleRow": "optimus.optim.rules",
+    "ScheduleRow": "optimus.pipeline.schedules",
+    "ScheduleSizes": "optimus.pipeline.schedules:Sizes",
+    "Shape": "optimus.comm.schedules",
+    "Sink": "optimus.observe.sinks",
+    "SinkRow": "optimus.observe.sinks",
+    "TaskRow": "optimus.evaluation.names",
+    "Tile": "optimus.optim.rule",
+    "UpdateRule": "optimus.optim.rule",
+    "record_reader": "optimus.data.documents",
+}
+
+if TYPE_CHECKING:
+    from optimus.comm.algorithms import AllGatherRow, AllToAllRow
+    from optimus.comm.schedules import Message, Round, Shape
+    from optimus.data.documents import record_reader
+    from optimus.data.readers import ReaderRow
+    from optimus.evaluation.names import TaskRow
+    from optimus.model.families import Choice, Family, Field, Key
+    from optimus.observe.sinks import Sink, SinkRow
+    from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
+    from optimus.optim.rules import RuleRow
+    from optimus.optim.schedule import LrRow, LrSchedule
+    from optimus.pipeline.schedules import ScheduleRow
+    from optimus.pipeline.schedules import Sizes as ScheduleSizes
+    from optimus.plan.machine import MachineRow
+    from optimus.training.hooks.users import HookRow
+
+__all__ = [
+    "AllGatherRow",
+    "AllToAllRow",
+    "Choice",
+    "Family",
+    "Field",
+    "HookRow",
+    "Key",
+    "LrRow",
+    "LrSchedule",
+    "MachineRow",
+    "Message",
+    "OptimizerStep",
+    "ReaderRow",
+    "Round",
+    "RuleRow",
+    "ScheduleRow",
+    "ScheduleSizes",
+    "Shape",
+    "Sink",
+    "SinkRow",
+    "TaskRow",
+    "Tile",
+    "UpdateRule",
+    "record_reader",
+]
+
+__getattr__, __dir__ = lazy_exports(__name__, _HOMES)

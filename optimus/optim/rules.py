@@ -1,0 +1,42 @@
+"""The table of update rules, which knows no torch. A configuration chooses rules by name; `resolve.rules` assigns them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from optimus.plugins import Imported, Table
+
+if TYPE_CHECKING:
+    from optimus.optim.rule import UpdateRule
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """An update rule.
+
+    `kind` is the class of the rule. `keys` maps hyperparameters of the rule, besides those of `UpdateRule`, to keys of the
+    configuration's section `optimizer`; `betas.0` is the first of `betas`. The key `optimizer.options` gives the other
+    hyperparameters.
+    """
+
+    name: str
+    kind: type["UpdateRule"]
+    keys: Mapping[str, str] = field(default_factory=dict)
+    roles: tuple[str, ...] | None = None  # roles of parameters that the rule updates by default; None: all
+    never: tuple[str, ...] = ()  # roles of parameters that the rule cannot update
+
+
+BETAS = {"beta1": "betas.0", "beta2": "betas.1"}
+
+RULES: Table[RuleRow] = Table(
+    "update rule",
+    RuleRow,
+    lambda: Imported(
+        {
+            "adamw": "optimus.optim.adamw:ROW",
+            "muon": "optimus.optim.muon:ROW",
+            "lion": "optimus.optim.lion:ROW",
+            "schedule-free": "optimus.optim.schedule_free:ROW",
+        }
+    ),
+)
