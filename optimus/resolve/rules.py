@@ -27,7 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 
 class _Row(NamedTuple):
     kind: type[UpdateRule]
-    own: Callable[[OptimizerConfig], Mapping[str, Any]]  # hyperparameters besides those common to all rules
+    hyperparameters: Callable[[OptimizerConfig], Mapping[str, Any]]  # hyperparameters besides those common to all rules
     usual: tuple[Role, ...] = get_args(Role)  # roles that the rule updates by default; `_BESIDE` updates the others
     never: tuple[Role, ...] = ()  # roles that the rule cannot update
 
@@ -150,7 +150,7 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
     numbered = [each for each in enumerate(config.groups) if any(_matches(m, name, role) for m in each[1].matches)]
     usual = config.name if role in _RULES[config.name].usual else _BESIDE
     chosen, group = _last([(each.name, number) for number, each in numbered], (usual, None))
-    kind, own, _, never = _RULES[chosen]
+    kind, hyperparameters, _, never = _RULES[chosen]
     if role in never:
         raise UserError(
             f"optimizer.groups.{group}: {chosen} updates matrices, and {name} (role {role}) is none: "
@@ -158,7 +158,7 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
         )
     decay, _ = _last([(each.weight_decay, number) for number, each in numbered], (config.weight_decay, None))
     scale, _ = _last([(each.lr_scale, number) for number, each in numbered], (1.0, None))
-    rule = kind(weight_decay=decay, lr_scale=scale, **own(config))
+    rule = kind(weight_decay=decay, lr_scale=scale, **hyperparameters(config))
     if config.reptile_every is None:
         return rule
     every, share = config.reptile_every, config.reptile_step

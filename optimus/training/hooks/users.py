@@ -23,15 +23,15 @@ _EVENTS = {
 }
 
 
-def users_hooks(named: Sequence[str], given: Sequence[Any] = (), rank: int = 0) -> list[Hook]:
-    """Returns the users' hooks on this rank: those `named` as package.module.Class, and those `given` as classes, instances
-    or names.
+def users_hooks(named: Sequence[str], hooks: Sequence[Any] = (), rank: int = 0) -> list[Hook]:
+    """Returns the users' hooks on this rank: those `named` as package.module.Class, and those in `hooks` as classes,
+    instances or names.
 
     Raises `UserError` for a hook that cannot be imported, is not a `Hook`, could not be called, or has the name of another.
     """
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise UserError(f"hooks={given!r}: give a list of hooks, as `optimus.train(..., hooks=[MyHook])`")
-    found = [_made(each) for each in [*named, *given]]
+    if isinstance(hooks, str | bytes) or not isinstance(hooks, Iterable):
+        raise UserError(f"hooks={hooks!r}: give a list of hooks, as `optimus.train(..., hooks=[MyHook])`")
+    found = [_made(each) for each in [*named, *hooks]]
     names = [hook.name for hook in found]
     if theirs := {hook.name for hook in found if "." not in hook.name}:
         raise UserError(
@@ -44,9 +44,9 @@ def users_hooks(named: Sequence[str], given: Sequence[Any] = (), rank: int = 0) 
     return [hook for hook in found if rank == 0 or hook.ranks != "first"]
 
 
-def _made(given: Any) -> Hook:
-    where = f"train.hooks: {given}" if isinstance(given, str) else f"hooks: {given!r}"
-    kind = _imported(given, where) if isinstance(given, str) else given
+def _made(entry: Any) -> Hook:
+    where = f"train.hooks: {entry}" if isinstance(entry, str) else f"hooks: {entry!r}"
+    kind = _imported(entry, where) if isinstance(entry, str) else entry
     if isinstance(kind, type) and issubclass(kind, Hook):
         try:
             hook = kind()
