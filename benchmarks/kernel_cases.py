@@ -234,7 +234,7 @@ def _router(sizes: Sizes) -> Case:
     computing them makes the same choices.
     """
     T, H, (E, K) = sizes.tokens, sizes.model.hidden, _expert_counts(sizes.model)
-    router = Router(H, E, K, False, RouterConfig.of(sizes.model)).to(sizes.device, sizes.dtype)
+    router = Router(H, E, K, False, RouterConfig.from_config(sizes.model)).to(sizes.device, sizes.dtype)
     router.gradients = sizes.buffers
     x_TH = _random(sizes, T, H)
     with torch.no_grad():

@@ -109,7 +109,7 @@ def torchs(staged: PipelineStages, config: RunConfig) -> Step:
 
     modules = {
         stage: _Module(staged.stages[stage], places, model.embedding if stage == 0 else None)
-        for stage in staged.partition.here
+        for stage in staged.partition.local_stages
     }
     stages = [_TorchStage(module, stage, last + 1, model.step) for stage, module in modules.items()]
     kind = TORCH[config.parallel.schedule]

@@ -140,6 +140,6 @@ def _run(job: Job, streams: Sequence[Group], groups: Groups) -> list[Executed]:
 def timelines(traces: Sequence[Sequence[Sequence[Executed]]]) -> list[Timeline]:
     """Of each step, from what `run_jobs` has given by rank; in seconds."""
     return [
-        Timeline.of((Event(rank, *one) for rank, mine in enumerate(step) for one in mine), len(step))
+        Timeline.from_events((Event(rank, *one) for rank, mine in enumerate(step) for one in mine), len(step))
         for step in zip(*traces)
     ]

@@ -308,7 +308,7 @@ class Simulation:
         with torch.device("meta"):
             self.layers = nn.ModuleList(Layer(width, device, forward, backward) for _ in range(layers))
         layouts = {name: Layout(tuple(each.shape)) for name, each in self.layers.named_parameters()}
-        groups = Groups(Mesh.of(ranks))
+        groups = Groups(Mesh.from_sizes(ranks))
         groups.make(state_divisions(groups.mesh, layouts, state))
         rule = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
         recipe = StateSpec(compute, dict.fromkeys(layouts, rule))

@@ -19,7 +19,7 @@ from optimus.config import RunConfig, load_config
 from optimus.observe.machine import find_device
 from optimus.resolve.ranks import mesh_of
 from optimus.training.malloc_trim import keep_freed_memory
-from optimus.training.resolving import resolve_here
+from optimus.training.resolving import resolve_run
 
 Step = Callable[[Tensor], float]  # tokens [B, S] of this rank to the loss
 Make = Callable[[RunConfig], Step]  # makes the model and what trains it, on one rank
@@ -69,7 +69,7 @@ def configuration(model: Any, batch: int, context: int, overrides: Sequence[str]
 def decided(precision: str, device: str = "cpu") -> Type:
     """The type in which all contestants compute on a device: decided once, so that none of them computes in another."""
     config, where = configuration("mula-tiny", 1, 16, precision=precision), find_device(device, "--device")
-    return resolve_here(config, where, mesh_of(config, 1)).config.train.precision  # type: ignore[return-value]
+    return resolve_run(config, where, mesh_of(config, 1)).config.train.precision  # type: ignore[return-value]
 
 
 class Turn(NamedTuple):

@@ -149,6 +149,6 @@ def train(
     elif fresh_optimizer and not resume:
         raise UserError("`fresh_optimizer=True` is about a run that goes on: give `resume=True`, too")
     tree, data = read_run(config, overrides)
-    from optimus.launch.here import run_here
+    from optimus.launch.here import train_or_check
 
-    return run_here(tree, data, ranks, resume=resume, fresh_optimizer=fresh_optimizer, check=check, hooks=hooks)
+    return train_or_check(tree, data, ranks, resume=resume, fresh_optimizer=fresh_optimizer, check=check, hooks=hooks)

@@ -17,20 +17,20 @@ _UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
 
 
-def user_path(given: str | Path) -> Path:
-    """Returns the path `given` by a user, with `~`, `~name`, `$NAME` and `${NAME}` expanded as in a shell.
+def user_path(path: str | Path) -> Path:
+    """Returns the `path` of a user, with `~`, `~name`, `$NAME` and `${NAME}` expanded as in a shell.
 
     Every path that comes from a user passes through this function, because a shell does not expand `--output=~/run` or paths
     in a file. The path of an existing file that contains `$` or begins with `~` stays as it is. Raises `UserError` for a
     variable that is not set, a user who does not exist, and names that no file can have.
     """
-    text = os.path.expandvars(os.path.expanduser(given))
+    text = os.path.expandvars(os.path.expanduser(path))
     variable = _VARIABLE.search(text)
     if variable is not None and not os.path.lexists(text):
         name = variable[0].strip("${}")
-        raise UserError(f"{given}: the environment variable {name} is not set: set it, or write the path out")
+        raise UserError(f"{path}: the environment variable {name} is not set: set it, or write the path out")
     if text.startswith("~") and not os.path.lexists(text):
-        raise UserError(f"{given}: {Path(text).parts[0]} is no user's home: write the path out (./~ for such a name)")
+        raise UserError(f"{path}: {Path(text).parts[0]} is no user's home: write the path out (./~ for such a name)")
     if not _can_be_a_path(text):
         raise UserError(
             f"{text[:100]!r}: no file can be called so: write Unicode without null characters, names of at most {_LONGEST} "
@@ -135,10 +135,10 @@ def file_system_time(folder: Path) -> float:
         return os.stat(file.name).st_mtime
 
 
-def check_plot(given: Path) -> Path:
+def check_plot(plot: Path) -> Path:
     """Returns the path for a plot. Raises `UserError` if a plot cannot be written to the path. Callers check the path before
     a long computation."""
-    path = user_path(given)
+    path = user_path(plot)
     if path.suffix != ".png":
         raise UserError(f"--plot {path}: give the name of a .png file")
     if not path.absolute().parent.is_dir():

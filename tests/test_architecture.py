@@ -18,8 +18,8 @@ PACKAGE = ROOT / "optimus"
 
 # From the top down, as in docs/architecture.md; but for `hub`, which writes and reads checkpoints and so stands above them.
 ROOMS = [
-    "cli", "api", "extend", "plan", "launch", "training", "resolve", "evaluation", "resilience", "hub", "checkpoint", "report",
-    "observe", "state", "parallel", "data", "config", "pipeline", "optim", "model", "kernels", "comm", "mesh",
+    "cli", "api", "extend", "plan", "launch", "training", "resolve", "evaluation", "resilience", "hub", "checkpoint",
+    "report", "observe", "state", "parallel", "data", "config", "pipeline", "optim", "model", "kernels", "comm", "mesh",
 ]  # fmt: skip
 BELOW_ALL = [
     "plugins",

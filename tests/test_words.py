@@ -41,6 +41,31 @@ NAMES = {  # whole identifiers, to the ones to use
     "freed_memory": "malloc_trim",
     "going_back": "rollback",
     "coarsening": "all_reduce_tiles",
+    "_is_of_torch_save": "_is_torch_save_file",
+    "_masks_of_all": "_common_masks",
+    "_of_another_program": "_describe_foreign",
+    "_of_conversations": "_conversation_encoder",
+    "_of_frozen": "_frozen_targets",
+    "_of_nodes": "_node_bytes",
+    "_of_rank": "_choose_for_rank, _rank_events",
+    "_of_shards": "_buffer_elements",
+    "_of_stage": "_chunks_by_stage",
+    "_of_texts": "_text_encoder",
+    "_read_own": "_read_local",
+    "_reduced_each": "_reduce_depth",
+    "choices_here": "count_local_choices",
+    "facts_here": "measure_facts",
+    "of_T": "values_T",
+    "of_experts": "for_experts",
+    "of_files": "from_files",
+    "of_vocabulary": "is_vocabulary",
+    "of_weight": "weight_gradient",
+    "reduce_each": "microbatch_reduce",
+    "resolve_here": "resolve_run",
+    "run_here": "train_or_check",
+    "stage_here": "local_stage_of",
+    "stages_of_each": "part_counts_of_ranks",
+    "written_here": "chunks_to_write",
     "window_except": "full_attention_every",
     "Given": "Job",
     "Held": "ChunkGroup",
@@ -69,6 +94,13 @@ NAMES = {  # whole identifiers, to the ones to use
     "sum_rows": "reduce_scatter_rows",
     "sum_shared": "reduce_from_group",
     "tied_ends": "tied_embeddings",
+}
+MEMBERS = {  # whole names of classes, functions, parameters, attributes and fields, to the ones to use; locals may have them
+    "each": "what an element is",
+    "given": "what the value is",
+    "here": "local_..., this_..., is_present",
+    "of": "from_..., for_..., ..._of",
+    "own": "local_...",
 }
 PHRASES = {  # expressions in help texts, messages and pages, to the words to use
     r"\bblame[sd]?\b": "culprit, attributed to",
@@ -109,6 +141,23 @@ def identifiers(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.attr
 
 
+def members(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of classes, functions, their parameters, attributes and fields; no locals, nor parameters of a lambda."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name, body=body):
+                yield node.lineno, name
+                for child in body:
+                    targets = child.targets if isinstance(child, ast.Assign) else [getattr(child, "target", None)]
+                    yield from ((each.lineno, each.id) for each in targets if isinstance(each, ast.Name))
+            case ast.FunctionDef(name=name, args=args) | ast.AsyncFunctionDef(name=name, args=args):
+                yield node.lineno, name
+                every = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+                yield from ((each.lineno, each.arg) for each in every if each is not None)
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.lineno, node.attr
+
+
 def texts(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, text) of what users read: help of options, descriptions of configuration fields and commands, errors."""
     for node in ast.walk(tree):
@@ -142,6 +191,13 @@ def private_names(path: str, tree: ast.Module) -> Iterator[Finding]:
         yield from (Finding(f"{path}:{line}", f"{each} in {name}", use) for each, use in found.items())
 
 
+def private_members(path: str, tree: ast.Module) -> Iterator[Finding]:
+    """The members whose names, underscores aside, say nothing of what they are."""
+    for line, name in members(tree):
+        if (word := name.strip("_")) in MEMBERS:
+            yield Finding(f"{path}:{line}", name, MEMBERS[word])
+
+
 def private_phrases(where: str, text: str) -> Iterator[Finding]:
     """The private phrases in a text."""
     for pattern, use in PHRASES.items():
@@ -155,6 +211,11 @@ def report(findings: list[Finding]) -> str:
 
 def test_identifiers_use_the_words_of_the_field() -> None:
     found = [each for path, tree in files("optimus") for each in private_names(path, tree)]
+    assert not found, report(found)
+
+
+def test_names_of_members_say_what_they_are() -> None:
+    found = [each for path, tree in files("optimus") for each in private_members(path, tree)]
     assert not found, report(found)
 
 
@@ -301,3 +362,25 @@ def test_private_words_are_found() -> None:
     ]
     phrases = [each for line, text in texts("a.py", tree) for each in private_phrases(f"a.py:{line}", text)]
     assert sorted((each.where, each.found) for each in phrases) == [("a.py:2", "blamed"), ("a.py:4", "held-out")]
+
+
+def test_planted_members_are_found() -> None:
+    """Functions, parameters, fields and attributes are found, locals and parameters of a lambda are not."""
+    source = """
+class Rows:
+    own: int
+
+    @classmethod
+    def of(cls, count=lambda own: own, *, _given=None):
+        here = sorted(count, key=lambda each: each)
+        cls._here = [of for of in here]
+        def each(): ...
+"""
+    found = [(each.where, each.found) for each in private_members("a.py", ast.parse(source))]
+    assert sorted(found) == [
+        ("a.py:3", "own"),
+        ("a.py:6", "_given"),
+        ("a.py:6", "of"),
+        ("a.py:8", "_here"),
+        ("a.py:9", "each"),
+    ]

@@ -37,12 +37,14 @@ class OtherActivations:
 
     def stage(self, counts: PartCounts) -> float:
         """Kept of a microbatch from its forward pass to its backward pass."""
-        saved = 2 * self.stream * counts.last + sum(counts.of(layer) * self._block(layer) for layer in self.blocks)
+        saved = 2 * self.stream * counts.last + sum(
+            counts.count_at(layer) * self._block(layer) for layer in self.blocks
+        )
         return self.profile.fragments * saved
 
     def working(self, counts: PartCounts) -> float:
         """There for a moment: what a block makes again and its gradients, or the logits."""
-        again = [self._again(layer) for layer in self.blocks if counts.of(layer)]
+        again = [self._again(layer) for layer in self.blocks if counts.count_at(layer)]
         tp = self.job.mesh.tp_out * (self.job.mesh.pp if self.job.parallel.vocabulary else 1)
         logits = self.T * self.model.vocab / tp * self.profile.logits if counts.last else 0.0
         return self.profile.fragments * max([*again, logits])

@@ -150,16 +150,16 @@ def find_checkpoint(path: str | Path) -> Path:
         raise UserError(f"{path} is a Hugging Face folder: turn it into a checkpoint with `optimus import {path} ...`")
     if not path.exists():
         raise UserError(f"checkpoint {path} does not exist")
-    if what := _of_another_program(path):
+    if what := _describe_foreign(path):
         raise UserError(f"{path} is {what}")
     raise UserError(f"{path} holds no complete checkpoint: name a run folder or one of the folders in its checkpoints/")
 
 
-def _of_another_program(path: Path) -> str | None:
+def _describe_foreign(path: Path) -> str | None:
     """Describes a file or folder that another program has written, with a remedy; None if its format is unknown."""
     cure = "save the model as a Hugging Face folder (save_pretrained) and turn that into a checkpoint with `optimus import`"
     if path.is_file():
-        if _is_of_torch_save(path):
+        if _is_torch_save_file(path):
             return f"a file of torch.save, whose tensors no checkpoint of Optimus describes: {cure}"
         return f"a file, and a checkpoint is a folder: {cure}" if path.suffix == ".safetensors" else None
     if (path / DESCRIPTION).exists() or (path / MANIFEST).exists():
@@ -170,11 +170,11 @@ def _of_another_program(path: Path) -> str | None:
             f"{MANIFEST}, without which nothing in it can be checked. Use another one; or {cure}"
         )
     files = [file for file in sorted(path.glob("*")) if file.is_file() and file.suffix != ".distcp"]
-    pickled = [file.name for file in files if _is_of_torch_save(file)]
+    pickled = [file.name for file in files if _is_torch_save_file(file)]
     return f"a folder of files of torch.save ({pickled[0]}), and no checkpoint of Optimus: {cure}" if pickled else None
 
 
-def _is_of_torch_save(file: Path) -> bool:
+def _is_torch_save_file(file: Path) -> bool:
     try:
         with zipfile.ZipFile(file) as archive:
             return any(name.endswith("/data.pkl") for name in archive.namelist())
@@ -187,7 +187,7 @@ def read_description(path: Path) -> Description:
 
     Raises `UserError` if the description is newer than this code, and `DamagedError` if it cannot be read.
     """
-    if what := _of_another_program(path):
+    if what := _describe_foreign(path):
         raise DamagedError(f"{path} is {what}")  # a run may resume from another checkpoint
     file = path / DESCRIPTION
     try:
@@ -220,7 +220,7 @@ def write_description(folder: Path, description: Description) -> None:
     (folder / DESCRIPTION).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def differences(there: dict[str, Any], here: dict[str, Any]) -> str:
+def differences(saved: dict[str, Any], current: dict[str, Any]) -> str:
     """Returns `KEY is A there and B here` for every key whose values differ, for messages; empty if all values agree."""
-    keys = [key for key in here if there.get(key) != here[key]]
-    return ", ".join(f"{key} is {there.get(key)!r} there and {here[key]!r} here" for key in keys)
+    keys = [key for key in current if saved.get(key) != current[key]]
+    return ", ".join(f"{key} is {saved.get(key)!r} there and {current[key]!r} here" for key in keys)

@@ -49,7 +49,7 @@ class Holder:
     several: bool
 
     @classmethod
-    def here(cls, token: str, several: bool) -> "Holder":
+    def this_process(cls, token: str, several: bool) -> "Holder":
         """Returns this process as a holder."""
         return cls(token, socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time(), several)
 
@@ -115,7 +115,7 @@ class Lease:
     ) -> None:
         self.run, self.token, self.kept = run, token, several
         self._path, self._beat, self._silence = run / LEASE, beat, silence
-        self._own = Holder.here(token, several)
+        self._holder = Holder.this_process(token, several)
         self._dead = ""  # the text of a dead holder's lease
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
@@ -164,7 +164,7 @@ class Lease:
             there = _parse(_read(file))
             if there is not None and there.token != self.token and _read(file) != self._dead:
                 raise _held(self.run, there)
-            _write(file, self._own)
+            _write(file, self._holder)
 
     def _abandon(self) -> None:
         with suppress(OSError), _exclusive(self._path, make=False) as file:
@@ -185,8 +185,8 @@ class Lease:
                 there, changed = _parse(_read(file)), os.fstat(file).st_mtime_ns
                 if there is not None and there.token != self.token:
                     return
-                if there in (None, self._own) or changed == seen:
-                    _write(file, self._own)
+                if there in (None, self._holder) or changed == seen:
+                    _write(file, self._holder)
                 seen = os.fstat(file).st_mtime_ns
 
 

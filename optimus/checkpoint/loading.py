@@ -75,7 +75,7 @@ def load_slices(
     if not factors:
         read = partial(_all_but_factors, read)
     transfers = _transfers(state, full, pruned)
-    failure = _read_own(transfers, read) if send == "none" else _read_and_send(transfers, read, send)
+    failure = _read_local(transfers, read) if send == "none" else _read_and_send(transfers, read, send)
     world.agree(_read_buffers(state, read, send) or failure)
     for chunk in state.chunks:
         if not full:
@@ -102,7 +102,7 @@ def _transfers(state: ModelState, full: bool, pruned: bool) -> list[_Transfer]:
     return found
 
 
-def _read_own(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
+def _read_local(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
     try:
         for each in transfers:
             with each.chunk.states(change=True) as parts:
@@ -163,14 +163,14 @@ def _read_buffers(state: ModelState, read: Read, send: Send) -> UserError | None
     return failure
 
 
-def _whole(each: _Transfer) -> Tensor:
-    dtype = each.chunk.plan.model_dtype if each.kind == "model" else torch.float32
-    return torch.zeros(each.chunk.plan.size, dtype=dtype, device=each.chunk.parameter.device)
+def _whole(transfer: _Transfer) -> Tensor:
+    dtype = transfer.chunk.plan.model_dtype if transfer.kind == "model" else torch.float32
+    return torch.zeros(transfer.chunk.plan.size, dtype=dtype, device=transfer.chunk.parameter.device)
 
 
-def _read_whole(each: _Transfer, whole: Tensor, read: Read) -> UserError | None:
+def _read_whole(transfer: _Transfer, whole: Tensor, read: Read) -> UserError | None:
     try:
-        each.fill(whole, read)
+        transfer.fill(whole, read)
     except UserError as error:
         return error
     return None

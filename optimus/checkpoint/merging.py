@@ -59,7 +59,7 @@ def merge(
             raise UserError(
                 f"{reader.path} has another tokenizer than {readers[0].path}: their models cannot be averaged"
             )
-    masks = _masks_of_all(readers)
+    masks = _common_masks(readers)
     averaged = _averaged(readers, [weight / total for weight in weights.values()], masks)
     description = Description(
         first.model,
@@ -79,10 +79,10 @@ def merge(
     return {"output": str(output), "parameters": elements, "weights": description.written["merged"]}
 
 
-def _found(given: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
+def _found(weighted: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
     """Returns the weights of the average by checkpoint. Raises `UserError` if two names refer to the same checkpoint."""
     weights, names = dict[Path, float](), dict[Path, str | Path]()
-    for name, weight in given:
+    for name, weight in weighted:
         path = find_checkpoint(name)
         other = names.setdefault(path.resolve(), name)
         if path in weights or other != name:
@@ -91,11 +91,11 @@ def _found(given: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
     return weights
 
 
-def _last_of(given: Sequence[str | Path], last: int) -> dict[Path, float]:
-    """Returns the last checkpoints, one per step, of the only run in `given`, with equal weights."""
-    if len(given) != 1 or last < 2:
-        raise UserError(f"`last` {last} averages checkpoints of one run, at least 2: {len(given)} are named")
-    (run,) = given
+def _last_of(runs: Sequence[str | Path], last: int) -> dict[Path, float]:
+    """Returns the last checkpoints, one per step, of the only run in `runs`, with equal weights."""
+    if len(runs) != 1 or last < 2:
+        raise UserError(f"`last` {last} averages checkpoints of one run, at least 2: {len(runs)} are named")
+    (run,) = runs
     by_step = {path.name.partition("-")[2]: path for path in list_checkpoints(user_path(run), "weights", "step")}
     paths = [path for _, path in sorted(by_step.items())][-last:]
     if len(paths) < last:
@@ -123,7 +123,7 @@ def _averaged(
     yield from whole_slices(masks.items(), prefix="")
 
 
-def _masks_of_all(readers: Sequence[Reader]) -> dict[str, torch.Tensor]:
+def _common_masks(readers: Sequence[Reader]) -> dict[str, torch.Tensor]:
     """Returns the masks if all checkpoints are pruned alike, regardless of the layouts that wrote them; else no masks."""
     masks, *others = map(whole_masks, readers)
     shapes = readers[0].shapes

@@ -28,7 +28,7 @@ from optimus.checkpoint.masks import DRAWN, PREFIX, mask_slices
 from optimus.checkpoint.slices import TensorSlice, part_slices, whole_slices
 from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_frozen, retire_weights
 from optimus.checkpoint.staging import Staging
-from optimus.checkpoint.writers import written_here
+from optimus.checkpoint.writers import chunks_to_write
 from optimus.comm import CollectiveError, Handle
 from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
@@ -91,7 +91,7 @@ class Saver:
     def __init__(self, state: ModelState, *, scattered: bool = True, beside: bool = False) -> None:
         self._world = state.groups.world
         self._beside = beside
-        self._chunks = written_here(state, scattered=scattered)
+        self._chunks = chunks_to_write(state, scattered=scattered)
         self._file = file_of(state.groups.rank)
         self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
         self._short: list[tuple[str, Tensor]] = []  # copies of the modules' buffers

@@ -145,12 +145,12 @@ def _check_kept(reader: Reader, rules: Mapping[str, Rule]) -> None:
         )
 
 
-def check_same_model(there: ModelConfig, here: ModelConfig, path: Path) -> None:
-    """Raises `UserError` that names the differences if the weights in `path` have another architecture than `here`."""
-    unasked = {"init_std", *(there.derived & here.derived)}
-    if not (there.has_dense_layers or here.has_dense_layers):
+def check_same_model(saved: ModelConfig, current: ModelConfig, path: Path) -> None:
+    """Raises `UserError` that names the differences if the weights in `path` have another architecture than `current`."""
+    unasked = {"init_std", *(saved.derived & current.derived)}
+    if not (saved.has_dense_layers or current.has_dense_layers):
         unasked = unasked - {"expert_intermediate"} | {"intermediate"}
-    if changed := differences(there.model_dump(exclude=unasked), here.model_dump(exclude=unasked)):
+    if changed := differences(saved.model_dump(exclude=unasked), current.model_dump(exclude=unasked)):
         raise UserError(f"{path} is of another model: {changed}")
 
 

@@ -11,7 +11,7 @@ from optimus.state.model_state import ModelState
 from optimus.state.plan import ChunkPlan, divisions, sharding_of
 
 
-def written_here(state: ModelState, *, scattered: bool) -> list[Chunk]:
+def chunks_to_write(state: ModelState, *, scattered: bool) -> list[Chunk]:
     """Returns the chunks whose shard this rank writes; see `writers`."""
     plans, groups = [chunk.plan for chunk in state.chunks], state.groups
     found = writers(plans, groups.mesh, groups.rank, state.options, scattered=scattered)

@@ -78,9 +78,9 @@ def show_ready(config: Path, ready: dict[str, Any], as_json: bool, *, verbose: b
     show(ready, as_json, f"{text}\n{about}{where}{held}")
 
 
-def but(given: dict[str, Any], *names: str) -> dict[str, Any]:
+def but(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
     """Returns the arguments of a command except `names`, for a function with the same parameter names."""
-    return {name: value for name, value in given.items() if name not in names}
+    return {name: value for name, value in arguments.items() if name not in names}
 
 
 def show(result: Any, as_json: bool, text: str) -> None:

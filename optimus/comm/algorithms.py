@@ -245,16 +245,16 @@ class Measured(Section):
 
     def curves(self, kind: CollectiveKind, shape: Shape) -> Mapping[str, Curve]:
         """Returns the curves by algorithm, or an empty mapping without measurements of the kind in groups of that shape."""
-        return self._of(kind).get(str(shape), {})
+        return self._curves_by_shape(kind).get(str(shape), {})
 
-    def _of(self, kind: CollectiveKind) -> Curves:
+    def _curves_by_shape(self, kind: CollectiveKind) -> Curves:
         found: Curves = getattr(self, kind)
         return found
 
     @model_validator(mode="after")
     def _known(self) -> "Measured":
         for kind in KINDS:
-            for text, curves in self._of(kind).items():
+            for text, curves in self._curves_by_shape(kind).items():
                 known = names(kind, _shape(text))
                 for name in curves:
                     if name not in known:

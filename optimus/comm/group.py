@@ -151,7 +151,7 @@ class Group:
         change until `Handle.wait` returns. For `beside` see `all_reduce_async`.
         """
         if self.size == 1:
-            return _given(tensor, out)
+            return _copy(tensor, out)
         parts, even = _slices(tensor, lengths or self.size)
         return self._strategy("reduce_scatter", tensor, even).reduce_scatter(tensor, parts, out, even, beside)
 
@@ -168,7 +168,7 @@ class Group:
         see `all_reduce_async`.
         """
         if self.size == 1:
-            return _given(part, tensor)
+            return _copy(part, tensor)
         parts, even = _slices(tensor, lengths or self.size)
         return self._strategy("all_gather", tensor, even).all_gather(tensor, parts, part, even, beside)
 
@@ -251,7 +251,7 @@ class Group:
         same order, since a backend matches the shifts between two ranks in that order.
         """
         if self.size == 1:
-            return _given(tensor, out)
+            return _copy(tensor, out)
         call = partial(shift, tensor, out, self.ranks, self.rank, self.transport.process_group)
         return self.observer.begin("shift", tensor, lambda _: call(), tensor)
 
@@ -343,7 +343,7 @@ def _slices(tensor: Tensor, lengths: Sequence[int] | int) -> tuple[Sequence[Tens
     return tensor.split(list(lengths)), len(set(lengths)) == 1
 
 
-def _given(source: Tensor, target: Tensor) -> Handle:
+def _copy(source: Tensor, target: Tensor) -> Handle:
     """Copies `source` to `target`, as every collective does in a group of one rank."""
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)

@@ -245,20 +245,20 @@ class Groups:
             self._made[division] = self._make(division)
         return self._made[division]
 
-    def _handle(self, division: RankPartition, own: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
-        """Creates a process group of the ranks `own`, or returns None.
+    def _handle(self, division: RankPartition, ranks: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
+        """Creates a process group of `ranks`, or returns None.
 
         Unless `alone`, the group of all ranks is torch's default group (None). Only the members of a group create the group.
         torch names a group by its ranks and the number of groups that the process has created before. All members must agree
         on the name, so every rank creates one group for each division, even if the rank is the only member. A division into
         single ranks needs no process groups (None).
         """
-        if division.largest == 1 or not (alone or len(own) < self.mesh.size):
+        if division.largest == 1 or not (alone or len(ranks) < self.mesh.size):
             return None
         # The last backend is the device's: only the group of all ranks moves host tensors.
         backend = dist.get_backend().split(":")[-1]
         group: dist.ProcessGroup = dist.new_group(
-            list(own), timeout=self._timeout, backend=backend, use_local_synchronization=True
+            list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=True
         )
         return group
 

@@ -171,5 +171,5 @@ def exchange_on_two_levels(rank: int, shape: Shape) -> list[Round]:
     ]
 
 
-def _mapped(each: Round, change: Callable[[Message], Message]) -> Round:
-    return Round(tuple(map(change, each.sends)), tuple(map(change, each.receives)))
+def _mapped(messages: Round, change: Callable[[Message], Message]) -> Round:
+    return Round(tuple(map(change, messages.sends)), tuple(map(change, messages.receives)))

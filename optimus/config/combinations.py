@@ -23,7 +23,7 @@ def check_phases(config: RunConfig) -> None:
 def _check_sections(config: RunConfig) -> None:
     if config.model.experts is None and "moe" in config.model_fields_set:
         raise ValueError("moe: the model is dense: remove the section moe")
-    if not config.model.router_bias and config.moe.given("bias_rate"):
+    if not config.model.router_bias and config.moe.non_default("bias_rate"):
         raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
     for check in (
         _check_teacher,
@@ -157,7 +157,7 @@ def _check_pipeline(config: RunConfig) -> None:
     """Raises `ValueError` when the blocks cannot be divided into stages as configured."""
     parallel, layers = config.parallel, config.model.layers
     if parallel.pipeline == 1:
-        for name in parallel.given(*_ABOUT_PIPELINES):
+        for name in parallel.non_default(*_ABOUT_PIPELINES):
             raise ValueError(f"parallel.{name} applies to a pipeline only, but parallel.pipeline is 1: remove it")
         if config.observe.timeline is not None:
             raise ValueError(
@@ -169,7 +169,7 @@ def _check_pipeline(config: RunConfig) -> None:
         caps = parallel.max_in_flight
         if isinstance(caps, list) and (len(caps) != stages or min(caps) < 1):
             raise ValueError(f"parallel.max_in_flight {caps} must be a number, or {stages} above 0, one per stage")
-        for name in parallel.given("schedule", "warmup_factor"):
+        for name in parallel.non_default("schedule", "warmup_factor"):
             raise ValueError(
                 f"parallel.{name} needs a scheduled order, which executor message-driven does not have: "
                 "remove it (max_in_flight limits the live activations)"

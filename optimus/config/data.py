@@ -31,7 +31,7 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _share(self) -> "SourceConfig":
-        if len(given := self.given("weight", "tokens", "epochs")) > 1:
+        if len(given := self.non_default("weight", "tokens", "epochs")) > 1:
             raise ValueError(f"{' and '.join(given)} are given: keep one of them")
         return self
 

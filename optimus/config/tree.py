@@ -117,8 +117,8 @@ class StateConfig(Section):
                 "reshard_after_forward is not for parameters in a cache, which keeps what it can: remove it"
             )
         # Resolved runs have the value "device" for options of state that is on the device anyway.
-        wrong = self.given("resident_fraction", "update_on") if self.offload == "none" else []
-        wrong += self.given("accumulate_on") if self.offload in ("none", "optimizer") else []
+        wrong = self.non_default("resident_fraction", "update_on") if self.offload == "none" else []
+        wrong += self.non_default("accumulate_on") if self.offload in ("none", "optimizer") else []
         wrong = [key for key in wrong if getattr(self, key) != "device"]
         wrong += ["disk"] if self.disk is not None and self.offload != "disk" else []
         if wrong:
@@ -199,11 +199,11 @@ class OptimizerConfig(Section):
         rules = self.rules
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {self.betas} must lie in [0, 1)")
-        if self.reptile_every is None and self.given("reptile_step"):
+        if self.reptile_every is None and self.non_default("reptile_step"):
             raise ValueError("reptile_step applies to reptile_every: set that, or remove it")
         if self.reptile_every is not None and "schedule-free" in rules:
             raise ValueError("reptile_every: schedule-free averages its weights already: choose another rule")
-        if self.given("momentum") and "muon" not in rules:
+        if self.non_default("momentum") and "muon" not in rules:
             raise ValueError("momentum is muon's, which updates nothing: remove it, or set name: muon")
         return self
 
@@ -231,7 +231,7 @@ class LrScheduleConfig(Section):
     def _order(self) -> "LrScheduleConfig":
         if self.name != "constant" and self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
-        if self.name != "wsd" and (given := self.given("cooldown", "cooldown_steps")):
+        if self.name != "wsd" and (given := self.non_default("cooldown", "cooldown_steps")):
             raise ValueError(f"{given[0]}: a {self.name} schedule has no cooldown: remove it, or set name: wsd")
         known = SCHEDULES[self.name].options
         if unknown := [name for name in self.options if name not in known]:
@@ -327,7 +327,7 @@ class TrainConfig(Section):
     def _batches(self) -> "TrainConfig":
         if self.global_batch % self.micro_batch:
             raise ValueError(f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}")
-        if len(given := self.given("steps", "tokens", "epochs")) > 1:
+        if len(given := self.non_default("steps", "tokens", "epochs")) > 1:
             raise ValueError(_length(f"{' and '.join(given)} are given: keep one of them"))
         if given and self.epochs is None and self.stop_at is not None and self.stop_at > self.total_steps:
             raise ValueError(f"stop_at {self.stop_at} is beyond steps {self.total_steps}")
@@ -471,7 +471,7 @@ class ValidationConfig(Section):
         if self.max_bytes is not None:
             if self.text is None:
                 raise ValueError(f"{self.name or 'a set'}: max_bytes is of text: give tokens for prepared data")
-            if not self.given("tokens"):  # at most a token per byte, and one for the end of its document
+            if not self.non_default("tokens"):  # at most a token per byte, and one for the end of its document
                 self.tokens = 2 * self.max_bytes
         return self
 
@@ -643,13 +643,13 @@ class RunConfig(Section):
         if self.phases:
             self.phases = [_resolved(phase, number, self) for number, phase in enumerate(self.phases)]
             steps = sum(phase.steps or 0 for phase in self.phases)
-            said = train.given("tokens", "epochs", "steps")
+            said = train.non_default("tokens", "epochs", "steps")
             if said and train.steps != steps:
                 raise ValueError(f"train.{said[0]}: the phases are {steps} steps together: remove it")
             if train.stop_at is not None and train.stop_at > steps:
                 raise ValueError(f"train.stop_at {train.stop_at} is beyond the {steps} steps of the phases")
             self.train = train.model_copy(update={"steps": steps})
-        elif not train.given("steps", "tokens", "epochs"):
+        elif not train.non_default("steps", "tokens", "epochs"):
             raise ValueError(f"train: {_length('it is missing: give one of them')}")
         names = [each.name for each in self.validation]
         if twice := [name for name in names if names.count(name) > 1]:

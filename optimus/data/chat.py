@@ -70,10 +70,10 @@ class ChatTemplate(NamedTuple):
                 except (OSError, ValueError, TypeError) as error:
                     what = "text" if name == FILE else "a JSON object"
                     raise UserError(f"{folder / name} cannot be read as {what}: {error}") from error
-        return cls.of_files(files, eos_token, str(folder)) or cls(tokens=(("eos_token", eos_token),))
+        return cls.from_files(files, eos_token, str(folder)) or cls(tokens=(("eos_token", eos_token),))
 
     @classmethod
-    def of_files(cls, files: Mapping[str, Any], eos_token: str, place: str) -> "ChatTemplate | None":
+    def from_files(cls, files: Mapping[str, Any], eos_token: str, place: str) -> "ChatTemplate | None":
         """Finds the template in `files`, a mapping from names to contents of a published tokenizer's files; None if they
         have no template. Raises `UserError` for an invalid template."""
         said = {name: value for file in _FILES[:2] for name, value in files.get(file, {}).items()}

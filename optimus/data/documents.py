@@ -372,7 +372,7 @@ def _row_pieces(
     1."""
     for number, record in rows:
         place, after = f"{source.path}: row {number}", Position(start.file, number)
-        for piece, last in _checked_pieces(place, _slices(field.of(record, place)), encode):
+        for piece, last in _checked_pieces(place, _slices(field.text(record, place)), encode):
             yield _Piece(piece, last, after if last else None, raw.tell())
 
 

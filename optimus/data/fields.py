@@ -46,7 +46,7 @@ class TextField:
                 raise UserError(f"{place}: no column '{name}' ({others}). {_how_to_name(first(), name)}")
         return list(found)
 
-    def of(self, record: Mapping[str, Any], place: str) -> str:
+    def text(self, record: Mapping[str, Any], place: str) -> str:
         """Returns the text of a record; messages name its `place`. Raises `UserError` for a field that is missing or is
         not text."""
         if not self._is_template:
@@ -54,8 +54,8 @@ class TextField:
         return "".join(before + ("" if name is None else _value(record, name, place)) for before, name in self._parts)
 
     def conversation(self, record: Mapping[str, Any], place: str) -> Conversation:
-        """Returns the text of `of` with its predicted spans. The model predicts all of a plain text."""
-        return Conversation(self.of(record, place))
+        """Returns the text of `text` with its predicted spans. The model predicts all of a plain text."""
+        return Conversation(self.text(record, place))
 
 
 class ChatField(TextField):
@@ -75,7 +75,7 @@ class ChatField(TextField):
         """Raises `UserError`: tables cannot contain conversations."""
         raise UserError(f"{place}: conversations (`text_field` {CHAT}...) are read from JSON lines: convert it")
 
-    def of(self, record: Mapping[str, Any], place: str) -> str:
+    def text(self, record: Mapping[str, Any], place: str) -> str:
         """Returns the whole conversation as text."""
         return self.conversation(record, place).text
 

@@ -81,7 +81,7 @@ class BadFile:
     what: str
 
     @classmethod
-    def of(cls, source: Source, what: str) -> "BadFile":
+    def from_source(cls, source: Source, what: str) -> "BadFile":
         return cls(source.input, printable(source.name), source.size, source.modified_ns, what)
 
     def entry(self) -> dict[str, Any]:
@@ -212,12 +212,12 @@ def _ending(path: Path | RemoteFile) -> str:
     return f"{within}{last}" or "no ending"
 
 
-def _expand(given: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
+def _expand(path_or_url: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
     """Yields the files of one input, each with its name relative to the input."""
-    if remote.is_remote(given):
-        yield from remote.expand(str(given), suffixes())
+    if remote.is_remote(path_or_url):
+        yield from remote.expand(str(path_or_url), suffixes())
         return
-    path = user_path(given)
+    path = user_path(path_or_url)
     if path.is_dir():
         for file in _walk(path):
             yield file, file.relative_to(path).as_posix()
@@ -226,7 +226,9 @@ def _expand(given: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
     else:
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         if not matches:
-            raise UserError(f"input not found: {given} (no such file or folder, and no file matches it as a glob)")
+            raise UserError(
+                f"input not found: {path_or_url} (no such file or folder, and no file matches it as a glob)"
+            )
         root = _fixed_part(path)
         for match in matches:
             for file in _walk(match) if match.is_dir() else [match]:

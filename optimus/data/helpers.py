@@ -39,7 +39,7 @@ class Helpers:
         }
         self._killed = False
         self._setup = make, args
-        self._own = threading.local()
+        self._thread_local = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads = ThreadPoolExecutor(count, "helper", self._start)
 
@@ -73,10 +73,10 @@ class Helpers:
         self._processes.append(process)
         if self._killed:  # `__exit__` has killed the other helpers meanwhile
             process.kill()
-        self._own.process = process
+        self._thread_local.process = process
 
     def _ask(self, args: tuple[Any, ...]) -> Any:
-        process: subprocess.Popen[bytes] = self._own.process
+        process: subprocess.Popen[bytes] = self._thread_local.process
         assert process.stdin is not None
         assert process.stdout is not None
         try:

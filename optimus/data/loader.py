@@ -68,7 +68,7 @@ class TokenLoader(Iterator[T], Generic[T]):
         self.step = start_step  # the step of the next batch
         self._phases, self._seed, self._rank, self._ranks = phases, seed, rank, ranks
         self._prepare = prepare
-        self._given: T | None = None
+        self._last_batch: T | None = None
         self._thread = ThreadPoolExecutor(1, "token-loader")
         self._ready = deque(self._thread.submit(self._prepared, start_step + ahead) for ahead in range(AHEAD))
 
@@ -76,7 +76,7 @@ class TokenLoader(Iterator[T], Generic[T]):
         if not self._ready:
             raise StopIteration
         try:
-            self._given = batch = self._ready.popleft().result()
+            self._last_batch = batch = self._ready.popleft().result()
         except BaseException:
             self.close()
             raise

@@ -102,7 +102,7 @@ class _Run:
         total = len(self.sources.files) + len(self.bad)
         if bad and (not self.skip_bad or len(bad) == len(self.sources.files)):
             raise UserError(listing(bad, total, partly))
-        left_out = [BadFile.of(*each) for each in bad]
+        left_out = [BadFile.from_source(*each) for each in bad]
         self.bad += left_out
         self.sources = self.sources.without((each.input, each.name) for each in left_out)
 
@@ -371,7 +371,7 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
     known = {(bad.input, bad.name): bad for bad in (state.bad if state else ())}
     named = [(each, (each.input, printable(each.name))) for each in run.sources.files]
     same = [(each, known[name]) for each, name in named if name in known]
-    run.leave_out([(each, bad.what) for each, bad in same if BadFile.of(each, bad.what) == bad])
+    run.leave_out([(each, bad.what) for each, bad in same if BadFile.from_source(each, bad.what) == bad])
     if state is None or state.looked_at != run.sources.identity_digests[-1]:
         _look_at_all(run)
     settings = settings | {"inputs": run.sources.content_digest()}

@@ -64,8 +64,8 @@ class RemoteFile:
             ) from error
 
 
-def is_remote(given: str | Path) -> bool:
-    return "://" in str(given)
+def is_remote(path_or_url: str | Path) -> bool:
+    return "://" in str(path_or_url)
 
 
 def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, str]]:

@@ -59,9 +59,9 @@ def encoder(tokenizer: Any) -> Any:
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def inspect(given: Path) -> TokenizerInfo:
+def inspect(file_or_folder: Path) -> TokenizerInfo:
     """Describes the tokenizer in a file, or in a folder that contains `tokenizer.json`. Raises `UserError`."""
-    path = given / FILE if given.is_dir() else given
+    path = file_or_folder / FILE if file_or_folder.is_dir() else file_or_folder
     if not path.is_file():
         raise UserError(f"tokenizer not found: {path}. Give a tokenizer.json, or a folder that holds one.")
     vocabulary: dict[str, int] = load(path).get_vocab(with_added_tokens=True)

@@ -82,7 +82,7 @@ class DataPhase(NamedTuple):
         return any(source.shards.masked for source in self.sources)
 
     @classmethod
-    def of(cls, shards: Shards, global_batch: int) -> "DataPhase":
+    def from_shards(cls, shards: Shards, global_batch: int) -> "DataPhase":
         """Makes a phase that reads one source from the start."""
         return cls(0, global_batch, [MixedSource(shards.folder.name, shards)], Mixture([1]))
 

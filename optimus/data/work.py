@@ -36,7 +36,7 @@ def encoder(
 ) -> Callable[[DocumentBatch], Encoded]:
     """Returns a function that tokenises batches, and appends the end-of-text token to each document."""
     tokenizer, sign = tokenizers.load(info.path, parse_special=parse_special), signer(dedup)
-    tokens_of = _of_conversations(info) if isinstance(text_field, ChatField) else _of_texts(info, tokenizer)
+    tokens_of = _conversation_encoder(info) if isinstance(text_field, ChatField) else _text_encoder(info, tokenizer)
 
     def encode(batch: DocumentBatch) -> Encoded:
         pieces, ends = [Conversation(text) for text in batch.texts], batch.ends
@@ -58,7 +58,7 @@ def encoder(
 _TokensOf = Callable[[Sequence[Conversation], Sequence[bool]], Iterator[list[int]]]
 
 
-def _of_texts(info: TokenizerInfo, tokenizer: Any) -> _TokensOf:
+def _text_encoder(info: TokenizerInfo, tokenizer: Any) -> _TokensOf:
     def tokens_of(pieces: Sequence[Conversation], ends: Sequence[bool]) -> Iterator[list[int]]:
         found = tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
         for piece, encoding, end in zip(pieces, found, ends):
@@ -67,7 +67,7 @@ def _of_texts(info: TokenizerInfo, tokenizer: Any) -> _TokensOf:
     return tokens_of
 
 
-def _of_conversations(info: TokenizerInfo) -> _TokensOf:
+def _conversation_encoder(info: TokenizerInfo) -> _TokensOf:
     """Returns a function that encodes conversations. The model predicts an appended end-of-text token only after an open
     answer of the assistant."""
     as_tokens, as_text = (tokenizers.load(info.path, parse_special=special) for special in (True, False))

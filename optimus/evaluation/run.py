@@ -160,7 +160,7 @@ def _chat_template(path: Path, loaded: _Loaded) -> ChatTemplate:
     if loaded.description.chat:
         return ChatTemplate.read(loaded.description.chat)
     eos = loaded.tokenizer.id_to_token(loaded.eos_id) or ""
-    found = ChatTemplate.of_files(loaded.description.published, eos, str(path))
+    found = ChatTemplate.from_files(loaded.description.published, eos, str(path))
     if found is None:
         raise UserError(
             f"checkpoint {path} knows no chat template: it was trained on no conversations (`text_field=chat:messages`), "

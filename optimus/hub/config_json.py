@@ -226,7 +226,7 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
     name = _name(theirs)
     field, value = ModelConfig.model_fields[ours], raw.get(name)
     if isinstance(theirs, Multiple) and value is None:
-        return theirs.times * whole_number(raw, theirs.of, file)
+        return theirs.times * whole_number(raw, theirs.base_field, file)
     types = get_args(field.annotation) or (field.annotation,)
     unsaid = name not in raw or (value is None and field.default_factory is not None)
     if optional and (unsaid or _is_null(ours, raw, theirs)):

@@ -27,7 +27,7 @@ class AdamWFactors(NamedTuple):
     eps: Tensor
 
     @classmethod
-    def of(
+    def at_step(
         cls, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, gradient_scale: float
     ) -> "AdamWFactors":
         """Returns the factors of update `step`, counted from 1 (Loshchilov and Hutter 2019, algorithm 2)."""
@@ -86,7 +86,7 @@ def _compiled() -> Callable[..., Any] | None:
     made: Callable[..., Any] = torch.compile(_update, dynamic=True)
     try:
         few = [torch.zeros(64) for _ in range(4)]
-        made(*few, torch.zeros(64, dtype=torch.bfloat16), *AdamWFactors.of(1, 0.0, 0.9, 0.95, 1e-8, 0.0, 1.0))
+        made(*few, torch.zeros(64, dtype=torch.bfloat16), *AdamWFactors.at_step(1, 0.0, 0.9, 0.95, 1e-8, 0.0, 1.0))
     except Exception as error:
         warnings.warn(f"AdamW on the host is not compiled, and slower: {error!r}"[:300], stacklevel=2)
         return None

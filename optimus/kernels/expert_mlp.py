@@ -58,13 +58,13 @@ class Routes(NamedTuple):
         return [self.slices[i] for i in sorted(list(wanted)[:4])]
 
 
-def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype, here: int | None = None) -> Routes:
+def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype, local_choices: int | None = None) -> Routes:
     """Sorts the choices by expert, stably; each expert's rows begin at a multiple of the padding.
 
-    `here` is the number of choices that are not -1, if the caller knows it.
+    `local_choices` is the number of choices that are not -1, if the caller knows it.
     """
     choices = indices_TK.flatten()
-    skipped = int((choices < 0).sum()) if here is None else len(choices) - here
+    skipped = int((choices < 0).sum()) if local_choices is None else len(choices) - local_choices
     order = choices.argsort(stable=True)[skipped:]
     expert = choices[order]
     rows_E = torch.bincount(expert, minlength=experts)

@@ -24,12 +24,12 @@ from optimus.resolve.run import ResolvedRun
 from optimus.training import checks
 from optimus.training.finalize import conclude, summary_of
 from optimus.training.hooks.users import users_hooks
-from optimus.training.resolving import resolve_here
+from optimus.training.resolving import resolve_run
 from optimus.training.summary import summarise, summary_lines
 from optimus.training.teacher import check_teacher
 
 
-def run_here(
+def train_or_check(
     tree: RunConfig,
     data: TrainingData,
     ranks: int | None,
@@ -106,7 +106,7 @@ def check_run(config: RunConfig, data: TrainingData, mesh: Mesh, resume: bool) -
     rank_here = mesh.size == 1 or "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = (use_device if rank_here else find_device)(config.train.device, "train.device", local_rank)
-    run = resolve_here(config, device, mesh, sequences=data.instances, resume=resume, touches=rank_here)
+    run = resolve_run(config, device, mesh, sequences=data.instances, resume=resume, touches=rank_here)
     checks.check_references(run.config, resume)
     if int(os.environ.get("RANK", "0")) == 0:
         checks.check_validation(run.config, data)

@@ -128,7 +128,7 @@ class _Member:
         self._launch, self._store, self._say, self._waiting, self._announce = launch, store, say, waiting, announce
         self._round = 0  # round of the rendezvous that formed this node's current world
         self._events = EventLog(launch.run)
-        self._rendezvous = Rendezvous.of(
+        self._rendezvous = Rendezvous.for_launch(
             store,
             launch.name,
             launch.nodes,

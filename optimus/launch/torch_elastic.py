@@ -108,7 +108,7 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
     _waiting: Callable[[str], None]  # called with a description of what this node waits for
 
     @classmethod
-    def of(
+    def for_launch(
         cls,
         store: Store,
         name: str,

@@ -71,7 +71,7 @@ class Mesh:
             )
 
     @classmethod
-    def of(
+    def from_sizes(
         cls,
         ranks: int,
         *,

@@ -25,7 +25,7 @@ class RankPartition:
         self._key = tuple((table.shape, table.tobytes()) for table in self.tables)
 
     @classmethod
-    def of(cls, groups: Iterable[Sequence[int]]) -> "RankPartition":
+    def from_groups(cls, groups: Iterable[Sequence[int]]) -> "RankPartition":
         """Makes a partition from the ranks of each group."""
         return cls(np.array([group], np.int32) for group in groups)
 

@@ -80,9 +80,9 @@ class ModelConfig(Section):
     hidden: int = Field(gt=0, description="Width of the residual stream.")
     layers: int = Field(gt=0, le=10_000, description="Number of transformer blocks.")
     heads: int = Field(gt=0, description="Attention heads.")
-    kv_heads: int = Field(default_factory=lambda given: given["heads"], gt=0)
+    kv_heads: int = Field(default_factory=lambda values: values["heads"], gt=0)
     """Heads of keys and values, a divisor of heads. Default: heads."""
-    head_size: int = Field(default_factory=lambda given: given["hidden"] // given["heads"], gt=0)
+    head_size: int = Field(default_factory=lambda values: values["hidden"] // values["heads"], gt=0)
     """Columns of a head, an even number. Default: hidden / heads."""
     latent: Latent | None = Field(None, description="Sizes of latent attention (MLA).")
     intermediate: int = Field(gt=0, description="Width of the dense feed-forward layer.")
@@ -114,10 +114,10 @@ class ModelConfig(Section):
     """Every n-th layer has full attention instead of the window."""
     experts_by_layer: list[Annotated[int, Field(ge=0)]] | None = None
     """Experts of each block, 0 for a dense block (PR-MoE's pyramid)."""
-    experts: int | None = Field(default_factory=lambda given: max(given["experts_by_layer"] or [0]) or None, gt=0)
+    experts: int | None = Field(default_factory=lambda values: max(values["experts_by_layer"] or [0]) or None, gt=0)
     """Experts per block. Default: the largest of experts_by_layer."""
     experts_per_token: int | None = Field(None, gt=0, description="Top-k: experts per token.")
-    expert_intermediate: int = Field(default_factory=lambda given: given["intermediate"], gt=0)
+    expert_intermediate: int = Field(default_factory=lambda values: values["intermediate"], gt=0)
     """Width of each expert. Default: intermediate."""
     shared_experts: int = Field(0, ge=0)
     """Shared experts, which every token visits; computed as one expert of their total width."""
@@ -145,7 +145,7 @@ class ModelConfig(Section):
     """Row of the first position in the learned embedding. Default: the family's."""
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScaling | None = Field(None, description="Scaling of the rotary frequencies for longer contexts.")
-    window_rope_theta: float = Field(default_factory=lambda given: given["rope_theta"], gt=0)
+    window_rope_theta: float = Field(default_factory=lambda values: values["rope_theta"], gt=0)
     """Base of the rotary frequencies in layers with a window. Default: rope_theta."""
     scale_windows: bool = True
     """Apply rope_scaling to layers with a window too. Default: the family's."""
@@ -162,10 +162,10 @@ class ModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _values_of_the_family(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or not isinstance(given.get("family"), str):
-            return given
-        return {**family_named(given["family"]).defaults, **given}
+    def _values_of_the_family(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not isinstance(values.get("family"), str):
+            return values
+        return {**family_named(values["family"]).defaults, **values}
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "ModelConfig":

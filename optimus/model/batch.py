@@ -40,9 +40,9 @@ class Batch(NamedTuple):
     source_B: Tensor | None = None  # int64: the number of each sequence's data source, for the losses by source
 
     @classmethod
-    def of(cls, given: "Tensor | Batch") -> "Batch":
+    def wrap(cls, inputs: "Tensor | Batch") -> "Batch":
         """Returns a `Batch` unchanged, and wraps a tensor of tokens. Raises `UserError` if `document_BS` is invalid."""
-        batch = given if isinstance(given, Batch) else cls(given)
+        batch = inputs if isinstance(inputs, Batch) else cls(inputs)
         if batch.document_BS is not None:
             _check_documents(batch.document_BS, batch.tokens_BS)
         return batch

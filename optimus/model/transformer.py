@@ -265,13 +265,13 @@ class Transformer(nn.Module):
         """
         return find(self.hidden_states(tokens_BS).flatten(0, 1)[at_N])
 
-    def losses(self, given: Tensor | Batch, count: float | None = None) -> Losses:
+    def losses(self, inputs: Tensor | Batch, count: float | None = None) -> Losses:
         """Computes the loss of predicting each token but the first from the tokens before it, and the router's statistics.
 
         Sums the cross-entropies and divides them by `count`. With the default `count`, the mean over the devices that share
         the sequences is the mean over the predicted tokens, or 0 if no token is predicted.
         """
-        batch = Batch.of(given)
+        batch = Batch.wrap(inputs)
         positions_S, places = self.places(batch)
         x_TH, stats = self.blocks(self.embedded(batch.tokens_BS[:, positions_S].flatten(), places), places)
         return self.losses_of(x_TH, stats, batch, positions_S, count)

@@ -42,14 +42,14 @@ def merge_traces(folder: Path, ranks: int) -> list[int]:
             trace = parse_json(rank_trace(folder, rank).read_text(encoding="utf-8"))
             base = int(trace.get("baseTimeNanoseconds", 0))
             zero = base if zero is None else zero
-            for event in _of_rank(trace["traceEvents"], rank, (base - zero) / 1000):
+            for event in _rank_events(trace["traceEvents"], rank, (base - zero) / 1000):
                 file.write(("" if first else ",\n") + json.dumps(event))
                 first = False
         file.write("\n]}\n")
     return [rank for rank in range(ranks) if rank not in there]
 
 
-def _of_rank(events: list[dict[str, Any]], rank: int, later: float) -> Iterator[dict[str, Any]]:
+def _rank_events(events: list[dict[str, Any]], rank: int, later: float) -> Iterator[dict[str, Any]]:
     """Yields `events` as those of a rank, shifted by `later` microseconds."""
     processes: dict[Any, int] = {}
     names: dict[Any, Any] = {}
@@ -85,7 +85,7 @@ def _crossing(events: Sequence[Mapping[str, Any]]) -> set[int]:
     """Finds slices that begin within another slice of their thread and end after it, such as receives that overlap
     computation.
 
-    Perfetto drops these slices, so `_of_rank` converts them to asynchronous events.
+    Perfetto drops these slices, so `_rank_events` converts them to asynchronous events.
     """
     threads, found = defaultdict[Any, list[tuple[float, float, int]]](list), set[int]()
     for number, event in enumerate(events):

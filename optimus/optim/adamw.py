@@ -33,7 +33,7 @@ class AdamW(UpdateRule):
             kernels.adamw(factors, now.step, self.rate(now), weight, gradient, m, v, now.gradient_scale, copy)
         # Offloaded state. On a machine without accelerators, every update calls `super().update`.
         elif weight.device.type == "cpu" and torch.accelerator.is_available():
-            numbers = AdamWFactors.of(now.step, self.rate(now), *factors, now.gradient_scale)
+            numbers = AdamWFactors.at_step(now.step, self.rate(now), *factors, now.gradient_scale)
             adamw_in_one_pass(weight, gradient, m, v, copy, numbers)
         else:
             super().update(now, tile)

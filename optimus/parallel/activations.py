@@ -75,7 +75,7 @@ def activation_bytes(
     computes the weight gradients (Zero Bubble Pipeline Parallelism).
     """
     mesh, options = mesh or Mesh(), options or StageOptions()
-    setting = ModuleSetting.of(config, mesh, options, context, itemsize, load, teachers, splits)
+    setting = ModuleSetting.canonical(config, mesh, options, context, itemsize, load, teachers, splits)
     alike = config.alike
     numbers = [alike[layer] for layer in (range(config.layers) if layers is None else layers)]
     groups = list(_groups(numbers, chosen))
@@ -151,8 +151,8 @@ def _alone(module: ModuleBytes, kept: _Sources) -> _Region:
 
 def _shared(module: ModuleBytes, kept: _Sources) -> float:
     """Returns the bytes of the module's input if `kept` has the input already, and adds the input to `kept`."""
-    shared = module.given if module.source in kept else 0
-    kept |= {module.source} if module.given else set()
+    shared = module.saved_input if module.source in kept else 0
+    kept |= {module.source} if module.saved_input else set()
     return shared
 
 
@@ -166,7 +166,7 @@ def _run_again(modules: Row, stream: int, kept: _Sources) -> _Region:
     shared = [_shared(module, there) for module, _ in modules]
     made = [module.saved - each for (module, _), each in zip(modules, shared)]
     if cached is not None:  # recomputation stops as soon as everything that the last module saves exists
-        made[-1] = results[-1] + last.given - shared[-1] + cached.work - last.work
+        made[-1] = results[-1] + last.saved_input - shared[-1] + cached.work - last.work
     return _Region(
         saved, sum(results), [(size, module.work, module.waiting) for size, (module, _) in zip(made, modules)]
     )

@@ -184,12 +184,12 @@ def _ring_backward(
     return q_grad.to(q_BSND.dtype), k_grad.to(k_BSMD.dtype), v_grad.to(v_BSMD.dtype)
 
 
-def _going_round(own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Yields (rank, the rank's tensor) for every rank, starting with this rank and `own`.
+def _going_round(tensor: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
+    """Yields (rank, the rank's tensor) for every rank, starting with this rank and `tensor`.
 
     The next tensor arrives while the caller uses the current one.
     """
-    here = own
+    here = tensor
     for step in range(group.size - 1):
         arriving = shift_async(here, group)
         yield (group.rank - step) % group.size, here

@@ -56,7 +56,7 @@ class ModuleSetting(NamedTuple):
 
     @classmethod
     @lru_cache(maxsize=4096)
-    def of(
+    def canonical(
         cls,
         config: ModelConfig,
         mesh: Mesh,
@@ -80,7 +80,7 @@ class ModuleSetting(NamedTuple):
         return self._replace(mesh=replace(self.mesh, dp=1, ep=1, etp=1), options=options, load=1.0)
 
     @property
-    def of_experts(self) -> "ModuleSetting":
+    def for_experts(self) -> "ModuleSetting":
         """The same setting for measuring experts, to which a context-parallel rank is a data-parallel rank.
 
         Its sequences are shorter by the factor `cp`.
@@ -99,7 +99,7 @@ class ModuleBytes(NamedTuple):
     """Bytes of one module for some number of sequences."""
 
     kind: str
-    given: float  # bytes of the module's input, if it is saved
+    saved_input: float  # bytes of the module's input, if it is saved
     saved: float  # bytes saved from the forward to the backward pass, including the input
     works: Sequence[float]  # transient bytes after each operation of the backward pass
     waiting: float = 0.0  # bytes after the backward pass, for deferred weight gradients
@@ -124,7 +124,7 @@ def block_bytes(
     if not experts:  # the other modules do not depend on expert parallelism, so all its settings share measurements
         setting = setting.without_experts
     elif number := config.experts_of(layer):
-        setting = setting.of_experts
+        setting = setting.for_experts
         rows = setting.context * mesh.ep * (config.experts_per_token or 1) / mesh.tp
         least = ceil(_ROWS * number / rows)
     else:
@@ -161,8 +161,10 @@ def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, seque
         # The operations of both runs correspond, except that the output layer has more operations for more blocks of rows.
         both = zip(few.works, more.works) if len(few.works) == len(more.works) else [(few.work, more.work)]
         work = max(grow(*works) for works in both)
-        given, saved, waiting = map(grow, (few.given, few.saved, few.waiting), (more.given, more.saved, more.waiting))
-        return few._replace(given=given, saved=saved, works=[work], waiting=waiting)
+        given, saved, waiting = map(
+            grow, (few.saved_input, few.saved, few.waiting), (more.saved_input, more.saved, more.waiting)
+        )
+        return few._replace(saved_input=given, saved=saved, works=[work], waiting=waiting)
 
     return {place: grow_module(one[place], two[place]) for place in one}
 

@@ -41,8 +41,8 @@ class SplitTokens(TokenSplit):
             return x_TH
         return columns_to_rows(x_TH if self.sequence else split_rows(x_TH, self.rows), self.columns)
 
-    def own(self, of_T: Tensor) -> Tensor:
-        return of_T if self.duplicates else local_rows(local_rows(of_T, self.rows), self.columns)
+    def local_values(self, values_T: Tensor) -> Tensor:
+        return values_T if self.duplicates else local_rows(local_rows(values_T, self.rows), self.columns)
 
     def restore_rows(self, y_UH: Tensor) -> Tensor:
         if self.duplicates:

@@ -65,7 +65,7 @@ def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
             yield received
         rank = schedule.rank_of(stage)
         yield from (needed for needed in schedule.inputs_of(action) if schedule.rank_of(needed.stage) == rank)
-        if kind is not Kind.FORWARD and not kind.of_vocabulary:
+        if kind is not Kind.FORWARD and not kind.is_vocabulary:
             yield Action(Kind.FORWARD, stage, microbatch)
     if microbatch:
         yield Action(kind, stage, microbatch - 1)

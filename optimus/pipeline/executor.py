@@ -140,7 +140,7 @@ class StageRunner:
         with region(lambda: f"{kind} of stage {stage}, microbatch {microbatch}"):
             if kind is Kind.FORWARD:
                 made = self._work.forward(stage, microbatch, received)
-            elif kind.of_vocabulary:
+            elif kind.is_vocabulary:
                 self._work.vocabulary(kind, microbatch)
             elif kind is Kind.BACKWARD_WEIGHTS:
                 cast(StageWork, self._work).backward_weights(stage, microbatch)

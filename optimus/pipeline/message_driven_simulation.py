@@ -65,4 +65,4 @@ def simulate_message_driven(
                 finish(rank, now, action)
         for rank in touched:
             begin(rank, now)
-    return Timeline.of(events, ranks)
+    return Timeline.from_events(events, ranks)

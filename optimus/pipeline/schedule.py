@@ -43,7 +43,7 @@ class Kind(str, Enum):
         return self in _LETTERS
 
     @property
-    def of_vocabulary(self) -> bool:
+    def is_vocabulary(self) -> bool:
         """True if every rank runs this pass with its shard of the vocabulary; the action's stage is then the rank's first
         stage."""
         return self in VOCABULARY
@@ -137,7 +137,7 @@ class Schedule:
         Returns None for forward passes of the first stage, and for passes of the vocabulary, which the ranks run together.
         """
         kind, stage, microbatch = action
-        if kind.of_vocabulary:
+        if kind.is_vocabulary:
             return None
         if kind is Kind.FORWARD:
             return Action(kind, stage - 1, microbatch) if stage else None
@@ -197,7 +197,7 @@ class Schedule:
     def send_of(self, action: Action) -> Action | None:
         """Returns the send of a computation's result; None if no other rank needs the result."""
         kind, stage, microbatch = action
-        if kind is Kind.BACKWARD_WEIGHTS or kind.of_vocabulary:
+        if kind is Kind.BACKWARD_WEIGHTS or kind.is_vocabulary:
             return None
         send, to = (Kind.SEND_FORWARD, stage + 1) if kind is Kind.FORWARD else (Kind.SEND_BACKWARD, stage - 1)
         if not 0 <= to < self.stages or self.rank_of(to) == self.rank_of(stage):

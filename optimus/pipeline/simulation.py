@@ -17,7 +17,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     times = (_blocking if costs.blocking else _overlapping)(schedule, costs)
-    return Timeline.of(
+    return Timeline.from_events(
         (Event(rank, *action, *times[action]) for rank, actions in enumerate(schedule.actions) for action in actions),
         schedule.ranks,
     )

@@ -62,18 +62,18 @@ class StagePartition(NamedTuple):
     """The blocks of every stage, and the stages on this rank."""
 
     blocks: Sequence[range]
-    here: Sequence[int]
+    local_stages: Sequence[int]
     vocabulary: bool = False  # True if every rank has a shard of the vocabulary, whose parameters have the stage -1
     # The first stage with trained parameters, whose input needs no gradient; -1 if the embedding is trained.
     trained_from: int = -1
 
     @property
     def has_first(self) -> bool:
-        return 0 in self.here
+        return 0 in self.local_stages
 
     @property
     def has_last(self) -> bool:
-        return len(self.blocks) - 1 in self.here
+        return len(self.blocks) - 1 in self.local_stages
 
     def stage_of(self, name: str) -> int:
         """Returns the stage of a parameter: for a tied embedding the first stage, for a split vocabulary -1."""
@@ -93,18 +93,20 @@ class StagePartition(NamedTuple):
     def keeps(self, name: str, tied: bool) -> bool:
         """Returns whether this rank has a parameter: in one of its stages, or as the embedding `tied` to its output
         layer."""
-        return self.stage_of(name) in (-1, *self.here) or (tied and self.has_last and name.startswith("embedding."))
+        return self.stage_of(name) in (-1, *self.local_stages) or (
+            tied and self.has_last and name.startswith("embedding.")
+        )
 
-    def stage_here(self, name: str) -> int:
+    def local_stage_of(self, name: str) -> int:
         """Returns the stage of this rank that holds a parameter: for a tied embedding the first or the last stage."""
         stage = self.stage_of(name)
-        return stage if stage in (-1, *self.here) else len(self.blocks) - 1
+        return stage if stage in (-1, *self.local_stages) else len(self.blocks) - 1
 
 
 def _select(model: Transformer, partition: StagePartition) -> None:
     """Removes from `model` the parameters of stages on other ranks; the remaining parameters keep their names."""
     for i in range(len(model.blocks)):
-        if not any(i in partition.blocks[stage] for stage in partition.here):
+        if not any(i in partition.blocks[stage] for stage in partition.local_stages):
             model.blocks[i] = nn.Module()
     if not partition.has_first:
         del model.positions, model.add_positions
@@ -147,7 +149,9 @@ class PipelineStages(nn.Module):
         self.trace: list[Executed] = []  # trace of the last step
         # Maps (microbatch, positions) to a teacher's soft targets for these tokens, on the last stage's rank.
         self.teacher: Callable[[Batch, Tensor], SoftTargets] | None = None
-        self.stages = {stage: Blocks(model.blocks[i] for i in partition.blocks[stage]) for stage in partition.here}
+        self.stages = {
+            stage: Blocks(model.blocks[i] for i in partition.blocks[stage]) for stage in partition.local_stages
+        }
 
     @property
     def config(self) -> ModelConfig:
@@ -250,16 +254,16 @@ class _Forward:
         with torch.set_grad_enabled(self._trains):
             return self._run(stage, microbatch, received)
 
-    def _run(self, stage: int, microbatch: int, given: Message | None) -> Message | None:
+    def _run(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
         batch, stats = self._microbatches[microbatch], None
         tokens_BS = batch.tokens_BS
         positions_S, places = self._lying[len(tokens_BS)] if batch.document_BS is None else self._find(batch)
-        if given is None:
+        if received is None:
             x_TH = self._staged.model.embed(tokens_BS[:, positions_S].flatten())
         else:
-            x_TH = given[0]
+            x_TH = received[0]
             layers = self._staged.config.sparse_layers(before=self._staged.partition.blocks[stage].start)
-            stats = _unpacked(given[1], tokens_BS.numel() * layers) if len(given) > 1 else None
+            stats = _unpacked(received[1], tokens_BS.numel() * layers) if len(received) > 1 else None
         if stage == 0:
             x_TH = self._staged.model.placed(x_TH, places)
         x_TH, stats = self._staged.stages[stage](x_TH, places, None, stats)
@@ -306,17 +310,17 @@ class _Training(_Forward):
         self._kept: dict[tuple[int, int], tuple[Message | None, Message]] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         # Number of remaining backward passes, by stage.
-        self._left = dict.fromkeys(staged.partition.here, len(microbatches))
+        self._left = dict.fromkeys(staged.partition.local_stages, len(microbatches))
         # Output statistics of the last stage by microbatch, until its backward pass.
         self._router: dict[int, RouterStats | None] = {}
         self.reported: list[Tensor] = []
 
-    def _run(self, stage: int, microbatch: int, given: Message | None) -> Message | None:
+    def _run(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
         needed = stage > self._staged.partition.trained_from
-        given = None if given is None else tuple(tensor.requires_grad_(needed) for tensor in given)
-        made = super()._run(stage, microbatch, given)
+        received = None if received is None else tuple(tensor.requires_grad_(needed) for tensor in received)
+        made = super()._run(stage, microbatch, received)
         assert made is not None
-        self._kept[stage, microbatch] = given, made
+        self._kept[stage, microbatch] = received, made
         return None if stage == self._last_stage else tuple(tensor.detach() for tensor in made)
 
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message:

@@ -31,7 +31,7 @@ class Timeline:
     events: tuple[Event, ...]
 
     @classmethod
-    def of(cls, events: Iterable[Event], ranks: int) -> "Timeline":
+    def from_events(cls, events: Iterable[Event], ranks: int) -> "Timeline":
         """Makes a timeline from events in any order. The first event begins at time zero."""
         ordered = sorted(events, key=lambda event: (event.start, event.end))
         zero = ordered[0].start if ordered else 0.0
@@ -114,4 +114,4 @@ def read_timeline(path: Path) -> Timeline:
             raise UserError(
                 f"{path}: {event} is of no rank from 0 to {ranks - 1}; correct its rank or the number of ranks"
             )
-    return Timeline.of(events, ranks)
+    return Timeline.from_events(events, ranks)

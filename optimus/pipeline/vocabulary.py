@@ -131,7 +131,7 @@ class VocabularyPasses:
         self._under_way["embedding", microbatch] = x_TH, handle
 
     def _find_logits(self, microbatch: int) -> None:
-        x_TH = self._given(self._outputs, self._links.outputs, self._links.last, "output", microbatch)
+        x_TH = self._receive(self._outputs, self._links.outputs, self._links.last, "output", microbatch)
         x_TH = x_TH.detach().requires_grad_()
         with torch.set_grad_enabled(self._trains):
             logits_TV = self._model.predict(x_TH, None, 1.0, True)
@@ -159,7 +159,7 @@ class VocabularyPasses:
 
     def _embed_backward(self, microbatch: int) -> None:
         group, what = self._links.embedding_gradients, "gradient of the embeddings"
-        x_grad_TH = self._given(self._input_gradients, group, self._links.first, what, microbatch)
+        x_grad_TH = self._receive(self._input_gradients, group, self._links.first, what, microbatch)
         # The received gradient depends on both transfers, so both have ended.
         for what in ("embedding", "output gradient"):
             self._finish(what, microbatch)
@@ -186,11 +186,13 @@ class VocabularyPasses:
 
         self._under_way[what, microbatch] = tensor, Handle(wait)
 
-    def _given(self, own: dict[int, Tensor], group: Group, source: int, what: str, microbatch: int) -> Tensor:
+    def _receive(
+        self, local_tensors: dict[int, Tensor], group: Group, source: int, what: str, microbatch: int
+    ) -> Tensor:
         """Receives the next tensor that rank `source` of `group` sends to all other ranks; on `source` itself, returns the
-        microbatch's tensor from `own`."""
+        microbatch's tensor from `local_tensors`."""
         if self._rank == source:
-            return own.pop(microbatch)
+            return local_tensors.pop(microbatch)
         tensor = self._room(microbatch)
         where = f"receive of the {what} of microbatch {microbatch} from rank {group.ranks[source]}"
         group.recv(tensor, source, where)

@@ -78,7 +78,7 @@ class PartCounts(NamedTuple):
         """Number of blocks of all kinds."""
         return len(self.layers)
 
-    def of(self, where: Where) -> int:
+    def count_at(self, where: Where) -> int:
         """Returns the number of blocks of one kind; for any other position, 1 or 0."""
         return int(getattr(self, where)) if isinstance(where, str) else self.layers.count(where)
 
@@ -98,7 +98,7 @@ class Kinds:
         after = before + len(blocks)
         done = Counter[Where]()
         for where, rows in *parts[:before], *((layer, blocks[layer]) for layer in counts.layers), *parts[after:]:
-            number = counts.of(where)
+            number = counts.count_at(where)
             for row, kind in rows if number else ():
                 low, high = kind.between
                 if round(low * number) <= done[where] < round(high * number):

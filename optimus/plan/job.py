@@ -270,14 +270,14 @@ def _rules(config: RunConfig, model: Transformer, factors: Factors) -> Rules:
     def rule(name: str) -> tuple[Rule | None, float]:
         return recipe.rules.get(name), left if name in recipe.unpruned else 1.0
 
-    def of(name: str) -> Counter[tuple[Rule | None, float]]:
+    def rules_of(name: str) -> Counter[tuple[Rule | None, float]]:
         part, _, rest = name.partition(".")
         if part != "blocks":
             return Counter([rule(name)])
         number, _, rest = rest.partition(".")
         return Counter(rule(f"blocks.{i}.{rest}") for i, kind in enumerate(alike) if kind == layers[int(number)])
 
-    counts = (of(name) for name, _ in declarations(made))
+    counts = (rules_of(name) for name, _ in declarations(made))
     return tuple(
         tuple((rule, number / found.total(), unpruned) for (rule, unpruned), number in found.items() if rule)
         for found in counts

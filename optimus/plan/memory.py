@@ -83,10 +83,10 @@ def memory_of_ranks(job: Job, kept: ActivationSizes | None = None) -> list[Memor
 def ranks_of(job: Job) -> list[Rank]:
     """Returns the ranks of the pipeline."""
     live = live_of(job.config, job.microbatches)
-    return [Rank(stages, kept) for stages, kept in zip(stages_of_each(job), live)]
+    return [Rank(stages, kept) for stages, kept in zip(part_counts_of_ranks(job), live)]
 
 
-def stages_of_each(job: Job) -> list[tuple[PartCounts, ...]]:
+def part_counts_of_ranks(job: Job) -> list[tuple[PartCounts, ...]]:
     """Returns the parts of the model in the stages of each rank of the pipeline."""
     counts = counts_of(job.model, blocks_of_stages(job))
     owned = stages_of_ranks(job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank)

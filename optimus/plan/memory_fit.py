@@ -19,9 +19,9 @@ from optimus.plan.memory import (
     Rank,
     activations_of,
     buffers_of,
+    part_counts_of_ranks,
     ranks_of,
     run_activations,
-    stages_of_each,
     state_of,
     usable,
 )
@@ -119,7 +119,7 @@ class Fitting:
         """Returns the ways to shard the job's state that leave memory for activations on every rank."""
         key = job.mesh, job.parallel.stages_per_rank, job.ends_apart, job.microbatches > 1
         if key not in self._ways:
-            ranks = [*dict.fromkeys(stages_of_each(job))]
+            ranks = [*dict.fromkeys(part_counts_of_ranks(job))]
             ways = (_Way(*way, state_room(ranks, held(job, *way))) for way in sharded(job))
             self._ways[key] = [way for way in ways if min(way.room) > 0]
         return self._ways[key]

@@ -326,19 +326,19 @@ class RankCosts:
         method, itemsize = job.config.moe.dispatch, int(job.itemsize)
         return dispatcher(method, self.model, job.mesh, tokens, itemsize, self.machine.collectives)
 
-    def _dispatch(self, own: float, experts: int, shared: Sequence[Passes]) -> Passes:
-        """Returns the exposed seconds of dispatching `own` tokens to their experts and combining the results. The two halves
-        of the shared expert overlap the two collectives."""
+    def _dispatch(self, tokens: float, experts: int, shared: Sequence[Passes]) -> Passes:
+        """Returns the exposed seconds of dispatching `tokens` tokens to their experts and combining the results. The two
+        halves of the shared expert overlap the two collectives."""
         hidden, mesh = self.model.hidden, self.job.mesh
         place = StridedGroup(mesh.ep * mesh.etp, 1)
         if place.size == 1:
             return Passes(Terms(), Terms())
         shown = 1 - self.profile.overlap_expert * self.machine.overlap
         if self.dispatcher == "allgather":
-            whole = own * place.size * hidden * self.e
+            whole = tokens * place.size * hidden * self.e
             both = [self.collective(kind, whole, place) for kind in ("all_gather", "reduce_scatter")]
             return Passes(*2 * [Terms(expert=sum(both) * shown)])
-        size = own * mesh.etp * self._load * hidden * self.e
+        size = tokens * mesh.etp * self._load * hidden * self.e
         once = self._exchange(place, size, experts) * shown
         share = self.profile.overlap_shared * self.machine.overlap
         computing = zip(*((half.forward.compute, half.backward.compute + half.weights.compute) for half in shared))

@@ -20,9 +20,9 @@ class ScalingPoint(NamedTuple):
     plan: Plan
 
 
-def scale(job: Job, ranks: Sequence[int], given: Plan | None = None) -> list[ScalingPoint]:
+def scale(job: Job, ranks: Sequence[int], layout_plan: Plan | None = None) -> list[ScalingPoint]:
     """Studies weak scaling: the global batch and the data axis grow with the number of ranks. The layout is the one of
-    `given`, or the best layout on the fewest ranks.
+    `layout_plan`, or the best layout on the fewest ranks.
 
     Raises `UserError` when a number of ranks is no multiple of the layout's ranks.
     """
@@ -30,7 +30,7 @@ def scale(job: Job, ranks: Sequence[int], given: Plan | None = None) -> list[Sca
     batch = max(1, job.train.global_batch * fewest // job.mesh.size)
     job = job.changed(phases=[])  # the study predicts one step
     least = job.undivided.changed(replace(job.undivided.mesh, dp=fewest), train={"global_batch": batch})
-    first = (given or search(least, best=1)[0]).job
+    first = (layout_plan or search(least, best=1)[0]).job
     mesh, sequences = first.mesh, first.train.micro_batch * first.microbatches * first.mesh.dp
     points: list[ScalingPoint] = []
     for number in sorted(ranks):

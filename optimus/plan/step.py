@@ -68,7 +68,7 @@ class _Passes(NamedTuple):
     """Forward and backward passes of a step."""
 
     stages: Sequence[_Stage]  # stages of the slowest rank
-    own: Sequence[StageTimes]  # times of the same stages
+    stage_times: Sequence[StageTimes]  # times of the same stages
     times: tuple[StageTimes, ...]  # times of all stages
     held: tuple[PartCounts, ...]  # parts of the model in the stages of the slowest rank
     least: float  # lower bound of the seconds of all microbatches, if ranks share no cores
@@ -163,10 +163,12 @@ def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
     beside = OffloadSeconds(moved.update, 0.0)
     if job.state.offload != "none":
         held = work.memo(("held", stages), lambda: chunk_groups(job, stages))
-        forward, backward = (sum(times) for times in zip(*((t.forward, t.backward + t.weights) for t in passes.own)))
+        forward, backward = (
+            sum(times) for times in zip(*((t.forward, t.backward + t.weights) for t in passes.stage_times))
+        )
         beside = offload_seconds(job, held, forward, backward)
     ends = {
-        "data_parallel": _reduction(work, moved, passes.own),
+        "data_parallel": _reduction(work, moved, passes.stage_times),
         "optimizer": beside.update,
         "fetching": beside.fetching,
         "data": job.tokens / job.mesh.dp * _TOKEN / work.machine.host.link,
@@ -207,7 +209,7 @@ def _stage(work: RankCosts, counts: PartCounts) -> _Stage:
     """Returns the seconds of a microbatch in a stage without recomputation."""
     parallel, parts, starting = work.job.parallel, list[tuple[Passes, float]](), 0.0
     for layer, feed_forward in work.feed_forward.items():
-        if number := counts.of(layer):
+        if number := counts.count_at(layer):
             norms = work.blocks[layer].norms
             parts += [(work.norm, norms * number), (work.attention[layer], number), (feed_forward, number)]
             starting += work.profile.host * number if work.model.experts_of(layer) else 0.0
@@ -241,7 +243,7 @@ def _recomputed(work: RankCosts, counts: PartCounts) -> Terms:
     """Returns the seconds of recomputation in the backward passes of a stage."""
     job, recompute, again = work.job, work.job.recompute, list[Terms]()
     for layer, feed_forward in work.feed_forward.items():
-        if number := counts.of(layer):
+        if number := counts.count_at(layer):
             attention, norms = work.attention[layer], work.blocks[layer].norms
             name = "moe" if work.model.experts_of(layer) else "mlp"
             share = number / (job.config.recompute_every if "block" not in recompute else 1)
@@ -279,14 +281,14 @@ def _gathers(work: RankCosts, counts: PartCounts) -> tuple[float, float]:
     held = chunk_groups(work.job, (counts,))
     gather = (_moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e, parts) for each in held)
     reduce = (
-        _moving(work, "reduce_scatter", each.moved(0, _reduced_each(work.job, each)), work.profile.reduced, parts)
+        _moving(work, "reduce_scatter", each.moved(0, _reduce_depth(work.job, each)), work.profile.reduced, parts)
         for each in held
         if each.rule.trains
     )
     return sum(gather), sum(reduce)
 
 
-def _reduced_each(job: Job, group: ChunkGroup) -> int:
+def _reduce_depth(job: Job, group: ChunkGroup) -> int:
     """Returns the number of sharding steps in which ranks reduce a group's gradients for every microbatch."""
     return group.depths.optimizer if sends_gradients(job) else group.depths.gradients
 
@@ -311,7 +313,7 @@ def _beside(moving: float, computing: float) -> float:
 class _StateSeconds(NamedTuple):
     """Seconds that a rank spends on parameters, gradients and optimizer state in a step, apart from the passes."""
 
-    reduce_each: float  # reduction of each microbatch's gradients
+    microbatch_reduce: float  # reduction of each microbatch's gradients
     reduce: float  # reduction once a step
     gather: float  # all-gather of updated parameters
     turns: float  # broadcasts of updated parameters, one rank after another
@@ -323,16 +325,16 @@ def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSecon
     profile, saving = work.profile, work.job.config.checkpoint
     every = chunk_groups(work.job, stages)
     held = [each for each in every if each.rule.trains]
-    reduce_each = reduce = gather = turns = 0.0
+    microbatch_reduce = reduce = gather = turns = 0.0
     for each in held:
-        parameters, optimizer, gradients = each.depths.parameters, each.depths.optimizer, _reduced_each(work.job, each)
+        parameters, optimizer, gradients = each.depths.parameters, each.depths.optimizer, _reduce_depth(work.job, each)
         if not parameters:  # else `_gathering` counts the reduction of every microbatch
-            reduce_each += _moving(work, "reduce_scatter", each.moved(0, gradients), profile.reduced)
+            microbatch_reduce += _moving(work, "reduce_scatter", each.moved(0, gradients), profile.reduced)
             turns += profile.broadcast * each.shards(optimizer) if optimizer else 0.0
         reduce += _moving(work, "reduce_scatter", each.moved(gradients, optimizer), profile.reduced)
         copies = work.collective("all_reduce", each.updated * profile.reduced, each.replica_group)
-        reduce, reduce_each = (
-            (reduce, reduce_each + copies) if sends_gradients(work.job) else (reduce + copies, reduce_each)
+        reduce, microbatch_reduce = (
+            (reduce, microbatch_reduce + copies) if sends_gradients(work.job) else (reduce + copies, microbatch_reduce)
         )
         gather += _moving(work, "all_gather", each.moved(parameters, optimizer), work.e)
 
@@ -341,7 +343,7 @@ def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSecon
 
     kinds = (saving.every, profile.state_bytes), (saving.weights_every, weight)
     files = [(steps, written(every, size, scattered=saving.scattered)) for steps, size in kinds if steps is not None]
-    return _StateSeconds(reduce_each, reduce, gather, turns, _update(work, held), files)
+    return _StateSeconds(microbatch_reduce, reduce, gather, turns, _update(work, held), files)
 
 
 def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes]) -> float:
@@ -352,7 +354,7 @@ def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes
     if job.state.shard == "gradients":
         hidden *= job.microbatches
     hidden, ahead = (work.machine.overlap * seconds for seconds in (hidden, ahead))
-    reduced = _beside(job.microbatches * moved.reduce_each + moved.reduce, profile.overlap_data * hidden)
+    reduced = _beside(job.microbatches * moved.microbatch_reduce + moved.reduce, profile.overlap_data * hidden)
     return reduced + moved.turns + _beside(moved.gather, profile.overlap_gather * ahead)
 
 

@@ -125,12 +125,12 @@ class RunFolder:
         return int(self.records[index - 1]["step"]) if index else 0
 
 
-def read_folder(given: str | Path, *, ended: bool = False) -> RunFolder:
+def read_folder(run_folder: str | Path, *, ended: bool = False) -> RunFolder:
     """Reads a run folder. Raises `UserError` for any other folder. Skips and counts damaged content.
 
     `ended` is True if the run has ended according to its process, which still has the lease of the folder.
     """
-    path = user_path(given)
+    path = user_path(run_folder)
     if not path.is_dir():
         raise UserError(f"{path} is not a run folder: there is no such folder; name the train.output of a run")
     if not is_run(path):

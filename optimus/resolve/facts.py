@@ -1,6 +1,6 @@
 """Facts about a machine, which all ranks measure together or the planner reads from a machine file.
 
-`facts_here` measures only facts that an open option of the configuration depends on. It caches timings per chip
+`measure_facts` measures only facts that an open option of the configuration depends on. It caches timings per chip
 (`tuning.cache`), and rounds free memory down to a coarse step, so that two starts find the same value.
 """
 
@@ -62,7 +62,7 @@ class Facts:
     """Lines for the user about the measurements."""
 
 
-def facts_here(
+def measure_facts(
     config: RunConfig,
     device: torch.device,
     mesh: Mesh,

@@ -100,7 +100,7 @@ def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
     known, found = dict[object, MemoryAccount](), list[MemoryAccount]()
     for rank in run.stage_ranks:
         partition = run.partition(rank)
-        stages = -1, *partition.here
+        stages = -1, *partition.local_stages
         alike = (
             partition.has_last,
             *(
@@ -155,7 +155,7 @@ def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomput
     last = len(partition.blocks) - 1
     stages = [
         run.activations(recomputation, layers=partition.blocks[stage], first=stage == 0, last=stage == last, load=load)
-        for stage in partition.here
+        for stage in partition.local_stages
     ]
     saved, waiting = [stage.saved for stage in stages], [stage.waiting for stage in stages]
     kept = max(most.bytes(saved, waiting) for most in live_of(run.config, run.microbatches)[place])
@@ -225,7 +225,7 @@ def _at_rest(run: ResolvedRun, recipe: StateSpec, *, shared: bool) -> AtRest:
         copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
     on_host: tuple[Residency, ...] = ("device", "host") if shared else ("host",)
     means = [mean_shards(plans, on_host) for plans in stages.values()]
-    node, copies = max(_of_nodes(run, means, copied), key=sum)
+    node, copies = max(_node_bytes(run, means, copied), key=sum)
     device = max(sum(fullest_shards(plans).values()) for plans in stages.values())
     return AtRest(device, node, copies, max(map(run.teacher_bytes, stages)))
 
@@ -254,12 +254,12 @@ def _by_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -
             found[key] = np.zeros((shards, len(KINDS)), np.int64)
         for buffer in first.buffers:
             if buffer.residency in residencies and buffer.lifetime == "always":
-                elements = _of_shards(alike, buffer)
+                elements = _buffer_elements(alike, buffer)
                 found[key][:, KINDS.index(buffer.reported)] += elements * buffer.dtype.itemsize
     return [*found.values()]
 
 
-def _of_shards(alike: Sequence[ChunkPlan], buffer: Buffer) -> "int | Table":
+def _buffer_elements(alike: Sequence[ChunkPlan], buffer: Buffer) -> "int | Table":
     """Returns the number of elements of a buffer on each rank that shares these chunks, or a single number if it is equal on
     all ranks."""
     first = alike[0]
@@ -274,7 +274,7 @@ def _alike(plans: Sequence[ChunkPlan]) -> Iterator[list[ChunkPlan]]:
     return (list(same) for _, same in groupby(plans, key=attrgetter("buffers", "partial_axes", "shard_steps")))
 
 
-def _of_nodes(run: ResolvedRun, held: Sequence[float], copied: Mapping[int, int]) -> Iterator[tuple[float, int]]:
+def _node_bytes(run: ResolvedRun, held: Sequence[float], copied: Mapping[int, int]) -> Iterator[tuple[float, int]]:
     """Yields, for each node, the bytes of the state of its ranks and the bytes of their copies. `held` is the state of a
     rank of each stage, and `copied` the copies of each rank."""
     mesh = run.mesh

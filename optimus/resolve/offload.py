@@ -106,7 +106,7 @@ def residency(run: ResolvedRun) -> Decided:
     if not any(open_.values()):
         return Decided()
     machine = _machine_of(run)
-    found = [_of_rank(run, rank, machine) for rank in run.stage_ranks]
+    found = [_choose_for_rank(run, rank, machine) for rank in run.stage_ranks]
     caches = [chosen.cache for _, chosen, _, cached in found if chosen.cache < cached]
     values = {
         "state.resident_fraction": min(share for share, *_ in found),
@@ -125,7 +125,7 @@ def _machine_of(run: ResolvedRun) -> _Machine:
     return _Machine(Rates(*rates), compute, max(each.spread for each in timings.values()))
 
 
-def _of_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[float, OffloadChoice, StepShape, int]:
+def _choose_for_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[float, OffloadChoice, StepShape, int]:
     """Returns (share of resident state, the choice, the shape of the step, number of chunks that share the cache)."""
     state = run.config.state
     elsewhere, here = run.chunk_plans(rank, 0.0), run.chunk_plans(rank, 1.0)
@@ -167,9 +167,9 @@ def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
     )
 
 
-def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Sequence[ChunkPlan]) -> _Room:
+def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], resident: Sequence[ChunkPlan]) -> _Room:
     """Computes the device memory that the rest of the account, gathered parameters excepted, leaves for chunks. `elsewhere`
-    and `here` are the chunks with offloaded state and with resident state."""
+    and `resident` are the chunks with offloaded state and with resident state."""
     state = run.config.state
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
     block = max((plan.block for plan in cached), default=0)
@@ -177,11 +177,11 @@ def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Seq
     free = int(run.facts.device_bytes * _SHARE) - (found.taken(run.facts) - found.parameters_in_use)
     places: Sequence[Residency] = ("device", "host") if run.facts.device == "cpu" else ("device",)
     kept = [0]
-    for one, other in zip(here, elsewhere):
+    for one, other in zip(resident, elsewhere):
         more = (sum(one.bytes_by_kind(at).values()) - sum(other.bytes_by_kind(at).values()) for at in places)
         kept.append(kept[-1] + sum(more))
     least = min(len(cached), BLOCKS + state.prefetch)
-    return _Room(free, block, kept, len(cached), least, all(plan.keeps_whole for plan in here))
+    return _Room(free, block, kept, len(cached), least, all(plan.keeps_whole for plan in resident))
 
 
 def _shape(run: ResolvedRun, plans: Sequence[ChunkPlan], room: _Room, compute: float) -> StepShape:

@@ -20,7 +20,7 @@ def mesh_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None) ->
     """Builds the configured mesh of `ranks` ranks. Raises `UserError` when the configured sizes do not fit the number of
     ranks."""
     parallel = config.parallel
-    return Mesh.of(
+    return Mesh.from_sizes(
         ranks,
         pipeline=parallel.pipeline,
         data=None if parallel.data == "auto" else parallel.data,

@@ -139,7 +139,7 @@ class ResolvedRun:
         if rank not in self._held:
             partition, tied = self.partition(rank), self.config.model.tie_embeddings
             self._held[rank] = {
-                name: partition.stage_here(name) for name in self.layouts if partition.keeps(name, tied)
+                name: partition.local_stage_of(name) for name in self.layouts if partition.keeps(name, tied)
             }
         return self._held[rank]
 

@@ -169,7 +169,7 @@ class ParameterPrefetcher:
         # During recomputation no chunk is resharded, because the backward pass needs other chunks too.
         if chunks and torch._C._current_graph_task_id() == -1:
             for other in self._resharding:
-                if other.whole.here and other not in chunks:
+                if other.whole.is_present and other not in chunks:
                     other.whole.reshard()
         self._use(chunks)
         made = function(x, *args)
@@ -207,7 +207,7 @@ class ParameterPrefetcher:
             if following not in seen:
                 nearest = len(seen) == len(chunks)
                 seen.add(following)
-                ahead += not following.whole.here
+                ahead += not following.whole.is_present
                 if not self._make_room(following, chunks, place, nearest):
                     return
                 following.whole.start_gather()
@@ -227,8 +227,8 @@ class ParameterPrefetcher:
             return True
         next_use = self._trace.next_use if self._trace is not None else lambda each, place=0: math.inf
 
-        def order(each: Chunk) -> tuple[float, int]:
-            return next_use(each, place), -self._last_use.get(each, 0)
+        def order(candidate: Chunk) -> tuple[float, int]:
+            return next_use(candidate, place), -self._last_use.get(candidate, 0)
 
         free = [each for each in held if each not in using and next_use(each) >= place]
         if not free and not place:

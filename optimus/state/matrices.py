@@ -27,7 +27,7 @@ class Matrices(NamedTuple):
     cost: int  # multiplications of one orthogonalization step per matrix; for a block, the block's fraction of them
 
     @classmethod
-    def of(cls, start: int, shape: Sequence[int], whole: Sequence[int] | None = None) -> "Matrices":
+    def from_shape(cls, start: int, shape: Sequence[int], whole: Sequence[int] | None = None) -> "Matrices":
         """Returns the matrices of a parameter with local `shape`; the default of the global shape `whole` is `shape`. Raises
         `ValueError` for a vector.
 

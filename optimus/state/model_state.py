@@ -83,8 +83,8 @@ class ModelState:
         self._reducing = dict[GradientReduction, None]()  # the reductions in the order in which they last started
         self._leaving: deque[GradientReduction] = deque()
         self._divided = divided
-        self._of_stage = self._make_chunks(masks or {}, moves or transfers(device))
-        self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
+        self._chunks_by_stage = self._make_chunks(masks or {}, moves or transfers(device))
+        self.chunks = [chunk for chunks in self._chunks_by_stage.values() for chunk in chunks]
         self.trained = _trained(self.chunks)
         # Buffers of the modules, which no optimizer updates; replicated over `team`.
         self.buffers = _place_buffers(module, device)
@@ -174,7 +174,7 @@ class ModelState:
         masks = ({} if empty else self.masks) | {name: masks[name] for name in self.recipe.unpruned if name in masks}
         self.recipe, self._frozen_masks = self._pruned_by(masks, self.recipe)
         for stage, plans in self._plans().items():
-            for chunk, plan in zip(self._of_stage[stage], plans, strict=True):
+            for chunk, plan in zip(self._chunks_by_stage[stage], plans, strict=True):
                 if isinstance(chunk, TrainedChunk) and (plan.mask is not None or chunk.elements.prunes):
                     chunk.prune(plan, masks, empty=empty)
         self._hold()
@@ -231,17 +231,17 @@ class ModelState:
         """Encloses the backward pass of a microbatch through a stage, or a part of that pass."""
         with self.groups.step.in_backward(stage, microbatch):
             yield
-            for chunk in _trained(self._of_stage.get(stage, [])):
+            for chunk in _trained(self._chunks_by_stage.get(stage, [])):
                 chunk.gradients.end_backward()
 
     def reduce_on_arrival(self, stage: int) -> None:
         """Announces the last backward pass of a stage: each chunk reduces its gradients when the last one has arrived."""
-        for chunk in _trained(self._of_stage.get(stage, [])):
+        for chunk in _trained(self._chunks_by_stage.get(stage, [])):
             chunk.gradients.reduce_on_arrival()
 
     def start_reduction(self, stage: int) -> None:
         """Starts the remaining reductions of a stage after its last backward pass."""
-        for chunk in _trained(self._of_stage.get(stage, [])):
+        for chunk in _trained(self._chunks_by_stage.get(stage, [])):
             chunk.gradients.start()
 
     def reduce_gradients(self) -> float:

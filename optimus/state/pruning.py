@@ -183,12 +183,12 @@ def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]]
     rank. The function calls `parts` twice.
     """
 
-    def counts(of: Callable[[Tensor], Tensor]) -> Tensor:
+    def counts(select_bits: Callable[[Tensor], Tensor]) -> Tensor:
         # float64 is exact for these counts, and every backend can sum it. The result begins with the largest score.
         found = torch.zeros(_HALF, dtype=torch.float64, device=device)
         for scores, counted in parts():
             if counted:
-                found += torch.bincount(of(scores.flatten().view(torch.int32)), minlength=_HALF)
+                found += torch.bincount(select_bits(scores.flatten().view(torch.int32)), minlength=_HALF)
         world.all_reduce(found)
         return found.flip(0).cumsum(0)
 

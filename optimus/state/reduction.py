@@ -351,18 +351,18 @@ class GradientReduction:
             self._host.transition("read")
 
 
-def _before_accumulation(own: "weakref.ref[GradientReduction]", gradient: Tensor | None) -> None:
+def _before_accumulation(reference: "weakref.ref[GradientReduction]", gradient: Tensor | None) -> None:
     """Handles autograd's hook before a gradient is accumulated into a parameter of a chunk."""
-    reduction = own()
+    reduction = reference()
     if reduction is not None and gradient is not None:
         reduction.before_gradient()
 
 
 def _after_accumulation(
-    own: "weakref.ref[GradientReduction]", buffer: "weakref.ref[ChunkGradient]", parameter: Tensor
+    reference: "weakref.ref[GradientReduction]", buffer: "weakref.ref[ChunkGradient]", parameter: Tensor
 ) -> None:
     """Handles autograd's hook after the accumulation into a parameter of a chunk."""
-    reduction, to = own(), buffer()
+    reduction, to = reference(), buffer()
     if reduction is not None and to is not None and not to.used:
         reduction.found()
         reduction.after_gradient()

@@ -83,7 +83,7 @@ class OfMatrices(Tiling):
 
     def matrices(self, start: int, shape: Sequence[int], whole: Sequence[int]) -> list[Matrices]:
         """See `Tiling.matrices`. Raises `ValueError` for a vector."""
-        return [Matrices.of(start, shape, whole)]
+        return [Matrices.from_shape(start, shape, whole)]
 
     def borders(self, contents: Sequence[Matrices], size: int, loads: list[int], align: int) -> Sequence[int]:
         """See `Tiling.borders`."""
@@ -99,7 +99,7 @@ class OfMatrices(Tiling):
         """
         part, split = plan.shard, dict[tuple[object, ...], tuple[OverBlocks, Matrices, list[int]]]()
         for slot in plan.slots:
-            found = Matrices.of(slot.start, slot.shape)
+            found = Matrices.from_shape(slot.start, slot.shape)
             numbers = found.within(part.start, part.stop)
             first = found.start - part.start
             if (over := blocks.get(slot.name)) is not None:

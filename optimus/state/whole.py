@@ -27,7 +27,7 @@ class WholeParameters(ManagedBuffer):
         self._depth = 0  # the extent of this depth is present or in transfer
 
     @property
-    def here(self) -> bool:
+    def is_present(self) -> bool:
         """True if the whole parameters are present."""
         return self.status == "here"
 
@@ -99,7 +99,7 @@ class WholeParameters(ManagedBuffer):
         self.part.finish_update()
         if self.until is not None:
             self.finish()
-            if self.here:
+            if self.is_present:
                 chunk = self._chunk
                 # `data` hides the write from autograd, which would otherwise report a change of saved tensors.
                 chunk.elements.expand(chunk.parameter.data, chunk.plan.borders[-1], fresh=not chunk.plan.keeps_whole)

@@ -93,7 +93,7 @@ class FaultPlan:
     def _with(self, kind: FaultKind, rank: int, step: int, factor: float = 1.0) -> "FaultPlan":
         return FaultPlan([*self.faults, Fault(kind=kind, rank=rank, step=step, factor=factor)])
 
-    def of(self, rank: int) -> list[tuple[int, Fault]]:
+    def faults_of(self, rank: int) -> list[tuple[int, Fault]]:
         """Returns the faults of a rank, with their numbers in the plan."""
         return [(number, fault) for number, fault in enumerate(self.faults) if fault.rank == rank]
 
@@ -158,11 +158,11 @@ class Inject(Hook):
         self._poison: RemovableHandle | None = None
 
     def before_training(self, trainer: Trainer) -> None:
-        self._own = self._plan.of(trainer.groups.rank)
+        self._faults = self._plan.faults_of(trainer.groups.rank)
 
     def before_step(self, trainer: Trainer) -> None:
         self._began, self._waited = time.perf_counter(), trainer.groups.recorder.seconds
-        for number, fault in self._own:
+        for number, fault in self._faults:
             if fault.kind == "slow":
                 self._factor = max(self._factor, fault.factor if trainer.progress.step + 1 >= fault.step else 1.0)
             elif (
@@ -179,7 +179,7 @@ class Inject(Hook):
             self._poison.remove()
         waited = trainer.groups.recorder.seconds - self._waited
         self._usual = max(0.0, time.perf_counter() - self._began - waited) / self._factor
-        for number, fault in self._own:
+        for number, fault in self._faults:
             if fault.kind == "tear_checkpoint":
                 file = step_folder(trainer.folder, fault.step) / file_of(fault.rank)
                 if file.exists() and self._is_due(trainer, number):

@@ -14,7 +14,7 @@ from optimus.pipeline.staged import PipelineStages
 from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
 from optimus.training.build import build_model
-from optimus.training.resolving import resolve_here
+from optimus.training.resolving import resolve_run
 from optimus.training.step import StepResult, training_step
 
 _CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class Steps:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.device, given = torch.device(device), load_config(config)
         self.groups = Groups(mesh_of(given, ranks, per_node), divisions=[])
-        self.resolved = resolve_here(given, self.device, self.groups)
+        self.resolved = resolve_run(given, self.device, self.groups)
         self.config = self.resolved.config
         self.model, self.state = build_model(
             self.resolved.on_rank(self.groups.rank, tags=self.groups.tags), self.groups, self.device
@@ -58,7 +58,7 @@ class Steps:
 
 def build(config: RunConfig, groups: Groups, device: torch.device = _CPU) -> tuple[PipelineStages, ModelState]:
     """Builds this rank's stages of `config`, and their state with uninitialised values. Collective over `groups`."""
-    plan = resolve_here(config, device, groups).on_rank(groups.rank, tags=groups.tags)
+    plan = resolve_run(config, device, groups).on_rank(groups.rank, tags=groups.tags)
     return build_model(plan, groups, device)
 
 

@@ -81,14 +81,14 @@ class _Counter:
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
         self.lock = threading.Lock()
-        self.here = threading.local()  # .inside: True while this thread is within a counted call
+        self.thread_state = threading.local()  # .inside: True while this thread is within a counted call
 
     def wrap(self, function: Callable[..., Any], key: str, payload: tuple[str, ...]) -> Callable[..., Any]:
         signature = inspect.signature(function)
 
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self.here, "inside", False):
+            if getattr(self.thread_state, "inside", False):
                 return function(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
             with self.lock:
@@ -96,21 +96,21 @@ class _Counter:
                 self.traffic.bytes[key] += sum(_bytes(given[name]) for name in payload)
                 if key == "send":
                     self.traffic.sent_to[_receiver(given)] += _bytes(given["tensor"])
-            self.here.inside = True
+            self.thread_state.inside = True
             try:
                 return function(*args, **kwargs)
             finally:
-                self.here.inside = False
+                self.thread_state.inside = False
 
         return counted
 
 
-def _receiver(given: dict[str, Any]) -> int:
-    if (rank := given.get("dst")) is not None:
+def _receiver(arguments: dict[str, Any]) -> int:
+    if (rank := arguments.get("dst")) is not None:
         return int(rank)
-    group = given.get("group") or dist.group.WORLD
+    group = arguments.get("group") or dist.group.WORLD
     assert group is not None
-    return dist.get_global_rank(group, given["group_dst"])
+    return dist.get_global_rank(group, arguments["group_dst"])
 
 
 def _bytes(payload: Tensor | list[Tensor]) -> int:

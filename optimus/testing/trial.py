@@ -19,8 +19,8 @@ def trial(kernel: Kernel, tiles: Tiles) -> Iterator[None]:
     """
     usual = tuning.preferred
 
-    def preferred(of: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:
-        return tiles if of == kernel else usual(of, dtype, chip)
+    def preferred(requested: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:
+        return tiles if requested == kernel else usual(requested, dtype, chip)
 
     with mock.patch.object(tuning, "preferred", preferred):
         yield

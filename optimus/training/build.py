@@ -32,7 +32,7 @@ from optimus.training.collectives import partial_sums
 from optimus.training.hooks.chosen import hooks_of
 from optimus.training.hooks.users import users_hooks
 from optimus.training.pruning import choose_masks
-from optimus.training.resolving import resolve_here
+from optimus.training.resolving import resolve_run
 from optimus.training.run import Run, read_together
 from optimus.training.stages import stages_of
 from optimus.training.start import start_run
@@ -71,7 +71,7 @@ def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     groups = Groups(mesh, config.resilience.timeout, [], partial_sums=partial_sums(config))
     folders = read_together(lambda: open_folders(config), groups.world)
     sequences = sum(shards.instances for shards in folders.values())
-    resolved = resolve_here(config, device, groups, sequences=sequences, resume=resume)
+    resolved = resolve_run(config, device, groups, sequences=sequences, resume=resume)
     if device.type != "cpu":  # a process that only starts ranks checks the total memory, not the free memory
         check_memory(resolved, device)
     config = resolved.config

@@ -70,13 +70,13 @@ class Checkpointer:
             targets.append(Target(place, describe(run, progress, origin, hooks), every=every))
         if full:
             self.saved = step
-            targets += self._of_frozen(progress, origin, hooks)
+            targets += self._frozen_targets(progress, origin, hooks)
             about = describe(run, progress, origin, hooks, full=True, frozen=self._frozen)
             targets.append(Target(folder.step_folder(run.folder, step), about, keep=section.keep))
         if targets:
             self.saver.save(*targets)
 
-    def _of_frozen(self, progress: Progress, origin: Origin, hooks: Mapping[str, Any]) -> list[Target]:
+    def _frozen_targets(self, progress: Progress, origin: Origin, hooks: Mapping[str, Any]) -> list[Target]:
         """Returns the checkpoint of frozen parameters that the next full checkpoint refers to; returns nothing if its files
         are complete."""
         run = self._run

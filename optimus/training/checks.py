@@ -198,7 +198,7 @@ def check_memory(run: ResolvedRun, device: torch.device, *, whole: bool = False)
 
 def _check_room(
     config: RunConfig,
-    each: float,
+    state: float,
     copies: float,
     device: torch.device,
     together: int,
@@ -207,7 +207,7 @@ def _check_room(
     teacher: int = 0,
     whole: bool = False,
 ) -> None:
-    total, needed = count_parameters(config.model).total, each + copies + teacher
+    total, needed = count_parameters(config.model).total, state + copies + teacher
     free = whole_memory(device) if whole and device.type != "cpu" else free_memory(device)
     if needed <= free:
         return
@@ -220,7 +220,7 @@ def _check_room(
     cures += ["set state.offload=all"] if device.type != "cpu" and config.state.offload in ("none", "optimizer") else []
     cures += ["choose a smaller model"]
     raise UserError(
-        f"the state of this model ({total / 1e9:.2f} B parameters, {each / together / total:.3g} bytes each"
+        f"the state of this model ({total / 1e9:.2f} B parameters, {state / together / total:.3g} bytes each"
         f"{' on the host' if beside else ''}{where}{and_copies}) "
         f"needs {size_text(needed)}, but {device} has {size_text(free)} free: {', '.join(cures)}, "
         "state.gradient_dtype=bfloat16, a state.shard over more ranks, more stages (parallel.pipeline), or another machine"

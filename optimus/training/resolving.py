@@ -13,7 +13,7 @@ from optimus.config import RunConfig
 from optimus.data.training import open_folders
 from optimus.mesh import Mesh
 from optimus.observe.machine import find_device
-from optimus.resolve.facts import facts_here
+from optimus.resolve.facts import measure_facts
 from optimus.resolve.length import previous_decisions
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.resolve import resolve
@@ -25,7 +25,7 @@ from optimus.training.collectives import measured_collectives
 T = TypeVar("T")
 
 
-def resolve_here(
+def resolve_run(
     config: RunConfig,
     device: torch.device,
     where: Groups | Mesh,
@@ -58,7 +58,7 @@ def resolve_here(
 
     inputs = on_first(read)
     collectives, notes = on_first(lambda: measured_collectives(config, mesh, resume))
-    facts = facts_here(
+    facts = measure_facts(
         config, device, mesh, previous=inputs.previous, world=world, touches=touches, collectives=collectives
     )
     return resolve(config, replace(facts, notes=(*facts.notes, *notes)), inputs)
@@ -71,4 +71,4 @@ def resolve_before_launch(config: RunConfig, ranks: int) -> ResolvedRun:
     if config.train.epochs is not None:
         sequences = sum(shards.instances for shards in open_folders(config).values())
     device = find_device(config.train.device, "train.device")
-    return resolve_here(config, device, mesh_of(config, ranks, ranks), sequences=sequences, touches=False)
+    return resolve_run(config, device, mesh_of(config, ranks, ranks), sequences=sequences, touches=False)

@@ -74,4 +74,4 @@ def simulated(measured: Timeline, config: RunConfig) -> Timeline:
     microbatches = 1 + max(action.microbatch for action in seconds)
     times = replay(schedule_of(config, microbatches), orders, seconds.__getitem__)
     events = (Event(rank, *action, *times[action]) for rank, actions in enumerate(orders) for action in actions)
-    return Timeline.of(events, measured.ranks)
+    return Timeline.from_events(events, measured.ranks)

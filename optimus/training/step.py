@@ -96,7 +96,7 @@ def training_step(
 
 
 def accumulate_gradients(
-    model: PipelineStages, state: ModelState, given: Tensor | Batch, config: RunConfig, sources: int = 0
+    model: PipelineStages, state: ModelState, inputs: Tensor | Batch, config: RunConfig, sources: int = 0
 ) -> tuple[Tensor, int]:
     """Runs forward and backward passes over this rank's microbatches.
 
@@ -110,7 +110,7 @@ def accumulate_gradients(
     whole loss. The cross-entropy is a mean over the predicted tokens of the global batch, regardless of how the microbatches
     divide the tokens. The router's losses are means over the microbatches.
     """
-    batch = Batch.of(given)
+    batch = Batch.wrap(inputs)
     microbatches = batch.split(config.train.micro_batch)
     predicted = predicted_tokens(batch, state.groups.along("dp"))
     objective = _Objective(config, state, len(microbatches), predicted, batch.tokens_BS.new_zeros(sources, 2).float())

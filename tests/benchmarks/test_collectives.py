@@ -61,7 +61,7 @@ def test_choosing_after_few_measurements_loses_little(noise: float) -> None:
 
 
 def test_every_algorithm_is_measured_in_every_kind_of_group() -> None:
-    quick = replace(Extent.of("cpu"), sizes=(4096, 65536), window=0.0, rounds=1)
+    quick = replace(Extent.for_device("cpu"), sizes=(4096, 65536), window=0.0, rounds=1)
     found = run_ranks(measure_rank, 4, 2, quick)
     assert all(theirs == found[0] for theirs in found)
     measured = table(found[0])

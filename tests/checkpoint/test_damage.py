@@ -52,7 +52,7 @@ def made(ranks: int = 1) -> ModelState:
     return model_state(
         module,
         parameter_layouts(module),
-        Groups(Mesh.of(ranks)),
+        Groups(Mesh.from_sizes(ranks)),
         StateConfig(shard="optimizer"),
         recipe=recipe(torch.bfloat16),
         device=torch.device("cpu"),

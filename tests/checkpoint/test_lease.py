@@ -17,7 +17,7 @@ from optimus.checkpoint.lease import LEASE, Holder, Lease, LeaseError, check_fre
 from optimus.checkpoint.rollback import rollback
 
 LONG = 600.0  # seconds that no test lasts
-HERE = Holder.here("other", several=False)
+HERE = Holder.this_process("other", several=False)
 ELSEWHERE = replace(HERE, host="n7", machine="another")
 
 
@@ -62,7 +62,7 @@ def test_a_lease_that_says_something_else_is_damaged(tmp_path: Path, change: dic
 def test_it_is_there_while_the_run_is(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with Lease(run, "mine"):
-        assert holder_of(run) == Holder.here("mine", several=False)
+        assert holder_of(run) == Holder.this_process("mine", several=False)
         assert living_holder(run) == holder_of(run)
         check_lease(run, "mine")
     assert not run.exists()  # as nothing has come of the run
@@ -140,7 +140,7 @@ def test_a_run_lets_its_own_in(tmp_path: Path) -> None:
     """Wherever they are, and whoever was there before."""
     held_by(tmp_path, replace(ELSEWHERE, token="ours"))
     with Lease(tmp_path, "ours", several=True, silence=LONG):
-        assert holder_of(tmp_path) == Holder.here("ours", several=True)
+        assert holder_of(tmp_path) == Holder.this_process("ours", several=True)
 
 
 def test_it_is_renewed(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def made(ranks: int = 1, **options: Any) -> tuple[Transformer, ModelState]:
     state = model_state(
         module,
         parameter_layouts(module),
-        Groups(Mesh.of(ranks)),
+        Groups(Mesh.from_sizes(ranks)),
         StateConfig(**{"chunk": 300, **options}),
         recipe=recipe(torch.bfloat16),
         device=torch.device("cpu"),

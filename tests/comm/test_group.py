@@ -158,8 +158,8 @@ def test_a_shift_goes_to_the_next_rank(axis: str, size: int) -> None:
 
 
 def divided() -> tuple[bool, int]:
-    groups, other = Groups(MESH), RankPartition.of([[0, 3], [1, 2]])
-    same = groups.dividing(RankPartition.of([[0, 2], [1, 3]])) is groups.along("edp")
+    groups, other = Groups(MESH), RankPartition.from_groups([[0, 3], [1, 2]])
+    same = groups.dividing(RankPartition.from_groups([[0, 2], [1, 3]])) is groups.along("edp")
     with pytest.raises(RuntimeError, match=r"no group for a division of the ranks into \[(0, 3|1, 2)\]"):
         groups.dividing(other)
     groups.make([PlannedGroups("others", other)])
@@ -171,10 +171,10 @@ def test_groups_of_the_same_ranks_are_shared() -> None:
 
 
 DIVISIONS = [  # of 8 ranks; in how many groups with others a rank is, differs
-    RankPartition.of([[0, 3, 6], [1], [2], [4, 7], [5]]),
-    RankPartition.of([[0], [1], [2], [3], [4], [5], [6], [7]]),
-    RankPartition.of([[0, 1], [2], [3], [4], [5], [6], [7]]),
-    RankPartition.of([[0, 7], [1, 2, 3, 4, 5, 6]]),
+    RankPartition.from_groups([[0, 3, 6], [1], [2], [4, 7], [5]]),
+    RankPartition.from_groups([[0], [1], [2], [3], [4], [5], [6], [7]]),
+    RankPartition.from_groups([[0, 1], [2], [3], [4], [5], [6], [7]]),
+    RankPartition.from_groups([[0, 7], [1, 2, 3, 4, 5, 6]]),
 ]
 
 

@@ -74,7 +74,7 @@ def test_answers_alone_are_predicted(
                 wanted[tuple(ids)] = wanted.get(tuple(ids), 0) + 1
     tokens_BS = shards.rows(0, shards.instances)
     assert tokens_BS.max() < 600
-    with TokenLoader([DataPhase.of(shards, shards.instances)]) as loader:
+    with TokenLoader([DataPhase.from_shards(shards, shards.instances)]) as loader:
         batch = next(loader)
     assert batch.target_mask_BS is not None
     assert np.array_equal(batch.tokens_BS, tokens_BS)
@@ -111,7 +111,7 @@ def test_a_step_of_which_nothing_is_predicted_has_no_loss(
 def test_a_tokenizer_is_trained_on_all_of_it(tmp_path: Path, chats: tuple[Path, Any]) -> None:
     index = prepare([chats[0]], tmp_path / "data", train_tokenizer=300, context=16, text_field="chat:messages")
     assert index["documents"] == 40
-    texts = [field_of("chat:messages").of({"messages": chat}, "") + "<|endoftext|>" for chat in chats[1]]
+    texts = [field_of("chat:messages").text({"messages": chat}, "") + "<|endoftext|>" for chat in chats[1]]
     assert index["text_bytes"] == sum(map(len, texts))
 
 

@@ -333,7 +333,7 @@ def test_prepared_data_has_the_template_of_its_tokenizer(folder_of: Any, tmp_pat
             assert not own[0]
             ends = [token & ~NOT_PREDICTED == shards.eos_id for token in stored[at : at + len(ids)]]
             assert ends == [False] * (len(ids) - 1) + [True]  # turns end with the same token
-    with TokenLoader([DataPhase.of(shards, shards.instances)]) as loader:
+    with TokenLoader([DataPhase.from_shards(shards, shards.instances)]) as loader:
         batch = next(loader)
     assert batch.tokens_BS.max() < shards.vocab_size
     assert batch.tokens_BS.tolist() == shards.rows(0, shards.instances).tolist()

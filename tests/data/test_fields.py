@@ -119,6 +119,6 @@ def test_an_arrow_file_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_record_without_the_text(record: dict[str, Any], said: str, expected: str) -> None:
     field = TextField(said)
     with pytest.raises(UserError, match=expected) as raised:
-        field.of(record, "a.jsonl:1")
+        field.text(record, "a.jsonl:1")
     proposed = str(raised.value).partition("`text_field='")[2].partition("'")[0]
-    assert not proposed or TextField(proposed).of(record, "")
+    assert not proposed or TextField(proposed).text(record, "")

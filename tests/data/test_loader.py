@@ -17,7 +17,7 @@ from optimus.errors import UserError
 
 def loader_of(shards: Shards, global_batch: int, **settings: int) -> TokenLoader:
     """Of one source from the start."""
-    return TokenLoader([DataPhase.of(shards, global_batch)], **settings)
+    return TokenLoader([DataPhase.from_shards(shards, global_batch)], **settings)
 
 
 def rows(loader: TokenLoader, step: int) -> np.ndarray:

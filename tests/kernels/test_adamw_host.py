@@ -20,7 +20,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 def step(number: int, gradient: torch.Tensor, others: list[torch.Tensor], copy: torch.Tensor | None) -> None:
-    factors = AdamWFactors.of(number, 3e-3, RULE.beta1, RULE.beta2, RULE.eps, RULE.weight_decay, 0.5)
+    factors = AdamWFactors.at_step(number, 3e-3, RULE.beta1, RULE.beta2, RULE.eps, RULE.weight_decay, 0.5)
     weight, m, v = others
     adamw_in_one_pass(weight, gradient, m, v, copy, factors)
 

@@ -217,7 +217,7 @@ class Sharded:
         x = normal(1, 3, 4).requires_grad_()
         if "first" in names:
             x = linear(x, first, buffers[first])
-            x.register_hook(lambda gradient: self.here.append(self.chunk.whole.here))
+            x.register_hook(lambda gradient: self.here.append(self.chunk.whole.is_present))
         x = rms_norm(x, norm, 1e-5) if "norm" in names else x
         x = linear(x, second, buffers[second]) if "second" in names else x
         with self.step.in_backward(0, microbatch), self.step.deferring() as deferred:
@@ -240,7 +240,7 @@ def test_backward_passes_are_counted_apart() -> None:
     passes = []
     for microbatch in range(3):
         passes.append(sharded.backward(microbatch, "first", "norm", "second"))
-        assert not sharded.chunk.whole.here
+        assert not sharded.chunk.whole.is_present
     assert (sharded.here, sharded.reduced) == ([True] * 3, [])
     for microbatch, deferred in enumerate(passes):
         sharded.add(microbatch, deferred)
@@ -252,7 +252,7 @@ def test_a_pass_without_all_gradients_does_not_end_another(lacking: str) -> None
     sharded = Sharded()
     names = ["first", "norm", "second"]
     sharded.add(0, sharded.backward(0, *(name for name in names if name != lacking)))
-    assert not sharded.chunk.whole.here
+    assert not sharded.chunk.whole.is_present
     sharded.here.clear()
     sharded.add(1, sharded.backward(1, *names))
     assert (sharded.here, sharded.reduced) == ([True], ["all"])

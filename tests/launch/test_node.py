@@ -487,7 +487,7 @@ def test_a_check_validates_everything_and_starts_nothing(
     assert f"{config} is ready to run: 6 steps on 2 rank(s) of 2 node(s), with 1 spare(s)\n" in done.output
     ready = json.loads(CliRunner().invoke(cli.app, [*words, "--json"]).stdout)
     assert (ready["ok"], ready["ranks"], ready["nodes"], ready["spares"]) == (True, 2, 2, 1)
-    assert ready["placement"] == describe(Mesh.of(2, ranks_per_node=1))  # not both on this one
+    assert ready["placement"] == describe(Mesh.from_sizes(2, ranks_per_node=1))  # not both on this one
     assert not list((tmp_path / "run").glob("*"))
 
     with pytest.raises(UserError, match="--rendezvous nowhere: give HOST:PORT"):

@@ -109,7 +109,7 @@ class Nodes:
         self.store: Store = HashStore()
         self.dead: list[str] = []
         self.all = [
-            Rendezvous.of(
+            Rendezvous.for_launch(
                 self.store,
                 "test",
                 places,
@@ -271,7 +271,7 @@ def test_what_the_store_holds_runs_nothing(tmp_path: Path, form: str) -> None:
         "no pickle": b"no pickle",
     }
     store = HashStore()
-    node = Rendezvous.of(store, "test", 1, LOOPBACK, keep_alive=(1, 60), wait=5.0, died=lambda _: None)
+    node = Rendezvous.for_launch(store, "test", 1, LOOPBACK, keep_alive=(1, 60), wait=5.0, died=lambda _: None)
     store.set("torch.rendezvous.test", b64encode(content[form]))
     with pytest.raises(RendezvousStateError, match="the store holds no state of a rendezvous: "):
         node.next_rendezvous()

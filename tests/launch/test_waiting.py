@@ -56,7 +56,7 @@ def test_a_spare_does_not_fill_the_log_for_days() -> None:
 
 def test_what_a_node_waits_for_in_a_rendezvous() -> None:
     said: list[str] = []
-    node = Rendezvous.of(
+    node = Rendezvous.for_launch(
         HashStore(), "test", 2, LOOPBACK, keep_alive=(1, 60), wait=5.0, died=lambda _: None, waiting=said.append
     )
     state = _RendezvousState()

@@ -110,9 +110,9 @@ def test_impossible_sizes_name_the_product_and_the_nearest() -> None:
     with pytest.raises(UserError, match=r"ep 5 x etp 1 = 5 does not divide dp 8 x cp 1 x tp 1 = 8; .* 2, 4, 8"):
         Mesh(dp=8, ep=5)
     with pytest.raises(UserError, match=r"context 1 x parallel.tensor 6 = 6 does not divide 8 ranks: use `ranks=6` or"):
-        Mesh.of(8, tensor=(3, 2))
+        Mesh.from_sizes(8, tensor=(3, 2))
     with pytest.raises(UserError, match=r"parallel.data 3 x .* makes 3, but there are 4 ranks: use `ranks=3`"):
-        Mesh.of(4, data=3)
+        Mesh.from_sizes(4, data=3)
 
 
 def test_regions_tile_the_parameter() -> None:

@@ -48,4 +48,4 @@ def test_parts_of_a_batch_have_what_is_said_of_their_tokens() -> None:
 )
 def test_documents_that_do_not_fit(document_BS: torch.Tensor, message: str) -> None:
     with pytest.raises(UserError, match=f"`document_BS` {message}"):
-        Batch.of(Batch(TOKENS_BS, document_BS=document_BS))
+        Batch.wrap(Batch(TOKENS_BS, document_BS=document_BS))

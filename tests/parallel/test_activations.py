@@ -34,7 +34,7 @@ from optimus.resolve.shapes import activation_shapes
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated, tracking
 from optimus.testing.steps import build
-from optimus.training.resolving import resolve_here
+from optimus.training.resolving import resolve_run
 from optimus.training.step import terms
 
 DENSE: dict[str, Any] = {"family": "olmo", "hidden": 64, "layers": 4, "heads": 4, "intermediate": 192, "vocab": 256}
@@ -229,7 +229,7 @@ def test_norms_on_both_sides_of_experts_are_measured() -> None:
         "experts_per_token": 2,
     }
     config = ModelConfig.model_validate({"family": "olmoe", **sizes}).model_copy(update={"norm_place": "both"})
-    setting = ModuleSetting.of(config, Mesh(), StageOptions(), 64, 4, 1.0)
+    setting = ModuleSetting.canonical(config, Mesh(), StageOptions(), 64, 4, 1.0)
     others, experts = (block_bytes(setting, 0, 1, experts=each) for each in (False, True))
     assert [others[place].kind for place in sorted(others)] == ["norm", "attention", "norm", "norm", "norm"]
     assert [each.kind for each in experts.values()] == ["moe"]
@@ -249,7 +249,7 @@ def test_whatever_the_architecture(model: dict[str, Any]) -> None:
 def test_many_sequences_follow_from_few(mesh: Mesh, again: bool) -> None:
     """As many measured themselves."""
     config = ModelConfig(**EXPERTS | {"hidden": 32, "intermediate": 32, "vocab": 8192})
-    setting = ModuleSetting.of(config, mesh, StageOptions(sequence=mesh.tp > 1), CONTEXT, 2, 1.3)
+    setting = ModuleSetting.canonical(config, mesh, StageOptions(sequence=mesh.tp > 1), CONTEXT, 2, 1.3)
     followed, direct = {}, {}
     for experts, own in ((False, setting.without_experts), (True, setting)):
         followed |= module_bytes.block_bytes(setting, 0, 24, experts=experts, again=again)
@@ -257,7 +257,7 @@ def test_many_sequences_follow_from_few(mesh: Mesh, again: bool) -> None:
     assert len(direct) == len(followed) == 4
     for place, exact in direct.items():
         assert len(followed[place].works) == 1 < len(exact.works)
-        assert followed[place].given == exact.given
+        assert followed[place].saved_input == exact.saved_input
         assert (followed[place].saved, followed[place].work) == pytest.approx((exact.saved, exact.work), rel=0.01)
     head = module_bytes.end_bytes(setting, "head", 24)
     exact = module_bytes._end_bytes(setting.without_experts, "head", 24)[0, 0]
@@ -409,7 +409,7 @@ def test_the_default_budget_is_what_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     most = activation_bytes(config.model, Recomputation(), **SHAPES).peak
     free = state + most
     monkeypatch.setattr("optimus.resolve.facts.free_memory", lambda _: free)
-    run = resolve_here(config, torch.device("cpu"), groups)
+    run = resolve_run(config, torch.device("cpu"), groups)
     (counted,) = run.facts.notes
     (note,) = {str(decision) for decision in run.decisions if decision.key == "recompute"}
     assert counted == f"memory: {size_text(coarse(free))} are counted on, of {size_text(free)} free"

@@ -49,7 +49,9 @@ def test_text_keeps_every_label_whole_with_any_times() -> None:
 
 def test_a_picture_of_a_simulated_and_a_measured_timeline(tmp_path: Path) -> None:
     path = tmp_path / "t.png"
-    measured = Timeline.of([Event(0, Kind.FORWARD, 0, 0, 7.0, 8.0), Event(1, Kind.BACKWARD, 1, 0, 8.0, 9.5)], 2)
+    measured = Timeline.from_events(
+        [Event(0, Kind.FORWARD, 0, 0, 7.0, 8.0), Event(1, Kind.BACKWARD, 1, 0, 8.0, 9.5)], 2
+    )
     draw({"simulated": simulate(make_schedule("zbv", 3, 4))}, path)
     alone = path.read_bytes()
     draw({"simulated": simulate(make_schedule("zbv", 3, 4)), "measured": measured}, path)

@@ -89,11 +89,11 @@ def test_jitter_is_lognormal_of_mean_one_and_the_same_in_every_schedule() -> Non
 
 def test_a_measured_timeline_begins_at_zero() -> None:
     events = [Event(0, Kind.BACKWARD, 0, 0, 105.0, 107.0), Event(0, Kind.FORWARD, 0, 0, 103.0, 104.0)]
-    timeline = Timeline.of(events, 1)
+    timeline = Timeline.from_events(events, 1)
     assert [(event.start, event.end) for event in timeline.events] == [(0, 1), (2, 4)]
     assert timeline.bubble == pytest.approx(1 / 3)
     assert timeline.peak_activations == [1]
-    assert Timeline.of([], 2).makespan == 0
+    assert Timeline.from_events([], 2).makespan == 0
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_every_schedule_takes_the_passes(kind: tuple[str, int], ranks: int, micr
     schedule = make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=True)
     check(schedule)
     for rank, actions in enumerate(schedule.actions):
-        passes = [action for action in actions if action.kind.of_vocabulary]
+        passes = [action for action in actions if action.kind.is_vocabulary]
         assert len(passes) == 4 * microbatches
         assert all(action.stage == rank for action in passes)
         for kind_ in VOCABULARY:

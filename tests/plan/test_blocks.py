@@ -103,13 +103,13 @@ def test_latent_attention_without_compressed_queries() -> None:
 
 def test_blocks_are_counted_by_their_shapes() -> None:
     first, last = counts_of(MODELS["pyramid"], (3, 1))
-    assert [first.of(layer) for layer in (0, 1, 3)] == [1, 2, 0]
-    assert [last.of(layer) for layer in (0, 1, 3)] == [0, 0, 1]
+    assert [first.count_at(layer) for layer in (0, 1, 3)] == [1, 2, 0]
+    assert [last.count_at(layer) for layer in (0, 1, 3)] == [0, 0, 1]
     assert (first.blocks, last.blocks) == (3, 1)
     (every,) = counts_of(MODELS["every second"], (4,))
-    assert (every.of(0), every.of(1)) == (2, 2)
+    assert (every.count_at(0), every.count_at(1)) == (2, 2)
     (windows,) = counts_of(MODELS["gemma-2-2b"], (26,))
-    assert (windows.of(0), windows.of(1)) == (13, 13)
+    assert (windows.count_at(0), windows.count_at(1)) == (13, 13)
 
 
 def test_scores_inside_a_window() -> None:

@@ -37,12 +37,12 @@ def test_scaling(tmp_path: Path) -> None:
 
 
 def test_placement() -> None:
-    found = placed(Mesh.of(8, pipeline=2, tensor=(2, 1), ranks_per_node=4))
+    found = placed(Mesh.from_sizes(8, pipeline=2, tensor=(2, 1), ranks_per_node=4))
     assert found["axes"][:3] == ["pp", "dp", "tp"]
     assert found["nodes"][1][3] == {"rank": 7, "pp": 1, "dp": 1, "tp": 1} | {
         axis: found["nodes"][1][3][axis] for axis in found["axes"][3:]
     }
-    assert len(placed(Mesh.of(4096, ranks_per_node=8))["nodes"]) == 64
+    assert len(placed(Mesh.from_sizes(4096, ranks_per_node=8))["nodes"]) == 64
 
 
 def test_a_place_that_is_not_there(tmp_path: Path) -> None:

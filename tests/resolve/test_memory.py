@@ -27,7 +27,7 @@ def peak(source: dict[str, Any]) -> Peak:
     with tracking() as allocations:
         steps.train()
     rank = steps.groups.rank
-    return Peak(allocations.peak, sum(live(steps.resolved, rank)), len(steps.resolved.partition(rank).here))
+    return Peak(allocations.peak, sum(live(steps.resolved, rank)), len(steps.resolved.partition(rank).local_stages))
 
 
 def peaks(sources: list[dict[str, Any]]) -> list[Peak]:

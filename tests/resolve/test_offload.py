@@ -18,7 +18,7 @@ from optimus.errors import UserError
 from optimus.measurements import Measurements, Timing, coarse
 from optimus.observe.machine import Bfloat16
 from optimus.resolve import facts
-from optimus.resolve.facts import AMOUNTS, Facts, facts_here
+from optimus.resolve.facts import AMOUNTS, Facts, measure_facts
 from optimus.resolve.memory import memory
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.resolve import resolve
@@ -190,7 +190,7 @@ def measured(raw: dict[str, Any], free: int, rates: list[float]) -> Facts:
         patch.setattr(facts, "bfloat16_of", lambda device: Bfloat16(True, "made up"))
         patch.setattr(facts, "measurements_of", lambda device, cache: Measurements(cache and Path(cache) / "chip"))
         patch.setattr(facts, "_measured", lambda *given: timings(rates))
-        return facts_here(config, torch.device("meta"), groups.mesh, previous={}, world=groups.world)
+        return measure_facts(config, torch.device("meta"), groups.mesh, previous={}, world=groups.world)
 
 
 def test_all_runs_find_what_the_first_has_measured(tmp_path: Path) -> None:

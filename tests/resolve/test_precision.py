@@ -20,7 +20,7 @@ from optimus.plan.job import job_of
 from optimus.plan.machine import load_machine
 from optimus.resolve.ranks import mesh_of
 from optimus.testing import run_ranks
-from optimus.training.resolving import resolve_here
+from optimus.training.resolving import resolve_run
 
 CPU = torch.device("cpu")
 
@@ -159,13 +159,13 @@ def test_what_a_run_has_kept_is_looked_at(small_run: dict[str, Any]) -> None:
 
 def chosen(config: RunConfig, device: torch.device, where: Groups | None = None) -> tuple[str, str]:
     """The precision, and why; nothing where it was given."""
-    run = resolve_here(config, device, where or mesh_of(config, 1))
+    run = resolve_run(config, device, where or mesh_of(config, 1))
     return run.config.train.precision, "".join(each.why for each in run.decisions if each.key == "train.precision")
 
 
 def decide(config: RunConfig) -> tuple[str, str]:
     """On a rank: the node of the first has no bf16 instructions, those of the others have."""
-    groups = Groups(Mesh.of(dist.get_world_size()))
+    groups = Groups(Mesh.from_sizes(dist.get_world_size()))
     with pytest.MonkeyPatch.context() as patch:
         processor(patch, *(["avx512_bf16"] if groups.rank else []))
         return chosen(config, CPU, groups)

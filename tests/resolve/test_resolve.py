@@ -24,7 +24,7 @@ from optimus.plan.machine import load_machine
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.resolve import resolve
 from optimus.resolve.run import ResolvedRun, RunInputs
-from optimus.training.resolving import resolve_here
+from optimus.training.resolving import resolve_run
 
 MACHINES = ("laptop", "dgx-h100", "frontier")
 # Of what may be null: nothing is asked for, or everything there is.
@@ -148,7 +148,7 @@ def test_random_layouts_resolve_alike(part: int) -> None:
         draw = random.Random(number)
         twice(config, layout.ranks, draw.choice(MACHINES))
         mesh = mesh_of(config, layout.ranks, layout.ranks)
-        first, second = (resolve_here(config, torch.device("cpu"), mesh) for _ in range(2))
+        first, second = (resolve_run(config, torch.device("cpu"), mesh) for _ in range(2))
         assert (first.config, first.decisions) == (second.config, second.decisions)
 
 
@@ -215,4 +215,4 @@ def test_a_run_writes_its_decisions(small_run: dict[str, Any]) -> None:
 
 def test_the_same_run_on_another_mesh_is_another_one() -> None:
     config = load_config(config_of("moe"))
-    assert resolve_here(config, torch.device("cpu"), Mesh(dp=2)) != resolve_here(config, torch.device("cpu"), Mesh())
+    assert resolve_run(config, torch.device("cpu"), Mesh(dp=2)) != resolve_run(config, torch.device("cpu"), Mesh())

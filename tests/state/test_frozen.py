@@ -57,7 +57,7 @@ def made(
     state = model_state(
         module,
         layouts,
-        groups_for(Mesh.of(ranks), layouts, config),
+        groups_for(Mesh.from_sizes(ranks), layouts, config),
         config,
         recipe=StateSpec(compute, rules),
         device=torch.device("cpu"),
@@ -174,7 +174,7 @@ def whole_at_once(
         nonlocal uses
         use(chunks)
         uses += 1
-        most[-1] = max(most[-1], sum(chunk.whole.here for chunk in state.chunks))
+        most[-1] = max(most[-1], sum(chunk.whole.is_present for chunk in state.chunks))
 
     state._gathering._use = counted  # type: ignore[method-assign]
     for _ in range(2):
@@ -183,7 +183,7 @@ def whole_at_once(
         for tokens in TOKENS.split(1):
             module.losses(tokens).cross_entropy.backward()
         state.reduce_gradients()
-        assert not any(chunk.whole.here for chunk in state.chunks if not chunk.plan.rule.trains)
+        assert not any(chunk.whole.is_present for chunk in state.chunks if not chunk.plan.rule.trains)
         state.step(1e-2, 1.0)
         assert allocated(state.chunks) == bytes_by_kind([chunk.plan for chunk in state.chunks])
     return most, uses
@@ -236,7 +236,7 @@ def test_who_thaws_a_parameter_by_hand_is_told() -> None:
 )
 def test_they_are_sharded_over_groups_that_are_there_anyway(over: str, widths: Any) -> None:
     options = StateConfig.model_validate({"shard": "parameters", "shard_over": over, "shard_ranks": widths})
-    mesh = Mesh.of(16, expert=2)
+    mesh = Mesh.from_sizes(16, expert=2)
     for replicas in (("dp", "cp"), ("edp",)):
         *steps, _ = divisions(mesh, replicas, sharding_of(Frozen(), options))
         assert len(steps) == (widths != {"parameters": 1, "gradients": 2})

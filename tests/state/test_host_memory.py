@@ -76,20 +76,20 @@ class CountedChunk:
         )
         self.parameters = [nn.Parameter(torch.zeros(1))]
         self.gradient_buffers: dict[nn.Parameter, Any] = {}
-        self.whole, self.here, self.loads = self, False, 0
+        self.whole, self.is_present, self.loads = self, False, 0
 
     @property
     def has_memory(self) -> bool:
-        return self.here
+        return self.is_present
 
     def start_gather(self) -> None:
-        self.loads += not self.here
-        self.here = True
+        self.loads += not self.is_present
+        self.is_present = True
 
     gather = start_gather
 
     def reshard(self) -> None:
-        self.here = False
+        self.is_present = False
 
 
 def fetches(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
@@ -105,8 +105,8 @@ def fetches(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
         gathering.begin_step()
         for number in trace:
             gathering.unit((modules[number],), lambda x: x, torch.zeros(1, dtype=torch.int64))
-            assert chunks[number].whole.here
-            assert sum(chunk.whole.here for chunk in chunks) <= cache
+            assert chunks[number].whole.is_present
+            assert sum(chunk.whole.is_present for chunk in chunks) <= cache
     return sum(chunk.loads for chunk in chunks)
 
 

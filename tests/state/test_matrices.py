@@ -29,7 +29,7 @@ def test_borders_share_out_the_work(seed: int) -> None:
     contents, end = [], 0
     for _ in range(draw.randint(1, 4)):
         shape = [draw.randint(1, 3), *draw.choices((4, 8, 16, 48), k=2)]
-        contents.append(Matrices.of(end, shape))
+        contents.append(Matrices.from_shape(end, shape))
         end += -(-shape[0] * shape[1] * shape[2] // 32) * 32
     loads = [draw.randint(0, 20_000) for _ in range(draw.randint(1, 5))]
     costs = [each.cost for each in contents for _ in range(each.number)]
@@ -46,23 +46,23 @@ def test_borders_share_out_the_work(seed: int) -> None:
 def test_who_has_nothing_comes_next() -> None:
     """Of a chunk with fewer matrices than ranks some get nothing; of the next one these get more."""
     loads = [0] * 4
-    first = borders([Matrices.of(0, (3, 8, 8))], 192, loads)
-    assert sorted(loads) == [0, *[Matrices.of(0, (8, 8)).cost] * 3]
+    first = borders([Matrices.from_shape(0, (3, 8, 8))], 192, loads)
+    assert sorted(loads) == [0, *[Matrices.from_shape(0, (8, 8)).cost] * 3]
     idle = loads.index(0)
-    second = borders([Matrices.of(0, (8, 8))], 64, loads)
+    second = borders([Matrices.from_shape(0, (8, 8))], 64, loads)
     assert (second[idle], second[idle + 1]) == (0, 64)
     assert len(set(loads)) == 1
     assert first[idle] == first[idle + 1]
 
 
 def test_a_block_costs_its_share_of_the_whole() -> None:
-    assert Matrices.of(0, (5, 8, 12)).cost == 8 * 8 * (2 * 12 + 8)
-    assert Matrices.of(0, (5, 4, 6), (5, 8, 12)).cost * 4 == Matrices.of(0, (5, 8, 12)).cost
+    assert Matrices.from_shape(0, (5, 8, 12)).cost == 8 * 8 * (2 * 12 + 8)
+    assert Matrices.from_shape(0, (5, 4, 6), (5, 8, 12)).cost * 4 == Matrices.from_shape(0, (5, 8, 12)).cost
 
 
 def test_a_vector_is_no_matrix() -> None:
     with pytest.raises(ValueError, match=r"a parameter of shape \[7\] is no matrix"):
-        Matrices.of(0, (7,))
+        Matrices.from_shape(0, (7,))
 
 
 def of_whole(x_NRC: Tensor) -> Tensor:
@@ -82,11 +82,11 @@ def blocks_of(mesh: Mesh, layout: Layout) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("mesh", "shape", "splits"),
     [
-        (Mesh.of(4, tensor=(4, 1)), (3, 8, 6), ((1, "tp_out"),)),  # fewer matrices than ranks
-        (Mesh.of(4, tensor=(4, 1)), (2, 3, 6, 8), ((3, "tp_out"),)),
-        (Mesh.of(4, tensor=(2, 2)), (5, 8, 6), ((1, "tp_out"), (2, "tp_in"))),
-        (Mesh.of(4, tensor=(2, 2)), (1, 4, 8), ((1, "tp_in"), (2, "tp_out"))),
-        (Mesh.of(4, expert=2, expert_tensor=2), (6, 4, 10), ((0, "ep"), (2, "etp"))),
+        (Mesh.from_sizes(4, tensor=(4, 1)), (3, 8, 6), ((1, "tp_out"),)),  # fewer matrices than ranks
+        (Mesh.from_sizes(4, tensor=(4, 1)), (2, 3, 6, 8), ((3, "tp_out"),)),
+        (Mesh.from_sizes(4, tensor=(2, 2)), (5, 8, 6), ((1, "tp_out"), (2, "tp_in"))),
+        (Mesh.from_sizes(4, tensor=(2, 2)), (1, 4, 8), ((1, "tp_in"), (2, "tp_out"))),
+        (Mesh.from_sizes(4, expert=2, expert_tensor=2), (6, 4, 10), ((0, "ep"), (2, "etp"))),
     ],
     ids=str,
 )

@@ -49,7 +49,7 @@ def made_with_module(
     state = model_state(
         module,
         layouts,
-        groups_for(Mesh.of(ranks), layouts, StateConfig.model_validate(options)),
+        groups_for(Mesh.from_sizes(ranks), layouts, StateConfig.model_validate(options)),
         StateConfig.model_validate(options),
         recipe=StateSpec(compute, dict.fromkeys(layouts, rule)),
         device=torch.device("cpu"),

@@ -309,7 +309,7 @@ def run(config: dict[str, Any], device: str) -> tuple[Counter[str], int, set[int
 
     tree, data = read_run(config)
     with fake_accelerator(devices=2) as machine:
-        summary = here.run_here(tree, data, None, resume=False, fresh_optimizer=False, check=False)
+        summary = here.train_or_check(tree, data, None, resume=False, fresh_optimizer=False, check=False)
         waits = Counter(wait.place.split(":")[0] for wait in machine.waits)
         machine.forget()
         generate_text(config["train"]["output"], "hello", max_tokens=3, device=device)
@@ -334,7 +334,7 @@ def uploads(config: dict[str, Any]) -> Counter[tuple[str, bool]]:
 
     tree, data = read_run(config)
     with fake_accelerator() as machine, mock.patch.object(program, "dry_run", return_value=""):
-        here.run_here(tree, data, None, resume=False, fresh_optimizer=False, check=False)
+        here.train_or_check(tree, data, None, resume=False, fresh_optimizer=False, check=False)
         return Counter((each.place.split(":")[0], each.beside) for each in machine.uploads)
 
 
@@ -614,7 +614,7 @@ def planned_activations(config: dict[str, Any], overrides: Sequence[str], ranks:
     """What `recompute: auto` and the planner go by."""
     tree = load_config(config, overrides)
     parallel = tree.parallel
-    mesh = Mesh.of(
+    mesh = Mesh.from_sizes(
         ranks, pipeline=1, context=1, tensor=parallel.grid, expert=parallel.expert, expert_tensor=parallel.expert_tensor
     )
     shapes = activation_shapes(tree, mesh, ())

@@ -32,11 +32,11 @@ def test_a_plan_by_methods_leaves_what_it_began_with_alone() -> None:
     assert plan.kill(1, 2).nan(0, 3).faults == [Fault(kind="kill", rank=1, step=2), Fault(kind="nan", rank=0, step=3)]
     assert plan.faults == []
     assert {fault.kind for fault in EVERY.faults} == set(get_args(FaultKind))
-    assert EVERY.of(5) == [
+    assert EVERY.faults_of(5) == [
         (5, Fault(kind="slow", rank=5, step=1, factor=2.5)),
         (6, Fault(kind="slow", rank=5, step=9, factor=1.5)),
     ]
-    assert EVERY.of(8) == []
+    assert EVERY.faults_of(8) == []
 
 
 def test_a_plan_by_way_of_its_file(tmp_path: Path) -> None:

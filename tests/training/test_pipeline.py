@@ -132,7 +132,7 @@ def test_a_number_that_does_not_divide_is_refused(overrides: tuple[str, ...], me
 def test_stages_go_there_and_back_for_zbv() -> None:
     config = config_of(*V)
     partitions = [partition_of(config, Mesh(pp=4), rank) for rank in range(4)]
-    assert [list(partition.here) for partition in partitions] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert [list(partition.local_stages) for partition in partitions] == [[0, 7], [1, 6], [2, 5], [3, 4]]
     first = partitions[0]
     assert first.has_first
     assert first.has_last
@@ -142,7 +142,7 @@ def test_stages_go_there_and_back_for_zbv() -> None:
 def test_stages_go_round_for_others() -> None:
     for overrides in (INTERLEAVED, [*MESSAGE_DRIVEN, "parallel.stages_per_rank=2"]):
         partitions = [partition_of(config_of(*overrides), Mesh(pp=4, dp=2), rank) for rank in range(0, 8, 2)]
-        assert [list(partition.here) for partition in partitions] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+        assert [list(partition.local_stages) for partition in partitions] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_ranks_of_a_stage_have_the_same_blocks() -> None:
@@ -150,7 +150,7 @@ def test_ranks_of_a_stage_have_the_same_blocks() -> None:
     mesh = Mesh(pp=4, dp=2)
     partitions = [partition_of(config, mesh, rank) for rank in range(8)]
     assert all(list(partition.blocks) == [range(1), range(1, 4), range(4, 6), range(6, 8)] for partition in partitions)
-    assert [partition.here[0] for partition in partitions] == [mesh.coordinate(rank, "pp") for rank in range(8)]
+    assert [partition.local_stages[0] for partition in partitions] == [mesh.coordinate(rank, "pp") for rank in range(8)]
 
 
 def test_without_a_pipeline_there_is_one_stage() -> None:

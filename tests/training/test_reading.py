@@ -16,7 +16,7 @@ from optimus.data.shards import Shards
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.observe.metrics import read_metrics
-from optimus.training.resolving import resolve_here
+from optimus.training.resolving import resolve_run
 from optimus.training.summary import summarise, summary_lines, warnings
 
 
@@ -53,7 +53,7 @@ def test_a_run_of_some_tokens(small_run: dict[str, Any]) -> None:
 
 
 def warmup_of(run: dict[str, Any], *overrides: str, resume: bool = False) -> int:
-    found = resolve_here(load_config(run, overrides), torch.device("cpu"), Mesh(), resume=resume).config
+    found = resolve_run(load_config(run, overrides), torch.device("cpu"), Mesh(), resume=resume).config
     assert found.lr_schedule.warmup_steps is not None
     return found.lr_schedule.warmup_steps
 
@@ -128,7 +128,9 @@ def test_train_begins_with_a_summary_and_says_when_it_ends(
     run = edited(small_run, lr_schedule={"warmup_steps": 5})
     instances = Shards(run["data"]["path"]).instances
     expected = summary_lines(
-        summarise(resolve_here(load_config(run), torch.device("cpu"), Mesh.of(1), sequences=instances), instances)
+        summarise(
+            resolve_run(load_config(run), torch.device("cpu"), Mesh.from_sizes(1), sequences=instances), instances
+        )
     )
     assert expected[0] == "model: olmoe, 41.5 K parameters, 35.4 K active"
     assert expected[1].startswith("length: 6 steps, 1.54 K tokens: ")

@@ -28,11 +28,11 @@ def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm_backward(
-    y_grad_TH: Tensor, x_TH: Tensor, w_H: Tensor, r_T: Tensor, of_weight: bool = True
+    y_grad_TH: Tensor, x_TH: Tensor, w_H: Tensor, r_T: Tensor, weight_gradient: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradient of x and, if `of_weight`, the gradient of w, which is in fp32. All arguments must be contiguous.
+    """Returns the gradient of x and, if `weight_gradient`, the gradient of w, which is in fp32.
 
-    The kernel always computes the parts of w's gradient, at negligible cost.
+    All arguments must be contiguous. The kernel always computes the parts of w's gradient, at negligible cost.
     """
     T, H = len(r_T), len(w_H)
     rows, blocks = _blocks(T, H)
@@ -42,7 +42,7 @@ def rms_norm_backward(
         y_grad_TH, x_TH, w_H, r_T, x_grad_TH, w_grad_BH, T, programs, H=H, ROWS=rows,
         COLUMNS=triton.next_power_of_2(H),
     )  # fmt: skip
-    return x_grad_TH, w_grad_BH.sum(0) if of_weight else None
+    return x_grad_TH, w_grad_BH.sum(0) if weight_gradient else None
 
 
 def _blocks(T: int, H: int) -> tuple[int, int]:

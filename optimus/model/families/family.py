@@ -32,11 +32,11 @@ class Choice(NamedTuple):
 
 
 class Multiple(NamedTuple):
-    """A field of `config.json` whose default is `times` times the value of the field `of`."""
+    """A field of `config.json` whose default is `times` times the value of the field `base_field`."""
 
     name: str
     times: int
-    of: str
+    base_field: str
 
 
 class Same(NamedTuple):

@@ -23,7 +23,7 @@ class RouterConfig(NamedTuple):
     logit_bias: bool = False
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "RouterConfig":
+    def from_config(cls, config: ModelConfig) -> "RouterConfig":
         """Returns the settings of a model."""
         return cls(
             score=config.router_score,

@@ -74,7 +74,9 @@ class MoeLayer(nn.Module):
         super().__init__()
         hidden, experts, kind = config.hidden, config.experts_of(layer), config.activation
         self.expert_count = experts  # number of experts of the whole layer, over all ranks
-        self.router = Router(hidden, experts, config.experts_per_token or 0, force_balanced, RouterConfig.of(config))
+        self.router = Router(
+            hidden, experts, config.experts_per_token or 0, force_balanced, RouterConfig.from_config(config)
+        )
         self.experts = Experts(experts, hidden, config.expert_intermediate, kind=kind, bias=config.expert_bias)
         shared, biased = config.shared_intermediate, config.expert_bias
         self.shared = DenseMlp(hidden, shared, kind=kind) if shared else None
@@ -91,7 +93,7 @@ class MoeLayer(nn.Module):
         `position_T` is the position of every token in its sequence; by default all tokens are one sequence.
         """
         x_UH = self.tokens.take(x_TH.flatten(0, -2))
-        position_U = None if position_T is None else self.tokens.own(position_T)
+        position_U = None if position_T is None else self.tokens.local_values(position_T)
         weights_UK, indices_UK, stats = self.router(x_UH, position_U)
         shared = None if self.shared is None else _SharedExpert(self.shared, x_TH)
         y_UH = self.dispatch(x_UH, weights_UK, indices_UK, self.experts, shared or NOTHING)

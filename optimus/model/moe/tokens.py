@@ -15,9 +15,9 @@ class TokenSplit:
         """Returns the whole tokens that this device processes [U, H]."""
         return x_TH
 
-    def own(self, of_T: Tensor) -> Tensor:
-        """Selects the values [U] of the tokens of `take` from `of_T`, which has one value per token of the microbatch."""
-        return of_T
+    def local_values(self, values_T: Tensor) -> Tensor:
+        """Selects the values [U] of the tokens of `take` from `values_T`, one value per token of the microbatch."""
+        return values_T
 
     def restore_rows(self, y_UH: Tensor) -> Tensor:
         """Returns [T, H], sharded like the input of `take`."""

@@ -38,11 +38,11 @@ class AllGatherDispatch:
         weights_AK = all_gather_rows(weights_TK, self.group)
         indices_AK = all_gather_rows(indices_TK.int(), self.group)  # half the bytes
         local_AK = local_indices(indices_AK, self.first, self.experts_per_rank)
-        choices = cached(lambda: self.choices_here(local_AK), self.group)
+        choices = cached(lambda: self.count_local_choices(local_AK), self.group)
         y_TH = reduce_scatter_rows(experts(x_AH, weights_AK, local_AK, choices), self.group)
         overlapped.at_once()
         return y_TH
 
-    def choices_here(self, local_AK: Tensor) -> int:
+    def count_local_choices(self, local_AK: Tensor) -> int:
         """Counts the choices of this rank's experts; the host waits for the device."""
         return int((local_AK >= 0).sum())

@@ -83,7 +83,7 @@ class _Playing:
         start, _, rank, action = heappop(self._queue)
         self._ends[action] = self._free[rank] = start + self._duration(action)
         self.orders[rank].append(action)
-        if action.kind.of_vocabulary:
+        if action.kind.is_vocabulary:
             self._following[rank][action.kind] += 1
             done, end = self._passes.get((action.kind, action.microbatch), (0, 0.0))
             self._passes[action.kind, action.microbatch] = done + 1, max(end, self._free[rank])
@@ -99,7 +99,7 @@ class _Playing:
         All ranks may wait for the first and the last stage, and for the last rank that runs a vocabulary pass.
         """
         stages = self.schedule.stages
-        if action.kind.of_vocabulary:
+        if action.kind.is_vocabulary:
             done, _ = self._passes[action.kind, action.microbatch]
             return range(self.schedule.ranks) if done == self.schedule.ranks else (rank,)
         if action.stage in (0, stages - 1):

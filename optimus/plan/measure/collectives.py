@@ -58,7 +58,7 @@ def measure_rank(per: int, extent: Extent | None = None) -> list[Measurement]:
     `extent` sets the sizes, and the duration of each measurement.
     """
     device = use_device("auto", "the device", dist.get_rank() % per)
-    extent = extent or replace(Extent.of(device.type), sizes=SIZES)
+    extent = extent or replace(Extent.for_device(device.type), sizes=SIZES)
     clock, free = Clock(device, extent), _free(device, per)
     sizes = [size for size in extent.sizes if size * _HELD <= free]
     return [
@@ -80,10 +80,10 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
     """Yields (kind of collective, shape of the group, algorithm, group that uses only this algorithm) for all of them."""
     ranks = dist.get_world_size()
     mesh = Mesh(dp=ranks, ranks_per_node=per)
-    parts = {Shape(ranks // per, per): RankPartition.of([range(ranks)])}
+    parts = {Shape(ranks // per, per): RankPartition.from_groups([range(ranks)])}
     if min(ranks // per, per) > 1:
-        parts[Shape(1, per)] = RankPartition.of(range(first, first + per) for first in range(0, ranks, per))
-        parts[Shape(ranks // per, 1)] = RankPartition.of(range(place, ranks, per) for place in range(per))
+        parts[Shape(1, per)] = RankPartition.from_groups(range(first, first + per) for first in range(0, ranks, per))
+        parts[Shape(ranks // per, 1)] = RankPartition.from_groups(range(place, ranks, per) for place in range(per))
     for shape, divided in parts.items():
         for algorithm in dict.fromkeys(name for kind in KINDS for name in names(kind, shape)):
             kinds = [kind for kind in KINDS if algorithm in _tried(kind, shape)]

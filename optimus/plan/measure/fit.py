@@ -200,18 +200,18 @@ def _with_node(machine: Machine, node: Node) -> Machine:
     return machine.model_copy(update={"node": node})
 
 
-def _pace(machine: Machine, node: Node, own: Sequence[Talked]) -> Pace | None:
+def _pace(machine: Machine, node: Node, talked: Sequence[Talked]) -> Pace | None:
     """Returns the pace of one kind of collective, or None if the pace hardly changes the predictions."""
-    kind, latency = own[0].kind, node.latency
+    kind, latency = talked[0].kind, node.latency
 
     def off(x: Sequence[float]) -> list[float]:
         pace = Pace.model_construct(share=x[0], start=x[1], step=x[2])
-        return _off(_with_node(machine, node.model_copy(update={"paces": {kind: pace}})), own)
+        return _off(_with_node(machine, node.model_copy(update={"paces": {kind: pace}})), talked)
 
     least, most = latency / 1e3, latency * 1e2
     found = least_squares(off, [1.0, latency / 2, latency / 2], [0.01, least, least], [100.0, most, most])
     share, begin, step = map(_round, found)
-    before, after = _off(_with_node(machine, node), own), off(found)
+    before, after = _off(_with_node(machine, node), talked), off(found)
     differs = max(abs(a - b) for a, b in zip(before, after)) > _DIFFERS
     return Pace(share=share, start=begin, step=step) if differs else None
 

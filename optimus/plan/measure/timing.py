@@ -64,7 +64,7 @@ class Extent:
     rounds: int = 3  # windows per measurement, of which the fastest counts
 
     @classmethod
-    def of(cls, device: str) -> "Extent":
+    def for_device(cls, device: str) -> "Extent":
         """Returns the extent for a type of device; an accelerator gets larger matrices."""
         shapes = [(n, n, n) for n in (16, 64, 128, 256, 512, 1024)]
         shapes += [(2048, 256, 256), (2048, 1024, 256), (2048, 256, 1024), (256, 1024, 2048)]
@@ -189,7 +189,7 @@ def observe_rank(ranks_per_node: int, extent: Extent | None) -> Observations:
     device = use_device("auto", "the device", dist.get_rank() % ranks_per_node)
     if device.type == "cpu" and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         torch.set_num_threads(int(threads))
-    extent = extent or Extent.of(device.type)
+    extent = extent or Extent.for_device(device.type)
     clock, seen = Clock(device, extent), _itself(device, ranks_per_node)
     extent = replace(
         extent, memory=_fitting(extent.memory, seen), sizes=[_fitting(size, seen) for size in extent.sizes]
@@ -410,7 +410,9 @@ def _overlap(clock: Clock, device: torch.device) -> float:
 
 def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talked]:
     ranks = dist.get_world_size()
-    divisions = {place: PlannedGroups("rings", RankPartition.of(groups_of(place, ranks))) for place in places(ranks)}
+    divisions = {
+        place: PlannedGroups("rings", RankPartition.from_groups(groups_of(place, ranks))) for place in places(ranks)
+    }
     groups = Groups(Mesh(dp=ranks), divisions=divisions.values())
     kinds: list[Talk] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     for place, division in divisions.items():

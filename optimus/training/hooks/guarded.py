@@ -162,11 +162,11 @@ def _working_folder() -> str | None:
 _BEFORE = ("before_training", "before_step", "loss_limit")  # events that belong to the next step
 
 
-def _limit(given: Any) -> float:
-    """Returns the loss limit as a float. Raises `UserError` when `given` is not a number or is NaN."""
-    if not is_number(given) or math.isnan(given):
-        raise UserError(f"it gives {given!r}: give a number, or math.inf where the loss has no limit")
-    return float(given)
+def _limit(value: Any) -> float:
+    """Returns the loss limit as a float. Raises `UserError` when `value` is not a number or is NaN."""
+    if not is_number(value) or math.isnan(value):
+        raise UserError(f"it gives {value!r}: give a number, or math.inf where the loss has no limit")
+    return float(value)
 
 
 def said(error: BaseException) -> str:

@@ -1,13 +1,12 @@
 """Imports users' hooks by name, and checks them before the run starts."""
 
 import inspect
-import os
-import sys
 from collections.abc import Iterable, Sequence
-from importlib import import_module
+from dataclasses import dataclass
 from typing import Any
 
 from optimus.errors import UserError, nearest
+from optimus.plugins import Table, imported
 from optimus.training.hooks.guarded import GuardedHook, said
 from optimus.training.trainer import Hook, Order
 
@@ -23,15 +22,26 @@ _EVENTS = {
 }
 
 
-def users_hooks(named: Sequence[str], given: Sequence[Any] = (), rank: int = 0) -> list[Hook]:
-    """Returns the users' hooks on this rank: those `named` as package.module.Class, and those `given` as classes, instances
-    or names.
+@dataclass(frozen=True)
+class HookRow:
+    """A hook of a plugin, which `train.hooks` chooses by this name."""
+
+    name: str
+    kind: type[Hook]
+
+
+HOOKS: Table[HookRow] = Table("hook", HookRow, dict)
+
+
+def users_hooks(named: Sequence[str], hooks: Sequence[Any] = (), rank: int = 0) -> list[Hook]:
+    """Returns the users' hooks on this rank: those `named` as package.module.Class, and those in `hooks` as classes,
+    instances or names.
 
     Raises `UserError` for a hook that cannot be imported, is not a `Hook`, could not be called, or has the name of another.
     """
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise UserError(f"hooks={given!r}: give a list of hooks, as `optimus.train(..., hooks=[MyHook])`")
-    found = [_made(each) for each in [*named, *given]]
+    if isinstance(hooks, str | bytes) or not isinstance(hooks, Iterable):
+        raise UserError(f"hooks={hooks!r}: give a list of hooks, as `optimus.train(..., hooks=[MyHook])`")
+    found = [_made(each) for each in [*named, *hooks]]
     names = [hook.name for hook in found]
     if theirs := {hook.name for hook in found if "." not in hook.name}:
         raise UserError(
@@ -44,9 +54,9 @@ def users_hooks(named: Sequence[str], given: Sequence[Any] = (), rank: int = 0) 
     return [hook for hook in found if rank == 0 or hook.ranks != "first"]
 
 
-def _made(given: Any) -> Hook:
-    where = f"train.hooks: {given}" if isinstance(given, str) else f"hooks: {given!r}"
-    kind = _imported(given, where) if isinstance(given, str) else given
+def _made(entry: Any) -> Hook:
+    where = f"train.hooks: {entry}" if isinstance(entry, str) else f"hooks: {entry!r}"
+    kind = _imported(entry, where) if isinstance(entry, str) else entry
     if isinstance(kind, type) and issubclass(kind, Hook):
         try:
             hook = kind()
@@ -78,17 +88,12 @@ def _name_of(hook: Hook, where: str) -> str:
 
 def _imported(name: str, where: str) -> Any:
     module, _, attribute = name.rpartition(".")
+    if name in HOOKS:
+        return HOOKS[name].kind
     if not module:
-        raise UserError(f"{where} names no module: give package.module.Class")
-    if os.getcwd() not in sys.path:  # a command's path lacks the folder; the path of a rank has it
-        sys.path.append(os.getcwd())
-    try:
-        found = import_module(module)
-    except (Exception, SystemExit) as error:
-        raise UserError(
-            f"{where} cannot be imported ({said(error)}): give package.module.Class, of a module in {os.getcwd()}, "
-            "on PYTHONPATH or installed"
-        ) from error
+        known = f" or one of {', '.join(HOOKS)}" if HOOKS else ""
+        raise UserError(f"{where} names no module: give package.module.Class{known}")
+    found = imported(module, where, "give package.module.Class")
     if not hasattr(found, attribute):
         classes = [each for each, value in vars(found).items() if isinstance(value, type) and issubclass(value, Hook)]
         raise UserError(f"{where}: {module} has no {attribute}: {nearest(attribute, classes)}")

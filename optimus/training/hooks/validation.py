@@ -138,14 +138,14 @@ class Validation(Hook):
             if metric != "n"
         }
 
-    def _text(self, trainer: Trainer, of: ValidationConfig) -> Iterator[Any]:
+    def _text(self, trainer: Trainer, config: ValidationConfig) -> Iterator[Any]:
         from optimus.evaluation.text import read_parts
 
         data = trainer.run.data.first_folder
         context = trainer.progress.phase.config.train.sequence_length
         yield from read_parts(
-            self._encoder(trainer), str(of.text), eos_id=data.eos_id, context=context, max_bytes=of.max_bytes,
-            max_tokens=of.tokens,
+            self._encoder(trainer), str(config.text), eos_id=data.eos_id, context=context, max_bytes=config.max_bytes,
+            max_tokens=config.tokens,
         )  # fmt: skip
 
     def _encoder(self, trainer: Trainer) -> Any:
@@ -153,10 +153,10 @@ class Validation(Hook):
         data = trainer.run.data.first_folder
         return tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
 
-    def _rows(self, trainer: Trainer, of: ValidationConfig) -> Iterator[Any]:
+    def _rows(self, trainer: Trainer, config: ValidationConfig) -> Iterator[Any]:
         from optimus.evaluation.text import read_rows
 
-        yield from read_rows(Shards(str(of.path), trainer.config.train.data_cache), of.tokens)
+        yield from read_rows(Shards(str(config.path), trainer.config.train.data_cache), config.tokens)
 
 
 def _is_due(trainer: Trainer, step: int, every: int | None) -> bool:

@@ -112,13 +112,13 @@ def _stub_dispatch() -> None:
         return exchange(self, x_TH, weights_TK, indices_TK, experts, counts, *overlapped)
 
     put(AllToAllDispatch, exchange=exchange_evenly)
-    choices_here = AllGatherDispatch.choices_here
+    count_local_choices = AllGatherDispatch.count_local_choices
 
     def even_choices(self: AllGatherDispatch, local_AK: Tensor) -> int:
-        read = choices_here(self, local_AK)
+        read = count_local_choices(self, local_AK)
         return local_AK.numel() // self.group.size if is_here(local_AK) else read
 
-    put(AllGatherDispatch, choices_here=even_choices)
+    put(AllGatherDispatch, count_local_choices=even_choices)
 
 
 def _stub_messages() -> None:

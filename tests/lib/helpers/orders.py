@@ -346,7 +346,7 @@ class Order:
                 if self._maybe():
                     self.chunk.gradients.buffers[parameter].add(lambda to, grad=grad: to.add_(grad))
                 elif not self.chunk.gradients.buffers[parameter].used:
-                    assert self.chunk.whole.here
+                    assert self.chunk.whole.is_present
                     (parameter * grad.to(parameter.dtype)).sum().backward()
                 else:
                     self.chunk.gradients.buffers[parameter].add(lambda to, grad=grad: to.add_(grad))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint.slices import part_slices, whole_slices
-from optimus.checkpoint.writers import written_here
+from optimus.checkpoint.writers import chunks_to_write
 from optimus.state.model_state import ModelState
 
 
@@ -14,7 +14,7 @@ def whole_state(state: ModelState, *, everywhere: bool = True) -> dict[str, Tens
     All ranks must call.
     """
     own = []
-    for chunk in written_here(state, scattered=False):
+    for chunk in chunks_to_write(state, scattered=False):
         with chunk.states() as parts:
             for kind, part in parts.items():
                 for slice_ in part_slices(chunk, kind, part):

@@ -34,7 +34,7 @@ KINDS: tuple[Talk, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to
 def made_up(machine: Machine, *, nodes: int = 1, cores: int | None = None) -> Observations:
     """What a perfect measurement of `machine` would give."""
     accelerator = machine.cores > 8
-    extent = Extent.of("accelerator" if accelerator else "cpu")
+    extent = Extent.for_device("accelerator" if accelerator else "cpu")
     seen = Observations(
         machine.ranks_per_node, nodes, "made up", "gloo", None if accelerator else machine.cores,
         cores or machine.cores, machine.memory, machine.host.memory, tiny=machine.kernel_latency, link=machine.host.link,
