@@ -105,7 +105,7 @@ def parts(chip: str | None, out: Path, work: Path, rehearse: bool) -> list[Part]
     def bench(name: str, seconds: int, *words: str, needs: tuple[str, ...] = ()) -> Part:
         fixed = [
             *program,
-            "optimus.cli",
+            "optimus",
             "bench",
             name,
             "--device",

@@ -134,7 +134,7 @@ def loaded_plugins() -> list[Plugin]:
     return [*_LOADED.values()]
 
 
-def load_plugins(names: Sequence[str], where: str = "plugins") -> list[Plugin]:
+def load_plugins(names: Sequence[str] | None, where: str = "plugins") -> list[Plugin]:
     """Imports the named plugins and adds their rows to the tables, unless this process has done so.
 
     A name is that of an entry point in the group `optimus.plugins`, or of a module in the current folder, on PYTHONPATH or
@@ -142,6 +142,7 @@ def load_plugins(names: Sequence[str], where: str = "plugins") -> list[Plugin]:
 
     Raises `UserError` for a plugin that cannot be imported, that has no valid `ROWS`, or whose row has the name of another.
     """
+    names = () if names is None else names
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise UserError(f"{where} is {names!r}: give a list of modules or entry points, such as [my_package.models]")
     return [_LOADED.get(name) or _load(name, f"{where}: {name}") for name in names]
@@ -186,6 +187,12 @@ def changed_plugins(recorded: Iterable[Mapping[str, Any]], where: str) -> list[s
             )
             lines.append(f"the plugin {plugin.name} has changed since {where} was written{versions}")
     return lines
+
+
+def note_changed_plugins(recorded: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Prints `changed_plugins` of the checkpoint `path` on standard error."""
+    for line in changed_plugins(recorded, str(path)):
+        print(line, file=sys.stderr)
 
 
 def _load(name: str, where: str) -> Plugin:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def optimus(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "optimus.cli", *map(str, words)],
+        [sys.executable, "-m", "optimus", *map(str, words)],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -155,14 +155,14 @@ class Reader:
         words = shlex.split(step.text.replace("\\\n", " "), comments=True)
         if words[0] == "torchrun":
             ranks = words[words.index("--nproc-per-node") + 1]
-            words = ["optimus", *words[words.index("optimus.cli") + 1 :], "--ranks", ranks]
+            words = ["optimus", *words[words.index("optimus") + 1 :], "--ranks", ranks]
         if words[0] != "optimus":
             if re.match(r"\w+=", step.text):
                 self.variables += step.text + "\n"
             return self.shell(self.variables + step.text)
         if "--ranks" in words or any(word.startswith("parallel.") for word in words):
             if step.shown:  # by ranks, which do not print through this process
-                return self.shell(shlex.join([sys.executable, "-m", "optimus.cli", *words[1:]]))
+                return self.shell(shlex.join([sys.executable, "-m", "optimus", *words[1:]]))
             if words[1] == "train":
                 words.append("--check")
         return command(words)

@@ -20,18 +20,23 @@ from optimus.checkpoint.slices import LONGEST, TensorSlice, tiles, whole_slices
 from optimus.checkpoint.store import check_same_model
 from optimus.disk import user_path
 from optimus.errors import UserError
+from optimus.plugins import load_plugins
 
 _PREFIX = "model."
 
 
 def merge(
-    checkpoints: Mapping[str, float] | Sequence[str | Path], output: str | Path, *, last: int | None = None
+    checkpoints: Mapping[str, float] | Sequence[str | Path],
+    output: str | Path,
+    *,
+    last: int | None = None,
+    plugins: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Writes the weighted average of the weights of `checkpoints` as a new checkpoint. A run stands for its newest one.
 
     A mapping gives the weights of the average, which are normalised by their sum; a sequence gives equal weights. With
     `last`, the only entry of `checkpoints` is a run, and its last `last` checkpoints are averaged. The result is a
-    checkpoint of weights.
+    checkpoint of weights. `plugins` names the plugins that the models need.
 
     Sums are in float64 and the result is in fp32. The bytes do not depend on the layouts that wrote the checkpoints. Memory
     has only one tile of each checkpoint at a time.
@@ -43,6 +48,7 @@ def merge(
         optimus.merge({"runs/web": 0.3, "runs/math": 0.7}, "merged")
         optimus.merge(["runs/first"], "averaged", last=5)
     """
+    load_plugins(plugins)
     output = user_path(output)
     if output.exists():
         raise UserError(f"{output} exists already: choose another `output` or remove it")

@@ -1,6 +1,7 @@
 """Loads checkpoints into a state or a model, and saves models."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from optimus.errors import UserError
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
 from optimus.optim.rule import Rule
+from optimus.plugins import Plugin, load_plugins
 from optimus.state.model_state import ModelState
 
 
@@ -32,8 +34,9 @@ def save_model(
     eos_id: int | None,
     masks: Mapping[str, Tensor] | None = None,
     published: dict[str, Any] | None = None,
+    plugins: Sequence[Plugin] = (),
 ) -> None:
-    """Writes a checkpoint of weights, and of `masks` by key; see `Description` for `published`.
+    """Writes a checkpoint of weights, and of `masks` by key; see `Description` for `published` and `plugins`.
 
     Raises `UserError` if `folder` exists or the disk fails.
     """
@@ -41,7 +44,16 @@ def save_model(
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     progress = {"unpruned": share_of(masks, shapes)} if masks else {}
     description = Description(
-        model.config, context, 0, False, precision, eos_id, tokenizer, progress=progress, published=published or {}
+        model.config,
+        context,
+        0,
+        False,
+        precision,
+        eos_id,
+        tokenizer,
+        progress=progress,
+        published=published or {},
+        plugins=[asdict(plugin) for plugin in plugins],
     )
     write_model(model, folder, description, masks)
 
@@ -102,16 +114,21 @@ def load_state(
 
 
 def load_model(
-    checkpoint: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    checkpoint: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    *,
+    plugins: Sequence[str] = (),
 ) -> Transformer:
     """Loads the model of a checkpoint, or of a run's newest checkpoint, in evaluation mode.
 
-    The model maps `tokens_BS` to `logits_BSV`.
+    The model maps `tokens_BS` to `logits_BSV`. `plugins` names the plugins that the model needs.
 
     Example:
         model = optimus.load_model("runs/first")
         model(torch.tensor([[1, 2, 3]])).shape  # [1, 3, vocabulary]
     """
+    load_plugins(plugins)
     reader = Reader.open(find_checkpoint(checkpoint))
     reader.check_size()
     model = Transformer(reader.description.model).float()

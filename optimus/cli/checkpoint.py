@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from optimus.cli.common import CommandGroup, Json, app, show
+from optimus.cli.common import CommandGroup, Json, Plugins, app, show
 from optimus.errors import UserError
 
 checkpoint_app = typer.Typer(
@@ -114,6 +114,7 @@ def merge(
     ],
     output: Annotated[Path, Option(help="Checkpoint folder to make.")],
     last: Annotated[int | None, Option(help="Average this many of the last checkpoints of the one run.")] = None,
+    plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Average the weights of checkpoints."""
@@ -126,7 +127,7 @@ def merge(
         raise UserError(f"{' '.join(checkpoints)}: give each as CHECKPOINT=WEIGHT, such as runs/web=0.3") from None
     if len(given) < len(weighed):
         raise UserError(f"{' '.join(checkpoints)}: name each checkpoint once, with its whole weight")
-    made = run(given, output, last=last)
+    made = run(given, output, last=last, plugins=plugins or ())
     show(made, as_json, f"{output}: the average of {len(made['weights'])} checkpoints")
 
 
@@ -135,23 +136,29 @@ def export(
     checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
     output: Annotated[Path, Option(help="Folder to make.")],
     dtype: Annotated[str, Option(help="float32 or bfloat16.")] = "float32",
+    plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint in Hugging Face format."""
     from optimus.api import export as run
 
-    show(run(checkpoint, output, dtype=dtype), as_json, f"{output}: load it with AutoModelForCausalLM")
+    show(
+        run(checkpoint, output, dtype=dtype, plugins=plugins or ()),
+        as_json,
+        f"{output}: load it with AutoModelForCausalLM",
+    )
 
 
 @app.command(name="import")
 def import_(
     folder: Annotated[Path, Argument(metavar="HF_DIR", help="Hugging Face folder of a model of a known family.")],
     output: Annotated[Path, Option(help="Checkpoint folder to make.")],
+    plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Turn a Hugging Face folder into a checkpoint."""
     from optimus.api import import_folder
 
-    made = import_folder(folder, output)
+    made = import_folder(folder, output, plugins=plugins or ())
     note = f"\n{made['left_out']}" if made["left_out"] else ""
     show(made, as_json, f"{output}: a checkpoint of weights (checkpoint.load_path={output}){note}")

@@ -54,6 +54,11 @@ ParseSpecial = Annotated[
     Option("--parse-special", help="Parse special tokens in the text; by default they are plain text."),
 ]
 
+Plugins = Annotated[
+    list[str] | None,
+    Option("--plugin", metavar="NAME", help="Load this plugin, a module or an entry point; repeated."),
+]
+
 
 def _version(asked: bool) -> None:
     if asked:

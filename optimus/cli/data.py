@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from optimus.cli.common import Json, ParseSpecial, app, but, show, with_options
+from optimus.cli.common import Json, ParseSpecial, Plugins, app, but, show, with_options
 
 
 @app.command(name="sample-text")
@@ -55,6 +55,7 @@ def prepare(
     skip_bad: Annotated[
         bool, Option("--skip-bad", help="Go on without files that cannot be read, and list them.")
     ] = False,
+    plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""

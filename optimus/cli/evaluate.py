@@ -5,7 +5,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from optimus.cli.common import Json, ParseSpecial, app, but, show
+from optimus.cli.common import Json, ParseSpecial, Plugins, app, but, show
 from optimus.errors import UserError
 
 
@@ -25,6 +25,7 @@ def evaluate(
     plot: Annotated[Path | None, Option(help="Draw the tasks of --signal into this PNG file.")] = None,
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     output: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
+    plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Score a checkpoint on tasks (lm-eval) and on bits per byte of text."""
@@ -80,6 +81,7 @@ def generate(
         bool, Option("--chat", help="Answer to the prompt, in the form of the model's chat template.")
     ] = False,
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
+    plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Continue a text, or answer to it."""

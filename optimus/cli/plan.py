@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from optimus.cli.common import Json, Overrides, Settings, app, but, show
+from optimus.cli.common import Json, Overrides, Plugins, Settings, app, but, show
 from optimus.config.completion import complete_preset
 from optimus.disk import check_plot
 from optimus.errors import UserError
@@ -79,6 +79,7 @@ def plan(
         bool,
         Option("--largest", help="The deepest model of such layers that fits, with its state here and there."),
     ] = False,
+    plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Choose the layout of a model on a machine, and predict its speed and memory."""
@@ -115,6 +116,7 @@ def plan(
         "imbalance": imbalance,
         "what_if": what_if or [],
         "links": links,
+        "plugins": plugins or (),
     }
     if dry_run is not None:
         _dry_run(api.plan(model, overrides, as_is=as_is, best=1, **question).plans[0].job, dry_run, as_json)

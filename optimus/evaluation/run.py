@@ -20,6 +20,7 @@ from optimus.model import Transformer
 from optimus.model.ensemble import Ensemble
 from optimus.observe.machine import use_device, versions
 from optimus.observe.progress import ProgressBar
+from optimus.plugins import load_plugins, note_changed_plugins
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def evaluate(
     max_bytes: int | None = None,
     parse_special: bool = False,
     device: str = "auto",
+    plugins: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Scores a checkpoint (or the newest of a run) on `tasks`, whose data is in the folder `task_data`, and on `text`.
 
@@ -52,13 +54,15 @@ def evaluate(
     the mean of the members' logits. `limit` is the number of documents per task (per subject for mmlu). `fewshot` is the
     number of examples in each prompt (none by default). `max_bytes` is the number of bytes of text. The tokenizer
     encodes the spelling of a special token as ordinary text, or with `parse_special` as that token. The computation is
-    in fp32. Raises `UserError`, before it loads the model if the error is detectable by then.
+    in fp32. `plugins` names the plugins that the checkpoint's model or the tasks need. Raises `UserError`, before it loads
+    the model if the error is detectable by then.
 
     Example:
         optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
         optimus.evaluate(["runs/a", "runs/b"], text="held-out/")["bits_per_byte"]
         optimus.evaluate("runs/first", tasks=["sciq"], task_data="tasks/")["tasks"]["sciq"]["acc"]
     """
+    load_plugins(plugins)
     _check_request(tasks, task_data, text, limit, fewshot, max_bytes)
     target = _check_output(output)
     paths = [find_checkpoint(each) for each in ([checkpoint] if isinstance(checkpoint, str | Path) else checkpoint)]
@@ -128,6 +132,7 @@ def generate_text(
     parse_special: bool = False,
     chat: bool = False,
     device: str = "auto",
+    plugins: Sequence[str] = (),
 ) -> str:
     """Generates text after `prompt` with a checkpoint (or the newest of a run); greedily unless `temperature` is above 0.
 
@@ -135,12 +140,13 @@ def generate_text(
     answer.
 
     A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. The tokenizer
-    encodes the spelling of a special token as ordinary text, or with `parse_special` as that token. Raises `UserError`
-    for options out of range and for a checkpoint that cannot generate text.
+    encodes the spelling of a special token as ordinary text, or with `parse_special` as that token. `plugins` names the
+    plugins that the checkpoint's model needs. Raises `UserError` for options out of range and for a checkpoint that cannot generate text.
 
     Example:
         optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)
     """
+    load_plugins(plugins)
     path = find_checkpoint(checkpoint)
     loaded = _load(path, device, parse_special or chat)
     assert isinstance(loaded.model, Transformer)
@@ -226,6 +232,7 @@ def _load_together(paths: Sequence[Path], device: str, parse_special: bool) -> _
 
 def _load(path: Path, device: str, parse_special: bool) -> _Loaded:
     description = read_description(path)
+    note_changed_plugins(description.plugins, path)
     if description.tokenizer is None:
         raise UserError(f"checkpoint {path} has no tokenizer, so it cannot read text: put its tokenizer.json there")
     tokenizer = load(description.tokenizer, parse_special=parse_special)

@@ -4,7 +4,7 @@ The export writes the folder as `.NAME.partial` next to its final path, and rena
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +26,19 @@ from optimus.hub.published import GENERATION, TOKENIZER, published_again
 from optimus.hub.tensors import MASKS, OutputTensor, stored_bytes, write_tensors
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
+from optimus.plugins import load_plugins, note_changed_plugins
 
 _MAX_FILE = 5_000_000_000  # most bytes of a file, as in `transformers`
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PADDING = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
 
-def export_checkpoint(checkpoint: str | Path, output: str | Path, dtype: str = "float32") -> dict[str, Any]:
+def export_checkpoint(
+    checkpoint: str | Path, output: str | Path, dtype: str = "float32", *, plugins: Sequence[str] = ()
+) -> dict[str, Any]:
     """Writes a checkpoint (or the newest of a run) in Hugging Face format; returns the result of `export_model`.
 
-    `dtype` is float32 (exact) or bfloat16. Raises `UserError`, and never touches existing files.
+    `dtype` is float32 (exact) or bfloat16. `plugins` names the plugins that the checkpoint's model needs. Raises `UserError`, and never touches existing files.
 
     Example:
         optimus.export("runs/first", "huggingface")
@@ -43,10 +46,12 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, dtype: str = "
     """
     if dtype not in _DTYPES:
         raise UserError(f"`dtype` is '{dtype}': {nearest(dtype, _DTYPES)}")
+    load_plugins(plugins)
     output = user_path(output)
     _check_free(output)
     path = find_checkpoint(checkpoint)
     about, reader = read_description(path), Reader.open(path)
+    note_changed_plugins(about.plugins, path)
     return export_model(
         load_model(path),
         output,

@@ -1,7 +1,7 @@
 """Imports a Hugging Face folder as a model or a checkpoint. The import rounds nothing, and reports omitted layers."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,22 @@ from optimus.model import Transformer
 from optimus.model.count import too_large
 from optimus.model.families import families
 from optimus.model.parameters import named_tensors
+from optimus.plugins import load_plugins
 
 
-def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
+def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[str] = ()) -> dict[str, Any]:
     """Converts a Hugging Face folder into a checkpoint of weights in their original dtype (float16 becomes float32).
 
     Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (true if the folder has one) and
-    `left_out` (a description of omitted parts of the folder; usually None). Raises `UserError` that names the field, tensor
+    `left_out` (a description of omitted parts of the folder; usually None). `plugins` names the plugin with the folder's
+    family, if the library does not have it. Raises `UserError` that names the field, tensor
     or file at fault, or if `output` exists.
 
     Example:
         optimus.import_folder("huggingface", "imported")
         optimus.evaluate("imported", text="held-out/")
     """
+    loaded = load_plugins(plugins)
     path, output = user_path(hf_dir), user_path(output)
     raw = read_config(path)
     model_config, tensors = read_model(path), FolderTensors(path)
@@ -62,7 +65,9 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
                 "folder again"
             )
     said = read_published(path)
-    save_model(model, output, context=context, tokenizer=tokenizer, eos_id=eos_id, masks=masks, published=said)
+    save_model(
+        model, output, context=context, tokenizer=tokenizer, eos_id=eos_id, masks=masks, published=said, plugins=loaded
+    )
     return {
         "checkpoint": str(output),
         "family": model_config.family,

@@ -24,6 +24,7 @@ from optimus.plan.report import Answer
 from optimus.plan.scaling import scale as study
 from optimus.plan.search import search
 from optimus.plan.what_if import changed
+from optimus.plugins import load_plugins
 from optimus.resolve.microbatches import with_microbatches
 
 _SEQUENCES, _PER_RANK = (
@@ -45,6 +46,7 @@ def plan(
     imbalance: float = 1.0,
     what_if: Sequence[str] = (),
     links: Path | None = None,
+    plugins: Sequence[str] = (),
 ) -> Answer:
     """Returns the `best` plans for `model` on `ranks` ranks of a machine, fastest first.
 
@@ -53,13 +55,14 @@ def plan(
     numbers of ranks.
 
     The experts of the most loaded rank get `imbalance` times the mean number of tokens. `what_if` changes the machine or the
-    profile, and `links` is a file with the bandwidth between nodes. Raises `UserError` when no layout fits, or for an
-    invalid request.
+    profile, and `links` is a file with the bandwidth between nodes. `plugins` names plugins in addition to those of the
+    run's file. Raises `UserError` when no layout fits, or for an invalid request.
 
     Example:
         plans = api.plan("mula-7b-a1b", machine="dgx-h100", ranks=8, best=3).plans
         plans[0].tokens_per_second, plans[0].job.mesh
     """
+    load_plugins(plugins)
     number = _counted(ranks)
     if best < 1:
         raise UserError(f"`best` is {best}: ask for at least one plan")

@@ -156,7 +156,7 @@ def test_the_commands(run: Path, tmp_path: Path) -> None:
     """As a shell runs them: exit codes and what is printed."""
 
     def command(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "optimus.cli", *words], capture_output=True, text=True)
+        return subprocess.run([sys.executable, "-m", "optimus", *words], capture_output=True, text=True)
 
     done = command("rollback", str(run), "--step", "3")
     assert done.returncode == 0

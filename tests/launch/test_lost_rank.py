@@ -130,7 +130,7 @@ def listening(process: subprocess.Popen[str]) -> set[str]:
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_others(three_ranks: dict[str, Any], tmp_path: Path) -> None:
-    process = start(three_ranks, tmp_path, "optimus.cli")
+    process = start(three_ranks, tmp_path, "optimus")
     assert listening(process) == {"127.0.0.1"}  # no other machine reaches what ranks here say to each other
     signal_rank(process, 1, signal.SIGKILL)
     (message,) = end_of(process, tmp_path, 60)
@@ -144,7 +144,7 @@ def test_a_killed_rank_ends_the_others(three_ranks: dict[str, Any], tmp_path: Pa
 def test_a_rank_that_hangs_ends_the_others_by_the_timeout(three_ranks: dict[str, Any], tmp_path: Path) -> None:
     """They end then; the launcher kills the hanging one 30 s later."""
     three_ranks["resilience"] = {"timeout": 10}
-    process = start(three_ranks, tmp_path, "optimus.cli")
+    process = start(three_ranks, tmp_path, "optimus")
     began = time.monotonic()
     signal_rank(process, 1, signal.SIGSTOP)
     others = [
@@ -163,7 +163,7 @@ def test_a_rank_that_hangs_ends_the_others_by_the_timeout(three_ranks: dict[str,
 @pytest.mark.in_turn(0, 1)
 @pytest.mark.slow
 def test_under_torchrun_each_rank_says_why_it_ends(three_ranks: dict[str, Any], tmp_path: Path) -> None:
-    torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "optimus.cli"
+    torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "optimus"
     process = start(three_ranks, tmp_path, *torchrun)
     signal_rank(process, 1, signal.SIGKILL)
     messages = end_of(process, tmp_path, 60)
@@ -176,7 +176,7 @@ def test_a_rank_that_never_comes(small_run: dict[str, Any], tmp_path: Path) -> N
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(small_run | {"resilience": {"timeout": 2}}))
     alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "USE_LIBUV": "1"}
-    command = [sys.executable, "-m", "optimus.cli", "train", str(file)]
+    command = [sys.executable, "-m", "optimus", "train", str(file)]
     done = subprocess.run(command, env={**os.environ, **alone}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert re.search(r"^error: the ranks have not come together within 2 s \(resilience.timeout\): ", done.stderr, re.M)

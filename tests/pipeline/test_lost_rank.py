@@ -52,7 +52,7 @@ def test_the_others_name_the_action_and_the_peer(executor: str, small_run: dict[
     (tmp_path / "first" / "sitecustomize.py").write_text(KILLED)
     path = os.pathsep.join(filter(None, (str(tmp_path / "first"), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [sys.executable, "-m", "optimus.cli", "train", str(file), "--ranks=3"],
+        [sys.executable, "-m", "optimus", "train", str(file), "--ranks=3"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -186,7 +186,7 @@ def test_the_error_of_a_rank_is_the_error_of_the_run(small_run: dict[str, Any], 
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(edited(small_run, data={"path": str(own_data)})))
     done = subprocess.run(
-        [sys.executable, "-m", "optimus.cli", "train", str(config), "--ranks", "2"],
+        [sys.executable, "-m", "optimus", "train", str(config), "--ranks", "2"],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

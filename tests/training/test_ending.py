@@ -51,7 +51,7 @@ def running(config: Path, *words: str, **streams: Any) -> Iterator[subprocess.Po
     temporary = config.with_name("tmp")
     temporary.mkdir(exist_ok=True)
     process = subprocess.Popen(
-        [sys.executable, "-m", "optimus.cli", *words],
+        [sys.executable, "-m", "optimus", *words],
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
         **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams),

@@ -280,7 +280,7 @@ def test_a_hook_ends_the_run_early_and_keeps_a_number_over_a_resume(
     """In programs, as users start them."""
     config = with_hooks(small_run, f"{hooks}.StopEarly")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    words = [sys.executable, "-m", "optimus.cli", "train", str(tmp_path / "run.yaml"), "--ranks", str(ranks)]
+    words = [sys.executable, "-m", "optimus", "train", str(tmp_path / "run.yaml"), "--ranks", str(ranks)]
     environment = os.environ | {"PYTHONPATH": str(Path(optimus.__file__).parents[1])}
 
     def train(*more: str) -> str:
