@@ -119,7 +119,7 @@ def _row(path: str, field: FieldInfo) -> list[str]:
         default = "from others"
     else:
         default = "required" if field.is_required() else f"`{_value(field.default)}`"
-    words, *null = _type(Annotated[field.annotation, *field.metadata]).split(" or null")
+    words, *null = _type(Annotated[(field.annotation, None, *field.metadata)]).split(" or null")
     kind = f"{words}{_limits(field)}{', or null' if null else ''}"
     return [f"`{path}`", kind, default, " ".join((field.description or "").split())]
 

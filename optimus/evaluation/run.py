@@ -141,7 +141,8 @@ def generate_text(
 
     A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. The tokenizer
     encodes the spelling of a special token as ordinary text, or with `parse_special` as that token. `plugins` names the
-    plugins that the checkpoint's model needs. Raises `UserError` for options out of range and for a checkpoint that cannot generate text.
+    plugins that the checkpoint's model needs. Raises `UserError` for options out of range and for a checkpoint that cannot
+    generate text.
 
     Example:
         optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)

@@ -38,7 +38,8 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Writes a checkpoint (or the newest of a run) in Hugging Face format; returns the result of `export_model`.
 
-    `dtype` is float32 (exact) or bfloat16. `plugins` names the plugins that the checkpoint's model needs. Raises `UserError`, and never touches existing files.
+    `dtype` is float32 (exact) or bfloat16. `plugins` names the plugins that the checkpoint's model needs. Raises
+    `UserError`, and never touches existing files.
 
     Example:
         optimus.export("runs/first", "huggingface")
