@@ -242,7 +242,7 @@ class Saver:
                             part = part.to(chunk.weights_dtype)
                         for slice_ in part_slices(chunk, prefix, part):
                             if self._abandoned.is_set():
-                                raise UserError(f"{target.folder} was abandoned, as the run ended")
+                                raise UserError(f"{target.folder} was abandoned, because the run ended")
                             yield slice_
                 if chunk in self._written and target is self._last_target(chunk):
                     self._written[chunk].set()

@@ -66,8 +66,7 @@ def retire_frozen(run: Path, name: str | None) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a checkpoint that is damaged or in the way. Its files stay, but the run no longer resumes from it or counts
-    it."""
+    """Renames a checkpoint that is damaged or in the way. The run then neither resumes from the checkpoint nor counts it."""
     place, number = path.with_name(f"{path.name}.aside"), 1
     while place.exists():
         number += 1

@@ -115,7 +115,7 @@ def test_a_payload_in_a_slice(planted: Path, tmp_path: Path, form: str) -> None:
     (planted / ".metadata").write_bytes(pack_metadata(slices))
     (planted / "manifest.json").unlink()
     write_manifest(planted, slices)
-    check_refused(planted, trap, "no tensor")
+    check_refused(planted, trap, "not a tensor")
 
 
 def test_text_in_the_description_stays_text(run: dict[str, Any], planted: Path, tmp_path: Path) -> None:
@@ -178,7 +178,9 @@ def test_a_newer_format(run: dict[str, Any], planted: Path) -> None:
     with_right_sums(planted)
     before = sorted(planted.parents[1].rglob("*"))
     for call in (lambda: optimus.train(run, resume=True), lambda: resumed(run), lambda: optimus.load_model(planted)):
-        with pytest.raises(UserError, match=r"has version 99, this Optimus reads up to 2: update Optimus") as caught:
+        with pytest.raises(
+            UserError, match=r"has version 99, but this Optimus reads up to 2: update Optimus"
+        ) as caught:
             call()
         assert not isinstance(caught.value, DamagedError)
     assert verify(planted) == [str(caught.value)]

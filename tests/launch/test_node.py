@@ -170,7 +170,7 @@ def test_the_nodes_of_a_launch_hold_the_folder_together(cluster: Cluster, store:
     holder = living_holder(one.run)
     assert holder is not None
     assert holder.token == store.get("optimus/holder").decode()
-    with pytest.raises(LeaseError, match=f"{one.run} is held by process .* wait until it ends"):
+    with pytest.raises(LeaseError, match=f"{one.run} is held by process .* wait until that run ends"):
         run_node(replace(one, node="n2", name="another"), ["true"])
     with pytest.raises(LeaseError):
         Lease(one.run, "a run").wait()
