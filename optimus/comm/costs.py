@@ -158,7 +158,7 @@ class _Simulation:
             (self._come if comes else self._leave)(moment, sender, target, size)
         stuck = [number for number, rank in enumerate(self._ranks) if rank.missing]
         if stuck:
-            raise ValueError(f"ranks {stuck} wait for what nobody sends")
+            raise ValueError(f"ranks {stuck} wait for messages that no rank sends")
         return [rank.now for rank in self._ranks]
 
     def _go_on(self, number: int) -> None:
