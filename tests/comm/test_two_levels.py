@@ -226,4 +226,6 @@ def elsewhere() -> list[str]:
 
 def test_a_table_of_other_shapes_is_named() -> None:
     for notes in run_ranks(elsewhere, 4):
-        assert notes == [f"{', '.join(KINDS)}: not measured on 2x2 (nodes x ranks per node): default algorithms are used"]
+        assert notes == [
+            f"{', '.join(KINDS)}: not measured on 2x2 (nodes x ranks per node): default algorithms are used"
+        ]
