@@ -173,7 +173,7 @@ class _Simulation:
             rank.receive(self._links.overhead)
 
     def _push_event(self, moment: float, comes: bool, sender: int, target: int, size: float) -> None:
-        """Pushes an event. The heap orders simultaneous events by distance, then by the target's node rank, on all nodes."""
+        """Pushes an event. The heap orders simultaneous events by distance, then by the target's local rank."""
         nodes, per = self._shape
         event = (
             moment,

@@ -61,7 +61,7 @@ def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
 
 
 def levels_of(division: RankPartition, mesh: Mesh) -> tuple[RankPartition, RankPartition] | None:
-    """Divides every group of `division` into groups across nodes (ranks with equal node ranks) and groups within a node.
+    """Divides every group of `division` into groups across nodes (ranks with equal local ranks) and groups within a node.
 
     Returns None unless all groups have the same shape, with several nodes and several ranks on each node.
     """

@@ -106,12 +106,12 @@ def test_an_accelerator_that_is_not_there(small_run: dict[str, Any]) -> None:
             {"parallel": {"data": 2}},
             1,
             "parallel.data 2 x parallel.context 1 x parallel.tensor 1 = 1 makes 2, but there are 1 ranks: use `ranks=2`, or "
-            "leave parallel.data away",
+            "leave parallel.data out",
         ),
         (
             {"parallel": {"tensor": 2}},
             3,
-            "parallel.context 1 x parallel.tensor 2 = 2 does not divide 3 ranks: use `ranks=2` or change them",
+            "parallel.context 1 x parallel.tensor 2 = 2 does not divide 3 ranks: use `ranks=2` or change these sizes",
         ),
         (
             {"parallel": {"tensor": 2, "expert": 4}},
