@@ -460,7 +460,7 @@ def test_rotary_positions_are_those_of_transformers(tmp_path: Path) -> None:
     assert (beside["rope_theta"], beside["rope_scaling"]["factor"]) == (777.0, 4.0)
     read(tmp_path, OLMOE | {"rope_scaling": yarn, "rope_parameters": yarn | {"rope_theta": 10000.0}})
     for other in ({"rope_type": "default"}, yarn | {"factor": 2.0}, yarn | {"rope_theta": 5.0}):
-        with pytest.raises(UserError, match=r"rope_parameters has .*: remove one of the two"):
+        with pytest.raises(UserError, match=r"in rope_parameters, but .*: remove one of the two"):
             read(tmp_path, OLMOE | {"rope_scaling": yarn, "rope_parameters": {"rope_theta": 10000.0} | other})
     unsaid = {name: value for name, value in GEMMA3.items() if name != "rope_local_base_freq"}
     assert read(tmp_path, unsaid | {"rope_theta": 777.0})["window_rope_theta"] == 10000.0
