@@ -127,7 +127,7 @@ def test_a_field_that_is_not_known_is_refused(name: str, tmp_path: Path) -> None
     file = tmp_path / "config.json"
     read_model_folder(tmp_path)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"new_gate": True}))
-    with pytest.raises(UserError, match=rf"config.json: new_gate is True: an unknown field of family {name}, so that"):
+    with pytest.raises(UserError, match=rf"config.json: new_gate is True: an unknown field of family {name}, which"):
         read_model_folder(tmp_path)
 
 
