@@ -77,7 +77,7 @@ class Target(NamedTuple):
         return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:
-        """Returns True if background saving copies this buffer first. It copies only device buffers, to save host memory."""
+        """Returns True if background saving copies this buffer first: only device buffers, to save host memory."""
         return chunk.plan.rule.trains and chunk.residency(prefix, weights=not self.description.full) == "device"
 
 

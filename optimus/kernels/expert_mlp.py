@@ -1,6 +1,6 @@
 """The experts' feed-forward layers in one autograd function: gather, two matmuls per expert, weighted sum.
 
-This is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which the
+The method is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which the
 dispatcher implements. On the CPU the other stages are: 2, token counting (lines 15-43), and 3, index generation (lines
 45-72), `make_routes`; 4, expert computation (lines 75-79), the loop over experts; 5, output reduction (lines 81-96),
 `_sum_of_rows`. On an accelerator each stage is a kernel in a separate file in `kernels/triton`.
