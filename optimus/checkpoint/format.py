@@ -196,5 +196,5 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
             return super().find_class(module, name)
         if (plain := self._PLAIN.get((module, name))) is None:
-            raise pickle.UnpicklingError(f"{module}.{name} is not among the classes that DCP writes")
+            raise pickle.UnpicklingError(f"{module}.{name} is not a class of checkpoint metadata")
         return plain

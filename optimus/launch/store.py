@@ -41,9 +41,7 @@ def serve(port: int, address: str = LOOPBACK) -> TCPStore:
     try:
         listening = socket.create_server((number, port), backlog=1024)
     except PermissionError as error:
-        raise UserError(
-            f"port {port} is not allowed to this user ({error}): choose a --port of 1024 or more"
-        ) from error
+        raise UserError(f"this user may not use port {port} ({error}): choose a --port of 1024 or more") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(f"port {port} is in use on this machine ({error}): choose another --port") from error

@@ -60,7 +60,7 @@ class Mesh:
             raise UserError(
                 f"expert ranks do not fit: ep {self.ep} x etp {self.etp} = {experts} does not divide "
                 f"dp {self.dp} x cp {self.cp} x tp {self.tp} = {stage}; "
-                + (f"the nearest ep that do: {', '.join(map(str, sorted(near)))}" if near else "change etp")
+                + (f"the nearest ep that fit: {', '.join(map(str, sorted(near)))}" if near else "change etp")
             )
         least = math.lcm(self.cp * self.tp, experts)
         if self.pipeline_stride is not None and (self.pipeline_stride % least or stage % self.pipeline_stride):

@@ -70,7 +70,7 @@ def test_a_payload_in_the_metadata(planted: Path, tmp_path: Path) -> None:
     for content in (pickle.dumps(Payload(trap)), pickle.dumps(inside)):
         (planted / ".metadata").write_bytes(content)
         with_right_sums(planted)
-        check_refused(planted, trap, "is not among the classes that DCP writes")
+        check_refused(planted, trap, "is not a class of checkpoint metadata")
     pickle.loads(content)
     assert trap.exists()  # it would have run
 
@@ -88,7 +88,7 @@ def test_only_what_metadata_is_made_of_is_admitted(planted: Path, tmp_path: Path
     short = [b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, attribute, str(tmp_path / "trap"))]
     (planted / ".metadata").write_bytes(b"\x80\x04" + short[0] + short[1] + b"\x93" + short[2] + b"\x85R.")
     with_right_sums(planted)
-    check_refused(planted, tmp_path / "trap", "is not among the classes that DCP writes")
+    check_refused(planted, tmp_path / "trap", "is not a class of checkpoint metadata")
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
