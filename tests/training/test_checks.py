@@ -116,7 +116,8 @@ def test_an_accelerator_that_is_not_there(small_run: dict[str, Any]) -> None:
         (
             {"parallel": {"tensor": 2, "expert": 4}},
             2,
-            "expert ranks do not fit: ep 4 x etp 1 = 4 does not divide dp 1 x cp 1 x tp 2 = 2; the nearest ep that fit: 1, 2",
+            "expert ranks do not fit: ep 4 x etp 1 = 4 does not divide dp 1 x cp 1 x tp 2 = 2; "
+            "the nearest ep that fit: 1, 2",
         ),
     ],
 )
