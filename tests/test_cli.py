@@ -490,8 +490,8 @@ def test_an_error_names_arguments_in_python_and_options_in_the_shell(
          ["prepare", __file__, "--output", tmp_path / "x"], "(--tokenizer, --train-tokenizer)"),
         (lambda: optimus.prepare([__file__], tmp_path / "x", train_tokenizer=300, shard_size=0), "`shard_size` must be",
          ["prepare", __file__, "--output", tmp_path / "x", "--train-tokenizer", 300, "--workers", 0], "--workers must be"),
-        (lambda: optimus.evaluate(tmp_path, tasks=["sciq"]), "its folder, `task_data`",
-         ["evaluate", tmp_path, "--tasks", "sciq"], "its folder, --task-data"),
+        (lambda: optimus.evaluate(tmp_path, tasks=["sciq"]), "the folder of the data, `task_data`",
+         ["evaluate", tmp_path, "--tasks", "sciq"], "the folder of the data, --task-data"),
         (lambda: optimus.train(small_run, ["parallel.tensor=2"], ranks=3), "use `ranks=2`",
          ["train", tmp_path / "run.yaml", "parallel.tensor=2", "--ranks", 3], "use --ranks 2"),
     ]  # fmt: skip

@@ -45,7 +45,7 @@ class DamagedError(UserError):
 
 def damaged(folder: Path, reason: str) -> DamagedError:
     """Returns the `DamagedError` that says why the checkpoint `folder` is damaged."""
-    return DamagedError(f"checkpoint {folder} is damaged: {reason}. Use another one")
+    return DamagedError(f"checkpoint {folder} is damaged: {reason}. Use another checkpoint")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def frozen_beside(path: Path, description: Description) -> Path | None:
     for place in (path.absolute().parent, path.absolute().parent.parent):
         if (place / description.frozen).is_dir():
             return place / description.frozen
-    raise damaged(path, f"{description.frozen}, which has its frozen parameters, is not beside it")
+    raise damaged(path, f"the folder {description.frozen} with its frozen parameters is not beside it")
 
 
 def step_of(path: Path) -> int:
@@ -157,21 +157,21 @@ def find_checkpoint(path: str | Path) -> Path:
 
 def _describe_foreign(path: Path) -> str | None:
     """Describes a file or folder that another program has written, with a remedy; None if its format is unknown."""
-    cure = "save the model as a Hugging Face folder (save_pretrained) and turn that into a checkpoint with `optimus import`"
+    cure = "save the model as a Hugging Face folder (save_pretrained), and convert the folder with `optimus import`"
     if path.is_file():
         if _is_torch_save_file(path):
-            return f"a file of torch.save, whose tensors no checkpoint of Optimus describes: {cure}"
-        return f"a file, and a checkpoint is a folder: {cure}" if path.suffix == ".safetensors" else None
+            return f"a file of torch.save, not a checkpoint of Optimus: {cure}"
+        return f"a file, but a checkpoint is a folder: {cure}" if path.suffix == ".safetensors" else None
     if (path / DESCRIPTION).exists() or (path / MANIFEST).exists():
         return None
     if (path / METADATA).is_file():
         return (
-            f"a plain checkpoint of torch.distributed.checkpoint, as other programs write it, or has lost {DESCRIPTION} and "
-            f"{MANIFEST}, without which nothing in it can be checked. Use another one; or {cure}"
+            f"a checkpoint of torch.distributed.checkpoint without {DESCRIPTION} and {MANIFEST}, so it cannot be checked: "
+            f"another program has written it, or these files are lost. Use another checkpoint, or {cure}"
         )
     files = [file for file in sorted(path.glob("*")) if file.is_file() and file.suffix != ".distcp"]
     pickled = [file.name for file in files if _is_torch_save_file(file)]
-    return f"a folder of files of torch.save ({pickled[0]}), and no checkpoint of Optimus: {cure}" if pickled else None
+    return f"a folder of torch.save files ({pickled[0]}), not a checkpoint of Optimus: {cure}" if pickled else None
 
 
 def _is_torch_save_file(file: Path) -> bool:
@@ -195,9 +195,11 @@ def read_description(path: Path) -> Description:
         if raw["format"] != FORMAT:
             raise KeyError("format")
         if raw["version"] > VERSION:
-            raise UserError(f"{file} has version {raw['version']}, this Optimus reads up to {VERSION}: update Optimus")
+            raise UserError(
+                f"{file} has version {raw['version']}, but this Optimus reads up to {VERSION}: update Optimus"
+            )
         if raw["version"] < VERSION:
-            raise UserError(f"{file} has version {raw['version']}, which had no sums and is not read any more")
+            raise UserError(f"{file} has version {raw['version']}, which is not read any more: it has no checksums")
         del raw["format"], raw["version"]
         tokenizer = path / "tokenizer.json" if raw.pop("tokenizer") else None
         if raw.get("frozen") is not None:
@@ -210,7 +212,7 @@ def read_description(path: Path) -> Description:
             raise naming_missing_plugins(error, [each["name"] for each in raw.get("plugins", ())]) from None
         return Description(model=model, tokenizer=tokenizer, **raw)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise damaged(path, f"{DESCRIPTION} is damaged or no checkpoint's description ({error!r})") from None
+        raise damaged(path, f"{DESCRIPTION} is damaged or describes no checkpoint ({error!r})") from None
 
 
 def write_description(folder: Path, description: Description) -> None:

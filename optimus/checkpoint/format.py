@@ -148,12 +148,12 @@ def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
     """
     metadata = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(metadata, _Plain) or metadata.name != "Metadata":
-        raise pickle.UnpicklingError(f"a {type(metadata).__name__} is no metadata")
+        raise pickle.UnpicklingError(f"a {type(metadata).__name__} is not metadata")
     indices = ((index.state, place.state) for index, place in metadata.state["storage_data"].items())
     places = {(index["fqn"], tuple(index["offset"])): place for index, place in indices if "offset" in index}
     for key, tensor in metadata.state["state_dict_metadata"].items():
         if tensor.name != "TensorStorageMetadata":
-            raise pickle.UnpicklingError(f"{key} is no tensor")
+            raise pickle.UnpicklingError(f"{key} is not a tensor")
         dtype = str(tensor.state["properties"].state[0]).removeprefix("torch.")
         for chunk in tensor.state["chunks"]:
             offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
@@ -196,5 +196,5 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
             return super().find_class(module, name)
         if (plain := self._PLAIN.get((module, name))) is None:
-            raise pickle.UnpicklingError(f"{module}.{name} has no business in it")
+            raise pickle.UnpicklingError(f"{module}.{name} is not a class of checkpoint metadata")
         return plain

@@ -26,13 +26,14 @@ To = Literal["weights", "torch", "safetensors"]
 def list_run(run: str | Path) -> list[dict[str, Any]]:
     """Lists the checkpoints of a run, oldest first.
 
-    Each has `path`, `step`, `kind` (full or weights), `bytes`, `problem` (None if all files are present, readable and of
-    the right size) and `resumes` (True if `--resume` would start from it). Raises `UserError` if `run` is no run folder.
+    Each entry has `path`, `step`, `kind` (full or weights), `bytes`, `problem` (None if all files are present, readable
+    and of the right size) and `resumes` (True if `--resume` would start from it). Raises `UserError` if `run` is no run
+    folder.
     """
     run = user_path(run)
     if not (run / "checkpoints").is_dir() and not (run / "config.yaml").is_file():
         inside = " but a checkpoint: name the folder of its run" if (run / DESCRIPTION).is_file() else ""
-        raise UserError(f"{run} is no run folder{inside}")
+        raise UserError(f"{run} is not a run folder{inside}")
     rows = [_row(path) for path in all_folders(run)]
     points = [str(point.path) for point in resume_points(run)]
     whole = [path for path in points if any(row["path"] == path and row["problem"] is None for row in rows)]
@@ -94,7 +95,7 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
     `UserError`, and never touches existing files.
     """
     if to not in get_args(To):
-        raise UserError(f"`to` is {to!r}: it is one of {', '.join(get_args(To))}")
+        raise UserError(f"`to` is {to!r}: choose one of {', '.join(get_args(To))}")
     path, output = find_checkpoint(path), user_path(output)
     if output.exists():
         raise UserError(f"{output} exists already: choose another name or remove it")
@@ -104,7 +105,7 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
         reader.check_size()
         type_ = getattr(torch, dtype or about.precision, None)
         if not isinstance(type_, torch.dtype):
-            raise UserError(f"{path} says that its precision is {about.precision!r}: give the `dtype` of the weights")
+            raise UserError(f"{path} has the unknown precision {about.precision!r}: give the `dtype` of the weights")
         model = Transformer(about.model).to(type_)
         reader.fill(whole_slices(named_tensors(model)))
         write_model(model, output, about.weights_only(str(type_).removeprefix("torch.")), whole_masks(reader))

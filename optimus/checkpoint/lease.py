@@ -96,8 +96,8 @@ def check_lease(run: Path, token: str) -> None:
     if found is None or found.holder.token != token:
         now = "has been" if found is None else f"is held by {found.holder}: it was"
         raise LeaseError(
-            f"{run} {now} taken over by another run, as this one was silent for {SILENCE:g} s and more. It ends without "
-            "saving; go on with `resume=True` when the other has ended"
+            f"{run} {now} taken over by another run, because this run had not renewed its lease for {SILENCE:g} s or more. "
+            "This run ends without saving; continue it with `resume=True` after the other run has ended"
         )
 
 
@@ -130,12 +130,12 @@ class Lease:
             age = first.age + time.monotonic() - began
             if found.holder.lives is False or age > self._silence:
                 self._dead = found.text
-                _say(f"{self.run} was held by {found.holder}, silent for {age:.0f} s: taking it over")
+                _say(f"{self.run} was held by {found.holder}, silent for {age:.0f} s: this run takes over the lease")
                 return
             if found is first:
                 _say(
-                    f"{self.run} is held by {found.holder}, which was there {age:.0f} s ago: seeing whether it lives, "
-                    f"for up to {self._silence - age:.0f} s"
+                    f"{self.run} is held by {found.holder}, which renewed its lease {age:.0f} s ago: checking for up to "
+                    f"{self._silence - age:.0f} s whether it is alive"
                 )
             time.sleep(min(1.0, self._beat / 5))
 
@@ -143,7 +143,7 @@ class Lease:
         if not self._dead:
             self.wait()
         try:
-            with naming_disk_errors(self.run, "Mend its permissions, or choose another train.output"):
+            with naming_disk_errors(self.run, "Mend the permissions of the folder, or choose another train.output"):
                 self._take()
             self._thread.start()
         except BaseException:  # for example a signal that ends the process
@@ -200,7 +200,7 @@ class _Found:
 
     @property
     def holder(self) -> Holder:
-        unknown = Holder("", "a host that it does not name", "", 0, 0.0, True)  # if the file is incomplete or damaged
+        unknown = Holder("", "an unknown host", "", 0, 0.0, True)  # if the file is incomplete or damaged
         return _parse(self.text) or unknown
 
 
@@ -219,7 +219,8 @@ def _look(path: Path) -> _Found | None:
 
 def _held(run: Path, holder: Holder) -> LeaseError:
     return LeaseError(
-        f"{run} is held by {holder}, whose run goes on there: wait until it ends, end it, or choose another train.output"
+        f"{run} is held by {holder}, whose run still goes on: wait until that run ends, end it, or choose another "
+        "train.output"
     )
 
 

@@ -27,8 +27,8 @@ def _check_pruned(chunk: Chunk, whole: Tensor, first: int) -> None:
     left = chunk.elements.compressed(whole, extent, first)
     if int(whole.count_nonzero()) != int(left.count_nonzero()):
         raise UserError(
-            f"weights of {chunk.plan.slots[0].name} ... are not zero where the masks beside them prune them: these are of "
-            "another checkpoint, use one as it was written"
+            f"weights of {chunk.plan.slots[0].name} ... are not zero where the checkpoint's masks prune them: the masks "
+            "belong to other weights. Use a checkpoint as it was written"
         )
 
 

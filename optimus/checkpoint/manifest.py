@@ -42,10 +42,10 @@ def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
     for name, of_it in slices.items():
         written = max(start + length for start, length, _ in of_it)
         if (size := _size_of(folder / name)) != written:
-            how = "is not there" if size is None else f"has {size:,} bytes"
+            how = "is missing" if size is None else f"has {size:,} bytes"
             raise UserError(
-                f"{folder / name} {how} on the node that completes the checkpoint, of {written:,} that another rank has "
-                "written: mount one file system on all nodes, without a cache of its own on each"
+                f"{folder / name} {how} on the node that completes the checkpoint, but another rank has written {written:,} "
+                "bytes: mount one file system on all nodes, without a separate cache on each node"
             )
         files[name] = {"bytes": written, SLICES: sorted(of_it)}
     for path in folder.iterdir():
@@ -69,14 +69,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         crc = content.pop("crc")
         same = zlib.crc32(_text(content).encode()) == crc and _text(content | {"crc": crc}) == text
         if content["format"] != _FORMAT or not same:
-            raise ValueError("its sum is wrong")
+            raise ValueError("its checksum is wrong")
         files: dict[str, Any] = {plain_name(name): file for name, file in content["files"].items()}
         for file in files.values():
             numbers = [file["bytes"], *(part for each in file.get(SLICES, [[file.get("crc")] * 3]) for part in each)]
             if not all(type(number) is int and number >= 0 for number in numbers) or any(
                 len(each) != 3 for each in file.get(SLICES, [])
             ):
-                raise ValueError("sizes and sums must be whole numbers")
+                raise ValueError("sizes and checksums must be whole numbers")
     except FileNotFoundError:
         raise damaged(folder, f"it has no {MANIFEST}, so it was never completed") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -84,8 +84,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     for name, file in files.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != file["bytes"]:
-            how = "is not there" if size is None else f"has {size:,} bytes"
-            raise damaged(folder, f"{name} {how}, of {file['bytes']:,} that were written")
+            how = "is missing" if size is None else f"has {size:,} bytes"
+            raise damaged(folder, f"{name} {how}, but {file['bytes']:,} bytes were written")
     return files
 
 
@@ -103,7 +103,7 @@ def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]
         try:
             read_checked(folder, DESCRIPTION, read_manifest(folder))
         except DamagedError:
-            raise damaged(folder, f"{DESCRIPTION} is not what was written: {error}") from error
+            raise damaged(folder, f"{DESCRIPTION} has changed since it was written: {error}") from error
         raise
     files = read_manifest(folder)
     read_checked(folder, DESCRIPTION, files)
@@ -119,7 +119,7 @@ def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
     except OSError as error:
         raise damaged(folder, f"{name} cannot be read ({error})") from error
     if zlib.crc32(content) != files.get(name, {}).get("crc"):
-        raise damaged(folder, f"{name} is not what was written: its sum is wrong")
+        raise damaged(folder, f"{name} has changed since it was written: its checksum is wrong")
     return content
 
 

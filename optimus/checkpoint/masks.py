@@ -85,10 +85,10 @@ def check_fits(where: Path, key: str, shape: tuple[int, ...], whole: tuple[int, 
     """Raises `UserError` if a mask's shape does not fit a parameter of shape `whole` (None if there is no parameter)."""
     packed = None if whole is None else (*whole[:-1], -(-whole[-1] // _BYTE))
     if whole is None or shape not in (whole, packed):
-        raise UserError(
-            f"{where}: {key} has the shape {shape}, and does not fit a parameter of this model"
-            f"{f' of shape {whole}' if whole is not None else ''}: use masks as they were written"
+        why = (
+            "belongs to no parameter of this model" if whole is None else f"does not fit its parameter of shape {whole}"
         )
+        raise UserError(f"{where}: the mask {key} of shape {shape} {why}: use masks as they were written")
 
 
 def booleans(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
@@ -132,8 +132,8 @@ def follow_masks(state: ModelState, source: WeightSource) -> bool:
         masks = _masks_of(state, source, PREFIX)
         if others := masks.keys() - state.recipe.unpruned.keys():
             raise UserError(
-                f"{source.path}: {min(others)} is pruned in it, and not in what this run began to load: resume from another "
-                "checkpoint"
+                f"{source.path} prunes {min(others)}, which the checkpoint that this run tried first does not prune: resume "
+                "from another checkpoint"
             )
     except UserError as error:
         failure = error

@@ -63,7 +63,7 @@ def merge(
         check_same_model(reader.description.model, first.model, reader.path)
         if _tokenizer(reader.description) != _tokenizer(first):
             raise UserError(
-                f"{reader.path} has another tokenizer than {readers[0].path}: their models cannot be averaged"
+                f"{reader.path} and {readers[0].path} have different tokenizers: their models cannot be averaged"
             )
     masks = _common_masks(readers)
     averaged = _averaged(readers, [weight / total for weight in weights.values()], masks)
@@ -100,14 +100,16 @@ def _found(weighted: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
 def _last_of(runs: Sequence[str | Path], last: int) -> dict[Path, float]:
     """Returns the last checkpoints, one per step, of the only run in `runs`, with equal weights."""
     if len(runs) != 1 or last < 2:
-        raise UserError(f"`last` {last} averages checkpoints of one run, at least 2: {len(runs)} are named")
+        raise UserError(
+            f"`last` is {last} for {len(runs)} runs: it averages the last checkpoints of one run, at least 2"
+        )
     (run,) = runs
     by_step = {path.name.partition("-")[2]: path for path in list_checkpoints(user_path(run), "weights", "step")}
     paths = [path for _, path in sorted(by_step.items())][-last:]
     if len(paths) < last:
         raise UserError(
-            f"{run} holds {len(paths)} checkpoints, of which the last {last} are to be averaged: lower `last`, or keep more "
-            "(checkpoint.keep, checkpoint.weights_every)"
+            f"{run} has only {len(paths)} of the {last} checkpoints that `last` asks for: lower `last`, or let the run keep "
+            "more (checkpoint.keep, checkpoint.weights_every)"
         )
     return dict.fromkeys(paths, 1.0)
 

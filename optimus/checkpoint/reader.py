@@ -75,7 +75,9 @@ class Reader:
         """Raises `DamagedError` if the files are too small for the described model; see `too_large`."""
         weights = [slices[0].shape for key, slices in self.stored.items() if key.startswith("model.")]
         if too_large(self.description.model, len(weights), sum(map(math.prod, weights))):
-            raise damaged(self.path, f"{DESCRIPTION} is of a model of many times the parameters that are in it")
+            raise damaged(
+                self.path, f"{DESCRIPTION} describes a model with many times the parameters that the files have"
+            )
 
     def fill(self, slices: Iterable[TensorSlice], *, apart: bool = False) -> None:
         """Fills the tensors of `slices` in place, in any dtype and on any device.
@@ -91,7 +93,7 @@ class Reader:
             if there is None or there[0].shape != tuple(targets[0].shape):
                 others = sum(other not in self.stored for other in wanted)
                 raise UserError(
-                    f"checkpoint {self.path} lacks {key} (and {max(0, others - 1)} more): it is of another model"
+                    f"checkpoint {self.path} lacks {key} (and {max(0, others - 1)} more): it belongs to another model"
                 )
             self._fill(there, targets)
             if not apart and factors_of(key) and all(each in self.stored for each in factors_of(key)):
@@ -119,13 +121,13 @@ class Reader:
         except OSError as error:
             raise damaged(self.path, f"{where}: {error}") from error
         if len(content) != stored.length or zlib.crc32(content) != stored.crc:
-            raise damaged(self.path, f"{where}: not what was written")
+            raise damaged(self.path, f"{where} have changed since they were written")
         try:
             tensor = read_slice(content)
         except Exception as error:  # torch raises any exception for bytes that are no tensor
-            raise damaged(self.path, f"{where}: no tensor ({repr(error).splitlines()[0][:200]})") from error
+            raise damaged(self.path, f"{where}: not a tensor ({repr(error).splitlines()[0][:200]})") from error
         if tuple(tensor.shape) != stored.sizes or tensor.dtype != getattr(torch, stored.dtype):
-            raise damaged(self.path, f"{where}: of another shape or type than {METADATA} says")
+            raise damaged(self.path, f"{where}: shape or dtype differ from {METADATA}")
         return tensor
 
     def _fill(self, there: list[StoredSlice], targets: list[TensorSlice]) -> None:
@@ -139,7 +141,7 @@ class Reader:
                 target.tensor[place].copy_(tensor[source])
                 filled += tensor[source].numel()
         if filled != sum(target.tensor.numel() for target in targets):
-            raise damaged(self.path, f"{targets[0].key} is not whole in it")
+            raise damaged(self.path, f"{targets[0].key} is incomplete")
 
 
 def verify(path: Path) -> list[str]:
@@ -178,7 +180,7 @@ def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Store
         raise damaged(path, f"{METADATA} cannot be read ({error!r})") from error
     for key, found in stored.items():
         if math.prod(found[0].shape) > _MANY * sum(each.length for each in found) + _FEW:
-            raise damaged(path, f"{key} has many times the elements that its bytes hold")
+            raise damaged(path, f"{key} has many times the elements that fit into its bytes")
     for key, elements in lacking.items():
         if elements:
             raise damaged(path, f"{key} lacks {elements:,} of its elements")

@@ -67,8 +67,10 @@ def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any
     path = next((path for path in (weights_folder(run, step), step_folder(run, step)) if path.is_dir()), None)
     if path is None:
         steps = sorted({step_of(path) for path in list_checkpoints(run, "step", "weights")})
-        there = f"there are: {', '.join(map(str, steps))}" if steps else f"{run} has none at all"
-        raise UserError(f"{run} has no checkpoint of step {step}; {there}")
+        there = (
+            f"its checkpoints are of steps {', '.join(map(str, steps))}" if steps else "it has no checkpoints at all"
+        )
+        raise UserError(f"{run} has no checkpoint of step {step}: {there}")
     if problems := verify(path):
         raise UserError(problems[0])
     newer = sorted(path for path in all_folders(run) if step_of(path) > step)

@@ -77,7 +77,7 @@ class Target(NamedTuple):
         return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:
-        """Returns True if background saving copies this buffer first. It copies only device buffers, to save host memory."""
+        """Returns True if background saving copies this buffer first: only device buffers, to save host memory."""
         return chunk.plan.rule.trains and chunk.residency(prefix, weights=not self.description.full) == "device"
 
 
@@ -242,7 +242,7 @@ class Saver:
                             part = part.to(chunk.weights_dtype)
                         for slice_ in part_slices(chunk, prefix, part):
                             if self._abandoned.is_set():
-                                raise UserError(f"{target.folder} was abandoned, as the run ended")
+                                raise UserError(f"{target.folder} was abandoned, because the run ended")
                             yield slice_
                 if chunk in self._written and target is self._last_target(chunk):
                     self._written[chunk].set()

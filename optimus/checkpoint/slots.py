@@ -66,8 +66,7 @@ def retire_frozen(run: Path, name: str | None) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a checkpoint that is damaged or in the way. Its files stay, but the run no longer resumes from it or counts
-    it."""
+    """Renames a checkpoint that is damaged or in the way. The run then neither resumes from the checkpoint nor counts it."""
     place, number = path.with_name(f"{path.name}.aside"), 1
     while place.exists():
         number += 1
@@ -76,8 +75,10 @@ def set_aside(path: Path) -> Path:
 
 
 def set_newer_aside(run: Path, step: int) -> list[Path]:
-    """Sets aside the full checkpoints and the rollback marker of steps after `step`, which the run resumes. Returns the new
-    paths."""
+    """Sets aside the full checkpoints and the rollback marker of steps after `step`, from which the run resumes.
+
+    Returns the new paths.
+    """
     newer = [path for path in all_folders(run, "step") if step_of(path) > step]
     marked = rolled_back_to(run)
     if marked is not None and step_of(marked) > step:  # the run will reach that step again, with other weights

@@ -1,4 +1,4 @@
-"""Copies of state in host memory. A thread makes them in the background, before the optimizer changes the originals.
+"""Copies of state in host memory. A thread makes the copies in the background, before the optimizer changes the state.
 
 State is constant between two updates, so the training need not wait for the copies. The optimizer waits for the copy of a
 chunk only if it is not finished when the chunk's update begins (DataStates-LLM: lazy asynchronous checkpoints).

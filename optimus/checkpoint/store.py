@@ -84,18 +84,19 @@ def load_state(
     Collective. Rank 0 reads everything but the tensors and broadcasts it; `load_slices` reads the tensors.
 
     `model` is the architecture of `state`. With `run`, a run resumes the checkpoint, which must agree with every key of
-    `run`.
-    Without `run`, adds low-rank factors of the checkpoint to their weights, and sets the state's factors to zero. Without
-    `full`, loads only the weights and resets the state of the update rules. Prunes `state` like the checkpoint, or leaves
-    its masks unchanged without `masks`. `reader_type` may be a subclass that counts reads. Raises `UserError` on all ranks,
-    and `DamagedError` if another checkpoint may be intact.
+    `run`. Without `run`, adds low-rank factors of the checkpoint to their weights, and sets the state's factors to zero.
+    Without `full`, loads only the weights and resets the state of the update rules. Prunes `state` like the checkpoint, or
+    leaves its masks unchanged without `masks`. `reader_type` may be a subclass that counts reads. Raises `UserError` on all
+    ranks, and `DamagedError` if another checkpoint may be intact.
     """
 
     def open_it() -> Reader:
         reader = reader_type.open(path)
         check_same_model(reader.description.model, model, path)
         if full and not reader.description.full:
-            raise UserError(f"{path} holds weights only and cannot be resumed: start from it with checkpoint.load_path")
+            raise UserError(
+                f"{path} has only weights and cannot be resumed: start a new run from it with checkpoint.load_path"
+            )
         if run is not None:
             check_same_run(reader.description, run, path)
             _check_factors(reader, state.rules)
@@ -141,8 +142,8 @@ def _check_factors(reader: Reader, names: Iterable[str]) -> None:
     there = {key.removeprefix("model.") for key in reader.stored if key.startswith("model.") and is_factor(key)}
     if there != (here := {name for name in names if is_factor(name)}):
         raise UserError(
-            f"{reader.path} has low-rank factors of {len(there) // 2} weights, and the run of {len(here) // 2}: set "
-            "train.lora_rank and train.freeze as they were, or begin another run with it (checkpoint.load_path)"
+            f"{reader.path} has low-rank factors of {len(there) // 2} weights, and this run of {len(here) // 2}: set "
+            "train.lora_rank and train.freeze as they were, or start a new run from it (checkpoint.load_path)"
         )
 
 
@@ -157,8 +158,8 @@ def _check_kept(reader: Reader, rules: Mapping[str, Rule]) -> None:
         lacking = ", ".join(f"{kind} of {len(names)} parameters ({names[0]} ...)" for kind, names in missing.items())
         raise UserError(
             f"{reader.path} was written with another update rule and lacks {lacking}: set `optimizer` and train.freeze as "
-            "they were, or go on from its weights alone, with `fresh_optimizer=True` and `resume=True`, or in a new run by "
-            "checkpoint.load_path"
+            "they were, or continue from its weights alone: with `fresh_optimizer=True` and `resume=True`, or in a new run "
+            "with checkpoint.load_path"
         )
 
 

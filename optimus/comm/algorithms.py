@@ -207,12 +207,12 @@ class Curve(Section):
     """Seconds of an algorithm by the size of the tensor."""
 
     sizes: list[float] = Field(min_length=1, description="Bytes, in ascending order.")
-    seconds: list[float] = Field(description="Of a tensor of each size.")
+    seconds: list[float] = Field(description="Seconds for a tensor of each size.")
 
     @model_validator(mode="after")
     def _points(self) -> "Curve":
         if len(self.sizes) != len(self.seconds) or not all(value > 0 for value in [*self.sizes, *self.seconds]):
-            raise ValueError("there must be as many seconds as sizes, all above 0")
+            raise ValueError("there must be as many seconds as sizes, and all must be above 0")
         if any(here >= following for here, following in pairwise(self.sizes)):
             raise ValueError("sizes must ascend")
         return self
@@ -265,7 +265,7 @@ class Measured(Section):
 def _shape(text: str) -> Shape:
     nodes, _, per = text.partition("x")
     if not (nodes.isdecimal() and per.isdecimal() and int(nodes) and int(per)):
-        raise ValueError(f"'{text}' is no shape: nodes x ranks of each, as in 4x8")
+        raise ValueError(f"'{text}' is not a group's shape: give nodes x ranks per node, such as 4x8")
     return Shape(int(nodes), int(per))
 
 

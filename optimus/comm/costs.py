@@ -158,7 +158,7 @@ class _Simulation:
             (self._come if comes else self._leave)(moment, sender, target, size)
         stuck = [number for number, rank in enumerate(self._ranks) if rank.missing]
         if stuck:
-            raise ValueError(f"ranks {stuck} wait for what nobody sends")
+            raise ValueError(f"ranks {stuck} wait for messages that no rank sends")
         return [rank.now for rank in self._ranks]
 
     def _go_on(self, number: int) -> None:
@@ -173,7 +173,7 @@ class _Simulation:
             rank.receive(self._links.overhead)
 
     def _push_event(self, moment: float, comes: bool, sender: int, target: int, size: float) -> None:
-        """Pushes an event. The heap orders simultaneous events by distance, then by the target's node rank, on all nodes."""
+        """Pushes an event. The heap orders simultaneous events by distance, then by the target's local rank."""
         nodes, per = self._shape
         event = (
             moment,

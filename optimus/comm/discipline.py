@@ -51,4 +51,4 @@ class RollCall:
         try:
             store.wait([f"{here} done"], timedelta(seconds=share * self._seconds))
         except RuntimeError as error:
-            raise CollectiveError(f"not all ranks have come back from it within {share * self._seconds:g} s") from error
+            raise CollectiveError(f"not all ranks have returned within {share * self._seconds:g} s") from error

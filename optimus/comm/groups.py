@@ -61,7 +61,7 @@ def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
 
 
 def levels_of(division: RankPartition, mesh: Mesh) -> tuple[RankPartition, RankPartition] | None:
-    """Divides every group of `division` into groups across nodes (ranks with equal node ranks) and groups within a node.
+    """Divides every group of `division` into groups across nodes (ranks with equal local ranks) and groups within a node.
 
     Returns None unless all groups have the same shape, with several nodes and several ranks on each node.
     """
@@ -133,17 +133,19 @@ class Groups:
 
     @property
     def notes(self) -> list[str]:
-        """Warns users about the collectives of this rank's groups."""
+        """The warnings for users about the collectives of this rank's groups."""
         notes = []
         if self._uneven:
             ranks = ", ".join(map(str, self._uneven[0]))
-            notes.append(f"nodes have different numbers of ranks {ranks}: collectives among them do not heed nodes")
+            notes.append(f"ranks {ranks} are spread unevenly over nodes: their collectives treat all nodes as one")
         if (measured := self._shared.measured) is not None:
             shapes = dict.fromkeys(group.shape for group in self._made.values() if group.size > 1)
             for shape in shapes:
                 if missing := [kind for kind in KINDS if not measured.curves(kind, shape)]:
                     which = ", ".join(missing)
-                    notes.append(f"{which}: not measured on {shape} (nodes x ranks of each), so defaults are used")
+                    notes.append(
+                        f"{which}: not measured on {shape} (nodes x ranks per node): default algorithms are used"
+                    )
         return notes
 
     @property
@@ -200,13 +202,13 @@ class Groups:
         if division.largest == 1:
             return [self._make(division) for _ in range(number)]
         if len(made) < number:
-            raise _not_made(f"{number} groups along {', '.join(axes)} apart from others")
+            raise _not_made(f"{number} unshared groups along {', '.join(axes)}")
         return [made.pop(0) for _ in range(number)]
 
     def dividing(self, division: RankPartition) -> Group:
         """Returns this rank's group of `division`."""
         if division not in self._made and len(division) > 1 and division.largest > 1:
-            raise _not_made(f"a division of the ranks into {division.group(self.rank)} ...")
+            raise _not_made(f"the groups {division.group(self.rank)} ...")
         # torch has created the group of all ranks, and a group of one rank needs no process group.
         return self._shared_group(division)
 
@@ -264,6 +266,4 @@ class Groups:
 
 
 def _not_made(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"there is no group for {what}: groups are made at the beginning, so name it among the divisions"
-    )
+    return RuntimeError(f"the run has not created {what}: it creates all groups at the beginning, from its `divisions`")

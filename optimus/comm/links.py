@@ -23,5 +23,5 @@ class Links(NamedTuple):
     """Number of network adapters of a node, which its ranks share evenly; neighbouring ranks share one adapter."""
 
     def adapter(self, place: int, per: int) -> int:
-        """Returns the index of the adapter that the node rank `place` uses, on a node with `per` ranks."""
+        """Returns the index of the adapter that the local rank `place` uses, on a node with `per` ranks."""
         return place * self.adapters // per

@@ -95,7 +95,7 @@ def everyone(rank: int, ranks: int) -> list[Round]:
 
 
 def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, Shape], list[Round]]:
-    """Combines an all-gather across nodes, among ranks with equal node ranks, with an all-gather within each node.
+    """Combines an all-gather across nodes, among ranks with equal local ranks, with an all-gather within each node.
 
     The second all-gather distributes the blocks that the first has received. The ranks of a node together send
     (nodes - 1) * per blocks to other nodes, which is the minimum, and each rank sends an equal share.
@@ -139,18 +139,18 @@ def exchange(rank: int, ranks: int) -> list[Round]:
 def exchange_on_two_levels(rank: int, shape: Shape) -> list[Round]:
     """Returns the rounds of an all-to-all on two levels.
 
-    A rank first sends blocks within its node, to the rank that has the receiver's node rank, and then across nodes. Each
+    A rank first sends blocks within its node, to the rank that has the receiver's local rank, and then across nodes. Each
     rank sends nodes - 1 messages across nodes instead of (nodes - 1) * per; each message is `per` times as large.
     """
     nodes, per = shape
     node, place = divmod(rank, per)
 
     def inside(source: int, target: int) -> tuple[int, ...]:
-        """Returns the blocks from rank `source` of the node to all ranks of node rank `target`."""
+        """Returns the blocks from rank `source` of the node to all ranks of local rank `target`."""
         return tuple((node * per + source) * shape.ranks + other * per + target for other in range(nodes))
 
     def between(source: int, target: int) -> tuple[int, ...]:
-        """Returns the blocks from all ranks of node `source` to this node rank on node `target`."""
+        """Returns the blocks from all ranks of node `source` to this local rank on node `target`."""
         return tuple((source * per + other) * shape.ranks + target * per + place for other in range(per))
 
     return [

@@ -116,7 +116,7 @@ class Level(Protocol):
 
 
 class TwoLevels(NamedTuple):
-    """Hierarchical collectives in two groups: `across` nodes, of ranks with equal node ranks, and `within` this node.
+    """Hierarchical collectives in two groups: `across` nodes, of ranks with equal local ranks, and `within` this node.
 
     NCCL's PAT algorithm, which needs few steps, runs only in groups with one rank on each node (PCCL, arXiv 2504.18658).
     Groups across nodes have one rank on each node. All ranks begin the two collectives in the same order. Each group's
@@ -168,9 +168,9 @@ class TwoLevels(NamedTuple):
         return Handle(wait)
 
     def all_to_all(self, rows: Tensor, out: Tensor, beside: bool) -> Handle:
-        """Sends rows to the rank of this node that has the receiver's node rank, then across nodes."""
+        """Sends rows to the rank of this node that has the receiver's local rank, then across nodes."""
         to_NMS = rows.view(self.across.size, self.within.size, -1)
-        here_MNS, inside = self.within.all_to_all_async(to_NMS.transpose(0, 1))  # this node's rows for this node rank
+        here_MNS, inside = self.within.all_to_all_async(to_NMS.transpose(0, 1))  # this node's rows for this local rank
 
         def wait() -> None:
             inside.wait()

@@ -104,7 +104,7 @@ def generate_tokens(
     if max_tokens < 1:
         raise UserError(f"`max_tokens` is {max_tokens}: ask for at least one token")
     if context is not None and max_tokens >= context:
-        raise UserError(f"`max_tokens` is {max_tokens}, but the model's context is {context}: ask for less than that")
+        raise UserError(f"`max_tokens` is {max_tokens}, but the model's context is {context}: ask for fewer tokens")
     if not 0 <= temperature < math.inf:
         raise UserError(f"`temperature` is {temperature}: it must be 0 (the most probable token) or more")
     if not 0 < top_p <= 1:

@@ -1,8 +1,8 @@
 """The model interface of lm-eval.
 
 `HarnessModel` encodes texts like lm-eval's Hugging Face model (`TemplateLM._encode_pair`: trailing spaces of the context
-move to the continuation), so that results are comparable. Like training, it adds no special tokens. Scores come from
-`optimus.evaluation.score`, generated text from `optimus.evaluation.generation`.
+move to the continuation), so that results are comparable. Like training, `HarnessModel` adds no special tokens. Scores come
+from `optimus.evaluation.score`, generated text from `optimus.evaluation.generation`.
 """
 
 import math
@@ -111,8 +111,8 @@ class HarnessModel(TemplateLM):
         for (context, continuation), context_ids, continuation_ids in requests:
             if not continuation_ids:
                 raise UserError(
-                    f"{continuation!r} after {context[-40:]!r} has no tokens of its own: the tokenizer does not "
-                    "keep the two apart, so this task cannot be run with it"
+                    f"{continuation!r} has no tokens of its own after {context[-40:]!r}: the tokenizer merges the two, so "
+                    "this task cannot be run with this tokenizer"
                 )
             # `_encode_pair` moves a context of white space alone to the continuation, so `context_ids` can be empty.
             windows.append(split_long(context_ids or [self.prefix_token_id], continuation_ids, self._context))

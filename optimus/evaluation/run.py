@@ -170,8 +170,8 @@ def _chat_template(path: Path, loaded: _Loaded) -> ChatTemplate:
     found = ChatTemplate.from_files(loaded.description.published, eos, str(path))
     if found is None:
         raise UserError(
-            f"checkpoint {path} knows no chat template: it was trained on no conversations (`text_field=chat:messages`), "
-            "and what it began with has none. Leave `chat=True` out"
+            f"checkpoint {path} has no chat template: it was not trained on conversations (`text_field=chat:messages`), "
+            "and the model that its training started from has none either. Leave `chat=True` out"
         )
     return found
 
@@ -191,7 +191,7 @@ def _check_request(
         )
     if tasks:
         if task_data is None:
-            raise UserError("tasks are run on local data: name its folder, `task_data`")
+            raise UserError("tasks run on local data: name the folder of the data, `task_data`")
         check_lm_eval()
     for name, value, least in (("limit", limit, 1), ("fewshot", fewshot, 0), ("max_bytes", max_bytes, 1)):
         if value is not None and value < least:
@@ -222,7 +222,7 @@ def _load_together(paths: Sequence[Path], device: str, parse_special: bool) -> _
         same = first.tokenizer.to_str() == other.tokenizer.to_str()
         if not same or first.description.model.vocab != other.description.model.vocab:
             raise UserError(
-                f"{path} has another {'vocabulary' if same else 'tokenizer'} than {paths[0]}: they are no ensemble"
+                f"{path} has another {'vocabulary' if same else 'tokenizer'} than {paths[0]}: they cannot form an ensemble"
             )
     if not others:
         return first
@@ -235,7 +235,10 @@ def _load(path: Path, device: str, parse_special: bool) -> _Loaded:
     description = read_description(path)
     note_changed_plugins(description.plugins, path)
     if description.tokenizer is None:
-        raise UserError(f"checkpoint {path} has no tokenizer, so it cannot read text: put its tokenizer.json there")
+        raise UserError(
+            f"checkpoint {path} has no tokenizer, so it cannot read text: import the model again, from a folder with "
+            "tokenizer.json"
+        )
     tokenizer = load(description.tokenizer, parse_special=parse_special)
     eos_id = description.eos_id if description.eos_id is not None else inspect(description.tokenizer).eos_id
     if (largest := max(tokenizer.get_vocab().values())) >= description.model.vocab:

@@ -40,7 +40,7 @@ def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
     for given in runs:
         folder = user_path(given)
         if not (folder / "metrics.jsonl").is_file():
-            raise UserError(f"{folder} is no run: it has no metrics.jsonl. Name the folders of runs.")
+            raise UserError(f"{folder} is not a run folder: it has no metrics.jsonl. Name the folders of runs")
         points: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for record in read_metrics(folder):
             for key, value in record.items():
@@ -49,8 +49,8 @@ def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
                     points.setdefault((names[0], names[1]), []).append((record["step"], value))
         if max(map(len, points.values()), default=0) < _LEAST:
             raise UserError(
-                f"{folder} has measured tasks at fewer than {_LEAST} steps: set evaluate.tasks, task_data and a smaller "
-                "tasks_every"
+                f"{folder} has results of tasks at fewer than {_LEAST} steps: set evaluate.tasks, evaluate.task_data and a "
+                "smaller evaluate.tasks_every"
             )
         found.append({key: TaskCurve(*map(np.array, zip(*each))) for key, each in points.items()})
     shared = [key for key in found[0] if all(key in each for each in found)]
@@ -121,7 +121,7 @@ def draw(curves: TaskCurves, runs: Sequence[str | Path], path: Path) -> None:
         for run, curve in zip(runs, each):
             axes.plot(curve.step_N, curve.value_N, ".-", label=Path(run).name)
     grid[0][0].legend()
-    with naming_disk_errors(path, "Make room, or choose another place."):
+    with naming_disk_errors(path, "Make room, or choose another place"):
         figure.savefig(path, dpi=120)
 
 

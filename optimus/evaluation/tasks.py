@@ -132,7 +132,9 @@ def _check_shots(task: LocalTask, fewshot: int, folder: Path) -> None:
     for part, documents, shots in _parts(task):
         available = len(documents) - 1 if shots is None else len(shots)
         if fewshot > available:
-            raise UserError(f"`fewshot` is {fewshot}, but {folder} holds {available} examples to show for {part}")
+            raise UserError(
+                f"`fewshot` is {fewshot}, but {folder} has only {available} examples for the prompts of {part}"
+            )
 
 
 def _parts(task: LocalTask) -> Iterator[tuple[str, list[Document], list[Document] | None]]:
@@ -160,7 +162,7 @@ def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
     members = []
     for name, documents, shots in _parts(task):
         if name not in manager.all_subtasks:
-            raise UserError(f"{name} is no task of lm-eval: {nearest(name, manager.all_subtasks)}")
+            raise UserError(f"{name} is not a task of lm-eval: {nearest(name, manager.all_subtasks)}")
         members.append(
             {
                 "task": name,

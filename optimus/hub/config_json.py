@@ -131,7 +131,7 @@ def no_export(model: ModelConfig) -> str | None:
         if value not in only and (isinstance(theirs, Choice) or name not in family.varies):
             return (
                 f"model.{name} is {value}, but {' or '.join(map(str, only))} in all models of {family.architecture} of "
-                "transformers: this one cannot be exported; use its checkpoint"
+                "transformers: the model cannot be exported; use its checkpoint"
             )
     return None
 
@@ -179,8 +179,8 @@ def _refuse_unsupported(family: Family, raw: dict[str, Any], model: dict[str, An
         only["head_dim"] = [model["hidden"] // max(1, model["heads"]), None]
     if "full_attention_every" not in known and not _all_full(raw.get("layer_types"), model["layers"]):
         raise UserError(
-            f"{file}: layer_types is {raw['layer_types']!r}: only ['full_attention', ...] for each of num_hidden_layers "
-            f"{model['layers']} is supported here"
+            f"{file}: layer_types is {raw['layer_types']!r}: only 'full_attention' for each of the {model['layers']} layers "
+            "(num_hidden_layers) is supported here"
         )
     for field, values in only.items():
         if field in raw and raw[field] not in values:
@@ -201,8 +201,8 @@ def _refuse_unknown(family: Family, raw: dict[str, Any], file: Path) -> None:
     known = {*_OF_ANY, *_OF_THE_FILE, *family.without_effect, *_known(family)}
     if unknown := [field for field in raw if field not in known]:
         raise UserError(
-            f"{file}: {unknown[0]} is {raw[unknown[0]]!r}: not known here of family {family.model_type}, so that it may "
-            "change what the model computes; if it does not, remove it"
+            f"{file}: {unknown[0]} is {raw[unknown[0]]!r}: an unknown field of family {family.model_type}, which may change "
+            "what the model computes; if it does not, remove it"
         )
 
 
@@ -305,7 +305,7 @@ def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention", base:
     before = {name: raw[name] for name in ("rope_theta",) if name in raw} | scaling
     if of and scaling and (other := [name for name, value in before.items() if name not in of or of[name] != value]):
         raise UserError(
-            f"{file}: rope_parameters has {other[0]} {of.get(other[0])!r}, but beside it {before[other[0]]!r} is said with "
+            f"{file}: {other[0]} is {of.get(other[0])!r} in rope_parameters, but {before[other[0]]!r} outside, as with "
             "rope_scaling: remove one of the two"
         )
     rope = scaling | of

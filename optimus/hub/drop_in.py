@@ -38,7 +38,9 @@ def register_experts() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     # The compiler must skip the layer: an expert's number of rows is data-dependent, and compilation would gain nothing.
-    ALL_EXPERTS_FUNCTIONS.register(NAME, torch.compiler.disable(experts_forward, reason="kernels of its own"))
+    ALL_EXPERTS_FUNCTIONS.register(
+        NAME, torch.compiler.disable(experts_forward, reason="it calls the kernels of Optimus")
+    )
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ def _check(experts: Any) -> None:
     if found:
         raise UserError(
             f"experts_implementation='{NAME}' cannot run {type(experts).__name__}: {'; '.join(found)}. "
-            "Load this model with another one, such as experts_implementation='grouped_mm' or 'eager'"
+            "Load this model with another implementation, such as experts_implementation='grouped_mm' or 'eager'"
         )
 
 
@@ -133,7 +135,7 @@ def _differences(experts: Any) -> list[str]:
         "its gate and up projections are interleaved": not experts.is_concatenated,
         # Only newer versions than transformers 5.17 have this attribute.
         "its experts end in a norm": getattr(experts, "has_post_expert_norm", False),
-        "it combines gate and up projection in a way of its own": own_gating,
+        "it combines the gate and up projections by its own function": own_gating,
         f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU": not (
             own_gating or activation is F.silu or isinstance(activation, (nn.SiLU, SiLUActivation))
         ),

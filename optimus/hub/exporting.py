@@ -102,7 +102,10 @@ def export_model(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         if size > (free := shutil.disk_usage(partial).free):
-            raise UserError(f"{partial.parent} has {size_text(free)} free, but the weights take {size_text(size)}")
+            raise UserError(
+                f"{partial.parent} has {size_text(free)} free, but the weights take {size_text(size)}: make room or choose "
+                "another output folder"
+            )
         again = published_again(
             said or {},
             vocab=model.config.vocab,

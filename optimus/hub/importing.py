@@ -44,7 +44,9 @@ def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[s
     raw = read_config(path)
     model_config, tensors = read_model(path), FolderTensors(path)
     if too_large(model_config, len(tensors.where), tensors.elements):
-        raise UserError(f"{path / FILE} describes a model of many times the parameters that the weights beside it have")
+        raise UserError(
+            f"{path / FILE} describes a model with many times the parameters that the weights beside it have"
+        )
     model = Transformer(model_config)
     buffers = {
         name for own, buffer in model.named_buffers() for name, *_ in published(model_config.family, own, buffer)
@@ -61,8 +63,8 @@ def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[s
         weights = model.get_parameter(key.removeprefix(PREFIX))
         if bool(weights[~booleans(mask, tuple(weights.shape))].any()):
             raise UserError(
-                f"{path / MASKS}: {key} prunes weights that are not zero: it is of another model, take it away or get the "
-                "folder again"
+                f"{path / MASKS}: {key} prunes weights that are not zero: it belongs to another model. Remove the file, or "
+                "get the folder again"
             )
     said = read_published(path)
     save_model(
@@ -125,8 +127,8 @@ def read_masks(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, T
     for key, mask in masks.items():
         if mask.dtype != torch.uint8 or not key.startswith(PREFIX):
             raise UserError(
-                f"{file}: {key} of type {str(mask.dtype).removeprefix('torch.')} is no mask as `optimus export` writes them "
-                f"({PREFIX}NAME, uint8): take the file away, or name it otherwise"
+                f"{file}: {key} of type {str(mask.dtype).removeprefix('torch.')} is not a mask that `optimus export` wrote "
+                f"({PREFIX}NAME, uint8): remove or rename the file"
             )
         check_fits(file, key, tuple(mask.shape), shapes.get(key.removeprefix(PREFIX)))
     return masks
@@ -153,7 +155,7 @@ def left_out(path: Path) -> str | None:
         return None
     _, layers = further_layers(path)
     which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
-    return f"{path}: {which}, predicting further tokens, left out ({len(tensors)} tensors), as transformers does"
+    return f"{path}: left out {which} ({len(tensors)} tensors) for multi-token prediction, as transformers does"
 
 
 def _further_tensors(path: Path, tensors: FolderTensors) -> set[str]:
@@ -209,7 +211,7 @@ def _is_no_parameter(name: str, model: Transformer, tensors: FolderTensors) -> b
 def _check_fits(name: str, target: Published, tensors: FolderTensors) -> None:
     shape, dtype, file, ours = tensors.shape(name), tensors.dtype(name), tensors.where[name], target.view.dtype
     if shape != target.shape:
-        raise UserError(f"{file}: {name} has shape {list(shape)}, the model needs {list(target.shape)}")
+        raise UserError(f"{file}: {name} has shape {list(shape)}, but the model needs {list(target.shape)}")
     if torch.promote_types(dtype, ours) != ours:
         raise UserError(f"{file}: {name} is {dtype}, which a model in {ours} would round: use a wider type")
 

@@ -68,7 +68,7 @@ def _weight_files(path: Path) -> list[Path]:
     index = path / INDEX
     if not index.is_file():
         has_weights(path)  # reports pickled weights
-        raise UserError(f"{path} holds no weights: neither {SINGLE} nor {INDEX} is there")
+        raise UserError(f"{path} holds no weights: neither {SINGLE} nor {INDEX} exists")
     try:
         named = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
         return sorted({path / plain_name(name) for name in named})

@@ -88,6 +88,6 @@ def _compiled() -> Callable[..., Any] | None:
         few = [torch.zeros(64) for _ in range(4)]
         made(*few, torch.zeros(64, dtype=torch.bfloat16), *AdamWFactors.at_step(1, 0.0, 0.9, 0.95, 1e-8, 0.0, 1.0))
     except Exception as error:
-        warnings.warn(f"AdamW on the host is not compiled, and slower: {error!r}"[:300], stacklevel=2)
+        warnings.warn(f"AdamW on the host runs uncompiled, and slower: {error!r}"[:300], stacklevel=2)
         return None
     return made

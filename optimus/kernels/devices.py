@@ -1,4 +1,4 @@
-"""A table of accelerators' properties for kernels and their tests. Importing it does not need Triton.
+"""A table of accelerators' properties for kernels and their tests. Importing this module does not need Triton.
 
 Sources: CUDA C++ programming guide, "Technical specifications per compute capability"; AMD CDNA 2 and 3 instruction set
 references; Intel Data Center GPU Max architecture overview; data sheets for memory.

@@ -64,9 +64,8 @@ def document_attention(
 ) -> Tensor:
     """Computes attention of every token over the tokens of its document up to itself; [1, T, N, D].
 
-    A window in `scoring` limits it to the last `window` of these tokens.
-
-    N is a multiple of M: consecutive heads share keys and values.
+    A window in `scoring` limits the attention to the last `window` of these tokens. N is a multiple of M: consecutive heads
+    share keys and values.
     """
     window, cap, sink_N = scoring
     if documents.longest * len(documents.lengths) == q_1TND.shape[1]:

@@ -1,6 +1,6 @@
 """The experts' feed-forward layers in one autograd function: gather, two matmuls per expert, weighted sum.
 
-This is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which the
+The method is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which the
 dispatcher implements. On the CPU the other stages are: 2, token counting (lines 15-43), and 3, index generation (lines
 45-72), `make_routes`; 4, expert computation (lines 75-79), the loop over experts; 5, output reduction (lines 81-96),
 `_sum_of_rows`. On an accelerator each stage is a kernel in a separate file in `kernels/triton`.
@@ -37,7 +37,7 @@ PADDING = 16  # the number of an expert's rows, with padding, is a multiple of 1
 class Routes(NamedTuple):
     """The positions of all choices (t, k) among the rows sorted by expert."""
 
-    choice_P: Tensor  # t * K + k of every row; padding rows repeat a choice of the same expert, the spare row has any
+    choice_P: Tensor  # t * K + k of every row; padding rows repeat a choice of the same expert, the spare row has 0
     real_P: Tensor  # 1 for rows of a choice, 0 for padding; in the dtype of the weights
     position_TK: Tensor  # the row of every choice; the spare row, the last one, for a choice of -1
     skipped_TK: Tensor | None  # True where the choice is -1; None without such choices, and then there is no spare row
@@ -50,7 +50,7 @@ class Routes(NamedTuple):
 
     @property
     def fullest(self) -> list[tuple[int, slice]]:
-        """Four of `slices`, including the longest and the longest consecutive pair, which determine the peak memory."""
+        """Some of `slices`, at most four: with the longest and the longest consecutive pair, which determine peak memory."""
         sizes = [rows.stop - rows.start for _, rows in self.slices]
         pairs = [sum(sizes[max(0, i - 1) : i + 1]) for i in range(len(sizes))]
         ends = [values.index(max(values)) for values in (sizes, pairs) if values]

@@ -37,13 +37,13 @@ class GradientBuffer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Signals that the gradient has been added. Kernels call it once per backward pass."""
+        """Signals that the gradient has been added. Kernels call this method once per backward pass."""
 
     @abstractmethod
     def found(self) -> None:
         """Signals that the backward pass no longer needs the parameter, whether its gradient is added now or later.
 
-        Kernels call it once per backward pass.
+        Kernels call this method once per backward pass.
         """
 
     def add(self, write: Callable[[Tensor], object]) -> None:

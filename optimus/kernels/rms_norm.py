@@ -1,6 +1,6 @@
 """RMSNorm: y = w * x / sqrt(mean(x^2) + eps), computed in fp32 for any dtype of x.
 
-One autograd function replaces a chain of operations. It saves only x, w and one number per row for the backward pass.
+One autograd function replaces a chain of operations, and saves only x, w and one number per row for the backward pass.
 """
 
 from typing import Any

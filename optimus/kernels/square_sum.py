@@ -23,7 +23,7 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def square_sum_reference(x: Tensor) -> Tensor:
-    """Reference implementation. On an accelerator, it first writes a copy of all elements in the wider dtype."""
+    """Reference implementation, which on an accelerator first writes a copy of all elements in the wider dtype."""
     return torch.linalg.vector_norm(x, dtype=square_dtype(x.device)).square()
 
 

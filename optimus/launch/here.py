@@ -93,7 +93,9 @@ def verify_data(run: ResolvedRun, data: TrainingData) -> dict[str, Any]:
         **about,
         "summary": summary_lines(about),
         "placement": describe(run.mesh),
-        "held": None if holder is None else f"{folder} is held by {holder}: until it ends, this run would not start",
+        "held": None
+        if holder is None
+        else f"{folder} is held by {holder}: this run can start only after that run has ended",
     }
 
 

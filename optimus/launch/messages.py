@@ -26,9 +26,9 @@ def explain(failures: Mapping[int, ProcessFailure]) -> str:
     elif causes:
         return f"rank {causes[0]} failed: {re.sub(r'^(User|BadFile|Damaged|Held|Ended)Error: ', '', said[causes[0]])}"
     elif hung := [rank for rank in silent if failures[rank].exitcode == -signal.SIGKILL]:
-        head = f"rank {hung[0]} did not answer and was ended"
+        head = f"rank {hung[0]} did not answer and was killed"
     else:
-        head = "the ranks have lost each other"
+        head = "the ranks have lost their connection"
     if not stopped:
         return head
     rank = min(stopped, key=lambda rank: (failures[rank].timestamp, rank))

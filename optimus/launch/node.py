@@ -47,8 +47,8 @@ class NodeJob:
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1 or self.spares < 0:
             raise UserError(
-                f"--nodes {self.nodes} --spares {self.spares} --ranks-per-node {self.ranks_per_node}: give at least 1 node "
-                "with 1 rank, and no fewer spares than none"
+                f"--nodes {self.nodes} --spares {self.spares} --ranks-per-node {self.ranks_per_node}: give at least 1 node, "
+                "1 rank per node and 0 spares"
             )
 
     @property
@@ -96,12 +96,12 @@ def run_node(
             return _Member(launch, store, say, waiting, announce).run([*command, "--holder", token])
     except (api.RendezvousConnectionError, DistError) as error:
         raise UserError(
-            f"node {launch.node} has lost the rendezvous {launch.endpoint}: its link is broken, or the store has ended "
-            f"({str(error).splitlines()[0]})"
+            f"node {launch.node} has lost the rendezvous {launch.endpoint}: its network link is broken, or the rendezvous "
+            f"has ended ({str(error).splitlines()[0]})"
         ) from error
     except api.RendezvousStateError as error:
         raise UserError(
-            f"{error}; something else writes to {launch.endpoint}: start another `optimus rendezvous`, out of its reach"
+            f"{error}; another program writes to {launch.endpoint}: start an `optimus rendezvous` that it cannot reach"
         ) from error
 
 
@@ -109,8 +109,8 @@ def check_not_excluded(run: Path, node: str) -> None:
     """Raises `UserError` when the node is excluded from the run."""
     if node in excluded(run):
         raise UserError(
-            f"node {node} is excluded from {run}: start another one, or take it out of {run / 'excluded.txt'} when it is "
-            "mended"
+            f"node {node} is excluded from {run}: start another node, or repair this node and remove it from "
+            f"{run / 'excluded.txt'}"
         )
 
 
@@ -155,14 +155,14 @@ class _Member:
                     say=self._say,
                 ).until_the_end()
         except api.RendezvousTimeoutError as error:
-            why = f"fewer than {self._launch.nodes} nodes have come together within {self._launch.wait:g} s"
+            why = f"fewer than {self._launch.nodes} nodes have joined within {self._launch.wait:g} s"
             # Without a world there is no first node, so the first node that increments the counter reports.
             if self._store.add(self._key("few"), 1) == 1:
                 self._note_silent(self._told("world") or [])
                 self._events.write("failure", node=self._launch.node, detail=why)
                 self._announce("failed", why)
                 clear(self._launch.run)
-            raise UserError(f"{why}: start more, or with fewer --nodes") from error
+            raise UserError(f"{why}: start more nodes, or set a smaller --nodes") from error
         if (why := self._told("stopped")) is not None:
             self._say(f"the run has been stopped: {why}; see {self._events.path}")
             return Do.STOP
@@ -175,17 +175,17 @@ class _Member:
         store is then an earlier one.
         """
         why = f"the launch {self._launch.name} at {self._launch.endpoint} has ended already"
-        cure = "to train on, give another --name or start `optimus rendezvous` anew"
+        cure = "to train again, give another --name or restart `optimus rendezvous`"
         if [event["kind"] for event in self._events.read()][-1:] != ["finished"]:
             raise UserError(f"{why}: {cure}")
-        self._say(f"{why}, as the run had finished; {cure}")
+        self._say(f"{why}, because the run has finished; {cure}")
 
     def _joined(self, number: int, place: int, nodes: int, store: Store) -> None:
         """Reports this node's ranks in a new world; the first node also logs dead nodes and the restart."""
         self._waiting.over()
         first, each = place * self._launch.ranks_per_node, self._launch.ranks_per_node
         ranks = f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
-        self._say(f"has place {place} of {nodes}: starts {ranks} of {each * nodes}")
+        self._say(f"joins as node {place} of {nodes}: starts {ranks} of {each * nodes}")
         self._round = number
         store.set(f"member/{place}", json.dumps([self._launch.node, self._rendezvous.member]))
         if place > 0:
@@ -263,12 +263,12 @@ class _Member:
         restarts = restarts + 1 if step == newest else 1
         self._tell("progress", (newest, restarts))
         if restarts > self._launch.max_restarts:
-            often = f"{self._launch.max_restarts} times without getting beyond step {newest}"
+            often = f"{self._launch.max_restarts} times without a checkpoint after step {newest}"
             why = f"{self._launch.run} has been restarted {often}"
             self._events.write("failure", node=self._launch.node, step=newest, detail=why)
             self._stop(why)
             self._rendezvous.shutdown()
-            raise UserError(f"{why}: see {self._events.path} for what happened")
+            raise UserError(f"{why}: see {self._events.path} for the failures")
 
     def _stop(self, why: str) -> None:
         """Tells all nodes that the run has failed; the first node that calls this method announces the failure."""
@@ -288,10 +288,10 @@ class _Member:
 
 
 _DOING: dict[Do | Exit, str] = {
-    **dict.fromkeys(STOPPED, "ends, and all others"),
-    Do.RESTART: "starts again together with the other nodes",
-    Do.LEAVE: "leaves, a spare takes its place",
-    Do.STOP: "stops, and all others",
+    **dict.fromkeys(STOPPED, "ends, and so do all other nodes"),
+    Do.RESTART: "restarts together with the other nodes",
+    Do.LEAVE: "leaves, and a spare replaces it",
+    Do.STOP: "stops, and so do all other nodes",
 }
 
 
@@ -316,7 +316,9 @@ def _said(value: bytes, what: str) -> Any:
         return _SAID[what].validate_json(value)
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
-        raise api.RendezvousStateError(f"the store holds no {what} of a run's nodes: {problem}") from error
+        raise api.RendezvousStateError(
+            f"the value of '{what}' in the store does not come from a node of this launch: {problem}"
+        ) from error
 
 
 @contextmanager
@@ -327,7 +329,9 @@ def _holding(launch: Launch, store: Store) -> Iterator[str]:
     """
     token = store.compare_set(f"{launch.name}/holder", "", uuid.uuid4().hex).decode("utf-8", "replace")
     if re.fullmatch("[0-9a-f]{32}", token) is None:
-        raise api.RendezvousStateError(f"the store holds no holder of a run: {token!r}")
+        raise api.RendezvousStateError(
+            f"the value of 'holder' in the store does not come from a node of this launch: {token!r}"
+        )
     with Lease(launch.run, token, several=launch.nodes + launch.spares > 1) as lease:
         store.add(f"{launch.name}/holders", 1)
         try:

@@ -73,7 +73,7 @@ def run_rank(
             trainer = build_trainer(config, device, resume, node=node, holder=holder, more=more, users=users)
             trainer.say(dry_run(trainer.run))
             if ranks > 1 and device.type != "cpu" and backend == "gloo":
-                trainer.say(f"collectives go through the host, by Gloo: the ranks of a node share {device}")
+                trainer.say(f"collectives go through the host, over Gloo, because the ranks of a node share {device}")
         step, last = trainer.progress.step, trainer.run.last_step
         if step >= last:
             trainer.say(f"the run is at step {step} already, and ends at {last}: nothing is left to do")
@@ -121,7 +121,7 @@ def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
     try:
         dist.init_process_group(backend, timeout=timeout + grace)
     except RuntimeError as error:
-        raise CollectiveError(f"the ranks have not come together within {seconds}: {error}") from error
+        raise CollectiveError(f"the ranks have not connected within {seconds}: {error}") from error
     together, code = False, 1
     try:
         yield
@@ -181,7 +181,7 @@ def _naming_lack_of_memory(trainer: Trainer) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         what = str(error).partition(". ")[0].splitlines()[0]
-        cure = "choose a smaller train.micro_batch, recompute, or shard or offload more of the state"
+        cure = "choose a smaller train.micro_batch, recompute more activations, or shard or offload more of the state"
         raise EndedError(
             Exit.USER,
             f"step {trainer.progress.step + 1}: rank {trainer.groups.rank} has no memory left on {trainer.run.device} "

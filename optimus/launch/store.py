@@ -25,7 +25,7 @@ def parse(endpoint: str) -> tuple[str, int]:
     """Parses HOST:PORT into host and port. Raises `UserError` for other text."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"--rendezvous {endpoint}: give HOST:PORT, where `optimus rendezvous --port PORT` runs")
+        raise UserError(f"--rendezvous {endpoint}: give the HOST:PORT at which `optimus rendezvous --port PORT` runs")
     return host, int(port)
 
 
@@ -41,12 +41,12 @@ def serve(port: int, address: str = LOOPBACK) -> TCPStore:
     try:
         listening = socket.create_server((number, port), backlog=1024)
     except PermissionError as error:
-        raise UserError(f"port {port} cannot be used here ({error}): choose a --port from 1024 on") from error
+        raise UserError(f"this user may not use port {port} ({error}): choose a --port of 1024 or more") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UserError(f"port {port} is not free here ({error}): choose another --port") from error
+            raise UserError(f"port {port} is in use on this machine ({error}): choose another --port") from error
         raise UserError(
-            f"--address {address}: this machine has no such address ({error}); `hostname -I` lists those it has"
+            f"--address {address}: this machine has no such address ({error}); `hostname -I` lists its addresses"
         ) from error
     port = listening.getsockname()[1]
     # TCPStore would listen on all interfaces.
@@ -56,8 +56,12 @@ def serve(port: int, address: str = LOOPBACK) -> TCPStore:
 def serve_until_ended(port: int, address: str = LOOPBACK, as_json: bool = False) -> None:
     """Runs `serve` until SIGINT or SIGTERM, and prints the address as text or JSON. Raises `UserError` like `serve`."""
     store = serve(port, address)
-    alone = " of this machine alone (for others give --address)" if ip_address(_number_of(address)).is_loopback else ""
-    text = f"nodes{alone} meet here on {address}:{store.port}; Ctrl-C ends it"
+    alone = (
+        " of this machine only (for other machines give --address)"
+        if ip_address(_number_of(address)).is_loopback
+        else ""
+    )
+    text = f"the rendezvous waits for nodes{alone} on {address}:{store.port}; Ctrl-C ends it"
     print(json.dumps({"address": address, "port": store.port}) if as_json else text, flush=True)
     signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
@@ -76,10 +80,10 @@ def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda 
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"nobody answers at the rendezvous {endpoint} ({error}): start `optimus rendezvous --port {port} "
+                    f"no rendezvous answers at {endpoint} ({error}): start `optimus rendezvous --port {port} "
                     f"--address {host}` on {host}"
                 ) from error
-            waiting(f"the rendezvous {endpoint}, where nobody answers, for {wait:g} s at most")
+            waiting(f"the rendezvous {endpoint}, which does not answer, for at most {wait:g} s")
             time.sleep(0.5)
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(60.0, wait)))
 
@@ -95,7 +99,7 @@ def own_address(endpoint: str) -> str:
             probe.connect((host, port))  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise UserError(f"there is no way from here to the rendezvous {endpoint} ({error}): check its name") from error
+        raise UserError(f"this machine has no route to the rendezvous {endpoint} ({error}): check its name") from error
 
 
 def _number_of(address: str) -> str:
@@ -107,13 +111,13 @@ def _number_of(address: str) -> str:
         number = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
         raise UserError(
-            f"--address {address}: nobody knows it ({error}); `hostname -I` lists those of this machine"
+            f"--address {address}: the name is unknown ({error}); `hostname -I` lists the addresses of this machine"
         ) from error
     assert isinstance(number, str)
     if ip_address(number).is_loopback and address not in (number, "localhost"):
         raise UserError(
-            f"--address {address}: on this machine that name stands for {number}, which no other one reaches; give the "
-            "number, as `hostname -I` lists it"
+            f"--address {address}: on this machine the name stands for {number}, which no other machine reaches; give an "
+            "address that `hostname -I` lists"
         )
     return number
 

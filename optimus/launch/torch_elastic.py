@@ -52,7 +52,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in self._ADMITTED.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} has no business in it")
+            raise pickle.UnpicklingError(f"{module}.{name} is not a class of a rendezvous state")
         return super().find_class(module, name)
 
 
@@ -65,9 +65,9 @@ class _Backend(C10dRendezvousBackend):
             try:
                 state = _Unpickler(io.BytesIO(found[0])).load()
             except Exception as error:  # arbitrary bytes may raise anything
-                raise RendezvousStateError(f"the store holds no state of a rendezvous: {error}") from error
+                raise RendezvousStateError(f"the store has no state of a rendezvous: {error}") from error
             if not isinstance(state, dynamic._RendezvousState):
-                raise RendezvousStateError(f"the store holds no state of a rendezvous: a {type(state).__name__}")
+                raise RendezvousStateError(f"the store has no state of a rendezvous, but a {type(state).__name__}")
         return found
 
 
@@ -154,11 +154,11 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
         if state.closed or (state.complete and self._this_node in state.participants):
             return
         if not state.complete:
-            self._waiting(f"nodes: {here} of {places} have come")
+            self._waiting(f"nodes: {here} of {places} have joined")
         elif here >= places:
-            self._waiting(f"a place, as a spare: all {places} are taken")
+            self._waiting(f"a free position, as a spare: all {places} are taken")
         else:
-            self._waiting(f"{here} of {places} nodes to stop their ranks, so that all start anew")
+            self._waiting(f"{here} of {places} nodes to stop their ranks, so that all nodes restart together")
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return serve(master_port, master_addr)
@@ -233,10 +233,12 @@ class Agent(LocalElasticAgent):
             self.run()
             return self._outcome
         except RendezvousClosedError:
-            self._say("is not needed any more: the launch has ended")
+            self._say("is no longer needed: the launch has ended")
             return None  # this node is a spare that the launch does not need, or no longer needs
         except SignalException as error:  # the ranks have received the signal too, and have saved
-            self._say(f"ends, as it was sent {error.sigval.name}; its ranks have finished their step and saved")
+            self._say(
+                f"ends, because it has received {error.sigval.name}; its ranks have finished their step and saved"
+            )
             return Exit(128 + error.sigval)
         finally:  # a thread that still uses the store when Python ends aborts the process
             self.rendezvous._stop_heartbeats()
@@ -268,7 +270,7 @@ class Agent(LocalElasticAgent):
             result = self._monitor_workers(group)
             group.state = result.state
             if result.state == WorkerState.SUCCEEDED:
-                self._say("has come to the end: waits for the other nodes' ranks to do so")
+                self._say("has finished: waits for the ranks of the other nodes")
                 self._exit_barrier()
                 self.rendezvous.shutdown()  # ends the wait of the spares
                 return result
@@ -281,5 +283,5 @@ class Agent(LocalElasticAgent):
                     return result
                 self._initialize_workers(group)
             elif self.rendezvous.num_nodes_waiting() > 0:
-                self._say("stops its ranks: another node is lost or has stopped its own")
+                self._say("stops its ranks: another node is lost or has stopped its ranks")
                 self._restart_workers(group)

@@ -60,14 +60,14 @@ class Mesh:
             raise UserError(
                 f"expert ranks do not fit: ep {self.ep} x etp {self.etp} = {experts} does not divide "
                 f"dp {self.dp} x cp {self.cp} x tp {self.tp} = {stage}; "
-                + (f"the nearest ep that do: {', '.join(map(str, sorted(near)))}" if near else "change etp")
+                + (f"the nearest ep that fit: {', '.join(map(str, sorted(near)))}" if near else "change etp")
             )
         least = math.lcm(self.cp * self.tp, experts)
         if self.pipeline_stride is not None and (self.pipeline_stride % least or stage % self.pipeline_stride):
             fitting = [n for n in range(least, stage + 1, least) if stage % n == 0]
             raise UserError(
                 f"pipeline_stride {self.pipeline_stride} cuts a stage's {stage} ranks into blocks that do not hold whole "
-                f"context-, tensor- and expert-parallel groups: it can be {', '.join(map(str, fitting))}"
+                f"context-, tensor- and expert-parallel groups: choose one of {', '.join(map(str, fitting))}"
             )
 
     @classmethod
@@ -98,11 +98,12 @@ class Mesh:
                 sizes = f"parallel.pipeline {pipeline} x {sizes}"
             if data is None:
                 raise UserError(
-                    f"{sizes} does not divide {ranks} ranks: use `ranks={max(1, ranks // others) * others}` or change them"
+                    f"{sizes} does not divide {ranks} ranks: use `ranks={max(1, ranks // others) * others}` or change these "
+                    "sizes"
                 )
             raise UserError(
                 f"parallel.data {data} x {sizes} makes {data * others}, but there are {ranks} ranks: "
-                f"use `ranks={data * others}`, or leave parallel.data away"
+                f"use `ranks={data * others}`, or leave parallel.data out"
             )
         return cls(
             pipeline, data, context, tp, expert, expert_tensor, tensor[1],

@@ -39,7 +39,7 @@ def describe(mesh: Mesh) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     order = "the last axis varies fastest"
     if mesh.pipeline_stride:
-        order += f", stages lie side by side in blocks of {_number(mesh.block, 'rank')}"
+        order += f", stages interleave in blocks of {_number(mesh.block, 'rank')}"
     lines = [f"{_number(mesh.size, 'rank')} on {_number(nodes, 'node')}; {order}"]
     for name, view in (("dense", DENSE), ("expert", EXPERT)):
         lines.append(f"  {name}: {' x '.join(f'{axis} {mesh.axis_size(axis)}' for axis in view)}")

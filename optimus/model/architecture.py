@@ -25,11 +25,17 @@ class RopeScaling(Section):
         None, gt=0, description="llama3, yarn: context length before scaling, in tokens."
     )
     low_freq_factor: float = Field(
-        1.0, gt=0, description="llama3: frequencies with fewer turns in that context are scaled."
+        1.0, gt=0, description="llama3: frequencies with fewer turns in the original context are scaled."
     )
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3: frequencies with more turns in it are not scaled.")
-    beta_fast: float = Field(32.0, gt=0, description="yarn: frequencies with more turns in it are not scaled.")
-    beta_slow: float = Field(1.0, gt=0, description="yarn: frequencies with fewer turns in it are scaled.")
+    high_freq_factor: float = Field(
+        4.0, gt=0, description="llama3: frequencies with more turns in the original context are not scaled."
+    )
+    beta_fast: float = Field(
+        32.0, gt=0, description="yarn: frequencies with more turns in the original context are not scaled."
+    )
+    beta_slow: float = Field(
+        1.0, gt=0, description="yarn: frequencies with fewer turns in the original context are scaled."
+    )
     attention_factor: float | None = Field(None, gt=0)
     """yarn: factor of queries and keys. Default: 0.1 ln(factor) + 1."""
     mscale: float | None = Field(None, gt=0)
@@ -176,16 +182,16 @@ class ModelConfig(Section):
                 f"hidden {self.hidden} over {self.heads} heads must give an even head size; change hidden or heads"
             )
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}: change one of them")
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}: change one of them")
         widest = max(3 * self.heads * self.head_size, 2 * self.intermediate, self.vocab)
         widest = max(widest, 2 * (self.experts or 0) * self.expert_intermediate)
         if self.hidden * widest >= 1 << 56:
             raise ValueError(
-                f"hidden {self.hidden} gives a matrix of {self.hidden * widest} numbers: no machine has so many"
+                f"hidden {self.hidden} gives a matrix of {self.hidden * widest} numbers: no machine can hold so many"
             )
         family = family_named(self.family)
         if self.activation == "clamped_silu" and not self.gated:
-            raise ValueError("clamped_silu is the activation of a gate: set gated")
+            raise ValueError("clamped_silu needs a gated feed-forward layer: set gated")
         sparse = "experts" in family.fields
         if sparse and (self.experts is None or self.experts_per_token is None):
             raise ValueError(f"family {self.family} needs experts and experts_per_token")
@@ -206,9 +212,9 @@ class ModelConfig(Section):
 
     def _check_experts(self, experts: int, chosen: int) -> None:
         if chosen > experts:
-            raise ValueError(f"experts_per_token {chosen} is more than experts {experts}")
+            raise ValueError(f"experts_per_token {chosen} is more than experts {experts}: lower it")
         if self.activation not in ("silu", "clamped_silu") or not self.gated:
-            raise ValueError("experts have a gated silu: remove activation and gated")
+            raise ValueError("experts need a gated silu or clamped_silu: remove activation and gated")
         if self.experts_by_layer is None and not self.sparse_layers():
             raise ValueError(
                 f"none of {self.layers} layers has experts with dense_layers {self.dense_layers} and sparse_every "
@@ -233,7 +239,7 @@ class ModelConfig(Section):
             )
         if self.groups_per_token > self.expert_groups:
             raise ValueError(
-                f"groups_per_token {self.groups_per_token} is more than expert_groups {self.expert_groups}"
+                f"groups_per_token {self.groups_per_token} is more than expert_groups {self.expert_groups}: lower it"
             )
         if chosen > each * self.groups_per_token:
             raise ValueError(

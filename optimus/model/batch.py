@@ -93,11 +93,11 @@ class Batch(NamedTuple):
 def _check_documents(document_BS: Tensor, tokens_BS: Tensor) -> None:
     if document_BS.shape != tokens_BS.shape:
         raise UserError(
-            f"`document_BS` is {list(document_BS.shape)}, but the tokens are {list(tokens_BS.shape)}: give every token the "
-            "number of its document"
+            f"`document_BS` has shape {list(document_BS.shape)}, but the tokens have shape {list(tokens_BS.shape)}: give "
+            "every token the number of its document"
         )
     if document_BS.dtype not in (torch.int32, torch.int64):
-        raise UserError(f"`document_BS` is {document_BS.dtype}: give numbers of documents as int32 or int64")
+        raise UserError(f"`document_BS` has dtype {document_BS.dtype}: give the numbers of documents as int32 or int64")
     falls = (document_BS[:, 1:] < document_BS[:, :-1]).nonzero()
     if len(falls):
         row, at = falls[0].tolist()

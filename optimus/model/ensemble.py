@@ -17,7 +17,7 @@ from optimus.model.transformer import Transformer
 
 
 class Ensemble:
-    """An ensemble of `members` that share one vocabulary. It is both a `Scored` model and a teacher for distillation."""
+    """An ensemble of `members` that share one vocabulary: both a `Scored` model and a teacher for distillation."""
 
     def __init__(self, members: Sequence[Transformer]) -> None:
         self._members = members

@@ -39,7 +39,7 @@ class Norm(nn.Module):
 
 
 class RMSNorm(Norm):
-    """RMSNorm over the last dim with a weight. With `offset`, it multiplies by 1 + weight, and the weight starts at zero."""
+    """RMSNorm over the last dim with a weight. With `offset`, the norm multiplies by 1 + weight; the weight starts at 0."""
 
     def __init__(self, columns: Size, eps: float, *, offset: bool = False) -> None:
         super().__init__(columns, eps)

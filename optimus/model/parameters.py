@@ -78,7 +78,7 @@ def declare(
     """
     if not dims and factor_of is None:
         raise ValueError(
-            f"parameter {name} of {type(module).__name__} is one number: say by factor_of what dims it scales"
+            f"parameter {name} of {type(module).__name__} is a scalar: name the dims that it scales in factor_of"
         )
     declared = module.__dict__.setdefault("declared", {})
     declared[name] = Declaration(tuple(of for of, _ in dims), role, initial, factor_of or ())
@@ -101,7 +101,7 @@ def declaration(module: nn.Module, name: str) -> Declaration:
     """
     declared: dict[str, Declaration] = module.__dict__.get("declared", {})
     if name not in declared:
-        raise LookupError(f"parameter {name} of {type(module).__name__} has no declared dims: make it by declare()")
+        raise LookupError(f"parameter {name} of {type(module).__name__} has no declared dims: create it with declare()")
     return declared[name]
 
 

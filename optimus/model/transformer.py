@@ -256,7 +256,9 @@ class Transformer(nn.Module):
         """Raises `UserError` if the model does not support sequences of `length` tokens."""
         limit = self.config.learned_positions
         if limit is not None and length > limit:
-            raise UserError(f"a sequence has {length} tokens, but the model only learned {limit} positions: shorten it")
+            raise UserError(
+                f"a sequence has {length} tokens, but the model has only {limit} learned positions: shorten the sequence"
+            )
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
         """Applies `find` to the hidden states [N, H] at the tokens `at_N`, and returns the result.

@@ -63,7 +63,10 @@ def _versions() -> Iterator[Finding]:
     yield Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
     if found["triton"] == "not installed" and describe_machine()["accelerators"]:
         yield Finding(
-            "triton", "warning", "not installed", "install the triton of this torch: its kernels are the fast ones"
+            "triton",
+            "warning",
+            "not installed",
+            "install the triton version of this torch, because its kernels are faster",
         )
 
 
@@ -75,9 +78,11 @@ def _devices() -> Iterator[Finding]:
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None and threads.isdecimal() and int(threads) > usable_cores():
         mend = f"set OMP_NUM_THREADS to at most {usable_cores()} divided by the ranks of a node"
-        yield Finding("threads", "warning", f"OMP_NUM_THREADS is {threads}, of {usable_cores()} cores", mend)
+        yield Finding(
+            "threads", "warning", f"OMP_NUM_THREADS is {threads}, but there are {usable_cores()} usable cores", mend
+        )
     if not here["accelerators"]:
-        yield Finding("accelerators", "ok", f"none that torch {torch.__version__} sees: runs are on the CPU")
+        yield Finding("accelerators", "ok", f"torch {torch.__version__} finds none: runs use the CPU")
     for index, name in enumerate(here["accelerators"]):
         device = torch.device(torch.accelerator.current_accelerator().type, index)  # type: ignore[union-attr]
         try:
@@ -87,7 +92,7 @@ def _devices() -> Iterator[Finding]:
             mend = "it computes wrong sums: take it out of service"
             yield _judged(f"accelerator {index}", wrong, found, mend, "problem")
         except RuntimeError as error:
-            mend = "see what else runs on it, and its driver"
+            mend = "check its driver, and which other processes use it"
             yield Finding(f"accelerator {index}", "problem", f"{name}: {str(error).splitlines()[0]}", mend)
 
 
@@ -96,7 +101,7 @@ def _memory() -> Iterator[Finding]:
 
     memory = psutil.virtual_memory()
     found = f"{size_text(memory.available)} of {size_text(memory.total)} available"
-    yield _judged("memory", memory.available < memory.total / 4, found, "end what else takes it")
+    yield _judged("memory", memory.available < memory.total / 4, found, "end other processes that use memory")
     shared = Path("/dev/shm")
     if shared.is_dir():
         free, mend = shutil.disk_usage(shared).free, "enlarge it (docker run --shm-size=1g)"
@@ -111,7 +116,7 @@ def _interconnect(network: Path = Path("/sys/class/net")) -> Iterator[Finding]:
         for name in ("nccl", "xccl", "gloo", "mpi")
         if dist.is_available() and getattr(dist, f"is_{name}_available", lambda: False)()
     ]
-    has, mend = ", ".join(usable) or "no backend", "install a torch that is built with distributed"
+    has, mend = ", ".join(usable) or "no backend", "install a torch that is built with torch.distributed"
     yield _judged("collectives", not usable, f"torch has {has}", mend, "problem")
     speeds = []
     for device in sorted(network.iterdir()) if network.is_dir() else ():
@@ -123,13 +128,15 @@ def _interconnect(network: Path = Path("/sys/class/net")) -> Iterator[Finding]:
             speeds.append(f"{device.name} {speed / 1000:g} Gbit/s")
     fabric = Path("/sys/class/infiniband")
     speeds += [f"{device.name} (InfiniBand or RoCE)" for device in sorted(fabric.iterdir())] if fabric.is_dir() else []
-    yield Finding("network", "ok", ", ".join(speeds) or "no interface says its speed: runs on several nodes need one")
+    yield Finding(
+        "network", "ok", ", ".join(speeds) or "no interface reports its speed: runs on several nodes need a network"
+    )
 
 
 def _file_system(folder: Path) -> Iterator[Finding]:
     if not os.access(folder, os.W_OK | os.X_OK):
         yield Finding(
-            "permissions", "problem", f"{folder} is not yours to write", "change them, or choose another folder"
+            "permissions", "problem", f"you may not write to {folder}", "change them, or choose another folder"
         )
         return
     yield Finding("permissions", "ok", f"{folder} can be written")
@@ -157,8 +164,8 @@ def _file_system(folder: Path) -> Iterator[Finding]:
 def _clock(folder: Path) -> Iterator[Finding]:
     if os.access(folder, os.W_OK | os.X_OK):
         skew = file_system_time(folder) - time.time()
-        found = f"that of the file system differs by {abs(skew):.1f} s"
-        mend = "set both by NTP: leases and events are compared by time"
+        found = f"differs from the file system's clock by {abs(skew):.1f} s"
+        mend = "set both clocks by NTP: leases and events are compared by time"
         yield _judged("clock", abs(skew) > _SKEW, found, mend)
     try:
         command = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]
@@ -166,14 +173,17 @@ def _clock(folder: Path) -> Iterator[Finding]:
     except (OSError, subprocess.TimeoutExpired):
         return
     if said == "no":
-        yield Finding("clock synchronisation", "warning", "not by NTP", "enable it: timedatectl set-ntp true")
+        yield Finding("clock synchronisation", "warning", "NTP is off", "enable NTP: timedatectl set-ntp true")
 
 
 def _limits() -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield _judged("open files", files < _FILES, f"at most {files:,}", f"raise it: ulimit -n {_FILES}")
+    yield _judged("open files", files < _FILES, f"at most {files:,}", f"raise the limit: ulimit -n {_FILES}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
         yield Finding(
-            "locked memory", "warning", size_text(locked), "InfiniBand needs it unlimited: ulimit -l unlimited"
+            "locked memory",
+            "warning",
+            size_text(locked),
+            "InfiniBand needs unlimited locked memory: ulimit -l unlimited",
         )

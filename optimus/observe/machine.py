@@ -72,8 +72,8 @@ def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
         if index < torch.accelerator.device_count():
             return torch.device(asked.type, index)
         if asked.index is None:
-            here += f"; ranks share a device that is named with its index, as {asked.type}:0"
-    raise UserError(f"{setting} '{name}' is not here: this machine has {here} (torch {torch.__version__})")
+            here += f"; ranks share a device that is named with its index, such as {asked.type}:0"
+    raise UserError(f"{setting} '{name}' is not available: this machine has {here} (torch {torch.__version__})")
 
 
 def use_device(name: str, setting: str, local_rank: int = 0) -> Any:
@@ -116,7 +116,7 @@ def bfloat16_of(device: Any) -> Bfloat16:
         native = bool(module.is_bf16_supported(including_emulation=False))
     except (AttributeError, TypeError):  # modules of other vendors have no such argument, or no such function
         native = bool(getattr(module, "is_bf16_supported", lambda: False)())
-    return Bfloat16(native, f"{device.type} computes in it" if native else "no bfloat16 there")
+    return Bfloat16(native, f"{device.type} computes in bfloat16" if native else f"{device.type} has no bfloat16")
 
 
 def _bfloat16_of_cpu() -> Bfloat16:
@@ -131,7 +131,7 @@ def _bfloat16_of_cpu() -> Bfloat16:
     for variable, without in _WITHOUT_BFLOAT16.items():
         variable = variable if variable in os.environ else _OLDER_NAMES.get(variable, variable)
         if (value := os.environ.get(variable, "")).lower() in without:
-            return Bfloat16(False, f"{variable}={value} keeps torch from the processor's {name}")
+            return Bfloat16(False, f"{variable}={value} keeps torch from using the processor's {name}")
     return Bfloat16(True, f"the processor has {name}")
 
 

@@ -46,7 +46,7 @@ class MLflow:
                 mlflow.log_params({key: str(value)[:_LONGEST] for key, value in flat(config.model_dump())})
         except mlflow.MlflowException as error:
             raise UserError(
-                f"observe.mlflow: {error}\nSee to the server that MLFLOW_TRACKING_URI names, or set observe.mlflow to null"
+                f"observe.mlflow: {error}\nCheck the server that MLFLOW_TRACKING_URI names, or set observe.mlflow to null"
             ) from error
         write_json(file, {"id": run.info.run_id, "experiment": config.observe.mlflow})
         self._lost = False
@@ -66,7 +66,8 @@ class MLflow:
         except self._mlflow.MlflowException as error:
             self._lost = True
             print(
-                f"observe.mlflow: {error}\nFrom step {record['step']} on, metrics.jsonl alone has them", file=sys.stderr
+                f"observe.mlflow: {error}\nFrom step {record['step']} on, only metrics.jsonl has the metrics",
+                file=sys.stderr,
             )
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = 
     """Prints rows of equal keys as a table. With a `width`, the lines have at most this many characters, and the table
     has fewer rules.
 
-    The table is complete even on a narrow terminal. If it is too wide, it has fewer rules, and columns with the same
-    value in all rows appear once, above the table. If it is still too wide, text wraps between words. As the last
+    The table is complete even on a narrow terminal. A table that is too wide gets fewer rules, and columns with the same
+    value in all rows appear once, above the table. If the table is still too wide, text wraps between words. As the last
     resort, each row becomes lines of key and value.
     """
     from rich.console import Console

@@ -33,7 +33,7 @@ def merge_traces(folder: Path, ranks: int) -> list[int]:
     path = folder / MERGED
     zero: int | None = None
     with (
-        naming_disk_errors(path, "Make room or leave observe.profile_step away"),
+        naming_disk_errors(path, "Make room or leave observe.profile_step out"),
         gzip.open(path, "wt", compresslevel=5) as file,
     ):
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')

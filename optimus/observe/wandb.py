@@ -11,7 +11,7 @@ from optimus.errors import UserError, how_to_install
 from optimus.observe.sinks import SinkRow
 
 _WITHOUT_KEY = ("offline", "dryrun", "disabled")  # W&B modes that need no key
-_WITHOUT = "WANDB_MODE=offline keeps the records in the run folder, and observe.wandb=null is without"
+_WITHOUT = "WANDB_MODE=offline keeps the records in the run folder, and observe.wandb=null logs nothing to W&B"
 
 
 def check_wandb(config: RunConfig) -> None:
@@ -21,7 +21,9 @@ def check_wandb(config: RunConfig) -> None:
     if given.wandb is None:
         named = [key for key in ("entity", "name", "group", "tags") if getattr(given, f"wandb_{key}")]
         if named:
-            raise UserError(f"observe.wandb_{named[0]} is set, but observe.wandb names no project: set it, too")
+            raise UserError(
+                f"observe.wandb_{named[0]} is set, but observe.wandb names no project: set observe.wandb too"
+            )
         return
     if importlib.util.find_spec("wandb") is None:
         raise UserError(

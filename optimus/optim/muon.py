@@ -28,7 +28,7 @@ class Muon(UpdateRule):
     momentum: float
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
-        """See `UpdateRule.apply`. Matmuls and `whole` use the dtype of `copy`, which is the model's compute dtype.
+        """See `UpdateRule.apply`. Matmuls and `matrix_function` use the dtype of `copy`, which is the model's compute dtype.
 
         The compute dtype is bf16 on devices where bf16 is fast. Without `copy`, matmuls run in fp32, so that every layout
         gives the same numbers.

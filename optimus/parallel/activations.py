@@ -145,7 +145,7 @@ def _row_regions(row: Row, kinds: Collection[str], stream: int, kept: _Sources) 
 
 
 def _alone(module: ModuleBytes, kept: _Sources) -> _Region:
-    """Returns the region of a module without recomputation. It does not save its input if the input is in `kept`."""
+    """Returns the region of a module without recomputation. The module does not save an input that is in `kept`."""
     return _Region(module.saved - _shared(module, kept), 0, [(0, module.work, module.waiting)])
 
 

@@ -42,7 +42,7 @@ Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which a rank's pos
 class RingSequence(SequenceSplit):
     """A `SequenceSplit` by ring attention: rank i has the pieces i and 2n - 1 - i of 2n pieces of every sequence.
 
-    In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass it
+    In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass the rank
     sends the same again, and sends gradients of keys and values n times: 2 n B S M D numbers in fp32. Transfers to the next
     rank overlap with attention to the current keys. Autograd saves q, k, v, the output, and one number per query and head.
     """
@@ -75,8 +75,8 @@ class UlyssesSequence(SequenceSplit):
     """A `SequenceSplit` by all-to-all: rank i has the i-th of n pieces; during attention, the i-th of n groups of heads.
 
     N and M must be multiples of n. In the forward pass, one all-to-all sends q, k and v, and another one sends the output.
-    Together they send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The backward pass sends
-    the same number.
+    The two send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The backward pass sends the same
+    number.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -115,7 +115,7 @@ class UlyssesSequence(SequenceSplit):
         return came.split([t.shape[3] for t in per_rank], 2)
 
     def _to_sequence(self, y_BLND: Tensor) -> Tensor:
-        """Returns y for all heads at this rank's positions, [B, S, N, D]. It is the inverse of `_to_heads`."""
+        """Inverts `_to_heads`: returns y for all heads at this rank's positions, [B, S, N, D]."""
         came = self._exchange(y_BLND.unflatten(1, (self.parts, -1)).transpose(0, 1))
         return came.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
@@ -206,10 +206,10 @@ def _seen(
     cap: float | None,
     source: int,
 ) -> list[AttentionBlock]:
-    """Returns the blocks by which positions of `rank` attend to positions of rank `source`. Each has `length` positions.
+    """Returns the blocks by which positions of `rank` attend to positions of rank `source`.
 
-    Causal blocks come first. A rank's first piece precedes the first pieces of higher ranks. Its second piece, the mirror
-    image, follows the second pieces of higher ranks.
+    Each of the two ranks has `length` positions. Causal blocks come first. A rank's first piece precedes the first pieces of
+    higher ranks. A rank's second piece, the mirror image, follows the second pieces of higher ranks.
     """
     half = length // 2
     if documents is None:
@@ -259,7 +259,7 @@ def _seen_in_piece(
 def _check(length: int, multiple: int, method: str) -> None:
     if length % multiple != 0:
         raise UserError(
-            f"sequences of {length} tokens cannot be divided by {method}: it wants a multiple of {multiple}, as "
+            f"{method} cannot divide sequences of {length} tokens: choose a multiple of {multiple}, such as "
             f"{length + -length % multiple}"
         )
 

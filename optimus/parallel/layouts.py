@@ -3,7 +3,7 @@
 One axis of the tensor-parallel grid shards a projection's outputs, and the other axis shards its inputs. Projections from
 the residual stream shard their outputs over `tp_out`. Projections back to the residual stream are 'transposed' (AxoNN,
 section 5.1.1): they shard their inputs over `tp_out`. So `tp_in` shards the residual stream's columns, and `tp_out` shards
-heads and feed-forward columns. With `tp_in` 1, this is Megatron-LM's tensor parallelism.
+heads and feed-forward columns. With `tp_in` 1, the scheme is Megatron-LM's tensor parallelism.
 """
 
 from dataclasses import replace
@@ -42,8 +42,8 @@ def parameter_layouts(
     """Returns the layouts by parameter name, for a model with whole parameters (typically on the meta device).
 
     Parameters outside the experts are replicated over the data axes. Along a tensor-parallel axis that does not shard a
-    parameter, its gradient is replicated or a partial sum. It is a partial sum if the parameter's input differs between
-    the ranks of the axis:
+    parameter, its gradient is replicated or a partial sum. The gradient is a partial sum if the parameter's input differs
+    between the ranks of the axis:
 
     - the residual stream differs along `tp_out` with `sequence`, where every rank has other rows,
     - whole tokens differ along both axes, except with `duplicates` (TED without duplicate token dropping),

@@ -1,8 +1,8 @@
 """Activation bytes of a model's modules, measured by running each once on shapes alone, forward and backward.
 
 This module builds the modules for one rank of a mesh, with that rank's shards of the parameters, and runs them on tensors
-without data (`shapes.py`). It measures blocks of the same shapes once, with few sequences, and extrapolates: after every
-operation, the number of live bytes grows linearly with the number of sequences.
+without data (`shapes.py`). Blocks of the same shapes are measured once, with few sequences, and then extrapolated: after
+every operation, the number of live bytes grows linearly with the number of sequences.
 
 Tokens choose experts at random, all experts alike, or this rank's experts `load` times as often as the mean.
 """
@@ -83,7 +83,7 @@ class ModuleSetting(NamedTuple):
     def for_experts(self) -> "ModuleSetting":
         """The same setting for measuring experts, to which a context-parallel rank is a data-parallel rank.
 
-        Its sequences are shorter by the factor `cp`.
+        The rank's sequences are shorter by the factor `cp`.
         """
         mesh = self.mesh
         alone = replace(mesh, cp=1, dp=lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp)
@@ -298,10 +298,7 @@ class _Measuring:
         return in_turn(calls, x, *args)
 
     def _run(self, place: Place, kind: str, module: nn.Module, x: Tensor, *args: Any) -> Any:
-        """Runs a measured module. In place of any other module, runs an operation with its output shapes.
-
-        That operation saves nothing.
-        """
+        """Runs a measured module. Replaces any other by an operation that has the same output shapes and saves nothing."""
         if self._again:  # a separate tensor, so that the input is not another module's cached result of a collective
             x = x * 1
         if (kind == "moe") == self._experts:

@@ -7,7 +7,7 @@ either.
 
 The router's statistics are ordinary outputs, so recomputation does not count them twice. No module draws random numbers, so
 no generator state is saved. By default, recomputation reuses cached results of collectives (communication-aware
-checkpointing, TED, section 7.3). If memory is scarcer than communication, it can repeat the collectives instead.
+checkpointing, TED, section 7.3). If memory is scarcer than communication, recomputation can repeat the collectives.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -69,8 +69,8 @@ class ShapeGroup(Group):
 class Shapes(TorchDispatchMode):
     """A context in which operations produce only shapes, and `alive` counts the bytes of the tensors that they create.
 
-    `topk` draws distinct columns at random. It draws the first `busy` columns about `load` times as often as the mean, and
-    all others equally often. The rows consist of `repeats` equal parts with the same draws.
+    `topk` draws distinct columns at random: the first `busy` columns about `load` times as often as the mean, and all others
+    equally often. The rows consist of `repeats` equal parts with the same draws.
     """
 
     @classmethod

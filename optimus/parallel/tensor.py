@@ -1,8 +1,9 @@
 """Tensor parallelism: projections whose weight is sharded over a grid of ranks (AxoNN, section 5.1.1, algorithm 3).
 
 One group shards a weight's inputs, and another group shards its outputs. The projection's result is a partial sum over the
-first group, and the input's gradient is a partial sum over the second. If one of the groups has a single rank, this is
-Megatron-LM's column- or row-parallel layer. AxoNN's third dimension is the sharding of parameters (`state.shard_ranks`).
+first group, and the input's gradient is a partial sum over the second. If one of the groups has a single rank, the
+projection is Megatron-LM's column- or row-parallel layer. AxoNN's third dimension is the sharding of parameters
+(`state.shard_ranks`).
 
 With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`. Projections
 then all-gather rows on entry to a module and reduce-scatter them on exit, instead of all-reduces over `tp_out`, and

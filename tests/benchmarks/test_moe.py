@@ -104,7 +104,7 @@ def test_shapes() -> None:
         ({"dtype": ["fp8"]}, "--dtype fp8: "),
         ({"tokens": [0]}, "--tokens 0: give at least 1"),
         ({"rounds": 0}, "--rounds 0: give at least 1"),
-        ({"device": "abacus"}, "--device 'abacus' is not here"),
+        ({"device": "abacus"}, "--device 'abacus' is not available"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

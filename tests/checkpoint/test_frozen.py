@@ -74,7 +74,7 @@ def test_they_are_written_once(run: dict[str, Any]) -> None:
 
 def test_their_values_are_the_initial_ones(run: dict[str, Any], tmp_path: Path) -> None:
     checkpoints = folder_of(run) / "checkpoints"
-    with pytest.raises(UserError, match="`to` is 'gguf': it is one of weights, torch, safetensors"):
+    with pytest.raises(UserError, match="`to` is 'gguf': choose one of weights, torch, safetensors"):
         convert(checkpoints / "step-00000004", tmp_path / "converted", "gguf")  # type: ignore[arg-type]
     convert(checkpoints / "step-00000004", tmp_path / "converted", dtype="float32")
     initial = Transformer(optimus.load_model(folder_of(run)).config)
@@ -114,7 +114,9 @@ def test_damage_is_found(run: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"step-00000004 is damaged: \S*frozen-1/__0_0\.distcp"):
         optimus.train(run, resume=True)
     shutil.rmtree(checkpoints / "frozen-1")
-    with pytest.raises(UserError, match=r"step-00000004 is damaged: frozen-1, which has its frozen .* not beside it"):
+    with pytest.raises(
+        UserError, match=r"step-00000004 is damaged: the folder frozen-1 with its frozen .* not beside it"
+    ):
         optimus.train(run, resume=True)
 
 

@@ -46,14 +46,14 @@ def test_a_run_is_listed(run: Path) -> None:
     assert [row["kind"] for row in rows] == ["weights", "full", "full", "weights"]
     (run / "checkpoints" / "step-00000006" / "__0_0.distcp").unlink()
     rows = list_run(run)
-    assert "__0_0.distcp is not there" in rows[2]["problem"]
+    assert "__0_0.distcp is missing" in rows[2]["problem"]
     assert names([row for row in rows if row["resumes"]]) == ["step-00000004"]
     for path, message in (
-        (run / "absent", r"absent is no run folder$"),
-        (run.parent, r" is no run folder$"),
+        (run / "absent", r"absent is not a run folder$"),
+        (run.parent, r" is not a run folder$"),
         (
             run / "checkpoints" / "step-00000004",
-            r"step-00000004 is no run folder but a checkpoint: name the folder of its",
+            r"step-00000004 is not a run folder but a checkpoint: name the folder of its",
         ),
     ):
         with pytest.raises(UserError, match=message):
@@ -143,7 +143,7 @@ def test_going_back_to_a_full_checkpoint(run: Path, small_run: dict[str, Any]) -
 
 
 def test_going_back_to_nothing(run: Path) -> None:
-    with pytest.raises(UserError, match=r"has no checkpoint of step 5; there are: 3, 4, 6"):
+    with pytest.raises(UserError, match=r"has no checkpoint of step 5: its checkpoints are of steps 3, 4, 6"):
         rollback(run, 5)
     flip(run / "checkpoints" / "weights-00000003" / "__0_0.distcp", 3000)
     before = sorted(path.name for path in (run / "checkpoints").iterdir())

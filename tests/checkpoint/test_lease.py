@@ -56,7 +56,7 @@ def test_a_lease_that_says_something_else_is_damaged(tmp_path: Path, change: dic
     (tmp_path / LEASE).write_text(json.dumps(asdict(HERE) | change))
     found = living_holder(tmp_path)
     assert found is not None
-    assert found.host == "a host that it does not name"
+    assert found.host == "an unknown host"
 
 
 def test_it_is_there_while_the_run_is(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_dead_holder_is_replaced_with_a_message(
         assert holder_of(tmp_path).token == "mine"
     said = capsys.readouterr().err
     assert f"{tmp_path} was held by process {dead.pid} on {dead.host}, silent for 1" in said
-    assert said.endswith("taking it over\n")
+    assert said.endswith("this run takes over the lease\n")
 
 
 def test_a_process_that_has_just_ended_needs_no_waiting(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_whether_another_lives_is_seen_in_time(
     with pytest.raises(LeaseError, match=f"held by process {holder.pid} on {holder.host}"):
         Lease(tmp_path, "mine", beat=0.1, silence=LONG).wait()
     renewing.join()
-    assert "seeing whether it lives, for up to" in capsys.readouterr().err
+    assert "checking for up to" in capsys.readouterr().err
     held_by(tmp_path, holder)
     with Lease(tmp_path, "mine", beat=0.1, silence=0.5):
         assert holder_of(tmp_path).token == "mine"
@@ -133,7 +133,7 @@ def test_a_damaged_lease(tmp_path: Path, text: str, capsys: pytest.CaptureFixtur
     os.utime(tmp_path / LEASE, (1.0, 1.0))
     with Lease(tmp_path, "mine"):
         assert holder_of(tmp_path).token == "mine"
-    assert "was held by process 0 on a host that it does not name" in capsys.readouterr().err
+    assert "was held by process 0 on an unknown host" in capsys.readouterr().err
 
 
 def test_a_run_lets_its_own_in(tmp_path: Path) -> None:

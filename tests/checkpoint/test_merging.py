@@ -111,7 +111,7 @@ def test_what_cannot_be_merged_is_refused(run: dict[str, Any], tmp_path: Path) -
     ):
         with pytest.raises(UserError, match=expected):
             optimus.merge(given, tmp_path / "merged")
-    with pytest.raises(UserError, match="holds 2 checkpoints, of which the last 3"):
+    with pytest.raises(UserError, match="has only 2 of the 3 checkpoints that `last` asks for"):
         optimus.merge([run["train"]["output"]], tmp_path / "merged", last=3)
     with pytest.raises(UserError, match="exists already"):
         optimus.merge([a, b], a)

@@ -489,7 +489,9 @@ def test_a_file_that_is_not_as_long_as_its_writer_says_completes_no_checkpoint(
     tmp_path: Path, length: int | None
 ) -> None:
     told = run_ranks(save_with_a_file_cut, 2, tmp_path / "run", length)
-    seen = "is not there" if length is None else "has 1,000 bytes"
+    seen = "is missing" if length is None else "has 1,000 bytes"
     for text in told:
-        assert f"__1_0.distcp {seen} on the node that completes the checkpoint, of " in text, told
+        assert (
+            f"__1_0.distcp {seen} on the node that completes the checkpoint, but another rank has written " in text
+        ), told
     assert list_checkpoints(tmp_path / "run") == []

@@ -143,7 +143,7 @@ def test_another_run(tmp_path: Path) -> None:
 def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
     save_model(filled()[0].float(), tmp_path / "w", context=12, tokenizer=None, eos_id=None)
     with pytest.raises(
-        UserError, match=r"w holds weights only and cannot be resumed: start from it with checkpoint.load_path"
+        UserError, match=r"w has only weights and cannot be resumed: start a new run from it with checkpoint.load_path"
     ):
         load_state(made()[1], tmp_path / "w", model=MODEL, run=RUN)
 
@@ -155,7 +155,7 @@ def test_tensors_that_the_description_promises_are_not_there(tmp_path: Path) -> 
         module = Transformer(MODEL)
         module.extra = torch.nn.Linear(2, 2)
     layouts = {name: Layout(tuple(parameter.shape)) for name, parameter in module.named_parameters()}
-    with pytest.raises(UserError, match=r"c lacks adamw\.v\.extra\.weight \(and 1 more\): it is of another model"):
+    with pytest.raises(UserError, match=r"c lacks adamw\.v\.extra\.weight \(and 1 more\): it belongs to another model"):
         load_state(made_of(module, layouts, torch.float32), tmp_path / "c", model=MODEL)
 
 

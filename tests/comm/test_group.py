@@ -160,7 +160,7 @@ def test_a_shift_goes_to_the_next_rank(axis: str, size: int) -> None:
 def divided() -> tuple[bool, int]:
     groups, other = Groups(MESH), RankPartition.from_groups([[0, 3], [1, 2]])
     same = groups.dividing(RankPartition.from_groups([[0, 2], [1, 3]])) is groups.along("edp")
-    with pytest.raises(RuntimeError, match=r"no group for a division of the ranks into \[(0, 3|1, 2)\]"):
+    with pytest.raises(RuntimeError, match=r"has not created the groups \[(0, 3|1, 2)\]"):
         groups.dividing(other)
     groups.make([PlannedGroups("others", other)])
     return same, groups.dividing(other).ranks[-1]

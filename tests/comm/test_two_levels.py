@@ -217,7 +217,7 @@ def test_unlike_nodes_are_said_once() -> None:
     for notes, right in run_ranks(uneven, 6):
         assert right
         assert len(notes) == 1
-        assert notes[0].startswith("nodes have different numbers of ranks ")
+        assert "are spread unevenly over nodes" in notes[0]
 
 
 def elsewhere() -> list[str]:
@@ -226,4 +226,6 @@ def elsewhere() -> list[str]:
 
 def test_a_table_of_other_shapes_is_named() -> None:
     for notes in run_ranks(elsewhere, 4):
-        assert notes == [f"{', '.join(KINDS)}: not measured on 2x2 (nodes x ranks of each), so defaults are used"]
+        assert notes == [
+            f"{', '.join(KINDS)}: not measured on 2x2 (nodes x ranks per node): default algorithms are used"
+        ]

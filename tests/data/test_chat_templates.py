@@ -445,7 +445,7 @@ def test_a_model_without_conversations_has_no_template(small_run: dict[str, Any]
     small_run["train"] |= {"steps": 1, "output": small_run["train"]["output"]}
     small_run["model"]["vocab"] = 640
     optimus.train(small_run)
-    with pytest.raises(UserError, match=r"knows no chat template: it was trained on no conversations"):
+    with pytest.raises(UserError, match=r"has no chat template: it was not trained on conversations"):
         optimus.generate(small_run["train"]["output"], "hi", chat=True)
 
 

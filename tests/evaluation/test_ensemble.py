@@ -71,7 +71,7 @@ def test_checkpoints_are_evaluated_together(
         outcome = CliRunner().invoke(app, ["evaluate", *words, "--text", __file__])
         assert "--ensemble" in str(outcome.exception) + outcome.output
     save_model(model_of(16, vocab=400), tmp_path / "c", context=48, tokenizer=tokenizer_file, eos_id=eos_id)
-    with pytest.raises(UserError, match=r"c has another vocabulary than .*a: they are no ensemble"):
+    with pytest.raises(UserError, match=r"c has another vocabulary than .*a: they cannot form an ensemble"):
         optimus.evaluate([tmp_path / "a", tmp_path / "c"], text=__file__, device="cpu")
     with pytest.raises(UserError, match="no checkpoint to evaluate"):
         optimus.evaluate([], text=__file__)

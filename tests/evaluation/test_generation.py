@@ -136,7 +136,7 @@ def test_learned_positions_on_a_grid() -> None:
     model = Transformer(ModelConfig.model_validate(LEARNED | {"learned_positions": 17}))
     tokens_BS = torch.zeros(1, 18, dtype=torch.long)
     for use in (model, model.losses):
-        with pytest.raises(UserError, match="has 18 tokens, but the model only learned 17 positions: shorten it"):
+        with pytest.raises(UserError, match="has 18 tokens, but the model has only 17 learned positions: shorten the"):
             use(tokens_BS)
     model.losses(Batch(tokens_BS, document_BS=torch.arange(18)[None] // 17))
 

@@ -128,8 +128,8 @@ def test_prompts_that_spell_a_special_token(checkpoint: Path, monkeypatch: pytes
         ({"text": "absent.txt"}, "absent.txt"),
         ({"text": "text.txt", "output": "folder"}, "`output` folder is a folder"),
         ({"text": "text.txt", "output": "text.txt/results.json"}, "cannot be written"),
-        ({"text": "text.txt", "device": "gpu"}, "device 'gpu' is not here"),
-        ({"text": "text.txt", "device": "mps" if torch.cuda.is_available() else "cuda"}, "is not here"),
+        ({"text": "text.txt", "device": "gpu"}, "device 'gpu' is not available"),
+        ({"text": "text.txt", "device": "mps" if torch.cuda.is_available() else "cuda"}, "is not available"),
     ],
 )
 def test_bad_requests(

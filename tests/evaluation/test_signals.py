@@ -70,9 +70,9 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_bad_input(tmp_path: Path) -> None:
     short = written(tmp_path / "short", 0.2, 0, measured=2)
-    with pytest.raises(UserError, match=r"short has measured tasks at fewer than 3 steps: set evaluate.tasks"):
+    with pytest.raises(UserError, match=r"short has results of tasks at fewer than 3 steps: set evaluate.tasks"):
         read_curves([short])
-    with pytest.raises(UserError, match="absent is no run"):
+    with pytest.raises(UserError, match="absent is not a run folder"):
         read_curves([tmp_path / "absent"])
     for arguments, message in ((["--text", "x"], "--signal reads runs"), (["--ensemble"], "--signal reads runs")):
         result = CliRunner().invoke(app, ["evaluate", "--signal", str(short), *arguments])

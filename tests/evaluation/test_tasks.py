@@ -247,9 +247,9 @@ def test_errors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         UserError, match=r"looked for datasets/hellaswag\.validation\.jsonl\.gz and requests/hellaswag/"
     ):
         load_tasks(["hellaswag"], folder)
-    with pytest.raises(UserError, match=r"`fewshot` is 3, but .* holds 2 examples to show for boolq"):
+    with pytest.raises(UserError, match=r"`fewshot` is 3, but .* has only 2 examples for the prompts of boolq"):
         load_tasks(["boolq"], folder, 3)
-    with pytest.raises(UserError, match=r"`fewshot` is 4, but .* holds 3 examples to show for mmlu_anatomy"):
+    with pytest.raises(UserError, match=r"`fewshot` is 4, but .* has only 3 examples for the prompts of mmlu_anatomy"):
         load_tasks(["mmlu"], folder, 4)
     for file in folder.glob("datasets/mmlu.dev.*"):
         file.unlink()

@@ -127,7 +127,7 @@ def test_a_field_that_is_not_known_is_refused(name: str, tmp_path: Path) -> None
     file = tmp_path / "config.json"
     read_model_folder(tmp_path)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"new_gate": True}))
-    with pytest.raises(UserError, match=rf"config.json: new_gate is True: not known here of family {name}, so that"):
+    with pytest.raises(UserError, match=rf"config.json: new_gate is True: an unknown field of family {name}, which"):
         read_model_folder(tmp_path)
 
 
@@ -146,7 +146,7 @@ def test_layers_that_predict_further_tokens_are_left_out(
     further = {f"model.layers.4.{name}": torch.ones(2, 2, dtype=torch.bfloat16) for name in FURTHER}
     save_file(tensors | further, folder / "model.safetensors")
     made = import_folder(folder, tmp_path / "imported")
-    said = f"{folder}: layer 4, predicting further tokens, left out (3 tensors), as transformers does"
+    said = f"{folder}: left out layer 4 (3 tensors) for multi-token prediction, as transformers does"
     assert (made["left_out"], made["dtype"]) == (said, "float32")
     train = small_run["train"] | {"steps": 1, "precision": "float32"}
     optimus.train(small_run | {"model": str(folder), "train": train})

@@ -107,7 +107,7 @@ def test_base_of_the_rotary_frequencies(tmp_path: Path, changed: dict, theta: fl
         ({"model_type": "absent"}, "model_type is None"),
         ({"architectures": ["OlmoeModel"]}, r"architectures is \['OlmoeModel'\]: only OlmoeForCausalLM"),
         ({"clip_qkv": 8.0}, "clip_qkv is 8.0: only None"),
-        ({"num_key_value_heads": 5}, "heads 16 is no multiple of kv_heads 5"),
+        ({"num_key_value_heads": 5}, "heads 16 is not a multiple of kv_heads 5"),
         ({"layer_types": ["sliding_attention"] * 16}, r"layer_types is \['sliding_.*: only \['full_attention'"),
         ({"head_dim": 64}, "head_dim is 64: only 128"),
         ({"attention_bias": True}, "attention_bias is True: only False"),
@@ -460,7 +460,7 @@ def test_rotary_positions_are_those_of_transformers(tmp_path: Path) -> None:
     assert (beside["rope_theta"], beside["rope_scaling"]["factor"]) == (777.0, 4.0)
     read(tmp_path, OLMOE | {"rope_scaling": yarn, "rope_parameters": yarn | {"rope_theta": 10000.0}})
     for other in ({"rope_type": "default"}, yarn | {"factor": 2.0}, yarn | {"rope_theta": 5.0}):
-        with pytest.raises(UserError, match=r"rope_parameters has .*: remove one of the two"):
+        with pytest.raises(UserError, match=r"in rope_parameters, but .*: remove one of the two"):
             read(tmp_path, OLMOE | {"rope_scaling": yarn, "rope_parameters": {"rope_theta": 10000.0} | other})
     unsaid = {name: value for name, value in GEMMA3.items() if name != "rope_local_base_freq"}
     assert read(tmp_path, unsaid | {"rope_theta": 777.0})["window_rope_theta"] == 10000.0

@@ -240,7 +240,7 @@ def test_a_model_of_many_times_the_weights_is_not_made(dense: Transformer, tmp_p
     hf = exported(dense, tmp_path / "hf")
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps(config | {key: size}))
-    with pytest.raises(UserError, match="describes a model of many times the parameters"):
+    with pytest.raises(UserError, match="describes a model with many times the parameters"):
         import_folder(hf, tmp_path / "imported")
 
 
@@ -283,14 +283,14 @@ def test_masks_that_are_not_the_models(tmp_path: Path) -> None:
     )  # one bit for each column, the first lowest
     path, file = exported(model, tmp_path / "hf"), tmp_path / "hf" / "masks.safetensors"
     for masks, message in (
-        ({f"mask.{name}": mask[:4]}, rf"mask\.{name} has the shape \(4, 3\), and does not fit .* of shape \(16, 24\)"),
-        ({f"mask.{name}": mask[0]}, r"has the shape \(3,\)"),
+        ({f"mask.{name}": mask[:4]}, rf"mask\.{name} of shape \(4, 3\) does not fit .* of shape \(16, 24\)"),
+        ({f"mask.{name}": mask[0]}, r"of shape \(3,\)"),
         (
             {"mask.blocks.7.weight": mask},
-            r"mask\.blocks\.7\.weight has the shape \(16, 3\), and does not fit a parameter",
+            r"mask\.blocks\.7\.weight of shape \(16, 3\) belongs to no parameter",
         ),
-        ({name: mask}, f"{name} of type uint8 is no mask as `optimus export` writes them"),
-        ({f"mask.{name}": mask.float()}, rf"mask\.{name} of type float32 is no mask"),
+        ({name: mask}, f"{name} of type uint8 is not a mask that `optimus export` wrote"),
+        ({f"mask.{name}": mask.float()}, rf"mask\.{name} of type float32 is not a mask"),
         (None, "masks.safetensors is damaged"),
         ({f"mask.{name}": ~mask}, rf"mask\.{name} prunes weights that are not zero"),
     ):

@@ -179,7 +179,7 @@ def test_a_rank_that_never_comes(small_run: dict[str, Any], tmp_path: Path) -> N
     command = [sys.executable, "-m", "optimus", "train", str(file)]
     done = subprocess.run(command, env={**os.environ, **alone}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert re.search(r"^error: the ranks have not come together within 2 s \(resilience.timeout\): ", done.stderr, re.M)
+    assert re.search(r"^error: the ranks have not connected within 2 s \(resilience.timeout\): ", done.stderr, re.M)
     assert "Traceback" not in done.stderr
 
 
@@ -216,7 +216,7 @@ BROKEN = "CollectiveError: step 7: all_reduce failed on rank {}: closed"
         ([(-15, 100, None), (1, 100, "KeyError: 'x'")], "rank 1 failed: KeyError: 'x'"),
         (
             [(2, 101, BROKEN), (2, 100, BROKEN)],
-            "the ranks have lost each other: step 7: .* failed on rank 1: closed",
+            "the ranks have lost their connection: step 7: .* failed on rank 1: closed",
         ),
         ([(-15, 100, None), (-15, 100, None)], "rank 0 was lost (killed by SIGTERM)"),
         ([(-6, 100, None), (-9, 100, None), (-6, 100, None)], "rank 1 was lost (killed by SIGKILL)"),  # by a watchdog

@@ -148,12 +148,12 @@ def test_a_launch_that_has_ended_is_no_run_that_is_done(
     cluster.start(nodes=1, n0="0")
     assert cluster.end() == {"n0": None}
     cluster.start(nodes=1, n1="0")
-    cure = "to train on, give another --name or start `optimus rendezvous` anew"
+    cure = "to train again, give another --name or restart `optimus rendezvous`"
     assert str(cluster.end()["n1"]) == f"the launch optimus at {one.endpoint} has ended already: {cure}"
     EventLog(one.run).write("finished")
     cluster.start(nodes=1, n2="0")
     assert cluster.end()["n2"] is None
-    assert f"has ended already, as the run had finished; {cure}" in capsys.readouterr().err
+    assert f"has ended already, because the run has finished; {cure}" in capsys.readouterr().err
 
 
 def test_a_run_that_was_told_to_end_ends_on_all_nodes(cluster: Cluster) -> None:
@@ -170,7 +170,7 @@ def test_the_nodes_of_a_launch_hold_the_folder_together(cluster: Cluster, store:
     holder = living_holder(one.run)
     assert holder is not None
     assert holder.token == store.get("optimus/holder").decode()
-    with pytest.raises(LeaseError, match=f"{one.run} is held by process .* wait until it ends"):
+    with pytest.raises(LeaseError, match=f"{one.run} is held by process .* wait until that run ends"):
         run_node(replace(one, node="n2", name="another"), ["true"])
     with pytest.raises(LeaseError):
         Lease(one.run, "a run").wait()
@@ -230,10 +230,10 @@ def test_the_second_crash_is_the_nodes_fault(
     assert len(events) == 3
     assert excluded(one.run) == ["n0"]
     said = capsys.readouterr().err.splitlines()
-    assert "node n2: waits for a place, as a spare: all 2 are taken" in said
-    assert re.search(r"node n0: rank [01] crashed \(exit code 3\): leaves, a spare takes its place", "\n".join(said))
-    assert re.search(r"node n2: has place [01] of 2: starts rank [01] of 2", "\n".join(said))
-    assert "node n1: stops its ranks: another node is lost or has stopped its own" in said
+    assert "node n2: waits for a free position, as a spare: all 2 are taken" in said
+    assert re.search(r"node n0: rank [01] crashed \(exit code 3\): leaves, and a spare replaces it", "\n".join(said))
+    assert re.search(r"node n2: joins as node [01] of 2: starts rank [01] of 2", "\n".join(said))
+    assert "node n1: stops its ranks: another node is lost or has stopped its ranks" in said
 
 
 def test_nobody_is_excluded_where_no_spare_is_left(cluster: Cluster, store: TCPStore, one: Launch) -> None:
@@ -298,8 +298,8 @@ def test_a_run_that_does_not_get_on(cluster: Cluster, one: Launch) -> None:
     cluster.start(nodes=1, max_restarts=1, n0="3")
     error = cluster.end()["n0"]
     assert isinstance(error, UserError)
-    why = f"{one.run} has been restarted 1 times without getting beyond step 0"
-    assert str(error) == f"{why}: see {one.run / 'events.jsonl'} for what happened"
+    why = f"{one.run} has been restarted 1 times without a checkpoint after step 0"
+    assert str(error) == f"{why}: see {one.run / 'events.jsonl'} for the failures"
     assert cluster.events()[-1] == ("failure", "n0", why)
     assert cluster.announced[-1] == ("failed", why)
 
@@ -308,8 +308,8 @@ def test_too_few_nodes(cluster: Cluster) -> None:
     cluster.start(nodes=2, wait=1.0, n0="0")
     error = cluster.end()["n0"]
     assert isinstance(error, UserError)
-    why = "fewer than 2 nodes have come together within 1 s"
-    assert str(error) == f"{why}: start more, or with fewer --nodes"
+    why = "fewer than 2 nodes have joined within 1 s"
+    assert str(error) == f"{why}: start more nodes, or set a smaller --nodes"
     assert cluster.events() == [("failure", "n0", why)]
     assert cluster.announced == [("failed", why)]
 
@@ -324,7 +324,9 @@ def test_the_rendezvous_ends_before_the_run(one: Launch, tmp_path: Path) -> None
         future = pool.submit(run_node, replace(one, endpoint=endpoint), command)
         connect(endpoint, 5.0).get("optimus/world")
         process.kill()
-        with pytest.raises(UserError, match=f"node n0 has lost the rendezvous {endpoint}: its link is broken, or the "):
+        with pytest.raises(
+            UserError, match=f"node n0 has lost the rendezvous {endpoint}: its network link is broken, or the "
+        ):
             future.result(30)
 
 
@@ -332,7 +334,8 @@ def test_an_excluded_node(one: Launch) -> None:
     exclude(one.run.parent, "n1")
     exclude(one.run.parent, "n0")
     with pytest.raises(
-        UserError, match=r"node n0 is excluded from .*: start another one, or take it out of .*excluded.txt"
+        UserError,
+        match=r"node n0 is excluded from .*: start another node, or repair this node and remove it from .*excluded.txt",
     ):
         run_node(replace(one, run=one.run.parent), ["true"])
 
@@ -352,9 +355,7 @@ def test_nobody_answers_at_the_rendezvous(one: Launch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(
-            UserError, match=f"nobody answers at the rendezvous {endpoint} .*: start `optimus rendezvous"
-        ):
+        with pytest.raises(UserError, match=f"no rendezvous answers at {endpoint} .*: start `optimus rendezvous"):
             run_node(replace(one, endpoint=endpoint, wait=0.6), ["true"])
 
 
@@ -365,9 +366,9 @@ def test_an_endpoint_that_is_none(endpoint: str) -> None:
 
 
 def test_an_endpoint_that_is_nowhere() -> None:
-    with pytest.raises(UserError, match=r"there is no way from here to the rendezvous no-such-host\.invalid:29400"):
+    with pytest.raises(UserError, match=r"this machine has no route to the rendezvous no-such-host\.invalid:29400"):
         own_address("no-such-host.invalid:29400")
-    with pytest.raises(UserError, match=r"nobody answers at the rendezvous no-such-host\.invalid:29400"):
+    with pytest.raises(UserError, match=r"no rendezvous answers at no-such-host\.invalid:29400"):
         connect("no-such-host.invalid:29400", 0.1)
 
 
@@ -376,7 +377,7 @@ def test_ports(store: TCPStore) -> None:
     assert own_address(f"127.0.0.1:{store.port}") == "127.0.0.1"
     store.set("key", "value")
     assert connect(f"127.0.0.1:{store.port}", 5.0).get("key") == b"value"
-    with pytest.raises(UserError, match=rf"port {store.port} is not free here \(.*\): choose another --port"):
+    with pytest.raises(UserError, match=rf"port {store.port} is in use on this machine \(.*\): choose another --port"):
         serve(store.port)
     for port in (-1, 65536):
         with pytest.raises(UserError, match=f"--port {port}: give a number"):
@@ -401,8 +402,8 @@ def test_a_store_listens_on_the_given_address_alone(store: TCPStore) -> None:
     ("address", "message"),
     [
         ("192.0.2.1", r"--address 192\.0\.2\.1: this machine has no such address \(.*\); `hostname -I` lists"),
-        ("no-such-host.invalid", r"--address no-such-host\.invalid: nobody knows it \(.*\); `hostname -I` lists"),
-        ("head", "--address head: on this machine that name stands for 127.0.1.1, which no other one reaches"),
+        ("no-such-host.invalid", r"--address no-such-host\.invalid: the name is unknown \(.*\); `hostname -I` lists"),
+        ("head", "--address head: on this machine the name stands for 127.0.1.1, which no other machine reaches"),
     ],
 )
 def test_an_address_at_which_nobody_would_come(monkeypatch: pytest.MonkeyPatch, address: str, message: str) -> None:
@@ -417,7 +418,7 @@ def test_who_writes_into_the_store_is_found_out(cluster: Cluster, store: TCPStor
     store.set("torch.rendezvous.optimus", b64encode(pickle.dumps("no state")))
     cluster.start(nodes=1, n0="0")
     assert re.match(
-        f"the store holds no state of a rendezvous: a str; something else writes to {one.endpoint}: start another",
+        f"the store has no state of a rendezvous, but a str; another program writes to {one.endpoint}: start an ",
         str(cluster.end()["n0"]),
     )
 
@@ -431,7 +432,7 @@ def test_what_no_node_has_written_into_the_store(
 ) -> None:
     store.set(f"optimus/{key}", value)
     cluster.start(nodes=1, n0="0")
-    said = f"the store holds no {key} of a run.*; something else writes to {one.endpoint}: start another"
+    said = f"the value of '{key}' in the store does not .*; another program writes to {one.endpoint}: start an "
     assert re.match(said, str(cluster.end()["n0"]))
 
 

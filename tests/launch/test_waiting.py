@@ -68,11 +68,11 @@ def test_what_a_node_waits_for_in_a_rendezvous() -> None:
         return said
 
     state.participants = {first: 0}
-    assert told() == ["nodes: 1 of 2 have come"]
+    assert told() == ["nodes: 1 of 2 have joined"]
     state.participants, state.complete = {first: 0, second: 1}, True
-    assert told() == ["a place, as a spare: all 2 are taken"]
+    assert told() == ["a free position, as a spare: all 2 are taken"]
     state.participants = {first: 0}
-    assert told() == ["1 of 2 nodes to stop their ranks, so that all start anew"]
+    assert told() == ["1 of 2 nodes to stop their ranks, so that all nodes restart together"]
     state.participants = {first: 0, node._this_node: 1}
     assert told() == []
     state.closed, state.participants = True, {}
@@ -87,11 +87,11 @@ def test_a_launch_without_a_store_says_so(
     with socket.socket() as taken:
         taken.bind((LOOPBACK, 0))  # and does not listen
         endpoint = f"{LOOPBACK}:{taken.getsockname()[1]}"
-        with pytest.raises(UserError, match="nobody answers"):
+        with pytest.raises(UserError, match="no rendezvous answers"):
             run_node(Launch("", run=tmp_path / "run", node="n0", endpoint=endpoint, wait=1.2), ["true"])
     first, *others = capsys.readouterr().err.splitlines()
-    assert first == f"node n0: waits for the rendezvous {endpoint}, where nobody answers, for 1.2 s at most"
+    assert first == f"node n0: waits for the rendezvous {endpoint}, which does not answer, for at most 1.2 s"
     assert others
     for line in others:
         assert line.startswith("node n0: has waited ")
-        assert line.endswith(f" s for the rendezvous {endpoint}, where nobody answers, for 1.2 s at most")
+        assert line.endswith(f" s for the rendezvous {endpoint}, which does not answer, for at most 1.2 s")

@@ -102,7 +102,7 @@ def test_stages_side_by_side() -> None:
 
 @pytest.mark.parametrize("stride", [6, 8, 48])
 def test_blocks_of_a_stage_hold_whole_groups(stride: int) -> None:
-    with pytest.raises(UserError, match=rf"pipeline_stride {stride} cuts a stage's 24 ranks .* it can be 12, 24"):
+    with pytest.raises(UserError, match=rf"pipeline_stride {stride} cuts a stage's 24 ranks .* choose one of 12, 24"):
         Mesh(pp=4, dp=24, ep=12, pipeline_stride=stride)
 
 

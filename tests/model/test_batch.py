@@ -39,10 +39,10 @@ def test_parts_of_a_batch_have_what_is_said_of_their_tokens() -> None:
 @pytest.mark.parametrize(
     ("document_BS", "message"),
     [
-        (DOCUMENT_BS[:, :5], r"is \[2, 5\], but the tokens are \[2, 6\]: give every token"),
-        (DOCUMENT_BS[0], r"is \[6\], but the tokens are \[2, 6\]"),
-        (DOCUMENT_BS.float(), "is torch.float32: give numbers of documents as int32 or int64"),
-        (DOCUMENT_BS.bool(), "is torch.bool: .* int32 or int64"),
+        (DOCUMENT_BS[:, :5], r"has shape \[2, 5\], but the tokens have shape \[2, 6\]: give every token"),
+        (DOCUMENT_BS[0], r"has shape \[6\], but the tokens have shape \[2, 6\]"),
+        (DOCUMENT_BS.float(), "has dtype torch.float32: give the numbers of documents as int32 or int64"),
+        (DOCUMENT_BS.bool(), "has dtype torch.bool: .* int32 or int64"),
         (DOCUMENT_BS.flip(1), "falls from 6 to 4 at token 3 of sequence 0: .* must not decrease"),
     ],
 )

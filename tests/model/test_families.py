@@ -58,7 +58,7 @@ def test_config_json_there_and_back(name: str, layers: int, tmp_path: Path) -> N
 def test_what_a_family_does_not_have_is_refused() -> None:
     with pytest.raises(ValidationError, match="qk_norm is 'whole', but 'none' in all models of family olmo: remove it"):
         ModelConfig(family="olmo", **SIZES, qk_norm="whole")
-    with pytest.raises(ValueError, match=r"family 'olmeo' is not known here, but .*olmo2.*: did you mean 'olmo"):
+    with pytest.raises(ValueError, match=r"family 'olmeo' is unknown; known are .*olmo2.*: did you mean 'olmo"):
         family_named("olmeo")
 
 
@@ -89,9 +89,13 @@ def test_every_norm_is_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("family", "defaults", "message"),
     [
-        ("olmoe", {"activation": "gelu"}, "experts have a gated silu: remove activation and gated"),
-        ("olmoe", {"gated": False}, "experts have a gated silu: remove activation and gated"),
-        ("olmo", {"activation": "clamped_silu", "gated": False}, "clamped_silu is the activation of a gate: set gated"),
+        ("olmoe", {"activation": "gelu"}, "experts need a gated silu or clamped_silu: remove activation and gated"),
+        ("olmoe", {"gated": False}, "experts need a gated silu or clamped_silu: remove activation and gated"),
+        (
+            "olmo",
+            {"activation": "clamped_silu", "gated": False},
+            "clamped_silu needs a gated feed-forward layer: set gated",
+        ),
         (
             "deepseek_v3",
             {"attention_sinks": True},

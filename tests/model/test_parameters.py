@@ -48,7 +48,7 @@ def test_one_number_says_what_it_scales() -> None:
     """Or that it scales nothing: whether its gradient is a part of a sum follows from it."""
     layer = nn.Module()
     with pytest.raises(
-        ValueError, match=r"parameter alpha of Module is one number: say by factor_of what dims it scales"
+        ValueError, match=r"parameter alpha of Module is a scalar: name the dims that it scales in factor_of"
     ):
         declare(layer, "alpha", role="vector", initial=0.5)
     assert declare(layer, "alpha", role="vector", initial=0.5, factor_of=()).shape == ()

@@ -54,7 +54,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(doctor, "examine", lambda folder: found)
     result = CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert result.exit_code == 1
-    assert "not yours to write" in result.output
+    assert "you may not write to" in result.output
 
 
 def test_interfaces_that_say_their_speed(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_devices_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None
     assert find_device("auto", "train.device") == find_device("cpu", "train.device") == torch.device("cpu")
     for name in ("cuda", "cuda:0", "xpu", "gpu", "turbo:x", ""):
         with pytest.raises(
-            UserError, match=rf"train\.device '{name}' is not here: this machine has cpu alone \(torch "
+            UserError, match=rf"train\.device '{name}' is not available: this machine has cpu alone \(torch "
         ):
             find_device(name, "train.device")
 
@@ -37,10 +37,10 @@ def test_devices_with_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_device("xpu:1", "--device") == torch.device("xpu", 1)
     assert find_device("cpu", "--device") == torch.device("cpu")
     for name in ("cuda", "xpu:2", "gpu"):
-        with pytest.raises(UserError, match=rf"--device '{name}' is not here: this machine has 2 x xpu and cpu"):
+        with pytest.raises(UserError, match=rf"--device '{name}' is not available: this machine has 2 x xpu and cpu"):
             find_device(name, "--device")
     with pytest.raises(
-        UserError, match=r"'auto' is not here: .*named with its index, as xpu:0"
+        UserError, match=r"'auto' is not available: .*named with its index, such as xpu:0"
     ):  # more ranks than devices
         find_device("auto", "--device", local_rank=2)
 

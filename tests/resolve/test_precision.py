@@ -60,13 +60,13 @@ def saved(run: dict[str, Any]) -> str:
             ("avx512_bf16",),
             {"ONEDNN_MAX_CPU_ISA": "AVX2"},
             "float32",
-            "ONEDNN_MAX_CPU_ISA=AVX2 keeps torch from the processor's AVX512-BF16",
+            "ONEDNN_MAX_CPU_ISA=AVX2 keeps torch from using the processor's AVX512-BF16",
         ),
         (
             ("amx_bf16",),
             {"DNNL_MAX_CPU_ISA": "avx512_core"},
             "float32",
-            "DNNL_MAX_CPU_ISA=avx512_core keeps torch from the processor's AMX-BF16",
+            "DNNL_MAX_CPU_ISA=avx512_core keeps torch from using the processor's AMX-BF16",
         ),
         (
             ("amx_bf16",),
@@ -78,7 +78,7 @@ def saved(run: dict[str, Any]) -> str:
             ("sve_bf16",),
             {"ATEN_CPU_CAPABILITY": "default"},
             "float32",
-            "ATEN_CPU_CAPABILITY=default keeps torch from the processor's SVE BF16",
+            "ATEN_CPU_CAPABILITY=default keeps torch from using the processor's SVE BF16",
         ),
     ],
 )

@@ -294,11 +294,11 @@ def test_a_full_disk_and_then_more_nodes_lost_than_there_are_spares(prepared: Pa
     recovered, silent, end = few["events"]
     assert recovered["step"] == 4
     assert silent["detail"] == f"node {silent['node']} has been silent for 5 s"
-    assert end["detail"] == "fewer than 2 nodes have come together within 8 s"
+    assert end["detail"] == "fewer than 2 nodes have joined within 8 s"
     assert few["exit_codes"].pop(silent["node"]) == -9
     ((last, code),) = few["exit_codes"].items()
     assert code == 1
-    assert f"error: {end['detail']}: start more, or with fewer --nodes" in few["log"][last]
+    assert f"error: {end['detail']}: start more nodes, or set a smaller --nodes" in few["log"][last]
     steps = [record["step"] for record in read_metrics(tmp_path / "run")]
     assert steps == list(range(1, 8))  # it had gone on from where the disk was full
 

@@ -72,8 +72,8 @@ def corrupt(path: Path, place: int = -1) -> None:
         ({"train": {"sequence_length": 64}}, r"with context 32, and the run asks for 64\. Set train\.sequence_length to 32"),
         ({"model": {"vocab": 200}}, r"has 300 tokens, and the model's vocabulary only 200\. Enlarge the model's vocabulary"),
         ({"data": {"path": "/no/such/folder"}}, r"/no/such/folder is not a folder of prepared data: it has no index\.json"),
-        ({"train": {"device": "turbo"}}, r"train\.device 'turbo' is not here: this machine has .*cpu"),
-        ({"train": {"device": "cpu:x"}}, r"train\.device 'cpu:x' is not here"),
+        ({"train": {"device": "turbo"}}, r"train\.device 'turbo' is not available: this machine has .*cpu"),
+        ({"train": {"device": "cpu:x"}}, r"train\.device 'cpu:x' is not available"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_match(small_run: dict[str, Any], sections: dict[str, Any], expected: str) -> None:
@@ -86,7 +86,7 @@ def test_settings_that_do_not_match(small_run: dict[str, Any], sections: dict[st
 def test_an_accelerator_that_is_not_there(small_run: dict[str, Any]) -> None:
     for name in ("cuda", "cuda:1", "xpu"):
         found = message(edited(small_run, train={"device": name}))
-        assert f"train.device '{name}' is not here: this machine has cpu alone" in found
+        assert f"train.device '{name}' is not available: this machine has cpu alone" in found
 
 
 @pytest.mark.parametrize(
@@ -106,17 +106,18 @@ def test_an_accelerator_that_is_not_there(small_run: dict[str, Any]) -> None:
             {"parallel": {"data": 2}},
             1,
             "parallel.data 2 x parallel.context 1 x parallel.tensor 1 = 1 makes 2, but there are 1 ranks: use `ranks=2`, or "
-            "leave parallel.data away",
+            "leave parallel.data out",
         ),
         (
             {"parallel": {"tensor": 2}},
             3,
-            "parallel.context 1 x parallel.tensor 2 = 2 does not divide 3 ranks: use `ranks=2` or change them",
+            "parallel.context 1 x parallel.tensor 2 = 2 does not divide 3 ranks: use `ranks=2` or change these sizes",
         ),
         (
             {"parallel": {"tensor": 2, "expert": 4}},
             2,
-            "expert ranks do not fit: ep 4 x etp 1 = 4 does not divide dp 1 x cp 1 x tp 2 = 2; the nearest ep that do: 1, 2",
+            "expert ranks do not fit: ep 4 x etp 1 = 4 does not divide dp 1 x cp 1 x tp 2 = 2; "
+            "the nearest ep that fit: 1, 2",
         ),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_file_of_other_nodes_is_named(tmp_path: Path) -> None:
     [
         ({}, r"machine\.yaml has no measured collectives; `optimus bench collectives --write"),
         ({"collectives": {"all_gather": {"2x2": {"rign": CURVES["2x2"]["ring"]}}}}, r"no algorithm 'rign'.*ring"),
-        ({"collectives": {"all_gather": {"2*2": {}}}}, r"'2\*2' is no shape"),
+        ({"collectives": {"all_gather": {"2*2": {}}}}, r"'2\*2' is not a group's shape"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, values: dict[str, object], message: str) -> None:

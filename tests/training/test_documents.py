@@ -204,7 +204,7 @@ def test_documents_within_the_learned_positions_may_lie_in_a_longer_sequence() -
         for batch in (Batch(tokens_BS, document_BS=document_BS), Batch(tokens_BS.view(2, 24)))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    with pytest.raises(UserError, match="48 tokens, but the model only learned 24 positions"):
+    with pytest.raises(UserError, match="48 tokens, but the model has only 24 learned positions"):
         training_step(steps.model, steps.state, tokens_BS, steps.config, 1)
 
 

@@ -171,7 +171,7 @@ def test_resumed(pruned: dict[str, Any], tmp_path: Path) -> None:
     parted = copy.deepcopy(pruned)
     parted["train"]["output"] = str(tmp_path / "parted")
     optimus.train(parted, ["train.stop_at=3"])
-    with pytest.raises(UserError, match=r"low-rank factors of 4 weights, and the run of 0: set train\.lora_rank"):
+    with pytest.raises(UserError, match=r"low-rank factors of 4 weights, and this run of 0: set train\.lora_rank"):
         optimus.train(parted, ["train.lora_rank=null"], resume=True)
     spread = copy.deepcopy(parted)
     optimus.train(parted, resume=True)

@@ -654,10 +654,10 @@ def test_masks_of_another_checkpoint(small_run: dict[str, Any], tmp_path: Path) 
             parameter.data.add_(1.0)
     save_model(model, tmp_path / "damaged", context=32, tokenizer=None, eos_id=None, masks=masks)
     begun = changed(small_run, tmp_path / "begun", checkpoint={"load_path": str(tmp_path / "damaged")})
-    with pytest.raises(UserError, match="are not zero where the masks beside them prune them"):
+    with pytest.raises(UserError, match="are not zero where the checkpoint's masks prune them"):
         optimus.train(begun)
     key = next(iter(masks))
     save_model(model, tmp_path / "short", context=32, tokenizer=None, eos_id=None, masks={key: masks[key][:1]})
     begun["checkpoint"]["load_path"] = str(tmp_path / "short")
-    with pytest.raises(UserError, match=f"{key} has the shape .* and does not fit a parameter of this model"):
+    with pytest.raises(UserError, match=f"the mask {key} of shape .* does not fit its parameter of shape "):
         optimus.train(begun)

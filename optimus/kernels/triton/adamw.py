@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter 2019, algorithm 2) on the flat tensors of a chunk, in one pass over memory.
 
-The kernel widens and scales the gradient in registers, and writes the compute copy together with the new weight. It reads
-no tensor twice and needs no fp32 temporary.
+The kernel widens and scales the gradient in registers, and writes the compute copy together with the new weight. The kernel
+reads no tensor twice and needs no fp32 temporary.
 """
 
 import math

@@ -31,5 +31,5 @@ _FAMILIES = Table("family", Family, _own)
 def family_named(name: str) -> Family:
     """Returns the family `name`. Raises `ValueError` with the known names if there is no family of this name."""
     if name not in families():
-        raise ValueError(f"family '{name}' is not known here, but {', '.join(families())}: {nearest(name, families())}")
+        raise ValueError(f"family '{name}' is unknown; known are {', '.join(families())}: {nearest(name, families())}")
     return families()[name]

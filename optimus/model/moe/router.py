@@ -150,9 +150,9 @@ class Router(ProjectionModule):
 def move_biases(routers: Sequence[Router], rate: float, add_up: Callable[[Tensor], None]) -> None:
     """Moves each expert's bias by `rate`: up if the expert was chosen less often than the mean, down if more often.
 
-    This is auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). `add_up` sums the counts of choices in place over
-    ranks, to the counts of the global batch. If every choice counts several times, equally often, the result is the same. A
-    `rate` of 0 discards the choices.
+    The method is auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). `add_up` sums the counts of choices in place
+    over ranks, to the counts of the global batch. If every choice counts several times, equally often, the result is the
+    same. A `rate` of 0 discards the choices.
     """
     chosen = [router.take_choices() for router in routers]
     if not rate or not chosen:

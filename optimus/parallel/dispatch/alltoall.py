@@ -32,7 +32,7 @@ from optimus.model.moe.dispatch import NOTHING, OverlappedWork
 Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """A module with experts, or another dispatcher.
 
-It maps (tokens, weights, local choices, number of local choices) to weighted sums of the experts' outputs.
+Both map (tokens, weights, local choices, number of local choices) to weighted sums of the experts' outputs.
 """
 
 

@@ -91,7 +91,7 @@ def dispatch_of(groups: Groups, options: StageOptions, experts: int) -> TokenDis
     each, rest = divmod(experts, ranks.size)
     if rest:
         raise UserError(
-            f"{experts} experts cannot be divided over ep {ranks.size}: set parallel.expert to a divisor of "
+            f"{experts} experts cannot be divided evenly over ep {ranks.size}: set parallel.expert to a divisor of "
             "model.experts"
         )
     if options.dispatch == "alltoall" and (levels := groups.levels("ep")) is not None:

@@ -276,7 +276,7 @@ def _six_expert_ranks() -> Groups:
 
 
 def test_experts_that_cannot_be_divided() -> None:
-    with pytest.raises(UserError, match="8 experts cannot be divided over ep 6"):
+    with pytest.raises(UserError, match="8 experts cannot be divided evenly over ep 6"):
         parallelize(Transformer(MODEL), _six_expert_ranks(), StageOptions())
 
 
