@@ -48,7 +48,7 @@ def load_config(
         path = user_path(source)
         raw, where = _read_including(path, read_model_folder), str(path)
     if isinstance(overrides, str):
-        raise UserError(f"overrides are a list of texts: give [{overrides!r}]")
+        raise UserError(f"overrides must be a list of strings: give [{overrides!r}]")
     for text in overrides:
         raw = _override(raw, text, read_model_folder)
     config = validated(RunConfig, _opened(raw, read_model_folder), where)
@@ -154,9 +154,11 @@ def _read_including(
             raise UserError(f"{path}: 'include' is {named!r}: it must be the name of a YAML file, or a list of names")
         other = path.parent / user_path(name)
         if other.resolve() in chain:
-            raise UserError(f"{path}: include: {other} includes this file in turn: remove one of the two")
+            raise UserError(f"{path}: include: {other} includes this file in turn: remove one of the two includes")
         if not other.is_file():
-            raise UserError(f"{path}: include: {other} does not exist; names are by their place beside {path.name}")
+            raise UserError(
+                f"{path}: include: {other} does not exist: write its path relative to the folder of {path.name}"
+            )
         below = _merge_opened(below, _read_including(other, read_model_folder, chain), read_model_folder)
     return _merge_opened(below, raw, read_model_folder)
 
@@ -176,7 +178,7 @@ def _read_yaml(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
         raise UserError(f"config file {path} cannot be read: {error}") from None
     raw = parse_yaml(text, f"config file {path}")
     if not isinstance(raw, dict):
-        raise UserError(f"config file {path} must hold a mapping with the keys {', '.join(kind.model_fields)}")
+        raise UserError(f"config file {path} must contain a mapping with the keys {', '.join(kind.model_fields)}")
     return raw
 
 
@@ -264,12 +266,12 @@ def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
     """Suggests the key's new name, or the same key in another section, or the nearest key of this section."""
     path = ".".join([*(section[2:] if section[:1] == ["phases"] else section), key])  # phases contain sections
     if (now := MOVED.get(path, new_name(path))) != path:
-        return f"here it is {now}"
+        return f"use {now}"
     elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]
     if elsewhere:
         return f"did you mean '{elsewhere[0]}'?"
     if other := other_names().get("".join(letter for letter in key.lower() if letter.isalnum())):
-        return f"here it is {other}"
+        return f"use {other}"
     hint = nearest(key, keys_of_section(section, root))
     if "did you mean" in hint and section:
         return hint.replace("'", f"'{'.'.join(section)}.", 1)
