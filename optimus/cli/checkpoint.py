@@ -110,7 +110,8 @@ def rollback(
 @app.command()
 def merge(
     checkpoints: Annotated[
-        list[str], Argument(metavar="CHECKPOINT[=WEIGHT]", help="Checkpoints or run folders, each with a weight (1).")
+        list[str],
+        Argument(metavar="CHECKPOINT[=WEIGHT]", help="Checkpoints or run folders, each with a weight (1 if absent)."),
     ],
     output: Annotated[Path, Option(help="Checkpoint folder to create.")],
     last: Annotated[int | None, Option(help="Average this many of the last checkpoints of a single run.")] = None,

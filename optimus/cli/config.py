@@ -71,7 +71,7 @@ def config_diff(
 
 @config_app.command(name="migrate")
 def config_migrate(
-    configs: Annotated[list[Path], Argument(metavar="CONFIG", help="YAML files; name included files too.")],
+    configs: Annotated[list[Path], Argument(metavar="CONFIG", help="YAML files to rewrite; list included files too.")],
     as_json: Json = False,
 ) -> None:
     """Rename keys of earlier versions in configuration files to the current names, in place. Comments stay."""

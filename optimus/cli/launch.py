@@ -33,7 +33,7 @@ def launch(
     output: Annotated[Path | None, Option(help="With --scheduler: batch script to write.")] = None,
     time: Annotated[str, Option(help="Time limit in the batch script, HOURS:MINUTES:SECONDS.")] = "12:00:00",
     directive: Annotated[
-        list[str] | None, Option(help="Directive for the batch system, such as '--account=physics'; repeatable.")
+        list[str] | None, Option(help="Batch directive, such as '--account=physics'; repeatable.")
     ] = None,
     check: Annotated[bool, Option("--check", help="Validate without starting or contacting anything.")] = False,
     verbose: Verbose = False,

@@ -49,7 +49,7 @@ class ParallelConfig(Section):
     """With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch. auto: the fewest
     with a simulated bubble of at most 10 %. Default: train.micro_batch decides."""
     executor: Literal["scheduled", "message-driven"] = "scheduled"
-    """With pipeline. scheduled: follow the schedule; message-driven: compute in the order of arrival (AxoNN)."""
+    """With pipeline. scheduled: follow the schedule; message-driven: compute as inputs arrive (AxoNN)."""
     max_in_flight: Annotated[int, Field(gt=0)] | list[int] | None = None
     """With executor: message-driven. Microbatches in flight (AxoNN's pipeline_limit), or the largest number of live
     activations of each stage. Default: the number of stages."""

@@ -313,7 +313,7 @@ class TrainConfig(Section):
     )
     device: str = Field(
         "auto",
-        description="auto, or the name of a torch device: cpu, cuda, xpu. cuda:0: all ranks of a node share it.",
+        description="auto, or a torch device: cpu, cuda, xpu. With an index (cuda:0), all ranks of a node share it.",
     )
 
     @model_validator(mode="after")
@@ -352,7 +352,9 @@ class PhaseConfig(Section):
 
     name: str | None = Field(None, description="Name in messages and checkpoints. Default: phase-N.")
     steps: Count | None = Field(None, description="Length of the phase in steps; or give tokens.")
-    tokens: Count | None = Field(None, description="Length of the phase in tokens of whole steps, also as 2e9 or 300B.")
+    tokens: Count | None = Field(
+        None, description="Length of the phase in tokens, also as 2e9 or 300B; a multiple of a step's tokens."
+    )
     data: DataConfig | None = Field(None, description="Data of the phase, in the form of `data`.")
     replay: float | None = Field(None, gt=0, lt=1)
     """Share of the phase that repeats data of the earlier phases, from each source in proportion to the data read from
