@@ -141,13 +141,13 @@ def train(
         optimus.train("first.yaml", ["train.steps=500"], ranks=2, resume=True)["loss"]
     """
     if ranks is not None and ranks < 1:
-        raise UserError(f"`ranks` is {ranks}: a run has at least 1 rank")
+        raise UserError(f"`ranks` is {ranks}: it must be at least 1")
     from optimus.training.reading import holds_run, read_run
 
     if resume == "auto":
         resume = holds_run(config, overrides)
     elif fresh_optimizer and not resume:
-        raise UserError("`fresh_optimizer=True` is about a run that goes on: give `resume=True`, too")
+        raise UserError("`fresh_optimizer=True` applies only to a run that resumes: set `resume=True` too")
     tree, data = read_run(config, overrides)
     from optimus.launch.here import train_or_check
 

@@ -25,8 +25,8 @@ def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
     def wrapper(ctx: Any, *grads: Tensor) -> R:
         if torch.is_grad_enabled():
             raise UserError(
-                f"{backward.__qualname__} has no derivative itself: take gradients without create_graph, or of a reference "
-                "implementation"
+                f"{backward.__qualname__} cannot be differentiated: compute gradients without create_graph, or use a "
+                "reference implementation"
             )
         return backward(ctx, *grads)
 

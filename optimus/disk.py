@@ -28,13 +28,15 @@ def user_path(path: str | Path) -> Path:
     variable = _VARIABLE.search(text)
     if variable is not None and not os.path.lexists(text):
         name = variable[0].strip("${}")
-        raise UserError(f"{path}: the environment variable {name} is not set: set it, or write the path out")
+        raise UserError(f"{path}: the environment variable {name} is not set: set it, or write the full path")
     if text.startswith("~") and not os.path.lexists(text):
-        raise UserError(f"{path}: {Path(text).parts[0]} is no user's home: write the path out (./~ for such a name)")
+        raise UserError(
+            f"{path}: {Path(text).parts[0]} is not the home of a user: write the full path, or ./~ for a file"
+        )
     if not _can_be_a_path(text):
         raise UserError(
-            f"{text[:100]!r}: no file can be called so: write Unicode without null characters, names of at most {_LONGEST} "
-            f"bytes, and {_LONGEST_PATH} in all"
+            f"{text[:100]!r} cannot be the path of a file: use Unicode without null characters, names of at most {_LONGEST} "
+            f"bytes, and at most {_LONGEST_PATH} bytes for the whole path"
         )
     return Path(text)
 
@@ -70,7 +72,7 @@ def plain_name(name: object) -> str:
     """
     good = isinstance(name, str) and name.isprintable() and len(name.encode()) <= _LONGEST_NAME
     if not isinstance(name, str) or not good or {"/", "\\"} & set(name) or name in ("", ".", ".."):
-        raise ValueError(f"{name!r} is no plain file name")
+        raise ValueError(f"{name!r} is not a plain file name")
     return name
 
 
@@ -82,7 +84,7 @@ def parse_json(text: str | bytes, **more: Any) -> Any:
     try:
         return json.loads(text, **more)
     except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
+        raise ValueError("the JSON is nested too deep") from error
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -140,7 +142,7 @@ def check_plot(plot: Path) -> Path:
     a long computation."""
     path = user_path(plot)
     if path.suffix != ".png":
-        raise UserError(f"--plot {path}: give the name of a .png file")
+        raise UserError(f"--plot {path}: name a .png file")
     if not path.absolute().parent.is_dir():
-        raise UserError(f"--plot {path}: there is no folder {path.absolute().parent}; make it first")
+        raise UserError(f"--plot {path}: the folder {path.absolute().parent} does not exist: create it first")
     return path

@@ -34,15 +34,15 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(value)
 
 
-def dumps(value: Any, what: str = "it") -> bytes:
+def dumps(value: Any, what: str = "the object") -> bytes:
     """Returns the pickled `value`. Raises `UserError`, which calls the value `what`, if the value cannot be pickled."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(value)
     except Exception as error:  # errors of the pickler, and those of an object's `__getstate__`
         raise UserError(
-            f"{what} cannot be sent to another process ({type(error).__name__}: {error}): let it hold no open file, lock or "
-            "thread, or make it there"
+            f"{what} cannot be pickled for another process ({type(error).__name__}: {error}): remove open files, locks and "
+            "threads from it, or create it in the other process"
         ) from error
     return buffer.getvalue()
 

@@ -126,7 +126,9 @@ class Measurements:
         except FileNotFoundError:
             return {}, {}
         except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-            self._note(f"{self.path} cannot be used ({type(error).__name__}: {error}): all is measured again")
+            self._note(
+                f"{self.path} cannot be used ({type(error).__name__}: {error}): this run repeats all measurements"
+            )
             return {}, {}
 
     def _write(self, timings: Mapping[str, Timings], free: Mapping[str, int]) -> None:
@@ -138,7 +140,7 @@ class Measurements:
             with suppress(OSError):
                 self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp").unlink()
             self._note(
-                f"{self.path} cannot be written ({error.strerror}): the next run measures again (see tuning.cache)"
+                f"{self.path} cannot be written ({error.strerror}): the next run repeats the measurements (see tuning.cache)"
             )
 
     def _note(self, text: str) -> None:
@@ -170,7 +172,7 @@ def _checked(raw: Any) -> tuple[dict[str, dict[str, Timing]], dict[str, int]]:
     }
     for each in timings.values():
         if not each or not all(0 < timing.best <= timing.usual < math.inf for timing in each.values()):
-            raise ValueError("seconds must be above 0, and the best no longer than the usual ones")
+            raise ValueError("seconds must be above 0, and the best time at most the median")
     free = {device: int(each) for device, each in raw["free_memory"].items()}
     if min(free.values(), default=0) < 0:
         raise ValueError("free memory must not be below 0")

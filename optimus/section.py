@@ -52,7 +52,7 @@ class Section(BaseModel):
     def __setattr__(self, name: str, value: Any) -> None:
         if self.locked:
             raise RuntimeError(
-                f"the configuration of a resolved run is not changed, nor is its {name}: change it before"
+                f"the configuration of a resolved run is locked: change {name} before the run is resolved"
             )
         super().__setattr__(name, value)
 

@@ -66,7 +66,7 @@ class _Bench(CommandGroup):
         command = super().get_command(context, name)
         if command is None and _commands() is None:
             raise UserError(
-                f"optimus bench {name}: benchmarks lie beside the package in its source: take a checkout, install it with "
+                f"optimus bench {name}: an installed package has no benchmarks: clone the source, install it with "
                 "`make install-dev` and run the command there"
             )
         return command
@@ -74,7 +74,7 @@ class _Bench(CommandGroup):
 
 bench_app = typer.Typer(
     cls=_Bench,
-    help="Measure this machine, and Optimus and its rivals in one run.",
+    help="Measure this machine, and compare Optimus with other frameworks in one run.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -87,12 +87,12 @@ def _in_a_folder(path: Path | None) -> Path | None:
     report that it cannot write."""
     path = None if path is None else user_path(path)
     if path is not None and not path.absolute().parent.is_dir():
-        raise UserError(f"--output {path}: there is no folder {path.absolute().parent}; make it first")
+        raise UserError(f"--output {path}: the folder {path.absolute().parent} does not exist: create it first")
     return path
 
 
 ReportFile = Annotated[Path | None, typer.Option(help="Write the report to this JSON file.", callback=_in_a_folder)]
-Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, tables to standard error.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, and tables to standard error.")]
 
 
 def bench(name: str) -> Callable[[Callable[..., Report]], None]:
@@ -146,10 +146,10 @@ def _command(function: Callable[..., Report]) -> Callable[..., None]:
 @bench("machine")
 def bench_machine(
     ranks: Annotated[
-        int, typer.Option(help="Ranks of a node: one per accelerator, or as many as are to share the CPU.")
+        int, typer.Option(help="Ranks per node: one per accelerator, or the number of ranks that share the CPU.")
     ],
-    output: Annotated[Path, typer.Option(help="Write the machine to this new .yaml file.")],
-    name: Annotated[str | None, typer.Option(help="Name of the machine. Default: the file's.")] = None,
+    output: Annotated[Path, typer.Option(help="Write the machine file to this new .yaml file.")],
+    name: Annotated[str | None, typer.Option(help="Name of the machine. Default: the name of the file.")] = None,
 ) -> Report:
     """Measure this machine with all ranks busy, and write the machine file for `optimus plan`."""
     from optimus.plan.measure.machine import run

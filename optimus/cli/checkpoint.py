@@ -21,7 +21,7 @@ def checkpoint_list(
     run: Annotated[Path, Argument(metavar="RUN", help="Run folder.")],
     as_json: Json = False,
 ) -> None:
-    """List a run's checkpoints, and the one that --resume loads."""
+    """List a run's checkpoints and mark the one that --resume loads."""
     from optimus.api import list_checkpoints
     from optimus.config.sizes import size_text
 
@@ -43,7 +43,7 @@ def checkpoint_verify(
     from optimus.api import verify_checkpoints
 
     found = verify_checkpoints(path)
-    lines = [line for each, problems in found.items() for line in problems or [f"{each} is whole"]]
+    lines = [line for each, problems in found.items() for line in problems or [f"{each} is intact"]]
     show(found, as_json, "\n".join(lines))
     if any(found.values()):
         raise typer.Exit(1)
@@ -51,10 +51,10 @@ def checkpoint_verify(
 
 @checkpoint_app.command(name="show")
 def checkpointshow(
-    path: Annotated[Path, Argument(metavar="PATH", help="Checkpoint, or run folder for its newest one.")],
+    path: Annotated[Path, Argument(metavar="PATH", help="Checkpoint, or run folder for its newest checkpoint.")],
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint holds, and how many ranks of which nodes wrote it."""
+    """Show the contents of a checkpoint, and the nodes and number of ranks that wrote it."""
     from optimus.api import show_checkpoint
     from optimus.config.sizes import size_text
 
@@ -72,8 +72,8 @@ def checkpointshow(
 
 @checkpoint_app.command(name="convert")
 def checkpoint_convert(
-    path: Annotated[Path, Argument(metavar="PATH", help="Checkpoint, or run folder for its newest one.")],
-    output: Annotated[Path, Option(help="Folder or file to make.")],
+    path: Annotated[Path, Argument(metavar="PATH", help="Checkpoint, or run folder for its newest checkpoint.")],
+    output: Annotated[Path, Option(help="Folder or file to create.")],
     to: Annotated[
         Literal["weights", "torch", "safetensors"],
         Option(help="weights: a weights-only checkpoint; torch or safetensors: one file of all tensors."),
@@ -84,7 +84,7 @@ def checkpoint_convert(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Convert a checkpoint to a weights-only one, or to one file for other tools (Hugging Face: optimus export)."""
+    """Convert a checkpoint to a weights-only checkpoint, or to one file for other tools (Hugging Face: optimus export)."""
     from optimus.api import convert_checkpoint
     from optimus.config.sizes import size_text
 
@@ -95,7 +95,7 @@ def checkpoint_convert(
 @app.command()
 def rollback(
     run: Annotated[Path, Argument(metavar="RUN", help="Run folder.")],
-    step: Annotated[int, Option(help="Step of the checkpoint to go back to.")],
+    step: Annotated[int, Option(help="Step of the checkpoint to roll back to.")],
     as_json: Json = False,
 ) -> None:
     """Roll a run back to the weights of an earlier checkpoint, with a fresh optimizer."""
@@ -104,16 +104,17 @@ def rollback(
     result = run_it(run, step)
     moved = f"moved to {result['to']}: {', '.join(result['moved'])}\n" if result["moved"] else ""
     again = shlex.join(["optimus", "train", str(run / "config.yaml"), "--resume"])
-    show(result, as_json, f"{moved}{run} goes on from the weights of step {step}: {again}")
+    show(result, as_json, f"{moved}{run} continues from the weights of step {step} with: {again}")
 
 
 @app.command()
 def merge(
     checkpoints: Annotated[
-        list[str], Argument(metavar="CHECKPOINT[=WEIGHT]", help="Checkpoints or run folders, each with its weight.")
+        list[str],
+        Argument(metavar="CHECKPOINT[=WEIGHT]", help="Checkpoints or run folders, each with a weight (1 if absent)."),
     ],
-    output: Annotated[Path, Option(help="Checkpoint folder to make.")],
-    last: Annotated[int | None, Option(help="Average this many of the last checkpoints of the one run.")] = None,
+    output: Annotated[Path, Option(help="Checkpoint folder to create.")],
+    last: Annotated[int | None, Option(help="Average this many of the last checkpoints of a single run.")] = None,
     plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
@@ -124,9 +125,9 @@ def merge(
     try:
         given = {path: float(weight) for path, _, weight in weighed}
     except ValueError:
-        raise UserError(f"{' '.join(checkpoints)}: give each as CHECKPOINT=WEIGHT, such as runs/web=0.3") from None
+        raise UserError(f"{' '.join(checkpoints)}: write each as CHECKPOINT=WEIGHT, such as runs/web=0.3") from None
     if len(given) < len(weighed):
-        raise UserError(f"{' '.join(checkpoints)}: name each checkpoint once, with its whole weight")
+        raise UserError(f"{' '.join(checkpoints)}: name each checkpoint once, with its total weight")
     made = run(given, output, last=last, plugins=plugins or ())
     show(made, as_json, f"{output}: the average of {len(made['weights'])} checkpoints")
 
@@ -134,8 +135,8 @@ def merge(
 @app.command()
 def export(
     checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
-    output: Annotated[Path, Option(help="Folder to make.")],
-    dtype: Annotated[str, Option(help="float32 or bfloat16.")] = "float32",
+    output: Annotated[Path, Option(help="Folder to create.")],
+    dtype: Annotated[str, Option(help="Type of the weights: float32 or bfloat16.")] = "float32",
     plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
@@ -151,14 +152,16 @@ def export(
 
 @app.command(name="import")
 def import_(
-    folder: Annotated[Path, Argument(metavar="HF_DIR", help="Hugging Face folder of a model of a known family.")],
-    output: Annotated[Path, Option(help="Checkpoint folder to make.")],
+    folder: Annotated[Path, Argument(metavar="HF_DIR", help="Hugging Face folder of a model of a supported family.")],
+    output: Annotated[Path, Option(help="Checkpoint folder to create.")],
     plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Turn a Hugging Face folder into a checkpoint."""
+    """Convert a Hugging Face folder to a checkpoint."""
     from optimus.api import import_folder
 
     made = import_folder(folder, output, plugins=plugins or ())
     note = f"\n{made['left_out']}" if made["left_out"] else ""
-    show(made, as_json, f"{output}: a checkpoint of weights (checkpoint.load_path={output}){note}")
+    show(
+        made, as_json, f"{output}: a weights-only checkpoint; to train from it, set checkpoint.load_path={output}{note}"
+    )

@@ -38,20 +38,18 @@ app = typer.Typer(
 Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="KEY.PATH=VALUE", help="Changes keys of the configuration.", autocompletion=complete_key),
+    Argument(metavar="KEY.PATH=VALUE", help="Override keys of the configuration.", autocompletion=complete_key),
 ]
 Settings = Annotated[
     list[str] | None,
-    Option(
-        "--set", metavar="KEY.PATH=VALUE", help="The same as KEY.PATH=VALUE; repeated.", autocompletion=complete_key
-    ),
+    Option("--set", metavar="KEY.PATH=VALUE", help="Same as KEY.PATH=VALUE; repeatable.", autocompletion=complete_key),
 ]
 Verbose = Annotated[
-    bool, Option("--verbose", help="Say also where ranks are placed, and in which forms products are made.")
+    bool, Option("--verbose", help="Also print the placement of ranks and the form (NN, NT or TN) of each matmul.")
 ]
 ParseSpecial = Annotated[
     bool,
-    Option("--parse-special", help="Parse special tokens in the text; by default they are plain text."),
+    Option("--parse-special", help="Parse special tokens in the text; by default, their spelling is ordinary text."),
 ]
 
 Plugins = Annotated[

@@ -21,9 +21,12 @@ def configshow(
     overrides: Overrides = None,
     settings: Settings = None,
     resolved: Annotated[
-        bool, Option("--resolved", help="Decide what is left open, as a run on this machine would, and say why.")
+        bool,
+        Option(
+            "--resolved", help="Also resolve automatic settings as a run on this machine would, and print the reasons."
+        ),
     ] = False,
-    ranks: Annotated[int | None, Option(help="With --resolved: ranks of the run.")] = None,
+    ranks: Annotated[int | None, Option(help="With --resolved: number of ranks of the run.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show a configuration with its includes, preset, overrides and defaults: every key, as a run saves it."""
@@ -53,11 +56,11 @@ def config_diff(
     from optimus.observe.table import print_table
 
     if len(configs) < 2:
-        raise UserError(f"config diff: there is only {configs[0]}: name two configurations or more")
+        raise UserError(f"config diff: {configs[0]} is the only configuration: name two or more")
     files = [path / "config.yaml" if path.is_dir() else path for path in configs]
     found = differing([api.config(file).model_dump() for file in files], None)
     if as_json or not found:
-        show(found, as_json, "no key differs")
+        show(found, as_json, "no keys differ")
         return
     text = [
         {"key": key, **{str(path): value_text(value) for path, value in zip(configs, row)}}
@@ -68,10 +71,10 @@ def config_diff(
 
 @config_app.command(name="migrate")
 def config_migrate(
-    configs: Annotated[list[Path], Argument(metavar="CONFIG", help="YAML files, each with what it holds itself.")],
+    configs: Annotated[list[Path], Argument(metavar="CONFIG", help="YAML files to rewrite; list included files too.")],
     as_json: Json = False,
 ) -> None:
-    """Rename keys of an earlier version in configuration files to today's names. Comments stay."""
+    """Rename keys of earlier versions in configuration files to the current names, in place. Comments stay."""
     from optimus import api
 
     told, lines = list[dict[str, Any]](), list[str]()
@@ -80,7 +83,7 @@ def config_migrate(
             found = api.migrate(path)
             told += [{"file": str(path), "line": key.line, "old": key.old, "new": key.new} for key in found]
             lines += [f"{path} line {key.line}: {key.old} is now {key.new}" for key in found]
-            lines += [] if found else [f"{path}: all keys have the names of today"]
+            lines += [] if found else [f"{path}: all keys have their current names"]
     finally:  # the command has already rewritten the files before one that fails
         show(told, as_json, "\n".join(lines))
 

@@ -10,7 +10,7 @@ from optimus.cli.common import Json, ParseSpecial, Plugins, app, but, show, with
 
 @app.command(name="sample-text")
 def sample_text(
-    output: Annotated[Path, Option(help="Folder to make.")],
+    output: Annotated[Path, Option(help="Folder to create.")],
     as_json: Json = False,
 ) -> None:
     """Write sample text for a first model: the sources of Python's standard library."""
@@ -18,43 +18,43 @@ def sample_text(
     from optimus.config.sizes import size_text
 
     made = run(output)
-    text = f"{made['output']}/train: {made['files']:,} files; {made['output']}/held-out: {made['held_out']:,}, to measure on"
+    text = f"{made['output']}/train: {made['files']:,} files; {made['output']}/held-out: {made['held_out']:,} for validation"
     show(made, as_json, f"{text}; {size_text(made['bytes'])}")
 
 
 @app.command()
 def prepare(
     inputs: Annotated[list[str], Argument(metavar="INPUT", help="Files, folders or globs of text, or their URLs.")],
-    output: Annotated[Path, Option(help="Folder to make.")],
-    tokenizer: Annotated[Path | None, Option(help="tokenizer.json, or a folder that holds one.")] = None,
-    train_tokenizer: Annotated[int | None, Option(help="Train a tokenizer of this many entries.")] = None,
+    output: Annotated[Path, Option(help="Folder to create.")],
+    tokenizer: Annotated[Path | None, Option(help="tokenizer.json, or a folder that contains one.")] = None,
+    train_tokenizer: Annotated[int | None, Option(help="Train a tokenizer with this vocabulary size.")] = None,
     context: Annotated[int, Option(help="Tokens per training sequence.")] = 2048,
     seed: Annotated[int, Option(help="Seed of the shuffle.")] = 0,
-    workers: Annotated[int | None, Option(help="Processes. Default: one per core.")] = None,
-    shard_size: Annotated[str, Option(help="Largest shard.")] = "512MB",
+    workers: Annotated[int | None, Option(help="Number of worker processes. Default: one per core.")] = None,
+    shard_size: Annotated[str, Option(help="Maximum size of a shard.")] = "512MB",
     text_field: Annotated[
         str,
         Option(
-            help="Field or column that holds the text: text, meta.body, a template such as '{question} {answer}', or "
-            "chat:messages for conversations of which the answers are predicted."
+            help="Field or column that contains the text: text, meta.body, a template such as '{question} {answer}', or "
+            "chat:messages for conversations, of which only the answers are predicted."
         ),
     ] = "text",
     parse_special: ParseSpecial = False,
     pack: Annotated[
-        Literal["concatenate", "best-fit"], Option(help="best-fit: no document shorter than the context is cut.")
+        Literal["concatenate", "best-fit"], Option(help="best-fit: cut only documents longer than the context.")
     ] = "concatenate",
-    min_characters: Annotated[int, Option(help="Leave out shorter documents.")] = 0,
-    max_characters: Annotated[int | None, Option(help="Leave out longer documents.")] = None,
-    min_tokens: Annotated[int, Option(help="Leave out documents of fewer tokens, with the end of text.")] = 0,
-    max_tokens: Annotated[int | None, Option(help="Leave out documents of more tokens, with the end of text.")] = None,
+    min_characters: Annotated[int, Option(help="Leave out documents with fewer characters.")] = 0,
+    max_characters: Annotated[int | None, Option(help="Leave out documents with more characters.")] = None,
+    min_tokens: Annotated[int, Option(help="Leave out documents with fewer tokens, end of text included.")] = 0,
+    max_tokens: Annotated[
+        int | None, Option(help="Leave out documents with more tokens, end of text included.")
+    ] = None,
     dedup: Annotated[
         Literal["none", "exact", "minhash"],
-        Option(help="Keep the first of documents that are the same (exact) or nearly so (minhash)."),
+        Option(help="Keep only the first of equal (exact) or nearly equal (minhash) documents."),
     ] = "none",
     encoding: Annotated[str, Option(help="Encoding of files that are not UTF-8, such as cp1252 or utf-16.")] = "utf-8",
-    skip_bad: Annotated[
-        bool, Option("--skip-bad", help="Go on without files that cannot be read, and list them.")
-    ] = False,
+    skip_bad: Annotated[bool, Option("--skip-bad", help="Skip files that cannot be read, and list them.")] = False,
     plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
@@ -65,14 +65,14 @@ def prepare(
     from optimus.observe.progress import ProgressBar
     from optimus.observe.signals import ended_by_signals
 
-    say = "stopping; progress is saved, and the same command continues"
+    say = "stopping; the progress is saved, and the same command continues it"
     with ended_by_signals(say), ProgressBar() as progress:
         index = run(**given, shard_size=parse_size(shard_size), progress=progress.update)
     rest = f"the last {index['dropped_tokens']} tokens do not fill a sequence and are dropped"
     if pack == "best-fit":
         padding = index["padding_tokens"]
-        rest = f"{padding:,} of them padding ({100 * padding / index['tokens']:.2g} %)"
-        rest += f"; {index['cut_documents']:,} documents are longer than a sequence and cut"
+        rest = f"{padding:,} of the tokens are padding ({100 * padding / index['tokens']:.2g} %)"
+        rest += f"; {index['cut_documents']:,} documents are longer than a sequence and are cut"
     show(
         index,
         as_json,
@@ -88,8 +88,8 @@ def _template(index: dict[str, Any]) -> str:
 
     if "chat" not in index:
         return ""
-    ours = "ours (`<|user|>`, a line for each turn): the tokenizer has none"
-    return f"\nchat template: {ours if index['chat']['template'] == OURS else 'that of the tokenizer'}"
+    ours = "the default (`<|user|>`, a line for each turn), because the tokenizer has none"
+    return f"\nchat template: {ours if index['chat']['template'] == OURS else 'from the tokenizer'}"
 
 
 def _left_alone(index: dict[str, Any]) -> str:

@@ -15,14 +15,14 @@ def evaluate(
     tasks: Annotated[list[str] | None, Option(help="Tasks, repeated or separated by commas.")] = None,
     task_data: Annotated[Path | None, Option(help="Folder of local task data.")] = None,
     text: Annotated[Path | None, Option(help="File or folder of text for bits per byte.")] = None,
-    limit: Annotated[int | None, Option(help="Most documents per task.")] = None,
-    fewshot: Annotated[int | None, Option(help="Examples in each prompt.")] = None,
+    limit: Annotated[int | None, Option(help="Maximum number of documents per task.")] = None,
+    fewshot: Annotated[int | None, Option(help="Few-shot examples in each prompt.")] = None,
     parse_special: ParseSpecial = False,
     ensemble: Annotated[bool, Option("--ensemble", help="Score the mean logits of several checkpoints.")] = False,
     signal: Annotated[
-        bool, Option("--signal", help="How surely the tasks that runs measured while they trained tell them apart.")
+        bool, Option("--signal", help="Report how reliably tasks measured during training distinguish runs.")
     ] = False,
-    plot: Annotated[Path | None, Option(help="Draw the tasks of --signal into this PNG file.")] = None,
+    plot: Annotated[Path | None, Option(help="With --signal: plot the tasks to this PNG file.")] = None,
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     output: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     plugins: Plugins = None,
@@ -34,11 +34,11 @@ def evaluate(
 
     if signal:
         if tasks or text or ensemble or output or limit or fewshot:
-            raise UserError("--signal reads runs and evaluates nothing: give it with --plot and --json alone")
+            raise UserError("--signal only reads the metrics of runs: combine it with --plot and --json only")
         _signals(checkpoint, plot, as_json)
         return
     if plot is not None:
-        raise UserError("--plot draws what --signal reads of runs: give --signal too")
+        raise UserError("--plot needs --signal: add --signal")
     if ensemble != (len(checkpoint) > 1):
         cure = "name several checkpoints" if ensemble else "evaluate them one by one, or together with --ensemble"
         raise UserError(f"{len(checkpoint)} checkpoint(s){' with --ensemble' if ensemble else ''}: {cure}")
@@ -72,19 +72,19 @@ def _signals(runs: list[Path], plot: Path | None, as_json: bool) -> None:
 def generate(
     checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
     prompt: Annotated[str, Option(help="Text to continue.")],
-    max_tokens: Annotated[int, Option(help="Tokens to add at most.")] = 128,
+    max_tokens: Annotated[int, Option(help="Maximum number of tokens to generate.")] = 128,
     temperature: Annotated[float, Option(help="Sampling temperature; 0: greedy.")] = 0.0,
-    top_p: Annotated[float, Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
+    top_p: Annotated[float, Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
     seed: Annotated[int, Option(help="Sampling seed.")] = 0,
     parse_special: ParseSpecial = False,
     chat: Annotated[
-        bool, Option("--chat", help="Answer to the prompt, in the form of the model's chat template.")
+        bool, Option("--chat", help="Answer the prompt in the format of the model's chat template.")
     ] = False,
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a text, or answer to it."""
+    """Continue a text, or answer a prompt."""
     given = but(locals(), "as_json")
     from optimus.api import generate as run
 

@@ -17,29 +17,29 @@ def launch(
     config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
     overrides: Overrides = None,
     settings: Settings = None,
-    nodes: Annotated[int, Option(help="Nodes that train.")] = 1,
-    spares: Annotated[int, Option(help="Spare nodes, which replace failed ones.")] = 0,
-    ranks_per_node: Annotated[int, Option(help="Ranks on each node.")] = 1,
+    nodes: Annotated[int, Option(help="Number of nodes that train.")] = 1,
+    spares: Annotated[int, Option(help="Number of spare nodes, which replace failed nodes.")] = 0,
+    ranks_per_node: Annotated[int, Option(help="Number of ranks on each node.")] = 1,
     rendezvous: Annotated[str, Option(help="HOST:PORT of `optimus rendezvous`.")] = "127.0.0.1:29400",
-    node: Annotated[str | None, Option(help="Name of this node. Default: that of the machine.")] = None,
-    name: Annotated[str, Option(help="Name of the launch, where several use one store.")] = "optimus",
-    keep_alive: Annotated[str, Option(help="Seconds between heartbeats x number that may be missing.")] = "5x3",
+    node: Annotated[str | None, Option(help="Name of this node. Default: the host name.")] = None,
+    name: Annotated[str, Option(help="Name of the launch, if several launches share a store.")] = "optimus",
+    keep_alive: Annotated[str, Option(help="Seconds between heartbeats x missing heartbeats of a dead node.")] = "5x3",
     wait: Annotated[float, Option(help="Seconds to wait until enough nodes have joined.")] = 600.0,
-    max_restarts: Annotated[int, Option(help="Restarts in a row without a new checkpoint.")] = 5,
-    inject: Annotated[Path | None, Option(help="YAML list of faults to rehearse.")] = None,
+    max_restarts: Annotated[int, Option(help="Maximum number of restarts in a row without a new checkpoint.")] = 5,
+    inject: Annotated[Path | None, Option(help="YAML file with a list of faults to inject.")] = None,
     scheduler: Annotated[
         Literal["slurm", "pbs"] | None, Option(help="Start nothing; write a batch script for this system.")
     ] = None,
     output: Annotated[Path | None, Option(help="With --scheduler: batch script to write.")] = None,
     time: Annotated[str, Option(help="Time limit in the batch script, HOURS:MINUTES:SECONDS.")] = "12:00:00",
     directive: Annotated[
-        list[str] | None, Option(help="For the batch system, such as '--account=physics'; repeated.")
+        list[str] | None, Option(help="Batch directive, such as '--account=physics'; repeatable.")
     ] = None,
     check: Annotated[bool, Option("--check", help="Validate without starting or contacting anything.")] = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Run one node of a training with spares; start it on every node and every spare."""
+    """Run one node of a training job with spares; start the command on every node and every spare."""
     from optimus.training.reading import read_run
 
     overrides = [*(overrides or []), *(settings or []), *(["observe.verbose=true"] if verbose else [])]
@@ -66,7 +66,7 @@ def launch(
         return
     if scheduler is not None:
         if output is None:
-            raise UserError("--scheduler needs --output PATH, where the batch script goes")
+            raise UserError("--scheduler needs --output PATH for the batch script")
         submit = run.write_batch_script(
             job, scheduler=scheduler, path=output, time=time, directives=directive or [], inject=inject
         )
@@ -98,16 +98,16 @@ def lab(
     config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
     overrides: Overrides = None,
     settings: Settings = None,
-    nodes: Annotated[int, Option(help="Nodes that train.")] = 3,
-    spares: Annotated[int, Option(help="Spare nodes, which replace failed ones.")] = 2,
-    ranks_per_node: Annotated[int, Option(help="Ranks on each node.")] = 1,
+    nodes: Annotated[int, Option(help="Number of nodes that train.")] = 3,
+    spares: Annotated[int, Option(help="Number of spare nodes, which replace failed nodes.")] = 2,
+    ranks_per_node: Annotated[int, Option(help="Number of ranks on each node.")] = 1,
     bandwidth: Annotated[str | None, Option(help="Bandwidth of each node, such as 1Gbit.")] = None,
-    inject: Annotated[Path | None, Option(help="YAML list of faults to rehearse.")] = None,
-    keep_alive: Annotated[str, Option(help="Seconds between heartbeats x number that may be missing.")] = "1x3",
+    inject: Annotated[Path | None, Option(help="YAML file with a list of faults to inject.")] = None,
+    keep_alive: Annotated[str, Option(help="Seconds between heartbeats x missing heartbeats of a dead node.")] = "1x3",
     wait: Annotated[float, Option(help="Seconds to wait until enough nodes have joined.")] = 30.0,
-    limit: Annotated[float, Option(help="Seconds after which everything is taken down.")] = 600.0,
+    limit: Annotated[float, Option(help="Seconds after which the rehearsal ends.")] = 600.0,
     plain: Annotated[
-        bool, Option("--plain", help="Processes on one network instead of network namespaces (no root).")
+        bool, Option("--plain", help="Use processes on one network as nodes, not network namespaces (no root).")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -38,46 +38,49 @@ def plan(
     ],
     overrides: Overrides = None,
     settings: Settings = None,
-    machine: Annotated[str, Option(help="A machine's name, or a file as `optimus bench machine` writes it.")] = "",
-    ranks: Annotated[int | None, Option(help="Ranks of the job.")] = None,
-    best: Annotated[int, Option(min=1, help="Divisions of the ranks to list.")] = 10,
-    as_is: Annotated[bool, Option("--as-is", help="Do not search: predict the layout as configured.")] = False,
-    imbalance: Annotated[float, Option(min=1, help="Tokens of the most loaded rank's experts, to the mean.")] = 1.0,
+    machine: Annotated[
+        str, Option(help="Name of a machine, or a machine file (`optimus bench machine` writes one).")
+    ] = "",
+    ranks: Annotated[int | None, Option(help="Number of ranks of the job.")] = None,
+    best: Annotated[int, Option(min=1, help="Number of plans to list.")] = 10,
+    as_is: Annotated[bool, Option("--as-is", help="Predict the layout as configured, without a search.")] = False,
+    imbalance: Annotated[float, Option(min=1, help="Load imbalance of the experts (max/mean) over the ranks.")] = 1.0,
     what_if: Annotated[
         list[str] | None,
         Option(
-            help="Change a figure of the machine's file, or of this library: network.bandwidth=x2, profile.speed=0.8"
+            help="Change a value of the machine, or of this library's profile: network.bandwidth=x2, profile.speed=0.8; "
+            "repeatable."
         ),
     ] = None,
     links: Annotated[
         Path | None,
         Option(
-            help="Where nodes are not equally near: a CSV file with a line for each node, and in it that node's bandwidth "
-            "to each node, bytes/s, with commas between; no header; 0 to itself."
+            help="CSV file with the bandwidth in bytes/s between each pair of nodes, if the pairs differ: a line per node "
+            "with its bandwidth to every node, and 0 to itself; no header."
         ),
     ] = None,
-    explain: Annotated[int | None, Option(min=1, help="Break down the plan in this row.")] = None,
+    explain: Annotated[int | None, Option(min=1, help="Explain the plan in this row of the table.")] = None,
     output: Annotated[Path | None, Option(help="Write the first plan's configuration to this YAML file.")] = None,
-    scale: Annotated[str | None, Option(help="Numbers of ranks: 384,768,... for a study of weak scaling.")] = None,
-    plot: Annotated[Path | None, Option(help="With --scale: draw it to this PNG file.")] = None,
+    scale: Annotated[str | None, Option(help="Study weak scaling over these numbers of ranks: 384,768,...")] = None,
+    plot: Annotated[Path | None, Option(help="With --scale: plot the study to this PNG file.")] = None,
     page: Annotated[
         Path | None,
-        Option("--report", help="Draw the plans, their time and memory, and the ranks on nodes into this HTML file."),
+        Option("--report", help="Write the plans, their time and memory, and the ranks on nodes to this HTML file."),
     ] = None,
-    wide: Annotated[bool, Option("--wide", help="A table with all columns, wider than 100 characters.")] = False,
-    dry_run: Annotated[int | None, Option(help="Count what this rank would hold.")] = None,
+    wide: Annotated[bool, Option("--wide", help="Print all columns, in a table wider than 100 characters.")] = False,
+    dry_run: Annotated[int | None, Option(help="Count the bytes that this rank would hold.")] = None,
     machine_template: Annotated[
         bool,
         Option(
             "--machine-template",
-            help="Print a machine's file to fill in, with what each figure means, and end.",
+            help="Print a template of a machine file with the meaning of each value, and exit.",
             callback=_print_template,
             is_eager=True,
         ),
     ] = False,
     largest: Annotated[
         bool,
-        Option("--largest", help="The deepest model of such layers that fits, with its state here and there."),
+        Option("--largest", help="Find the largest number of layers that fits, for each offloading of the state."),
     ] = False,
     plugins: Plugins = None,
     as_json: Json = False,
@@ -87,7 +90,7 @@ def plan(
     numbers = [] if scale is None else _numbers(scale)
     rows = len(numbers) or (1 if as_is else best)
     if explain is not None and not largest and explain > rows:
-        raise UserError(f"--explain {explain}: there are {rows} rows at most")
+        raise UserError(f"--explain {explain}: there are at most {rows} rows")
     if dry_run is not None:
         others = {
             "output": output,
@@ -98,14 +101,14 @@ def plan(
             "report": page,
         }
         if given := [f"--{name}" for name, value in others.items() if value]:
-            raise UserError(f"--dry-run counts what one rank holds: leave out {' and '.join(given)}")
+            raise UserError(f"--dry-run counts the bytes of one rank only: leave out {' and '.join(given)}")
     from optimus import api
 
     if Path(model).suffix in (".yaml", ".yml"):  # before importing torch, so that the command reports mistakes at once
         api.config(model, overrides)
     if plot is not None:
         if not numbers:
-            raise UserError("--plot draws a study of scaling: add --scale 384,768,...")
+            raise UserError("--plot plots a study of weak scaling: add --scale 384,768,...")
         plot = check_plot(plot)
     import torch
 
@@ -160,7 +163,7 @@ def _numbers(text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise UserError(f"--scale {text}: give numbers of ranks with commas between them, such as 384,768,1536")
+        raise UserError(f"--scale {text}: give numbers of ranks separated by commas, such as 384,768,1536")
     return numbers
 
 
@@ -185,13 +188,16 @@ def _dry_run(job: Any, rank: int, as_json: bool) -> None:
 @app.command()
 def schedule(
     name: Annotated[
-        str, Argument(metavar="NAME", help="Schedule, as in parallel.schedule; an unknown name lists all.")
+        str,
+        Argument(metavar="NAME", help="Name of a schedule, as in parallel.schedule; an unknown name prints all names."),
     ],
-    stages: Annotated[int, Option(help="Ranks of the pipeline, each with --stages-per-rank stages.")] = 4,
+    stages: Annotated[int, Option(help="Pipeline-parallel ranks, each with --stages-per-rank stages.")] = 4,
     microbatches: Annotated[int, Option(help="Microbatches of a step.")] = 8,
-    stages_per_rank: Annotated[int | None, Option(help="Default: the fewest that the schedule takes.")] = None,
+    stages_per_rank: Annotated[
+        int | None, Option(help="Stages on each rank. Default: the fewest that the schedule supports.")
+    ] = None,
     warmup_factor: Annotated[
-        float, Option(help="Factor of the usual live activations, if the schedule takes one.")
+        float, Option(help="Factor of the usual live activations, if the schedule supports one.")
     ] = 1.0,
     vocabulary: Annotated[
         bool, Option("--vocabulary", help="Vocabulary parallelism over all stages (passes S and T).")
@@ -202,11 +208,13 @@ def schedule(
     ] = 0.0,
     jitter: Annotated[float, Option(help="Lognormal standard deviation of computation times.")] = 0.0,
     link: Annotated[float, Option(help="Time of a message between ranks; a stage's forward pass takes 1.")] = 0.0,
-    blocking: Annotated[bool, Option("--blocking", help="Sends and receives block computation.")] = False,
+    blocking: Annotated[bool, Option("--blocking", help="Let sends and receives block computation.")] = False,
     seed: Annotated[int, Option(help="Seed of the jitter.")] = 0,
-    measured: Annotated[Path | None, Option(help="Timeline of a real run to compare with the simulation.")] = None,
-    plot: Annotated[Path | None, Option(help="Draw the timeline into this PNG file.")] = None,
-    output: Annotated[Path | None, Option(help="Write bubble, memory and all actions to this JSON file.")] = None,
+    measured: Annotated[Path | None, Option(help="timeline.json of a run to compare with the simulation.")] = None,
+    plot: Annotated[Path | None, Option(help="Plot the timeline to this PNG file.")] = None,
+    output: Annotated[
+        Path | None, Option(help="Write the bubble, the memory and all actions to this JSON file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check, simulate and draw a pipeline schedule."""

@@ -16,19 +16,19 @@ def report(
     output: Annotated[
         Path | None,
         Option(
-            help="HTML file to write. Default: report.html in the run's folder; of several runs, comparison.html here.",
+            help="HTML file to write. Default: report.html in the run folder; for several runs, ./comparison.html.",
             show_default=False,
         ),
     ] = None,
     serve: Annotated[
         str | None,
         Option(
-            metavar="[ADDRESS:]PORT", help="Serve the report, refreshed while the run goes on, on this machine alone."
+            metavar="[ADDRESS:]PORT", help="Serve the report and refresh it. Default: only to this machine (127.0.0.1)."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a run as a page: curves, time and memory, experts, events; or compare several."""
+    """Write a run's report as an HTML page (curves, time, memory, experts, events), or compare several runs."""
     from optimus.api import report as write_report
     from optimus.observe.signals import ended_by_signals
     from optimus.report.serve import parse_address, report_server
@@ -41,7 +41,7 @@ def report(
     server = report_server(runs, *parse_address(serve))
     host, port = server.server_address[:2]
     result = {"url": f"http://{host!s}:{port}/"}
-    show(result, as_json, f"{result['url']}: the report, read anew while it is open; Ctrl-C ends")
+    show(result, as_json, f"{result['url']}: the report, which refreshes while it is open; Ctrl-C ends the server")
     sys.stdout.flush()
     with server, ended_by_signals("ending"):
         server.serve_forever()
@@ -49,30 +49,34 @@ def report(
 
 @app.command()
 def runs(
-    folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder in which, or below which, run folders are.")],
+    folder: Annotated[
+        Path, Argument(metavar="FOLDER", help="Folder that contains run folders, directly or in subfolders.")
+    ],
     state: Annotated[
         Literal["running", "finished", "stopped", "failed"] | None, Option(help="List only runs in this state.")
     ] = None,
-    match: Annotated[str | None, Option(help="List only runs whose path or model has this text in it.")] = None,
+    match: Annotated[str | None, Option(help="List only runs whose path or model contains this text.")] = None,
     sort: Annotated[str, Option(help="Column to sort by, such as loss or bits_per_byte.")] = "name",
     reverse: Annotated[bool, Option("--reverse", help="Sort from the largest to the smallest.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List runs: the progress, loss and speed of each, whether it is running, and why not."""
+    """List runs with their progress, loss, speed and state, and the reason for the state."""
     from optimus.api import runs as run
     from optimus.observe.table import print_table
     from optimus.report import listing
 
     rows = run(folder, state=state, match=match, sort=sort, reverse=reverse)
     if as_json or not rows:
-        show(rows, as_json, f"{folder}: no such runs")
+        show(rows, as_json, f"{folder}: no matching runs")
         return
     print_table(listing.table_rows(rows), f"runs in {folder}")
 
 
 @app.command()
 def doctor(
-    folder: Annotated[Path, Argument(metavar="FOLDER", help="Where runs would be written.")] = Path("."),
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder for future runs, which the checks use.")] = Path(
+        "."
+    ),
     as_json: Json = False,
 ) -> None:
     """Check this machine and suggest fixes: devices, memory, network, disk, clock; exit code 1 for a problem."""

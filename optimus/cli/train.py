@@ -17,20 +17,24 @@ def train(
     config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
     overrides: Overrides = None,
     settings: Settings = None,
-    ranks: Annotated[int | None, Option(help="Ranks to start on this machine.")] = None,
+    ranks: Annotated[int | None, Option(help="Number of ranks to start on this machine.")] = None,
     resume: Annotated[
         bool,
         Option(
-            "--resume", help="Continue from the newest checkpoint of the run. `--resume auto`: if there is something."
+            "--resume",
+            help="Continue from the newest checkpoint of the run. `--resume auto`: if the folder holds a run.",
         ),
     ] = False,
     fresh_optimizer: Annotated[
-        bool, Option("--fresh-optimizer", help="With --resume: from the weights alone, as for a new update rule.")
+        bool,
+        Option("--fresh-optimizer", help="With --resume: load the weights only, for example for a new update rule."),
     ] = False,
-    check: Annotated[bool, Option("--check", help="Validate the configuration without running it.")] = False,
+    check: Annotated[
+        bool, Option("--check", help="Validate the configuration, the machine and the data; train nothing.")
+    ] = False,
     auto_plan: Annotated[
         str | None,
-        Option(metavar="MACHINE", help="Choose the layout that `optimus plan` finds best on this machine."),
+        Option(metavar="MACHINE", help="Use the best layout that `optimus plan` finds on this machine."),
     ] = None,
     verbose: Verbose = False,
     as_json: Json = False,

@@ -39,13 +39,13 @@ def _check_sections(config: RunConfig) -> None:
     if data != "auto" and train.global_batch % (data * train.micro_batch):
         raise ValueError(
             f"train.global_batch {train.global_batch} is not a multiple of parallel.data {data} times train.micro_batch "
-            f"{train.micro_batch}"
+            f"{train.micro_batch}: change one of them"
         )
 
 
 def _check_multiple(name: str, size: int, axis: str, parts: int, cure: str | None = None) -> None:
     if size % parts:
-        cure = f": choose a divisor of {size} there" if cure is None else cure
+        cure = f": set {axis} to a divisor of {size}" if cure is None else cure
         raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}{cure}")
 
 
@@ -55,7 +55,7 @@ def _check_teacher(config: RunConfig) -> None:
     key = "tensor" if outputs * inputs > 1 else "vocabulary" if config.parallel.vocabulary else None
     if config.train.teacher is not None and key is not None:
         raise ValueError(
-            f"train.teacher: parallel.{key} divides the vocabulary, and a teacher needs whole logits: remove one of them"
+            f"train.teacher needs whole logits, but parallel.{key} shards the vocabulary: remove one of them"
         )
 
 
@@ -66,8 +66,8 @@ def _check_schedule(config: RunConfig) -> None:
     known = train.epochs is None  # True if the number of steps is known
     if lr_schedule.cooldown_steps and known and lr_schedule.cooldown_steps + config.warmup_steps > train.total_steps:
         raise ValueError(
-            f"lr_schedule.cooldown_steps {lr_schedule.cooldown_steps} and the warm-up's {config.warmup_steps} are more than "
-            f"the run's {train.total_steps} steps: lower one of them"
+            f"lr_schedule.cooldown_steps {lr_schedule.cooldown_steps} and the {config.warmup_steps} steps of the warm-up "
+            f"exceed the run's {train.total_steps} steps: lower one of them"
         )
     if lr_schedule.branch_from and config.checkpoint.load_path:
         raise ValueError("lr_schedule.branch_from and checkpoint.load_path exclude each other: remove one of them")
@@ -81,19 +81,19 @@ def _check_pruning(config: RunConfig) -> None:
         return
     if config.train.lora_rank is not None:
         raise ValueError(
-            "train.lora_rank: the factors of a weight go by what is pruned of it: prune first, and begin a run with factors "
-            "from that checkpoint (checkpoint.load_path)"
+            "train.lora_rank: a run that prunes cannot train low-rank factors, which depend on the masks: prune first, then "
+            "train the factors in a new run from the pruned checkpoint (checkpoint.load_path)"
         )
     if config.train.epochs is None:
         # The steps of the whole run: `total_steps` of a phase with a separate schedule counts only the steps of the phase.
         steps = sum(phase.steps or 0 for phase in config.phases) or config.train.total_steps
         if pruning.at[-1] >= steps:
-            raise ValueError(f"pruning.at {pruning.at[-1]}: the run ends after step {steps}: lower it")
+            raise ValueError(f"pruning.at {pruning.at[-1]} is not before the end of the run, step {steps}: lower it")
     every, keep = config.checkpoint.weights_every, config.checkpoint.weights_keep
     if pruning.rewind and (every is None or pruning.rewind % (every * keep)):
         raise ValueError(
-            f"pruning.rewind {pruning.rewind}: the weights of that step are not kept: set checkpoint.weights_every to it, "
-            "or rewind to 0"
+            f"pruning.rewind {pruning.rewind}: no checkpoint keeps the weights of this step: set checkpoint.weights_every x "
+            f"weights_keep to a divisor of {pruning.rewind}, or pruning.rewind to 0"
         )
 
 
@@ -104,19 +104,19 @@ def _check_recomputation(config: RunConfig) -> None:
     for kind in config.recompute:
         if absent.get(kind):
             model = "model whose blocks all have experts" if sparse else "dense model"
-            raise ValueError(f"recompute: a {model} has no module '{kind}'")
+            raise ValueError(f"recompute: a {model} has no module '{kind}': remove it")
     alone = next((kind for kind in config.recompute if kind in ("block", "auto")), None)
     if alone is not None and len(config.recompute) > 1:
         raise ValueError(f"recompute: {alone} includes all modules: remove the others")
     if config.recompute_every > 1 and (not config.recompute or alone == "auto"):
-        cure = "auto chooses it: remove it" if alone else "nothing is recomputed: set recompute"
+        cure = "recompute auto chooses the value: remove it" if alone else "nothing is recomputed: set recompute"
         raise ValueError(f"recompute_every {config.recompute_every}: {cure}")
     if config.recompute_every > config.model.layers:
         raise ValueError(
             f"recompute_every {config.recompute_every} is more than model.layers {config.model.layers}: lower it"
         )
     if config.recompute_budget is not None and alone != "auto":
-        raise ValueError("recompute_budget applies to recompute: auto only: set that, or remove recompute_budget")
+        raise ValueError("recompute_budget needs recompute: auto: set recompute, or remove recompute_budget")
 
 
 def _check_experts(config: RunConfig) -> None:
@@ -125,7 +125,7 @@ def _check_experts(config: RunConfig) -> None:
     if model.experts is None:
         for name in ("expert", "expert_tensor"):
             if getattr(parallel, name) > 1:
-                raise ValueError(f"parallel.{name} {getattr(parallel, name)}: the model is dense, remove it")
+                raise ValueError(f"parallel.{name} {getattr(parallel, name)}: the model is dense: remove it")
         return
     for experts in model.expert_counts:
         _check_multiple("model.experts", experts, "parallel.expert", parallel.expert, cure="")
@@ -135,8 +135,8 @@ def _check_experts(config: RunConfig) -> None:
     baseline = config.moe.dispatch == "alltoall" and inputs == 1 and not parallel.splits_sequence
     if not config.moe.drop_duplicates and not (baseline and parallel.expert_tensor == outputs > 1):
         raise ValueError(
-            "moe.drop_duplicates false sends the tokens of all tensor-parallel ranks: that needs moe.dispatch alltoall, "
-            "parallel.sequence false, parallel.tensor a number above 1 and parallel.expert_tensor equal to it"
+            "moe.drop_duplicates: false needs moe.dispatch: alltoall, parallel.sequence: false, a number above 1 as "
+            "parallel.tensor, and parallel.expert_tensor equal to parallel.tensor"
         )
 
 
@@ -168,19 +168,21 @@ def _check_pipeline(config: RunConfig) -> None:
     if parallel.executor == "message-driven":
         caps = parallel.max_in_flight
         if isinstance(caps, list) and (len(caps) != stages or min(caps) < 1):
-            raise ValueError(f"parallel.max_in_flight {caps} must be a number, or {stages} above 0, one per stage")
+            raise ValueError(
+                f"parallel.max_in_flight {caps} must be a number, or a list of {stages} numbers above 0, one per stage"
+            )
         for name in parallel.non_default("schedule", "warmup_factor"):
             raise ValueError(
-                f"parallel.{name} needs a scheduled order, which executor message-driven does not have: "
+                f"parallel.{name} applies to executor: scheduled only, but executor is message-driven: "
                 "remove it (max_in_flight limits the live activations)"
             )
         if parallel.vocabulary:
             raise ValueError(
-                "parallel.vocabulary needs a scheduled order, which executor message-driven does not have: "
+                "parallel.vocabulary applies to executor: scheduled only, but executor is message-driven: "
                 "remove one of them"
             )
     elif parallel.max_in_flight is not None:
-        raise ValueError("parallel.max_in_flight applies to executor: message-driven only: set that, or remove it")
+        raise ValueError("parallel.max_in_flight needs executor: message-driven: set executor, or remove max_in_flight")
     if stages > layers:
         raise ValueError(
             f"parallel.pipeline {parallel.pipeline} x stages_per_rank {parallel.stages_per_rank} makes {stages} stages, "
@@ -209,7 +211,9 @@ def _check_shapes(config: RunConfig) -> None:
     divided = parallel.vocabulary and parallel.pipeline > 1
     parts, by = outputs * (parallel.pipeline if divided else 1), "parallel.tensor" + " x pipeline" * divided
     if model.vocab < parts:
-        raise ValueError(f"model.vocab {model.vocab} is less than {by} {parts}: every rank needs a token")
+        raise ValueError(
+            f"model.vocab {model.vocab} is less than {by} {parts}: every rank needs a token of the vocabulary"
+        )
     context, cp = config.train.sequence_length, parallel.context
     if context > (model.learned_positions or context):
         raise ValueError(
@@ -218,19 +222,19 @@ def _check_shapes(config: RunConfig) -> None:
     pieces = 2 * cp if parallel.context_method == "ring" and cp > 1 else cp
     if context % pieces:
         raise ValueError(
-            f"train.sequence_length {context} cannot be split into the {pieces} equal parts that parallel.context {cp} "
-            f"needs ({parallel.context_method}): the nearest that can is {max(1, context // pieces) * pieces}"
+            f"train.sequence_length {context} is not a multiple of {pieces}, which parallel.context {cp} needs "
+            f"({parallel.context_method}): set it to {max(1, context // pieces) * pieces}, for example"
         )
     if parallel.context_method == "ulysses" and (model.kv_heads // outputs) % cp:
         heads = "heads" if model.kv_heads == model.heads else "kv_heads"
         raise ValueError(
-            f"parallel.context {cp} by ulysses divides {heads}, but a rank has {model.kv_heads // outputs} of them: choose "
-            "a divisor, or context_method ring"
+            f"parallel.context {cp} with context_method: ulysses shards {heads}, but a rank has {model.kv_heads // outputs} "
+            "of them: set parallel.context to a divisor, or context_method to ring"
         )
     rows, ranks = config.train.micro_batch * context // cp, outputs * inputs
     if rows % ranks and (parallel.splits_sequence or model.experts is not None):
         raise ValueError(
             f"the {rows} tokens of a microbatch (train.micro_batch {config.train.micro_batch} x train.sequence_length "
-            f"{context} / parallel.context {cp}) cannot be split over the {ranks} ranks of parallel.tensor: change "
-            "one of them"
+            f"{context} / parallel.context {cp}) cannot be split evenly over the {ranks} ranks of parallel.tensor: "
+            "change one of them"
         )

@@ -21,13 +21,13 @@ Count = Annotated[int, Field(gt=0), BeforeValidator(_count)]  # number of tokens
 class SourceConfig(Section):
     """A source of training tokens. One of weight, tokens and epochs sets its share of the data; the default is weight 1."""
 
-    path: PathText = Field(description="Folder written by `optimus prepare`, also at a URL that fsspec reads.")
-    name: str | None = Field(None, description="Name in metrics and messages. Default: that of the folder.")
+    path: PathText = Field(description="Folder written by `optimus prepare`, or its URL if fsspec can read it.")
+    name: str | None = Field(None, description="Name in metrics and messages. Default: the name of the folder.")
     weight: float | None = Field(None, ge=0)
-    """Share of the data that sources with tokens or epochs leave, relative to the other weights; at most one pass over the
-    source."""
-    tokens: Count | None = Field(None, description="Tokens read from it, also as 2e9 or 300B.")
-    epochs: float | None = Field(None, gt=0, description="Passes over it.")
+    """Share of the source, relative to the other weights, in the data that sources with tokens or epochs leave. A run reads
+    a source with a weight at most once."""
+    tokens: Count | None = Field(None, description="Number of tokens to read, also as 2e9 or 300B.")
+    epochs: float | None = Field(None, gt=0, description="Number of passes over the source.")
 
     @model_validator(mode="after")
     def _share(self) -> "SourceConfig":
@@ -56,12 +56,12 @@ class DataConfig(Section):
     """The training data: a folder or several sources. A list of sources may replace the section."""
 
     path: PathText | None = Field(
-        None, description="Folder written by `optimus prepare`, also at a URL; the short form of one source."
+        None, description="Folder written by `optimus prepare`, or its URL; the short form of a single source."
     )
-    sources: list[SourceConfig] = Field([], description="Sources that are mixed.")
+    sources: list[SourceConfig] = Field([], description="Sources to mix.")
     documents: Literal["ignore", "mask"] = "ignore"
-    """Treatment of several documents in one sequence. mask: attention and positions stay within each document, and its first
-    token is not predicted. In a phase, the default is the value of `data.documents`."""
+    """Boundaries of documents within a sequence. ignore: tokens attend to earlier documents; mask: attention and positions
+    stay within each document, and its first token is not predicted. Default in a phase: the value of `data.documents`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -76,12 +76,14 @@ class DataConfig(Section):
             )
         labels = [source.label for source in self.sources]
         if twice := {label for label in labels if labels.count(label) > 1}:
-            raise ValueError(f"sources: two are named {min(twice)}: give each a name of its own")
+            raise ValueError(f"sources: two sources are named {min(twice)}: give each a different name")
         spelled: dict[str, str] = {}
         for source in self.sources:
             if (other := spelled.get(source.folder)) is not None:
                 both = source.path if other == source.path else f"{source.path}, which is {other},"
-                raise ValueError(f"sources: {both} is there twice: its shares would be the same rows: give it once")
+                raise ValueError(
+                    f"sources: {both} is listed twice, and both entries would read the same rows: list it once"
+                )
             spelled[source.folder] = source.path
         shares = [source.share for source in self.sources if source.share is not None]
         if shares and not sum(shares):

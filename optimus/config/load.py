@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,7 +55,7 @@ def load_config(
         path = user_path(source)
         raw, where = _read_including(path, read_model_folder, of_run), str(path)
     if isinstance(overrides, str):
-        raise UserError(f"overrides are a list of texts: give [{overrides!r}]")
+        raise UserError(f"overrides must be a list of strings: give [{overrides!r}]")
     changes = [*overrides]
     for text in filter(_names_plugins, changes):
         raw = _override(raw, text, read_model_folder)
@@ -165,17 +166,19 @@ def _read_including(
     if written.name.startswith("config.") and (written.parent / "environment.jsonl").exists():  # a run's file
         raw = with_new_names(raw)
     named = raw.pop("include", None) or []
-    chain = [*outer, path.resolve()]
+    files = [*outer, path.resolve()]
     below: dict[str, Any] = {}
     for name in named if isinstance(named, list) else [named]:
         if not isinstance(name, str):
             raise UserError(f"{path}: 'include' is {named!r}: it must be the name of a YAML file, or a list of names")
         other = path.parent / user_path(name)
-        if other.resolve() in chain:
-            raise UserError(f"{path}: include: {other} includes this file in turn: remove one of the two")
+        if other.resolve() in files:
+            raise UserError(f"{path}: include: {other} includes this file in turn: remove one of the two includes")
         if not other.is_file():
-            raise UserError(f"{path}: include: {other} does not exist; names are by their place beside {path.name}")
-        below = _with_all_plugins(below, _read_including(other, read_model_folder, of_run, chain), read_model_folder)
+            raise UserError(
+                f"{path}: include: {other} does not exist: write its path relative to the folder of {path.name}"
+            )
+        below = _with_all_plugins(below, _read_including(other, read_model_folder, of_run, files), read_model_folder)
     if not of_run:
         load_plugins(raw.get("plugins") or [], f"{path}: plugins")
     return _with_all_plugins(below, raw, read_model_folder)
@@ -184,8 +187,9 @@ def _read_including(
 def _with_all_plugins(
     low: Mapping[str, Any], high: Mapping[str, Any], read_model_folder: ModelFolderReader | None
 ) -> dict[str, Any]:
-    plugins = [*dict.fromkeys([*(low.get("plugins") or ()), *(high.get("plugins") or ())])]
-    return _merge_opened(low, high, read_model_folder) | ({"plugins": plugins} if plugins else {})
+    plugins = [raw["plugins"] for raw in (low, high) if isinstance(raw.get("plugins"), list)]
+    every = {"plugins": [*dict.fromkeys(chain.from_iterable(plugins))]} if len(plugins) > 1 else {}
+    return _merge_opened(low, high, read_model_folder) | every
 
 
 def _merge_opened(
@@ -203,7 +207,7 @@ def _read_yaml(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
         raise UserError(f"config file {path} cannot be read: {error}") from None
     raw = parse_yaml(text, f"config file {path}")
     if not isinstance(raw, dict):
-        raise UserError(f"config file {path} must hold a mapping with the keys {', '.join(kind.model_fields)}")
+        raise UserError(f"config file {path} must contain a mapping with the keys {', '.join(kind.model_fields)}")
     return raw
 
 
@@ -291,12 +295,12 @@ def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
     """Suggests the key's new name, or the same key in another section, or the nearest key of this section."""
     path = ".".join([*(section[2:] if section[:1] == ["phases"] else section), key])  # phases contain sections
     if (now := MOVED.get(path, new_name(path))) != path:
-        return f"here it is {now}"
+        return f"use {now}"
     elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]
     if elsewhere:
         return f"did you mean '{elsewhere[0]}'?"
     if other := other_names().get("".join(letter for letter in key.lower() if letter.isalnum())):
-        return f"here it is {other}"
+        return f"use {other}"
     hint = nearest(key, keys_of_section(section, root))
     if "did you mean" in hint and section:
         return hint.replace("'", f"'{'.'.join(section)}.", 1)

@@ -47,7 +47,7 @@ def migrate(config: str | Path) -> list[RenamedKey]:
     before = parse_yaml(text, str(path))
     root = yaml.compose(text, Loader=Loader)
     if not isinstance(root, yaml.MappingNode) or not isinstance(before, dict):
-        raise UserError(f"{path} is no configuration: it has no sections")
+        raise UserError(f"{path} is not a configuration: the file has no sections")
     found = sorted(set(_renamed(root, str(path))), key=lambda key: key.start)  # an alias repeats the keys of its anchor
     made = text
     for key in reversed(found):
@@ -56,7 +56,7 @@ def migrate(config: str | Path) -> list[RenamedKey]:
         made = made[: key.start] + quote + key.new.rpartition(".")[2] + quote + made[key.end :]
     _check(path, before, made)
     if found:
-        with naming_disk_errors(path, "The file is as it was."):
+        with naming_disk_errors(path, "The file is unchanged."):
             replace_text(path, mark + made)
     return found
 
@@ -71,8 +71,8 @@ def _check(path: Path, before: dict[str, Any], made: str) -> None:
     if not same:
         names = sorted({f"{old} (now {new_name(old)})" for old in _old_keys(before)})
         raise UserError(
-            f"{path} is as it was: anchors, aliases, merge keys or block scalars tie an old key to other text. Rename by "
-            f"hand: {', '.join(names)}"
+            f"{path} is unchanged: anchors, aliases, merge keys or block scalars tie an old key to other text. Rename these "
+            f"keys by hand: {', '.join(names)}"
         )
 
 
@@ -107,7 +107,7 @@ def _named(key: yaml.Node, old: str, section: yaml.MappingNode, where: str) -> I
     if name == key.value:
         return
     if any(other.value == name for other, _ in section.value):
-        raise UserError(f"{where} line {line}: {old} is {new} now, which is there as well: remove one of them")
+        raise UserError(f"{where} line {line}: {old} is now {new}, which the file has too: remove one of them")
     yield _change(key, old, new)
 
 

@@ -37,24 +37,24 @@ class ParallelConfig(Section):
     """Expert-parallel ranks, each with some of every layer's experts. Expert parallelism is folded over the data-, context-
     and tensor-parallel ranks."""
     expert_tensor: int = Field(
-        1, gt=0, description="Expert tensor parallelism: ranks that share each expert, at most tensor."
+        1, gt=0, description="Expert-tensor-parallel ranks, which shard each expert; a divisor of tensor."
     )
     pipeline: int = Field(1, gt=0, description="Pipeline-parallel ranks, each with some of the blocks.")
     schedule: ScheduleName = DEFAULT
     """With pipeline: the pipeline schedule (`optimus schedule` draws it)."""
-    stages_per_rank: int = Field(1, gt=0, description=f"With pipeline: stages on each rank, {_STAGES}, else 1.")
+    stages_per_rank: int = Field(1, gt=0, description=f"With pipeline: stages on each rank: {_STAGES}, else 1.")
     microbatches: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
     """With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch. auto: the fewest
     with a simulated bubble of at most 10 %. Default: train.micro_batch decides."""
     executor: Literal["scheduled", "message-driven"] = "scheduled"
-    """With pipeline. scheduled: follow the schedule; message-driven: compute whatever has arrived (AxoNN)."""
+    """With pipeline. scheduled: follow the schedule; message-driven: compute as inputs arrive (AxoNN)."""
     max_in_flight: Annotated[int, Field(gt=0)] | list[int] | None = None
     """With executor: message-driven. Microbatches in flight (AxoNN's pipeline_limit), or the largest number of live
     activations of each stage. Default: the number of stages."""
     warmup_factor: float = Field(
         1.0,
         ge=1,
-        description=f"With schedule {_DEEPENED}: factor of the usual live activations; more hides jitter.",
+        description=f"With schedule {_DEEPENED}: factor of the usual live activations; a larger factor hides more jitter.",
     )
     layers_per_stage: list[int] | None = None
     """With pipeline: stage partition, blocks per stage. Default: balanced."""
@@ -91,14 +91,14 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _sizes(self) -> "ParallelConfig":
         if isinstance(self.tensor, list) and (len(self.tensor) != 2 or min(self.tensor) < 1):
-            raise ValueError(f"tensor {self.tensor} must be a number or two of them, [outputs, inputs]")
+            raise ValueError(f"tensor {self.tensor} must be a number, or a list of two numbers [outputs, inputs]")
         tensor = self.grid[0] * self.grid[1]
         if self.sequence and tensor == 1:
             raise ValueError("sequence splits tokens over the tensor-parallel ranks, but tensor is 1: remove it")
         if self.expert_tensor > tensor:
             raise ValueError(
                 f"expert_tensor {self.expert_tensor} is larger than tensor {tensor}: set it to at most {tensor}, and "
-                "expert to the rest"
+                "use expert for the rest"
             )
         if tensor % self.expert_tensor:
             raise ValueError(f"expert_tensor {self.expert_tensor} does not divide tensor {tensor}: choose a divisor")

@@ -11,23 +11,24 @@ class PruningConfig(Section):
     """Pruning of parameters during the run. Only unpruned parameters have gradients and optimizer state, and collectives
     send only these (SAMO)."""
 
-    sparsity: float = Field(gt=0, lt=1, description="Share of the targets that is pruned in the end.")
+    sparsity: float = Field(gt=0, lt=1, description="Final sparsity: fraction of the targets that is pruned.")
     at: list[int] = Field(min_length=1)
     """Step after which pruning takes place (0: before the first), or several steps for iterative pruning. With early-bird:
     the first step at which masks are compared."""
     method: Literal["magnitude", "random", "early-bird"] = "magnitude"
-    """Choice of the pruned weights. magnitude: the smallest; random: any, by the seed; early-bird: the smallest, once their
-    choice hardly changes any more (early-bird tickets)."""
+    """Choice of the pruned weights. magnitude: the smallest; random: any, by the seed; early-bird: the smallest, once the
+    masks hardly change any more (early-bird tickets)."""
     schedule: Literal["geometric", "cubic"] = "geometric"
-    """With several steps. geometric: the same share of the remaining weights each time; cubic: most of them early."""
+    """With several steps: growth of the sparsity. geometric: each step prunes the same fraction of the remaining weights;
+    cubic: the early steps prune most."""
     scope: Literal["global", "layer", "block 16x16"] = "global"
     """Comparison of weights over all targets, within each tensor, or as blocks of 16 x 16 over all targets, which are pruned
     as a whole."""
     targets: list[str] | None = None
     """Roles (matrix, expert) or shell patterns of names, as in optimizer.groups. Default: all matrices and experts."""
     rewind: int | None = Field(None, ge=0)
-    """Step whose weights the unpruned parameters get back, with fresh optimizer state: 0, the initial weights, or a step
-    whose weights are saved (checkpoint.weights_every). Default: the current weights stay."""
+    """Step to whose weights pruning rewinds the unpruned parameters, with fresh optimizer state: 0, the initial weights, or
+    a step whose weights are kept (checkpoint.weights_every). Default: no rewinding."""
     every: int = Field(25, gt=0, description="With early-bird: steps between the masks that are compared.")
     distance: float = Field(0.1, gt=0, lt=1)
     """With early-bird: prune once the last five distances between masks, as shares of the remaining weights, are below this
@@ -46,10 +47,12 @@ class PruningConfig(Section):
         if self.at != sorted({*self.at}) or self.at[0] < 0:
             raise ValueError(f"at {self.at}: give steps in ascending order, each once, from 0 on")
         if self.method == "early-bird" and len(self.at) > 1:
-            raise ValueError("at: method early-bird finds the step itself: give the first one at which it may")
+            raise ValueError(
+                "at: method early-bird chooses the step: give only the first step at which masks are compared"
+            )
         if self.rewind is not None and self.rewind > self.at[0]:
             raise ValueError(
-                f"rewind {self.rewind} is behind the first pruning, at step {self.at[0]}: give an earlier step"
+                f"rewind {self.rewind} is after the first pruning, at step {self.at[0]}: give an earlier step"
             )
         return self
 

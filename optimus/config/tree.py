@@ -61,7 +61,8 @@ class StateConfig(Section):
     prefetch: int = Field(1, ge=0)
     """With shard: parameters. Number of chunks that are all-gathered ahead of their use, in the order of the first step."""
     chunk: int | None = Field(None, gt=0)
-    """Largest size of a chunk (bucket), in elements. Default: the size that wastes least (Elixir's search)."""
+    """Largest size of a chunk (bucket), in elements. Default: the size that leaves the fewest elements empty (Elixir's
+    search)."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of gradient accumulation over microbatches and of gradient reduction over ranks."""
     tile: int = Field(1 << 20, gt=0)
@@ -96,7 +97,9 @@ class StateConfig(Section):
     @model_validator(mode="after")
     def _sharding(self) -> "StateConfig":
         if self.shard == "none" and (self.shard_ranks is not None or self.shard_over != "replicas"):
-            raise ValueError("shard_ranks and shard_over apply to sharded state, but shard is none: choose a shard")
+            raise ValueError(
+                "shard_ranks and shard_over apply to sharded state, but shard is none: set shard, or remove them"
+            )
         if isinstance(self.shard_ranks, ShardRanks):
             _check_nesting(self.shard, self.shard_ranks)
         if self.shard != "parameters" and not self.reshard_after_forward:
@@ -114,7 +117,7 @@ class StateConfig(Section):
             )
         if not self.reshard_after_forward and (self.cache is not None or self.offload in ("all", "disk")):
             raise ValueError(
-                "reshard_after_forward is not for parameters in a cache, which keeps what it can: remove it"
+                "reshard_after_forward: false excludes a cache of parameters (cache, or offload: all or disk): remove it"
             )
         # Resolved runs have the value "device" for options of state that is on the device anyway.
         wrong = self.non_default("resident_fraction", "update_on") if self.offload == "none" else []
@@ -122,7 +125,9 @@ class StateConfig(Section):
         wrong = [key for key in wrong if getattr(self, key) != "device"]
         wrong += ["disk"] if self.disk is not None and self.offload != "disk" else []
         if wrong:
-            raise ValueError(f"{wrong[0]} applies to state that is offloaded, but offload is {self.offload}")
+            raise ValueError(
+                f"{wrong[0]} does not apply to offload: {self.offload}: change offload, or remove {wrong[0]}"
+            )
 
 
 def shard_widths(shard: str, ranks: int | ShardRanks | None) -> tuple[int | None, ...]:
@@ -135,7 +140,9 @@ def shard_widths(shard: str, ranks: int | ShardRanks | None) -> tuple[int | None
 def _check_nesting(shard: str, ranks: ShardRanks) -> None:
     for (kind, width), only in zip(ranks, shard_widths(shard, None)):
         if only == 1 and width is not None:
-            raise ValueError(f"shard_ranks.{kind}: with shard {shard} every rank keeps all {kind}: remove it")
+            raise ValueError(
+                f"shard_ranks.{kind} does not apply to shard: {shard}, which replicates the {kind}: remove it"
+            )
 
 
 RuleName = Annotated[str, NameIn(RULES)]
@@ -147,9 +154,9 @@ class OptimizerGroup(Section):
     match: str | list[str]
     """Parameters of the group: a role (matrix, vector, embedding, head, router, expert or factor), a shell pattern of names
     in checkpoints (blocks.0.*), or a list of roles and patterns."""
-    name: RuleName | None = Field(None, description="Their update rule.")
+    name: RuleName | None = Field(None, description="Update rule of the group.")
     lr_scale: float | None = Field(None, gt=0, description="Factor of the learning rate. Default: 1.")
-    weight_decay: float | None = Field(None, ge=0, description="Their weight decay.")
+    weight_decay: float | None = Field(None, ge=0, description="Weight decay of the group.")
 
     @property
     def matches(self) -> list[str]:
@@ -174,20 +181,21 @@ class OptimizerConfig(Section):
     betas: list[float] = Field([0.9, 0.99], min_length=2, max_length=2)
     """Decay of the two moments. lion: of the update and of the momentum. schedule-free: weight of the average in the
     training weights, and decay of the second moment."""
-    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    eps: float = Field(1e-8, gt=0, description="Term added to the square root of the second moment.")
     momentum: float = Field(0.95, ge=0, lt=1, description="Decay of muon's momentum.")
     options: dict[str, float] = Field({}, description="Hyperparameters of an update rule from a plugin, by name.")
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, times the learning rate.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, multiplied by the learning rate.")
     groups: list[OptimizerGroup] = Field([])
     """Other settings for some parameters. If several groups match a parameter, the last one that sets a key wins."""
     clip_norm: float | None = Field(1.0, gt=0)
-    """Largest global gradient norm after the warm-up; null disables clipping."""
+    """Maximum global gradient norm, enforced after the warm-up; null disables clipping."""
     clip_during_warmup: bool = Field(False, description="Clip in the warm-up as well (the paper clips only after it).")
 
     reptile_every: int | None = Field(None, gt=0)
-    """Interval, in steps, after which parameters go back to a fraction (reptile_step) of their change since the last
-    interval (Reptile). Reptile with replay forgets less of earlier data. Costs 4 bytes per parameter. Default: never."""
-    reptile_step: float = Field(0.1, gt=0, le=1, description="With reptile_every: the share of the way that is kept.")
+    """Steps between the outer updates of Reptile, which keep only the fraction reptile_step of the parameters' change since
+    the previous outer update. Reptile with replay forgets less of earlier data. Costs 4 bytes per parameter. Default:
+    never."""
+    reptile_step: float = Field(0.1, gt=0, le=1, description="With reptile_every: fraction of the change that is kept.")
 
     @property
     def rules(self) -> list[str]:
@@ -200,11 +208,11 @@ class OptimizerConfig(Section):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {self.betas} must lie in [0, 1)")
         if self.reptile_every is None and self.non_default("reptile_step"):
-            raise ValueError("reptile_step applies to reptile_every: set that, or remove it")
+            raise ValueError("reptile_step needs reptile_every: set reptile_every, or remove reptile_step")
         if self.reptile_every is not None and "schedule-free" in rules:
             raise ValueError("reptile_every: schedule-free averages its weights already: choose another rule")
         if self.non_default("momentum") and "muon" not in rules:
-            raise ValueError("momentum is muon's, which updates nothing: remove it, or set name: muon")
+            raise ValueError("momentum applies to muon only, which updates no parameters: remove it, or set name: muon")
         return self
 
 
@@ -230,7 +238,7 @@ class LrScheduleConfig(Section):
     @model_validator(mode="after")
     def _order(self) -> "LrScheduleConfig":
         if self.name != "constant" and self.min_lr > self.lr:
-            raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
+            raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}: lower it")
         if self.name != "wsd" and (given := self.non_default("cooldown", "cooldown_steps")):
             raise ValueError(f"{given[0]}: a {self.name} schedule has no cooldown: remove it, or set name: wsd")
         known = SCHEDULES[self.name].options
@@ -272,7 +280,7 @@ class TeacherConfig(Section):
     weight: float = Field(1.0, gt=0)
     """Weight of the distillation loss: the divergence KL(teacher || model) per predicted token, times the squared
     temperature, is added to the loss."""
-    temperature: float = Field(1.0, gt=0, description="By which the logits of both are divided.")
+    temperature: float = Field(1.0, gt=0, description="Divisor of the logits of teacher and model.")
 
     @model_validator(mode="before")
     @classmethod
@@ -311,26 +319,28 @@ class TrainConfig(Section):
     """Teacher checkpoint, or several as an ensemble, whose probabilities the model also learns (distillation). Ranks with
     the last stage hold the whole teacher, in the type of the computation."""
     hooks: list[str] = Field([])
-    """Your own hooks, as package.module.Class, called around the steps. A hook's module is imported from the current folder,
-    from PYTHONPATH or from installed packages."""
+    """Your own hooks, each as package.module.Class, which the run calls around its steps. The module of a hook is imported
+    from the current folder, PYTHONPATH or installed packages."""
     data_cache: PathText = Field("~/.cache/optimus/data", validate_default=True)
-    """Folder for local copies of prepared data at URLs; each file is copied when it is used."""
+    """Folder for local copies of prepared data at URLs; a file is copied when it is first used."""
     stop_at: Count | None = Field(
         None, description="Stop after this step; the learning-rate schedule still spans the whole run."
     )
     device: str = Field(
         "auto",
-        description="auto, or the name of a torch device: cpu, cuda, xpu. With an index (cuda:0) a node's ranks share it.",
+        description="auto, or a torch device: cpu, cuda, xpu. With an index (cuda:0), all ranks of a node share it.",
     )
 
     @model_validator(mode="after")
     def _batches(self) -> "TrainConfig":
         if self.global_batch % self.micro_batch:
-            raise ValueError(f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}")
+            raise ValueError(
+                f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}: change one of them"
+            )
         if len(given := self.non_default("steps", "tokens", "epochs")) > 1:
             raise ValueError(_length(f"{' and '.join(given)} are given: keep one of them"))
         if given and self.epochs is None and self.stop_at is not None and self.stop_at > self.total_steps:
-            raise ValueError(f"stop_at {self.stop_at} is beyond steps {self.total_steps}")
+            raise ValueError(f"stop_at {self.stop_at} is beyond the run's {self.total_steps} steps: lower it")
         return self
 
     @property
@@ -340,7 +350,7 @@ class TrainConfig(Section):
         if self.steps is not None:
             return self.steps
         if self.tokens is None:
-            raise ValueError("the steps of a run in epochs depend on the data")
+            raise ValueError("the number of steps of a run in epochs depends on the data")
         return -(-self.tokens // (self.global_batch * self.sequence_length))
 
     def microbatches(self, data_ranks: int) -> int:
@@ -356,9 +366,11 @@ class PhaseConfig(Section):
     """A stretch of steps of a run. A key that is missing in a phase has its value in the rest of the configuration."""
 
     name: str | None = Field(None, description="Name in messages and checkpoints. Default: phase-N.")
-    steps: Count | None = Field(None, description="Its length in steps; or give tokens.")
-    tokens: Count | None = Field(None, description="Its length in tokens: whole steps, also as 2e9 or 300B.")
-    data: DataConfig | None = Field(None, description="Its data, as the section or list `data`.")
+    steps: Count | None = Field(None, description="Length of the phase in steps; or give tokens.")
+    tokens: Count | None = Field(
+        None, description="Length of the phase in tokens, also as 2e9 or 300B; a multiple of a step's tokens."
+    )
+    data: DataConfig | None = Field(None, description="Data of the phase, in the form of `data`.")
     replay: float | None = Field(None, gt=0, lt=1)
     """Share of the phase that repeats data of the earlier phases, from each source in proportion to the data read from
     it."""
@@ -374,14 +386,16 @@ def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
     fit."""
     where, train = f"phases.{number}", run.train
     if (phase.steps is None) == (phase.tokens is None):
-        raise ValueError(f"{where}: its length is one of steps and tokens: give one of them")
+        raise ValueError(f"{where}: give the length of the phase as either steps or tokens")
     length, batch = phase.sequence_length or train.sequence_length, phase.global_batch or train.global_batch
     if batch % train.micro_batch:
-        raise ValueError(f"{where}.global_batch {batch} is not a multiple of train.micro_batch {train.micro_batch}")
+        raise ValueError(
+            f"{where}.global_batch {batch} is not a multiple of train.micro_batch {train.micro_batch}: change one of them"
+        )
     steps, left = (phase.steps, 0) if phase.tokens is None else divmod(phase.tokens, batch * length)
     if left or not steps:
         raise ValueError(
-            f"{where}.tokens {phase.tokens} ends inside of a step of {batch} x {length} tokens: give "
+            f"{where}.tokens {phase.tokens} is not a multiple of a step of {batch} x {length} tokens: give "
             f"{max(1, steps or 0) * batch * length}, or steps"
         )
     if phase.replay is not None and not number:
@@ -425,7 +439,7 @@ class CheckpointConfig(Section):
     """Write in the background, from copies in host memory. The copies take 4 bytes per parameter that the rank writes, and 4
     more for each buffer of the parameter's update rule (12 in all with adamw)."""
     scattered: bool = True
-    """Spread writing over the replicas of a shard, so that all nodes write equally much (DP-scattered). false: the first
+    """Spread writing over the replicas of a shard, so that all nodes write equal amounts (DP-scattered). false: the first
     rank of each replica group writes."""
     load_path: PathText | None = None
     """Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."""
@@ -440,10 +454,12 @@ class EvaluateConfig(Section):
     """Prompts that the model continues when a `validation` set is measured, and after the last step. A continuation has at
     most 64 tokens, each the most probable one. samples.jsonl in the run folder and the report show the continuations. An
     empty prompt begins a document."""
-    tasks: list[str] = Field([], description="Tasks that are run during training, as `optimus evaluate --tasks`.")
-    task_data: PathText | None = Field(None, description="Folder of their data.")
-    tasks_every: int | None = Field(None, gt=0, description="Steps between them; they also run at the last step.")
-    tasks_limit: int = Field(200, gt=0, description="Most documents per task.")
+    tasks: list[str] = Field([], description="Tasks to evaluate during training, as with `optimus evaluate --tasks`.")
+    task_data: PathText | None = Field(None, description="Folder of the tasks' data.")
+    tasks_every: int | None = Field(
+        None, gt=0, description="Steps between evaluations of the tasks; the last step has one too."
+    )
+    tasks_limit: int = Field(200, gt=0, description="Maximum number of documents per task.")
 
     @model_validator(mode="after")
     def _together(self) -> "EvaluateConfig":
@@ -462,7 +478,7 @@ class ValidationConfig(Section):
     every: int | None = Field(None, gt=0, description="Steps between validations. Default: after the last step only.")
     tokens: Count = Field(1 << 17)
     """Number of tokens to use, also as 2e6 or 1M. With max_bytes and without tokens: as many tokens as these bytes have."""
-    max_bytes: int | None = Field(None, gt=0, description="Of text: use only so many bytes.")
+    max_bytes: int | None = Field(None, gt=0, description="With text: maximum number of bytes to use.")
 
     @model_validator(mode="after")
     def _text(self) -> "ValidationConfig":
@@ -470,7 +486,9 @@ class ValidationConfig(Section):
             raise ValueError(f"{self.name or 'a set'}: give one of path (prepared data) and text (files)")
         if self.max_bytes is not None:
             if self.text is None:
-                raise ValueError(f"{self.name or 'a set'}: max_bytes is of text: give tokens for prepared data")
+                raise ValueError(
+                    f"{self.name or 'a set'}: max_bytes applies to text only: give tokens for prepared data"
+                )
             if not self.non_default("tokens"):  # at most a token per byte, and one for the end of its document
                 self.tokens = 2 * self.max_bytes
         return self
@@ -516,7 +534,9 @@ class ObserveConfig(Section):
     """Reports in addition to metrics.jsonl."""
 
     log_every: int = Field(10, gt=0, description="Steps between printed lines when there is no terminal.")
-    verbose: bool = Field(False, description="Say also where ranks are placed, and in which forms products are made.")
+    verbose: bool = Field(
+        False, description="Also print the placement of ranks and the form (NN, NT or TN) of each matmul."
+    )
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
     sinks: list[str] = Field([], description="Metric sinks of plugins, by name.")
     report: bool = Field(True, description="Write report.html, as `optimus report` does, when the run ends.")
@@ -525,10 +545,12 @@ class ObserveConfig(Section):
     A webhook (an http or https URL) gets JSON; a command gets the same JSON on its standard input."""
     mlflow: str | None = Field(None, description="MLflow experiment, on the server in MLFLOW_TRACKING_URI; null: off.")
     wandb: str | None = Field(None, description="Weights & Biases project; null: off.")
-    wandb_entity: str | None = Field(None, description="User or team there. Default: that of the API key.")
-    wandb_name: str | None = Field(None, description="Name of the run there. Default: the name of the run folder.")
-    wandb_group: str | None = Field(None, description="Group of the run there.")
-    wandb_tags: list[str] = Field([], description="Tags of the run there.")
+    wandb_entity: str | None = Field(None, description="Weights & Biases user or team. Default: that of the API key.")
+    wandb_name: str | None = Field(
+        None, description="Name of the run in Weights & Biases. Default: the name of the run folder."
+    )
+    wandb_group: str | None = Field(None, description="Group of the run in Weights & Biases.")
+    wandb_tags: list[str] = Field([], description="Tags of the run in Weights & Biases.")
     profile_step: int | None = Field(None, gt=0)
     """Profile this step: trace.json.gz contains the operations of all ranks, for Perfetto, and trace-rank-N.json those of
     one rank. Units, pipeline actions and collectives have names."""
@@ -568,7 +590,7 @@ class RunConfig(Section):
     """Modules or entry points (group optimus.plugins) that add update rules, schedules, model families and so on. They are
     imported in every process of the run."""
     model: ModelConfig = Field(description="A preset, a Hugging Face folder, or the mapping below.")
-    data: DataConfig = Field(description="By default that of the first phase.")
+    data: DataConfig = Field(description="Default: the data of the first phase.")
     train: TrainConfig
     phases: list[PhaseConfig] = Field([])
     """Stretches of the run with other data, lengths, batches or learning rates, one after the other. The length of the run
@@ -594,7 +616,7 @@ class RunConfig(Section):
     free. Free memory counts in coarse steps, rounded down."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
-    validation: list[ValidationConfig] = Field([], description="Sets that are measured during training.")
+    validation: list[ValidationConfig] = Field([], description="Validation sets, which are measured during training.")
     collectives: CollectivesConfig = CollectivesConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -616,7 +638,9 @@ class RunConfig(Section):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "RunConfig":
         """Copies the configuration like `Section.model_copy`. Raises `RuntimeError` when the configuration is locked."""
         if self.locked:
-            raise RuntimeError(f"the configuration of a resolved run is not changed, nor is {', '.join(update or ())}")
+            raise RuntimeError(
+                f"the configuration of a resolved run is locked: cannot change {', '.join(update or ())}"
+            )
         return super().model_copy(update=update, deep=deep)
 
     @property
@@ -645,14 +669,16 @@ class RunConfig(Section):
             steps = sum(phase.steps or 0 for phase in self.phases)
             said = train.non_default("tokens", "epochs", "steps")
             if said and train.steps != steps:
-                raise ValueError(f"train.{said[0]}: the phases are {steps} steps together: remove it")
+                raise ValueError(
+                    f"train.{said[0]}: the length of the run is the {steps} steps of its phases: remove it"
+                )
             if train.stop_at is not None and train.stop_at > steps:
-                raise ValueError(f"train.stop_at {train.stop_at} is beyond the {steps} steps of the phases")
+                raise ValueError(f"train.stop_at {train.stop_at} is beyond the {steps} steps of the phases: lower it")
             self.train = train.model_copy(update={"steps": steps})
         elif not train.non_default("steps", "tokens", "epochs"):
             raise ValueError(f"train: {_length('it is missing: give one of them')}")
         names = [each.name for each in self.validation]
         if twice := [name for name in names if names.count(name) > 1]:
             which = "have no name" if twice[0] is None else f"are named {twice[0]}"
-            raise ValueError(f"validation: two sets {which}: give each a name of its own")
+            raise ValueError(f"validation: two sets {which}: give each a different name")
         return self

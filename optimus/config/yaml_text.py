@@ -54,10 +54,10 @@ def _size(node: yaml.Node, where: str, path: tuple[str, ...], known: dict[int, i
     """
     if (size := known.get(id(node))) is not None:
         if not size:
-            raise UserError(f"{where} is not valid YAML: '{'.'.join(path)}' stands for something that it is in")
+            raise UserError(f"{where} is not valid YAML: '{'.'.join(path)}' is an alias of a node that contains it")
         return size
     if len(path) > _DEEPEST:
-        raise UserError(f"{where}: '{'.'.join(path[:3])}' is nested deeper than {_DEEPEST} levels: write it flatter")
+        raise UserError(f"{where}: '{'.'.join(path[:3])}' is nested deeper than {_DEEPEST} levels: reduce the nesting")
     if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _DIGITS:
         raise UserError(f"{where}: '{'.'.join(path)}' is a number of more than {_DIGITS} digits")
     known[id(node)], size = 0, 1
@@ -71,14 +71,14 @@ def _size(node: yaml.Node, where: str, path: tuple[str, ...], known: dict[int, i
             if named and name in lines:
                 both = f"line {line}" if lines[name] == line else f"lines {lines[name]} and {line}"
                 raise UserError(
-                    f"{where}: the key '{'.'.join((*path, key.value))}' stands twice ({both}): remove one of them"
+                    f"{where}: the key '{'.'.join((*path, key.value))}' is given twice ({both}): remove one of them"
                 )
             if named:
                 lines[name] = line
             size += _size(value, where, (*path, str(key.value)) if named else path, known)
     if size > _MOST:
         raise UserError(
-            f"{where}: '{'.'.join(path)}' stands for more than {_MOST:,} values, by aliases in aliases: write less"
+            f"{where}: '{'.'.join(path)}' expands to more than {_MOST:,} values by nested aliases: use fewer aliases"
         )
     known[id(node)] = size
     return size

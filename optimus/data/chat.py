@@ -85,12 +85,14 @@ class ChatTemplate(NamedTuple):
             by_name = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
             if "default" not in by_name:
                 names = ", ".join(map(str, by_name))
-                raise UserError(f"{place}: it has several chat templates ({names}), none of which is named default")
+                raise UserError(
+                    f"{place}: none of its chat templates ({names}) is named default: name one of them default"
+                )
             source = by_name["default"]
         if source is None:
             return None
         if not isinstance(source, str):
-            raise UserError(f"{place}: its chat_template is a {type(source).__name__}: it must be a text")
+            raise UserError(f"{place}: its chat_template is a {type(source).__name__}: it must be a string")
         found = cls(source, tuple(sorted(tokens.items())))
         found.check(place)
         return found
@@ -117,7 +119,7 @@ class ChatTemplate(NamedTuple):
             _compiled(self.source)
         except Exception as error:  # a template may raise anything
             raise UserError(
-                f"{place}: its chat_template is no Jinja template ({error}): mend it, or take it away"
+                f"{place}: its chat_template is not a valid Jinja template ({error}): correct or remove it"
             ) from None
 
     def render(
@@ -147,7 +149,7 @@ class ChatTemplate(NamedTuple):
             return text
         except Exception as error:  # a template may raise anything
             why = str(error) or type(error).__name__
-            raise UserError(f"{place}: the chat template cannot take this conversation: {why}") from error
+            raise UserError(f"{place}: the chat template cannot render this conversation: {why}") from error
 
     def conversation(
         self,
@@ -166,7 +168,9 @@ class ChatTemplate(NamedTuple):
         begin, end, quote = marks = _unused(json.dumps([messages, tools], ensure_ascii=False, default=str), place)
         for number, message in enumerate(messages, 1):
             if not parse_special and any(token in message["role"] for token in special):
-                raise UserError(f"{place}: the role of message {number} spells a special token: {message['role']!r}")
+                raise UserError(
+                    f"{place}: the role of message {number} contains a special token: {message['role']!r}: rename it"
+                )
         given, tools = (
             ([*messages], tools)
             if parse_special
@@ -176,11 +180,13 @@ class ChatTemplate(NamedTuple):
             found = self.render(given, place, tools=tools, marks=(begin, end))
             whole, predicted, stays = _unmarked(found, marks, special, place)
             if not predicted:
-                raise UserError(f"{place}: nothing in it is the assistant's, so nothing of it would be predicted")
+                raise UserError(
+                    f"{place}: the conversation has no text of the assistant, so the model would predict nothing of it"
+                )
             said = [text for text in map(_said, messages) if text]
             if said and not any(text in whole for text in said):
                 raise UserError(
-                    f"{place}: the chat template leaves out what the messages say: it may need `content` as a list of parts"
+                    f"{place}: the chat template drops the text of the messages: it may need `content` as a list of parts"
                 )
             return Conversation(whole, predicted, stays)
         found, spans, is_open = self.render(given, place, tools=tools), list[tuple[int, int]](), False
@@ -224,11 +230,14 @@ class ChatTemplate(NamedTuple):
                 same &= _reaches(whole, self.render(asked, place, tools=tools), special)[1]
             first = min(first, _common(whole, self.render(asked, place, answer=True, tools=tools)))
         if not same or not first <= content[0] <= content[1] <= last:
-            later = " where the conversation goes on" if answered != whole else " than it says"
+            turn, ending = f"turn {number + 1} (assistant)", ""
+            found = f"changes the text of {turn}"
+            if answered != whole:
+                found = f"renders {turn} differently when the conversation continues"
+                ending = ", or end the conversation there"
             raise UserError(
-                f"{place}: turn {number + 1}, the assistant's, is rendered otherwise{later}, so that it is not known which "
-                "tokens are its own: give a chat template with {% generation %} around what the assistant says "
-                f"({FILE} beside tokenizer.json)" + (", or let the conversation end there" if answered != whole else "")
+                f"{place}: the chat template {found}, so the tokens of this turn are not known: use a template with "
+                f"{{% generation %}} around the assistant's text ({FILE} beside tokenizer.json){ending}"
             )
         if not said or whole[content[1] : last].strip():
             return first, last, False
@@ -352,7 +361,7 @@ def _unused(text: str, place: str) -> tuple[str, str, str]:
     """Returns three characters of `_MARKS` that do not occur in the text."""
     free = [mark for mark in _MARKS if mark not in text]
     if len(free) < 3:
-        raise UserError(f"{place}: it holds characters that are none (U+FDD0 to U+FDEF): leave them out")
+        raise UserError(f"{place}: the text contains too many noncharacters (U+FDD0 to U+FDEF): remove them")
     return free[0], free[1], free[2]
 
 
@@ -381,7 +390,9 @@ def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], pl
         elif part.startswith(quote):
             number = int(part.strip(quote))
             if number >= len(special):
-                raise UserError(f"{place}: the chat template takes apart a text that spells a special token")
+                raise UserError(
+                    f"{place}: the chat template splits a text that spells a special token: remove it from the text"
+                )
             token = special[number]
             quoted.append((len(made), len(made) + len(token)))
             made += token

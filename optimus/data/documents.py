@@ -216,8 +216,8 @@ def _checked_pieces(place: str, chunks: Iterator[str], encode: Encode) -> Iterat
             yield "", True
     except UncuttableError as error:
         raise UserError(
-            f"{place}: a document holds {PIECE_LIMIT} characters without a place where this tokenizer allows a cut, "
-            "and would not fit into memory in one piece. Split the document."
+            f"{place}: a document has {PIECE_LIMIT} characters without a position where a cut would keep the tokens, "
+            "and does not fit into memory in one piece. Split the document."
         ) from error
 
 
@@ -295,7 +295,7 @@ def parse_line(line: bytes, place: str, number: int, text_field: str | TextField
     except ValueError as error:
         raise UserError(f"{place}:{number}: not valid JSON ({error}). Each line must be one JSON object.") from error
     if not isinstance(record, dict):
-        raise UserError(f"{place}:{number}: {kind_of(record)}, where an object with the text is expected")
+        raise UserError(f"{place}:{number}: {kind_of(record)}, but each line must be an object with the text")
     return field_of(text_field).conversation(record, f"{place}:{number}")
 
 
@@ -319,7 +319,7 @@ def _read_parquet(source: Source, start: Position, text_field: str | TextField, 
             batches = file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns, use_threads=False)
             yield from _row_pieces(source, _records(source, batches, row, start), start, field, raw, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{source.path}: not a readable parquet file ({error}). Get or write it again.") from error
+        raise UserError(f"{source.path}: not a readable parquet file ({error}). Download or write it again.") from error
 
 
 def _read_arrow(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
@@ -339,7 +339,7 @@ def _read_arrow(source: Source, start: Position, text_field: str | TextField, en
             rows = _records(source, (batch.select(columns) for batch in batches), 0, start)
             yield from _row_pieces(source, rows, start, field, raw, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{source.path}: not a readable Arrow file ({error}). Get or write it again.") from error
+        raise UserError(f"{source.path}: not a readable Arrow file ({error}). Download or write it again.") from error
 
 
 def _first_record(source: Source, batches: Iterable[Any]) -> dict[str, Any]:

@@ -23,11 +23,11 @@ class TextField:
             parsed = list(string.Formatter().parse(said))
         except ValueError as error:
             raise UserError(
-                f"`text_field` {said!r} is no template ({error}): write a brace of the text as {{{{"
+                f"`text_field` {said!r} is not a valid template ({error}): write a literal brace as {{{{ or }}}}"
             ) from None
         if any(form or conversion for _, _, form, conversion in parsed):
             raise UserError(
-                f"`text_field` {said!r}: a template has names in braces and nothing else there, as {{question}}"
+                f"`text_field` {said!r}: braces in a template must contain only the name of a field, as in {{question}}"
             )
         self._parts = [(before, name) for before, name, _, _ in parsed]
         names = [name for _, name in self._parts if name is not None]
@@ -42,7 +42,7 @@ class TextField:
         found = dict.fromkeys(name if name in known else name.split(".")[0] for name in self.names)
         for name in found:
             if name not in known:
-                others = nearest(name, known) if known else "it has none"
+                others = nearest(name, known) if known else "the file has no columns"
                 raise UserError(f"{place}: no column '{name}' ({others}). {_how_to_name(first(), name)}")
         return list(found)
 
@@ -73,7 +73,9 @@ class ChatField(TextField):
 
     def columns(self, known: Sequence[str], place: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
         """Raises `UserError`: tables cannot contain conversations."""
-        raise UserError(f"{place}: conversations (`text_field` {CHAT}...) are read from JSON lines: convert it")
+        raise UserError(
+            f"{place}: conversations (`text_field` {CHAT}...) are read from JSON lines only: convert the file"
+        )
 
     def text(self, record: Mapping[str, Any], place: str) -> str:
         """Returns the whole conversation as text."""
@@ -85,23 +87,23 @@ class ChatField(TextField):
         messages = _found(record, self.said, place)
         if not isinstance(messages, list):
             raise UserError(
-                f"{place}: field '{self.said}' is no conversation: give a list of objects with `role` and `content`"
+                f"{place}: field '{self.said}' is not a conversation: give a list of objects with `role` and `content`"
             )
         for number, message in enumerate(messages, 1):
             if problem := _problem(message):
                 raise UserError(
-                    f"{place}: field '{self.said}' is no conversation: message {number} {problem}: give a list of objects "
-                    "with `role` and `content`"
+                    f"{place}: field '{self.said}' is not a conversation: message {number} {problem}: give a list of "
+                    "objects with `role` and `content`"
                 )
         roles = {message["role"]: None for message in messages}
         if "assistant" not in roles:
             raise UserError(
-                f"{place}: no message has the role 'assistant' (there are: {', '.join(roles) or 'none'}), so nothing of it "
-                "would be predicted"
+                f"{place}: no message has the role 'assistant' (roles: {', '.join(roles) or 'none'}), so the model would "
+                "predict nothing of the conversation"
             )
         tools = record.get("tools")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(each, Mapping) for each in tools)):
-            raise UserError(f"{place}: field 'tools' is no list of objects: leave it out, or give what tools there are")
+            raise UserError(f"{place}: field 'tools' is not a list of objects: remove it, or list the tools as objects")
         found = self.template.conversation(messages, place, tools, self._special, parse_special=self._parse_special)
         _checked(found.text, self.said, place)
         return found
@@ -116,7 +118,7 @@ def _problem(message: Any) -> str:
     content = message.get("content")
     if isinstance(content, list):
         parts = all(isinstance(each, Mapping) and isinstance(each.get("type"), str) for each in content)
-        return "" if parts else "has a list as `content` that is not of parts with a `type`"
+        return "" if parts else "has a `content` list with parts that lack a `type`"
     if content is None and isinstance(message.get("tool_calls"), list):
         return ""
     return "" if isinstance(content, str) else f"has {'no' if content is None else kind_of(content) + ' as'} `content`"
@@ -134,7 +136,7 @@ def _value(record: Mapping[str, Any], name: str, place: str) -> str:
     found = _found(record, name, place)
     if not isinstance(found, str):
         raise UserError(
-            f"{place}: field '{name}' is {kind_of(found)}, not text. Mend it, or name another, `text_field`."
+            f"{place}: field '{name}' is {kind_of(found)}, not text. Correct it, or name another field with `text_field`."
         )
     return _checked(found, name, place)
 
@@ -151,7 +153,7 @@ def _found(record: Mapping[str, Any], name: str, place: str) -> Any:
 def _there(found: Any, part: str) -> str:
     """Describes the value that lacks the field `part`."""
     if not isinstance(found, Mapping):
-        return f"what should hold '{part}' is {kind_of(found)}"
+        return f"the parent of '{part}' is {kind_of(found)}"
     return nearest(part, found) if found else "the object is empty"
 
 
@@ -172,13 +174,13 @@ def _how_to_name(record: Mapping[str, Any], missing: str) -> str:
     texts = dict(_texts(record))
     within = next((name for name in texts if name.endswith(f".{missing}")), None)
     if within and not {"{", "}"} & set(within) and not within.startswith(CHAT):
-        return f"It is in '{within}': `text_field={within!r}` reads that."
+        return f"The field is at '{within}': use `text_field={within!r}`."
     if not texts:
-        return "Name the one that holds the text, `text_field`."
+        return "Name the field that contains the text with `text_field`."
     longest = max(texts, key=lambda name: len(texts[name]))
     if "{" in longest or "}" in longest or longest.startswith(CHAT):
-        return f"Its longest text is in {longest!r}: give that field another name."
-    return f"Its longest text is in '{longest}': `text_field={longest!r}` reads that."
+        return f"The longest text is in {longest!r}: rename that field."
+    return f"The longest text is in '{longest}': use `text_field={longest!r}`."
 
 
 def _checked(found: str, name: str, place: str) -> str:
@@ -186,7 +188,7 @@ def _checked(found: str, name: str, place: str) -> str:
         try:
             found.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"{place}: field '{name}' is not valid Unicode ({error.reason})") from error
+            raise UserError(f"{place}: field '{name}' is not valid Unicode ({error.reason}). Correct it.") from error
     return found
 
 

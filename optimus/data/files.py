@@ -157,7 +157,7 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encodi
                     source = Source(path, number, name, 0, path.lstat().st_mtime_ns, encoding)
                 found.setdefault(real, source)
         if not matches:
-            raise UserError(f"no input files in {given}: nothing there ends in {_supported()}")
+            raise UserError(f"no input files in {given}: no file there ends in {_supported()}")
     if not found:
         raise UserError("no input given: name files, folders or globs")
     by_ending = Counter(map(_ending, skipped))
@@ -175,10 +175,10 @@ def check_encoding(encoding: str) -> str:
         codecs.getincrementaldecoder(name)
     except (LookupError, ValueError) as error:
         raise UserError(
-            f"`encoding` {encoding!r} is no encoding of text: name one, such as cp1252 or utf-16"
+            f"`encoding` {encoding!r} is not an encoding of text: name one, such as cp1252 or utf-16"
         ) from error
     if name.startswith(("iso2022", "hz", "utf-7", "unicode-escape", "raw-unicode-escape", "idna", "punycode")):
-        raise UserError(f"`encoding` {name} cannot be told from UTF-8: convert its files to UTF-8")
+        raise UserError(f"`encoding` {name} cannot be distinguished from UTF-8: convert the files to UTF-8")
     return name
 
 
@@ -186,9 +186,9 @@ def unsupported(path: Path | RemoteFile) -> str:
     """Returns the message for a file whose ending is not supported, with the cure."""
     cures = {
         ".pdf": "extract its text into a .txt file",
-        ".json": "name it .jsonl if each of its lines is an object; of an array, make lines with `jq -c '.[]'`",
+        ".json": "rename it to .jsonl if each line is an object, or split an array into lines with `jq -c '.[]'`",
     }
-    cure = cures.get(_ending(path), f"supported are {_supported()}")
+    cure = cures.get(_ending(path), f"supported types are {_supported()}")
     return f"{path}: unsupported file type: {cure}"
 
 
@@ -282,7 +282,7 @@ def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     try:
         with source.path.open("rb") as raw:
             if not source.size and ends_in(source.path, (".gz", ".zst")):
-                raise EOFError("it is empty")
+                raise EOFError("the file is empty")
             if ends_in(source.path, (".gz",)):
                 yield gzip.GzipFile(fileobj=raw), raw  # type: ignore[misc]
             elif ends_in(source.path, (".zst",)):
@@ -290,10 +290,12 @@ def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             else:
                 yield raw, raw
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UserError(f"{source.path}: damaged or truncated compressed file ({error}). Get it again.") from error
+        raise UserError(
+            f"{source.path}: damaged or truncated compressed file ({error}). Download or compress it again."
+        ) from error
     except OSError as error:
         raise UserError(
-            f"{source.path}: cannot be read ({error.strerror or error}). Check what you may read, and the disk."
+            f"{source.path}: cannot be read ({error.strerror or error}). Check its permissions and the disk."
         ) from error
 
 
@@ -340,7 +342,7 @@ def skip(stream: BinaryIO, offset: int) -> None:
     while offset:
         read = len(stream.read(min(offset, READ)))
         if not read:
-            raise EOFError("shorter than before")
+            raise EOFError("the file is shorter than before")
         offset -= read
 
 

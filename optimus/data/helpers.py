@@ -87,7 +87,7 @@ class Helpers:
             status = process.wait()
             cause = "was killed, often for lack of memory" if status == -signal.SIGKILL else f"ended with {status}"
             raise UserError(
-                f"a worker process {cause}. Run the same command again, with fewer `workers`: it goes on from here."
+                f"a worker process {cause}. Run the same command again with fewer `workers`: it continues from here."
             ) from error
         if not succeeded:
             raise value

@@ -104,9 +104,9 @@ def check_beginning(sources: Sources, most: float) -> int:
 
 def _without_arguments(what: str) -> str:
     """Rewrites the fault of a file with cures for callers that can set neither `encoding` nor `text_field`."""
-    what = _NEEDED.sub("Convert it to UTF-8", what).replace(", or name another, `text_field`.", ".")
-    what = what.replace("Name the one that holds the text, `text_field`.", "Name the one that holds the text 'text'.")
-    return re.sub(r"`text_field=[^`]*` reads that", "name it 'text'", what)
+    what = _NEEDED.sub("Convert it to UTF-8", what).replace(", or name another field with `text_field`.", ".")
+    what = what.replace("that contains the text with `text_field`.", "that contains the text 'text'.")
+    return re.sub(r"use `text_field=[^`]*`", "rename it to 'text'", what)
 
 
 def _no_file(source: Source) -> str | None:
@@ -115,8 +115,8 @@ def _no_file(source: Source) -> str | None:
     if not isinstance(path, Path) or path.is_file():
         return None
     if path.is_symlink() and not path.exists():
-        return f": is a link to nothing, {printable(os.readlink(path))}. Remove it, or link it to a file."
-    return ": is no file, but a pipe, a socket or a device. Write what it gives into a file."
+        return f": is a broken link to {printable(os.readlink(path))}. Remove it, or link it to a file."
+    return ": is a pipe, a socket or a device, not a file. Write its content to a file."
 
 
 def _read(source: Source, text_field: TextField, whole: bool) -> bool:
@@ -169,7 +169,7 @@ def _kind_cure(source: Source, magic: bytes) -> str:
     if ending in (".gz", ".zst"):
         named = f"{source.path.name}{ending}".lower()
         return f"Add {ending} to its name." if named.endswith(files.SUFFIXES) else "Decompress it."
-    return f"Let its name end in {ending}." if ending else "Extract its text into a .txt file."
+    return f"Rename it to end in {ending}." if ending else "Extract its text into a .txt file."
 
 
 def _is_binary(head: bytes) -> bool:
@@ -184,13 +184,9 @@ def _lines_kind(head: bytes) -> str | None:
     first = next((number for number, line in enumerate(lines, start=1) if line.strip()), 0)
     begin = lines[first - 1].strip() if first else b""
     if begin.startswith(b"["):
-        return (
-            f":{first}: a JSON array, where each line must be one JSON object. Convert it: jq -c '.[]' OLD > NEW.jsonl"
-        )
+        return f":{first}: a JSON array, but each line must be one JSON object. Convert it: jq -c '.[]' OLD > NEW.jsonl"
     if begin == b"{":
-        return (
-            f":{first}: a JSON object of several lines, where each must be on one. Convert it: jq -c . OLD > NEW.jsonl"
-        )
+        return f":{first}: a JSON object of several lines, but each must be on one. Convert it: jq -c . OLD > NEW.jsonl"
     return None
 
 
@@ -200,7 +196,7 @@ def with_encoding(source: Source, what: str) -> str:
         return what
     what = what.removesuffix(". Convert it to UTF-8.")
     if "unexpected end of data" in what:
-        return f"{what}. Its end is missing: get it again."
+        return f"{what}. The end of the file is missing: get a whole copy."
     encoding = "cp1252"
     with open_as_stored(source) as (stream, _):
         decoder = codecs.getincrementaldecoder(encoding)()
@@ -221,22 +217,22 @@ def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False,
     has read only parts of large files. `skip` is True if the caller can continue without some files."""
     skip = skip and len(bad) < total
     apart = _apart(bad, total)
-    note = f" Of large files, the first {LIMIT >> 20} MB have been looked at so far." if partly else ""
+    note = f" So far, only the first {LIMIT >> 20} MB of large files have been checked." if partly else ""
     if len(bad) == 1:
         ((source, what),) = bad
         more = f" {apart[0].upper()}{apart[1:]}." if apart else ""
-        more += " `skip_bad=True` goes on without this file." if skip else ""
+        more += " `skip_bad=True` skips this file." if skip else ""
         return f"{printable(str(source.path))}{what.removesuffix('.')}.{more}{note}"
     lines = [f"  {printable(str(source.path))}{printable(what)}" for source, what in islice(bad, LISTED)]
     if len(bad) > LISTED:
         lines.append(f"  and {len(bad) - LISTED:,} more")
-    cure = "Mend them"
+    cure = "Correct them"
     if any("`text_field=" in what for _, what in bad):
-        cure += " (`text_field` is the same for all files: prepare those of another field apart)"
+        cure += " (`text_field` applies to all files: prepare files with another field separately)"
     if apart:
         cure += f" ({apart})"
     if skip:
-        cure += ", or go on without them: `skip_bad=True`"
+        cure += ", or skip them with `skip_bad=True`"
     return "\n".join([f"{len(bad):,} of {total:,} input files cannot be read:", *lines, f"{cure}.{note}"])
 
 
@@ -247,4 +243,4 @@ def _apart(bad: Sequence[tuple[Source, str]], total: int) -> str:
     named = {source.encoding for source, what in bad if _NEEDED.search(what)} - {"utf-8"}
     if not (len(needed) > 1 or (named and total > 1)):
         return ""
-    return "one encoding is named for all files that are not UTF-8: prepare those of another one apart"
+    return "one encoding applies to all files that are not UTF-8: prepare files in another encoding separately"

@@ -104,7 +104,7 @@ def read(folder: Path) -> Journal | None:
     try:
         stored = parse_json(path.read_bytes())
         if stored.pop("crc") != _sum(stored):
-            raise ValueError("its sum is wrong")
+            raise ValueError("its checksum is wrong")
         for name in ("mark", "file_mark"):
             mark = stored[name]
             counts = [Counts(**count) for count in mark["counts"]]
@@ -144,5 +144,5 @@ def locked(folder: Path) -> Iterator[None]:
             if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
                 raise BlockingIOError(errno.EWOULDBLOCK, "finished meanwhile")
         except BlockingIOError as error:
-            raise UserError(f"another run is at work in {folder}. Wait for it, or choose another `output`.") from error
+            raise UserError(f"another run uses {folder}. Wait for its end, or choose another `output`.") from error
         yield

@@ -226,7 +226,9 @@ def _check(tokenizer: str | Path | None, train_tokenizer: int | None, pack: str,
             "give either a tokenizer or the vocabulary size of one to train (`tokenizer`, `train_tokenizer`)"
         )
     if train_tokenizer is not None and train_tokenizer < SMALLEST_VOCABULARY:
-        raise UserError(f"`train_tokenizer` {train_tokenizer} is too small: byte-level BPE needs {SMALLEST_VOCABULARY}")
+        raise UserError(
+            f"`train_tokenizer` {train_tokenizer} is too small: byte-level BPE needs at least {SMALLEST_VOCABULARY}"
+        )
     for name, number in sizes.items():
         if number < 1:
             raise UserError(f"`{name}` must be at least 1, not {number}")
@@ -241,7 +243,7 @@ def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
     index = shards.read_index(run.output)
     if different := _differences(run, index, settings):
         raise UserError(f"{run.output} is the output of another run ({different}). Choose another `output`.")
-    run.progress("complete already", 1, 1)
+    run.progress("already complete", 1, 1)
     return index
 
 
@@ -266,8 +268,8 @@ def _disk_errors(run: _Run) -> Iterator[None]:
                 f"cannot write {place}: {error.strerror or error}. Choose another `output`, or make it writable."
             ) from error
         raise UserError(
-            f"disk full while writing {run.partial}. What was done so far is kept: free some space and run the same "
-            "command again, it goes on from there."
+            f"disk full while writing {run.partial}. The progress is saved: free some space and run the same command "
+            "again to continue."
         ) from error
 
 
@@ -337,7 +339,7 @@ def _look(
         here = ((each, look(run.fields, whole, each)) for each in sources)
         for source, found in here if total <= LOOKED_AT_HERE else _in_order(helpers, iter(sources)):
             done += bytes_of[source.path]
-            run.progress("look at files", done, total)
+            run.progress("check files", done, total)
             if found.wrong is not None:
                 bad.append((source, found.wrong))
             elif not found.whole:
@@ -350,7 +352,7 @@ def _refuse(run: _Run, different: str) -> None:
     if different:
         raise UserError(
             f"{run.partial} holds an unfinished run with other settings ({different}). "
-            "Delete it to begin anew, or choose another `output`."
+            "Delete it to start over, or choose another `output`."
         )
 
 
@@ -569,8 +571,8 @@ def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
             path.unlink()
         run.partial.rmdir()
         what = f"only {tokens} tokens, too few for one instance of {run.context}" if tokens else "no text"
-        cure = "Give more text or a smaller `context`." if tokens else "Every document is empty or left out."
-        raise UserError(f"the input holds {what}. {cure}")
+        cure = "Give more text, or a smaller `context`." if tokens else "Every document is empty or left out."
+        raise UserError(f"the input contains {what}. {cure}")
     if run.pack == "concatenate":
         state.instances = tokens // run.context
     else:

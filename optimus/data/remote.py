@@ -60,7 +60,7 @@ class RemoteFile:
             if "range requests" not in str(error):
                 raise
             raise UserError(
-                f"cannot read {self.url}: its server does not give parts of files. Download it, and name the copy."
+                f"cannot read {self.url}: its server does not support range requests. Download the file, and name the copy."
             ) from error
 
 
@@ -91,7 +91,7 @@ def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, st
                 version = int.from_bytes(said[:8], "big")
                 yield RemoteFile(system.unstrip_protocol(name), system, info.get("size") or 0, version), below
         if not found:
-            raise FileNotFoundError("nothing is there")
+            raise FileNotFoundError("no file found")
 
 
 class RemoteFolder:
@@ -130,7 +130,7 @@ class RemoteFolder:
         """Writes `path`, which appears complete or not at all. One process writes, the others wait."""
         if path.exists():
             return path
-        with naming_disk_errors(path, "Make room, or set train.data_cache to another folder"):
+        with naming_disk_errors(path, "Free some space, or set train.data_cache to another folder"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.with_name(f".{path.name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -150,4 +150,4 @@ def _reading(url: str) -> Iterator[None]:
         raise UserError(f"{url}: {error}. For http and https: {how_to_install('remote')}") from error
     except Exception as error:  # each file system raises other types of errors
         what = str(error) or type(error).__name__
-        raise UserError(f"cannot read {url}: {what}. Check its name, the network, and what you may read.") from error
+        raise UserError(f"cannot read {url}: {what}. Check the URL, the network and your permissions.") from error

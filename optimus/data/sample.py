@@ -24,7 +24,7 @@ def sample_text(output: str | Path) -> dict[str, Any]:
     """
     output = user_path(output)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise UserError(f"{output} exists already: choose another folder, or take it away")
+        raise UserError(f"{output} already exists: choose another folder, or remove it")
     library = Path(sysconfig.get_paths()["stdlib"])
     found = [path for path in sorted(library.rglob("*.py")) if not _LEFT_OUT & set(path.relative_to(library).parts)]
     sources = [path for path in found if _is_text(path)]

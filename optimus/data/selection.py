@@ -54,14 +54,13 @@ class Selection:
                     raise UserError(f"`{name}` is {value}: it must be at least {fewest}")
             if most is not None and most < least:
                 raise UserError(
-                    f"no document has at least {least} and at most {most} {unit}: choose another `min_{unit}` or "
-                    f"`max_{unit}`"
+                    f"no document has at least {least} and at most {most} {unit}: change `min_{unit}` or `max_{unit}`"
                 )
         if self.dedup not in get_args(Dedup):
             raise UserError(f"`dedup` is {self.dedup!r}: it must be one of {', '.join(get_args(Dedup))}")
         if self.dedup == "minhash" and importlib.util.find_spec("datasketch") is None:
             raise UserError(
-                f"`dedup` minhash needs datasketch, which is not installed: {how_to_install('dedup')}, or use exact"
+                f"`dedup` minhash needs datasketch, which is not installed: run {how_to_install('dedup')}, or use exact"
             )
 
     def misfit(self, document: "Document") -> Literal["too_short", "too_long", None]:

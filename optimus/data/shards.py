@@ -63,7 +63,7 @@ def _check_index(index: dict[str, Any]) -> None:
     if index["dtype"] not in ("<u2", "<u4"):
         raise ValueError(f"unknown dtype {index['dtype']!r}")
     if index.get("sums", SUMS) != SUMS:
-        raise ValueError(f"its sums are in {index['sums']!r}, not in {SUMS!r}")
+        raise ValueError(f"its checksums are in {index['sums']!r}, not in {SUMS!r}")
     for shard in index["shards"]:
         plain_name(shard["file"])
         str(shard["sha256"])
@@ -72,11 +72,11 @@ def _check_index(index: dict[str, Any]) -> None:
         raise ValueError("context and instances must be positive")
     vocab, eos = index["tokenizer"]["vocab_size"], index["tokenizer"]["eos_id"]
     if not (type(vocab) is type(eos) is int and 0 <= eos < vocab <= 1 << 31):
-        raise ValueError("vocab_size and eos_id must be integers, and the latter below the former")
+        raise ValueError("vocab_size and eos_id must be integers, and eos_id less than vocab_size")
     str(index["tokenizer"]["sha256"])
     totals = [index["tokens"], index["dropped_tokens"], index.get("padding_tokens", 0)]
     if not all(type(total) is int and total >= 0 for total in totals):
-        raise ValueError("numbers of tokens must be integers, none below zero")
+        raise ValueError("numbers of tokens must be integers of at least 0")
     if "chat" in index:
         ChatTemplate.read(index["chat"])
     settings = {**EARLIER, **index.get("settings", {})}
@@ -159,12 +159,12 @@ class Shards:
         the length of a row, and its vocabulary of `vocab_size` tokens must include all tokens of the tokenizer."""
         if self.context % context:
             raise UserError(
-                f"{self.folder} was prepared with context {self.context}, and the run asks for {context}. "
+                f"{self.folder} was prepared with context {self.context}, but the run needs {context}. "
                 f"Set train.sequence_length to {self.context} or a divisor, or prepare the data with `context={context}`."
             )
         if self.vocab_size > vocab_size:
             raise UserError(
-                f"the tokenizer of {self.folder} has {self.vocab_size} tokens, and the model's vocabulary only "
+                f"the tokenizer of {self.folder} has {self.vocab_size} tokens, but the model's vocabulary only "
                 f"{vocab_size}. Enlarge the model's vocabulary, or prepare the data with a smaller tokenizer."
             )
 
@@ -189,7 +189,7 @@ class Shards:
             if zlib.crc32(row) != expected:
                 raise _damaged(path, f"is corrupted: its checksum differs from {SUMS} at instance {number}")
         if (largest := int((rows & (INSIDE - 1) if self.masked else rows).max())) >= self.vocab_size:
-            raise _damaged(path, f"holds the token {largest}, of a vocabulary of {self.vocab_size}")
+            raise _damaged(path, f"contains the token {largest}, but the vocabulary has {self.vocab_size} tokens")
 
     def _verify(self, shard: int) -> None:
         entry = self.index["shards"][shard]
@@ -210,7 +210,7 @@ class Shards:
             found = tokenizers.file_sha256(path)
         if found != self.index["tokenizer"]["sha256"]:
             raise UserError(
-                f"tokenizer changed since prepare: {path} is not the one that made the tokens beside it. "
+                f"tokenizer changed since prepare: {path} is not the tokenizer that made these tokens. "
                 "Restore it, or prepare the data again."
             )
 
@@ -243,12 +243,12 @@ class Shards:
         try:
             array = np.load(path, mmap_mode="r")
             if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
-                raise ValueError("not an array in the order of C")
+                raise ValueError("not a C-contiguous array")
         except Exception as error:  # NumPy parses the header as Python, which can raise other errors
             raise _damaged(path, f"is truncated or damaged ({error})") from error
         if array.shape != shape or array.dtype != np.dtype(dtype):
             wanted = f"{INDEX} says {np.dtype(dtype)} of shape {shape}"
-            raise _damaged(path, f"holds {array.dtype} of shape {array.shape}, and {wanted}")
+            raise _damaged(path, f"contains {array.dtype} of shape {array.shape}, but {wanted}")
         return array
 
 

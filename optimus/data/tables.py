@@ -33,21 +33,23 @@ def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> I
             and len(next(csv.reader(header, delimiter=other))) > 1
             and header[0] not in field.names
         ):
-            cure = {",": "Name it .csv", "\t": "Name it .tsv"}.get(other, "Save it with commas")
-            raise UserError(f"{place}:1: {_DELIMITERS[other]} part its columns, not {_DELIMITERS[delimiter]}. {cure}.")
+            cure = {",": "Rename it to .csv", "\t": "Rename it to .tsv"}.get(other, "Save it with commas")
+            raise UserError(
+                f"{place}:1: {_DELIMITERS[other]} separate its columns, not {_DELIMITERS[delimiter]}. {cure}."
+            )
         columns = field.columns(header, place, lambda: dict(zip(header, first))) if header else []
         for row in chain([first], rows):
             if not row:  # a blank line
                 continue
             if len(row) != len(header):
                 raise UserError(
-                    f"{place}:{rows.line_num}: a row of {len(row)} cells, where the first has {len(header)}. A cell that "
-                    "holds the delimiter or a line break must be quoted."
+                    f"{place}:{rows.line_num}: a row of {len(row)} cells, but the first has {len(header)}. Quote cells that "
+                    "contain the delimiter or a line break."
                 )
             yield {name: row[header.index(name)] for name in columns}
     except csv.Error as error:
         raise UserError(
-            f"{place}:{rows.line_num}: not readable as a table ({error}). Is a quote never closed?"
+            f"{place}:{rows.line_num}: not readable as a table ({error}). Check for an unclosed quote."
         ) from error
     except UnicodeDecodeError as error:
         line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # `rows` has read all whole lines before

@@ -63,11 +63,11 @@ def inspect(file_or_folder: Path) -> TokenizerInfo:
     """Describes the tokenizer in a file, or in a folder that contains `tokenizer.json`. Raises `UserError`."""
     path = file_or_folder / FILE if file_or_folder.is_dir() else file_or_folder
     if not path.is_file():
-        raise UserError(f"tokenizer not found: {path}. Give a tokenizer.json, or a folder that holds one.")
+        raise UserError(f"tokenizer not found: {path}. Give a tokenizer.json, or a folder that contains one.")
     vocabulary: dict[str, int] = load(path).get_vocab(with_added_tokens=True)
     eos_token, largest = _eos_token(path, vocabulary), max(vocabulary.values())
     if largest >= _LARGEST:
-        raise UserError(f"{path} has a token of number {largest}: tokens are stored with numbers below {_LARGEST}")
+        raise UserError(f"{path} has a token with id {largest}: token ids must be less than {_LARGEST}")
     return TokenizerInfo(path, file_sha256(path), largest + 1, vocabulary[eos_token], eos_token)
 
 
@@ -112,13 +112,13 @@ def _eos_token(path: Path, vocabulary: dict[str, int]) -> str:
         token = named.get("content") if isinstance(named, dict) else named
         if token is not None:
             if not isinstance(token, str) or token not in vocabulary:
-                raise UserError(f"{file} names the end-of-text token {token!r}, which {path} does not hold")
+                raise UserError(f"{file} names the end-of-text token {token!r}, which {path} does not contain")
             return str(token)
     for token in KNOWN_EOS:
         if token in vocabulary:
             return token
     raise UserError(
-        f"{path} has no end-of-text token (looked for {', '.join(KNOWN_EOS)}). Documents are joined with it: add one "
+        f"{path} has no end-of-text token (looked for {', '.join(KNOWN_EOS)}). Documents end with this token: add it "
         'to the tokenizer, or name one of its tokens as "eos_token" in a tokenizer_config.json beside tokenizer.json.'
     )
 

@@ -110,7 +110,7 @@ def open_folders(config: RunConfig) -> dict[str, Shards]:
     for other in more:
         if other.index["chat"] != first.index["chat"]:
             raise UserError(
-                f"{other.folder} has its conversations by another chat template than {first.folder}: a model has one. "
+                f"{other.folder} uses another chat template than {first.folder}, but a run needs the same in all sources. "
                 f"Prepare it again with `tokenizer={first.folder}`"
             )
     return folders
@@ -120,7 +120,7 @@ def check_same_tokenizer(one: Shards, other: Shards) -> None:
     """Raises `UserError` unless both folders have the same tokenizer."""
     if other.index["tokenizer"]["sha256"] != one.index["tokenizer"]["sha256"]:
         raise UserError(
-            f"{other.folder} was prepared with another tokenizer than {one.folder}: their tokens do not mean the same. "
+            f"{other.folder} was prepared with another tokenizer than {one.folder}, so their token ids differ in meaning. "
             f"Prepare it again with `tokenizer={one.folder}`"
         )
 
@@ -187,9 +187,9 @@ class TrainingData:
         if phase.config.data.sources and source.share is not None and mixed.first + number > available:
             length = phase.step_tokens // phase.config.train.global_batch
             raise UserError(
-                f"{_where(phase)}source {mixed.name} has {available * length:,} tokens, of which {mixed.first * length:,} "
-                f"are read before, and its share is {number * length:,}: lower its weight, shorten the run, or give it "
-                f"`epochs` (here {number / available:.3g}) in place of the weight"
+                f"{_where(phase)}source {mixed.name} has {available * length:,} tokens, of which earlier phases read "
+                f"{mixed.first * length:,}, but its share is {number * length:,}: lower its weight, shorten the run, or "
+                f"replace the weight by `epochs` (here {number / available:.3g})"
             )
 
     @property
@@ -273,9 +273,9 @@ def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Sha
     if (fixed and abs(left) >= batch) or (not fixed and left < 0):
         needed = sum(asked) * length
         raise UserError(
-            f"{_where(phase)}the tokens and epochs of the sources are {needed:,} tokens, and the phase reads "
-            f"{places * length:,}: make it {max(1, sum(asked) // batch)} steps"
-            + ("" if left < 0 else ", or give a source a weight, which takes what the others leave")
+            f"{_where(phase)}tokens and epochs of the sources add up to {needed:,} tokens, but the phase reads "
+            f"{places * length:,}: set its length to {max(1, sum(asked) // batch)} steps"
+            + ("" if left < 0 else ", or give a source a weight, so that it fills the rest")
         )
     if fixed:
         return asked

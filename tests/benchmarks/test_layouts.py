@@ -78,5 +78,5 @@ def test_how_many_of_the_best_are_the_fastest(plans: list[Plan]) -> None:
 
 
 def test_a_report_that_cannot_be_written_is_refused_at_once() -> None:
-    with pytest.raises(UserError, match=r"--output none/a\.json: there is no folder .*none; make it first"):
+    with pytest.raises(UserError, match=r"--output none/a\.json: the folder .*none does not exist: create it first"):
         CliRunner().invoke(app, ["bench", "layouts", "--output", "none/a.json"], catch_exceptions=False)

@@ -327,7 +327,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert (tmp_path / "r.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize(("name", "message"), [("a.jpg", r"give the name of a \.png file"), ("no/a.png", "no folder")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.jpg", r"name a \.png file"), ("no/a.png", "does not exist: create it first")]
+)
 def test_a_plot_that_cannot_be(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_plot(tmp_path / name)

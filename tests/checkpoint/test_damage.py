@@ -222,7 +222,7 @@ def test_names_in_a_manifest_lead_nowhere_else(slot: Path, named: str) -> None:
     outside.write_bytes(b"else")
     named = str(outside) if named == "absolute" else named
     manifest = manifest_of(slot, **{named: {"bytes": 4, "crc": zlib.crc32(b"else")}})
-    check_changes(slot / "manifest.json", [manifest], "outside' is no plain file name")
+    check_changes(slot / "manifest.json", [manifest], "outside' is not a plain file name")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_slices_that_are_not_what_metadata_says(slot: Path, change: dict[str, An
 def test_frozen_parameters_are_beside_a_checkpoint(slot: Path) -> None:
     content = json.loads((slot / "checkpoint.json").read_text())
     text = json.dumps(content | {"frozen": f"../checkpoints/{slot.name}"})
-    check_changes(slot / "checkpoint.json", [text.encode()], f"{slot.name}' is no plain file name")
+    check_changes(slot / "checkpoint.json", [text.encode()], f"{slot.name}' is not a plain file name")
 
 
 # ---- A run goes on from the other one ----

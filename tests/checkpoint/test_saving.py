@@ -221,7 +221,7 @@ def test_another_runs_checkpoint_is_never_deleted(tmp_path: Path) -> None:
     saver.save(full(tmp_path / "other", 1))
     saver.save(full(run, 2))
     marker_of(run).write_text(json.dumps({"checkpoint": f"../../other/checkpoints/{other.name}", "step": 1}))
-    with pytest.raises(UserError, match=r"rollback.json cannot be read \('.*' is no plain file name\)"):
+    with pytest.raises(UserError, match=r"rollback.json cannot be read \('.*' is not a plain file name\)"):
         retire(run, 1)
     assert verify(other) == []
 

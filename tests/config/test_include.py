@@ -59,7 +59,7 @@ def test_show_and_diff(tmp_path: Path) -> None:
     assert json.loads(call("config", "show", own, "--json"))["optimizer"]["name"] == "lion"
     assert json.loads(call("config", "diff", base, own, "--json")) == {"optimizer.name": ["adamw", "lion"]}
     assert "lion" in call("config", "diff", base, own)
-    assert "no key differs" in call("config", "diff", base, base)
+    assert "no keys differ" in call("config", "diff", base, base)
     with pytest.raises(UserError, match="name two"):
         call("config", "diff", base)
 

@@ -99,7 +99,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.output.splitlines()[0] == f"{path} line 11: lr_schedule.peak is now lr_schedule.lr"
     assert f"{path} line 14: state.residency: device is now none" in done.output
     again = CliRunner().invoke(app, ["config", "migrate", str(path)])
-    assert again.output == f"{path}: all keys have the names of today\n"
+    assert again.output == f"{path}: all keys have their current names\n"
     assert json.loads(CliRunner().invoke(app, ["config", "migrate", str(path), "--json"]).output) == []
 
 
@@ -108,11 +108,11 @@ def test_the_command(tmp_path: Path) -> None:
     [
         (
             "state: {residency: all, offload: all}\n",
-            "line 1: state.residency is state.offload now, which is there as well",
+            "line 1: state.residency is now state.offload, which the file has too",
         ),
         ("\nevaluate: {text: a, every: 3}\n", "line 2: evaluate.text is now validation: .* move it there"),
-        ("- 3\n", "is no configuration"),
-        ("", "is no configuration"),
+        ("- 3\n", "is not a configuration"),
+        ("", "is not a configuration"),
         ("a: [\n", "is not valid YAML"),
         ("a: 1\na: 2\n", "stands twice"),
     ],
@@ -168,7 +168,7 @@ def test_forms_of_yaml(tmp_path: Path, before: str, after: str) -> None:
 def test_keys_that_are_tied_to_other_text_are_renamed_by_hand(tmp_path: Path, text: str) -> None:
     path = tmp_path / "first.yaml"
     path.write_text(text)
-    with pytest.raises(UserError, match=r"is as it was: .* Rename by hand: \w+\.\w+ \(now \w+\.\w+\)"):
+    with pytest.raises(UserError, match=r"is unchanged: .* Rename these keys by hand: \w+\.\w+ \(now \w+\.\w+\)"):
         api.migrate(path)
     assert path.read_text() == text
     assert [each.name for each in tmp_path.iterdir()] == ["first.yaml"]
@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "first.yaml"
     path.write_text(BEFORE)
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(UserError, match=r"No space left on device\. The file is as it was"):
+    with pytest.raises(UserError, match=r"No space left on device\. The file is unchanged"):
         api.migrate(path)
     assert path.read_text() == BEFORE
     assert [each.name for each in tmp_path.iterdir()] == ["first.yaml"]
@@ -196,8 +196,8 @@ def test_files_before_one_that_fails_are_told(tmp_path: Path) -> None:
 def test_keys_of_phases_are_told_their_new_names() -> None:
     base = {"model": "mula-tiny", "data": {"path": "d"}, "train": {"output": "x", "global_batch": 8}}
     for phase, said in (
-        ({"lr_schedule": {"minimum": 1e-5}}, "lr_schedule.minimum': here it is lr_schedule.min_lr"),
-        ({"schedule": {}}, "schedule': here it is lr_schedule"),
+        ({"lr_schedule": {"minimum": 1e-5}}, "lr_schedule.minimum': use lr_schedule.min_lr"),
+        ({"schedule": {}}, "schedule': use lr_schedule"),
     ):
         with pytest.raises(UserError, match=said):
             load_config(base | {"phases": [{"steps": 10, **phase}]})
@@ -206,7 +206,7 @@ def test_keys_of_phases_are_told_their_new_names() -> None:
 @pytest.mark.parametrize("old", sorted(set(RENAMED)))
 def test_a_user_is_told_the_new_name(old: str) -> None:
     base = {"model": "mula-tiny", "data": {"path": "d"}, "train": {"output": "x", "steps": 10, "global_batch": 8}}
-    with pytest.raises(UserError, match=rf"unknown key '{old}': here it is {RENAMED[old]}"):
+    with pytest.raises(UserError, match=rf"unknown key '{old}': use {RENAMED[old]}"):
         load_config(base, [f"{old}=1"])
 
 

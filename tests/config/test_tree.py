@@ -34,7 +34,11 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (DENSE, {"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer: betas \[0\.9, 1\.0\] must lie in \[0, 1\)"),
         (DENSE, {"optimizer": {"name": "adam"}}, r"'optimizer\.name' is 'adam': it must be 'adamw', 'muon', 'lion' or"),
         (DENSE, {"optimizer": {"name": "muon", "momentum": 1.0}}, r"'optimizer\.momentum' is 1\.0: .* less than 1"),
-        (DENSE, {"optimizer": {"momentum": 0.9}}, r"optimizer: momentum is muon's, which updates nothing: remove it"),
+        (
+            DENSE,
+            {"optimizer": {"momentum": 0.9}},
+            r"optimizer: momentum applies to muon only, which updates no parameters: remove it",
+        ),
         (
             DENSE,
             {"optimizer": {"groups": [{"match": "*"}]}},
@@ -58,7 +62,7 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (
             DENSE,
             {"state": {"shard": "optimizer", "shard_ranks": {"gradients": 2}}},
-            r"state: shard_ranks\.gradients: with shard optimizer every rank keeps all gradients: remove it",
+            r"state: shard_ranks\.gradients does not apply to shard: optimizer, which replicates the gradients: remove it",
         ),
         (
             DENSE,
@@ -75,7 +79,7 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (
             DENSE,
             {"lr_schedule": {"name": "wsd", "cooldown_steps": 99}},
-            r"lr_schedule\.cooldown_steps 99 and the warm-up's 0 are more than the run's 10 steps: lower one of them",
+            r"lr_schedule\.cooldown_steps 99 and the 0 steps of the warm-up exceed the run's 10 steps: lower one of them",
         ),
         (
             DENSE,
@@ -83,7 +87,7 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
             r"lr_schedule\.branch_from and checkpoint\.load_path exclude each other: remove one of them",
         ),
         (DENSE, {"train": {**TRAIN, "micro_batch": 3}}, r"train: global_batch 8 is not a multiple of micro_batch 3"),
-        (DENSE, {"train": {**TRAIN, "stop_at": 11}}, r"train: stop_at 11 is beyond steps 10"),
+        (DENSE, {"train": {**TRAIN, "stop_at": 11}}, r"train: stop_at 11 is beyond the run's 10 steps: lower it"),
         (
             DENSE,
             {"train": TRAIN | {"tokens": 999}},
@@ -99,21 +103,29 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
             {"train": TRAIN | {"steps": None}},
             r"train: the length of the run is one of .* but it is missing: give one of them",
         ),
-        (DENSE, {"train": TRAIN | {"steps": None, "tokens": 256, "stop_at": 2}}, r"train: stop_at 2 is beyond steps 1"),
+        (
+            DENSE,
+            {"train": TRAIN | {"steps": None, "tokens": 256, "stop_at": 2}},
+            r"train: stop_at 2 is beyond the run's 1 steps: lower it",
+        ),
         (DENSE, {"train": TRAIN | {"steps": None, "tokens": "2X"}}, r"train\.tokens: not a number: '2X'"),
         (DENSE, {"train": TRAIN | {"steps": None, "tokens": 0.5}}, r"'train\.tokens' is 0\.5"),
         (
             DENSE,
             {"evaluate": {"every": 5}},
-            r"unknown key 'evaluate\.every': here it is validation: \[\{every: \.\.\.\}\]",
+            r"unknown key 'evaluate\.every': use validation: \[\{every: \.\.\.\}\]",
         ),
-        (DENSE, {"validation": 2 * [{"text": "a"}]}, r"validation: two sets have no name: give each a name of its own"),
+        (DENSE, {"validation": 2 * [{"text": "a"}]}, r"validation: two sets have no name: give each a different name"),
         (DENSE, {"moe": {}}, r"moe: the model is dense: remove the section moe"),
         (DENSE, {"recompute": ["moe"]}, r"recompute: a dense model has no module 'moe'"),
         (EXPERTS, {"recompute": ["mlp"]}, r"recompute: a model whose blocks all have experts has no module 'mlp'"),
         (EXPERTS, {"recompute": ["auto", "moe"]}, r"recompute: auto includes all modules: remove the others"),
         (DENSE, {"recompute_every": 2}, r"recompute_every 2: nothing is recomputed: set recompute"),
-        (DENSE, {"recompute": "auto", "recompute_every": 2}, r"recompute_every 2: auto chooses it: remove it"),
+        (
+            DENSE,
+            {"recompute": "auto", "recompute_every": 2},
+            r"recompute_every 2: recompute auto chooses the value: remove it",
+        ),
         (
             DENSE,
             {"recompute": ["norm"], "recompute_every": 99},
@@ -122,7 +134,7 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (
             DENSE,
             {"recompute": ["norm"], "recompute_budget": "1GB"},
-            r"recompute_budget applies to recompute: auto only",
+            r"recompute_budget needs recompute: auto",
         ),
         (DENSE, {"recompute": "auto", "recompute_budget": "some"}, r"recompute_budget: not a size: 'some'"),
         (

@@ -46,7 +46,7 @@ def run(tmp_path: Path, tokenizer_file: Path) -> Callable[..., dict[str, Any]]:
         (b'{"texts": "words"}', r"no field 'text' \(did you mean 'texts'\?\)"),
         (b'{"text": "wor', "not valid JSON"),
         (b'{"text": ' + 20_000 * b"[" + 20_000 * b"]" + b"}", "not valid JSON .it is nested too deep"),
-        (b'["text"]', "a list, where an object with the text is expected"),
+        (b'["text"]', "a list, but each line must be an object with the text"),
         (b'{"text": null}', "field 'text' is null, not text"),
         (b'{"text": "\xff"}', "not UTF-8 at byte 10 of the line"),
         (b'{"text": "\\ud800"}', "field 'text' is not valid Unicode"),
@@ -113,7 +113,7 @@ def test_bad_parquet(run: Callable[..., Any], tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"id,body\n1,words\n", r"bad\.csv: no column 'text' \(valid: body, id\).*`text_field='body'`"),
-        (b"id,text\n1,words\n2,more, words\n", r"bad\.csv:3: a row of 3 cells, where the first has 2"),
+        (b"id,text\n1,words\n2,more, words\n", r"bad\.csv:3: a row of 3 cells, but the first has 2"),
         (b'id,text\n1,"words\n2,more\n', r"bad\.csv:3: not readable as a table \(unexpected end of data\)"),
         (b'id,text\n1,"words" more\n', r"bad\.csv:2: not readable as a table"),
         (b"id,text\n1,w\xff\n", r"bad\.csv:2: not UTF-8 \(invalid start byte\)"),
@@ -162,12 +162,12 @@ def test_no_input(tmp_path: Path, tokenizer_file: Path, run: Callable[..., Any])
         ([], "no input given"),
         ([tmp_path / "nowhere"], "input not found: .*nowhere"),
         ([str(tmp_path / "*.txt")], r"input not found: .*\*\.txt .*no file matches"),
-        ([tmp_path / "empty"], "no input files in .*empty: nothing there ends in .txt"),
+        ([tmp_path / "empty"], "no input files in .*empty: no file there ends in .txt"),
         ([tmp_path / "picture.png"], r"picture\.png: unsupported file type: supported are \.txt"),
     ):
         with pytest.raises(UserError, match=message):
             prepare(inputs, tmp_path / "out", tokenizer=tokenizer_file)
-    with pytest.raises(UserError, match="the input holds no text"):
+    with pytest.raises(UserError, match="the input contains no text"):
         run("a.jsonl", b'{"text": ""}\n')
     with pytest.raises(UserError, match=r"only \d+ tokens, too few for one instance of 64.*smaller `context`"):
         run("a.txt", b"a few words", context=64)
@@ -205,7 +205,7 @@ def test_numbers_of_tokens_that_cannot_be_stored(tmp_path: Path, tokenizer_file:
     content = json.loads(tokenizer_file.read_text())
     content["model"]["vocab"]["too far"] = 1 << 31
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"has a token of number 2147483648: tokens are stored with numbers below"):
+    with pytest.raises(UserError, match=r"has a token with id 2147483648: token ids must be less than"):
         inspect(tmp_path)
 
 

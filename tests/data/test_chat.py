@@ -117,8 +117,8 @@ def test_a_tokenizer_is_trained_on_all_of_it(tmp_path: Path, chats: tuple[Path, 
 
 def test_bad_input(tmp_path: Path, tokenizer_file: Path) -> None:
     for chat, message_ in (
-        ("hi", "in.jsonl:1: field 'messages' is no conversation: give a list of objects"),
-        ([{"role": "user"}], "is no conversation"),
+        ("hi", "in.jsonl:1: field 'messages' is not a conversation: give a list of objects"),
+        ([{"role": "user"}], "is not a conversation"),
         ([message("user", "hi")], "in.jsonl:1: no message has the role 'assistant'"),
         ([message("assistant", "\ud800")], "not valid Unicode"),
     ):

@@ -172,7 +172,7 @@ def test_an_answer_that_is_written_otherwise_later_is_named(name: str) -> None:
     thought = {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
     messages = [{"role": "user", "content": "2+2?"}, thought, {"role": "user", "content": "sure?"}, thought]
     with pytest.raises(
-        UserError, match=r"data\.jsonl:3: turn 2, the assistant's, is rendered otherwise .* \{% generation %\}"
+        UserError, match=r"data\.jsonl:3: the chat template renders turn 2 \(assistant\) .* \{% generation %\}"
     ):
         ChatTemplate(source_of(name)).conversation(messages, "data.jsonl:3")
 
@@ -227,7 +227,8 @@ def test_what_is_predicted_by_templates_without_marks(
 )  # fmt: skip
 def test_turns_that_cannot_be_told_apart(name: str, messages: list[dict[str, Any]]) -> None:
     with pytest.raises(
-        UserError, match=r"here: turn 2, the assistant's, is rendered otherwise where the conversation goes on"
+        UserError,
+        match=r"here: the chat template renders turn 2 \(assistant\) differently when the conversation continues",
     ):
         ChatTemplate(source_of(name)).conversation(messages, "here", special=SPECIAL)
 
@@ -244,16 +245,16 @@ def test_the_end_of_text_is_the_assistants_where_nothing_else_ends_its_turn() ->
 @pytest.mark.parametrize(
     ("source", "message", "problem"),
     [
-        ("ours", turn("user</s>", "a"), "the role of message 1 spells a special token"),
+        ("ours", turn("user</s>", "a"), "the role of message 1 contains a special token"),
         (
             "smolvlm_training",
             turn("user", "a question"),
-            "leaves out what the messages say: it may need `content` as a list of parts",
+            "drops the text of the messages: it may need `content` as a list of parts",
         ),
-        ("{{ '{0}'.format() }}", turn("user", "a"), "the chat template cannot take this conversation"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", turn("user", "a"), "cannot take this conversation"),
-        ("{{ 'a'.encode('nope') }}", turn("user", "a"), "cannot take this conversation"),
-        ("{{ messages[1].content|upper }}", turn("user", "a"), "is rendered otherwise than it says"),
+        ("{{ '{0}'.format() }}", turn("user", "a"), "the chat template cannot render this conversation"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", turn("user", "a"), "cannot render this conversation"),
+        ("{{ 'a'.encode('nope') }}", turn("user", "a"), "cannot render this conversation"),
+        ("{{ messages[1].content|upper }}", turn("user", "a"), r"changes the text of turn 2 \(assistant\)"),
     ],
 )
 def test_templates_and_messages_that_do_not_go_together(source: str, message: dict[str, Any], problem: str) -> None:
@@ -270,7 +271,7 @@ def test_templates_and_messages_that_do_not_go_together(source: str, message: di
         (turn("user", None), "message 2 has no `content`"),
         ({"role": "user", "content": 5}, "message 2 has a number as `content`"),
         ("hi", "message 2 is a text"),
-        (turn("Assistant", "a"), r"no message has the role 'assistant' \(there are: user, Assistant\)"),
+        (turn("Assistant", "a"), r"no message has the role 'assistant' \(roles: user, Assistant\)"),
     ],
 )
 def test_messages_that_are_none(message: Any, problem: str) -> None:
@@ -350,12 +351,15 @@ def test_prepared_data_has_the_template_of_its_tokenizer(folder_of: Any, tmp_pat
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"tokenizer_config.json": '{"chat_template": "{% for %}"}'}, "its chat_template is no Jinja template"),
-        ({"chat_template.jinja": "{{ messages"}, "its chat_template is no Jinja template"),
-        ({"tokenizer_config.json": '{"chat_template": 5}'}, "its chat_template is a int: it must be a text"),
+        (
+            {"tokenizer_config.json": '{"chat_template": "{% for %}"}'},
+            "its chat_template is not a valid Jinja template",
+        ),
+        ({"chat_template.jinja": "{{ messages"}, "its chat_template is not a valid Jinja template"),
+        ({"tokenizer_config.json": '{"chat_template": 5}'}, "its chat_template is a int: it must be a string"),
         (
             {"tokenizer_config.json": '{"chat_template": [{"name": "tool_use", "template": "a"}]}'},
-            r"it has several chat templates \(tool_use\), none of which is named default",
+            r"none of its chat templates \(tool_use\) is named default",
         ),
         ({"tokenizer_config.json": "[1]"}, r"tokenizer_config\.json cannot be read as a JSON object"),
     ],
@@ -390,7 +394,7 @@ def test_which_of_several_templates(tmp_path: Path) -> None:
 )
 def test_a_template_can_do_nothing_but_write(source: str) -> None:
     messages = [{"role": "assistant", "content": "hi"}]
-    with pytest.raises(UserError, match="here: the chat template cannot take this conversation"):
+    with pytest.raises(UserError, match="here: the chat template cannot render this conversation"):
         ChatTemplate(source + "{% generation %}{{ messages[0].content }}{% endgeneration %}").conversation(
             messages, "here"
         )
@@ -401,7 +405,7 @@ def test_characters_that_are_none() -> None:
     said = "".join(chat._MARKS[:5])
     own = ChatTemplate().conversation([{"role": "assistant", "content": said}], "here", special=["<x>"])
     assert own == Conversation(f"<|assistant|>\n{said}", ((14, 19),))
-    with pytest.raises(UserError, match="it holds characters that are none"):
+    with pytest.raises(UserError, match="the text contains too many noncharacters"):
         ChatTemplate().conversation([{"role": "assistant", "content": chat._MARKS}], "here")
 
 
@@ -470,9 +474,7 @@ def test_data_that_does_not_go_together_is_refused_by_the_check(folder_of: Any, 
             "sequence_length": 32,
         },
     }
-    with pytest.raises(
-        UserError, match=r"other has its conversations by another chat template than .*one: a model has one"
-    ):
+    with pytest.raises(UserError, match=r"other uses another chat template than .*one, but a run needs the same"):
         optimus.train(run | {"data": sources}, check=True)
     shards = Shards(tmp_path / "one")
     unpredicted = next(

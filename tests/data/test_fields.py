@@ -83,7 +83,11 @@ def test_a_folder_of_datasets_is_prepared(tmp_path: Path, tokenizer_file: Path) 
 
 @pytest.mark.parametrize(
     ("said", "expected"),
-    [("{a", "is no template"), ("{a:>5}", "names in braces and nothing else"), ("x {} y", "a brace pair has no name")],
+    [
+        ("{a", "is not a valid template"),
+        ("{a:>5}", "must contain only the name of a field"),
+        ("x {} y", "a brace pair has no name"),
+    ],
 )
 def test_templates_that_make_no_sense_are_refused(said: str, expected: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=expected):
@@ -105,15 +109,15 @@ def test_an_arrow_file_that_is_none_is_refused(tmp_path: Path) -> None:
         ({"text": {"a": "b"}}, "text", "field 'text' is an object, not text"),
         ({"text": 1.5}, "text", "field 'text' is a number, not text"),
         ({"text": True}, "text", "field 'text' is a boolean, not text"),
-        ({"text": "words"}, "text.foo", r"no field 'text\.foo' \(what should hold 'foo' is a text\)"),
+        ({"text": "words"}, "text.foo", r"no field 'text\.foo' \(the parent of 'foo' is a text\)"),
         ({}, "text", r"no field 'text' \(the object is empty\)\. Name"),
         (
             {"id": "a long one", "meta": {"text": "x"}},
             "text",
-            r"It is in 'meta\.text': `text_field='meta\.text'` reads",
+            r"The field is at 'meta\.text': use `text_field='meta\.text'`",
         ),
-        ({"id": "1", "meta": {"a": {"body": "words"}}}, "text", r"`text_field='meta\.a\.body'` reads that"),
-        ({"id": "1", "meta": {"a.b": "words"}}, "text", "`text_field='id'` reads that"),
+        ({"id": "1", "meta": {"a": {"body": "words"}}}, "text", r"use `text_field='meta\.a\.body'`"),
+        ({"id": "1", "meta": {"a.b": "words"}}, "text", "use `text_field='id'`"),
     ],
 )
 def test_a_record_without_the_text(record: dict[str, Any], said: str, expected: str) -> None:

@@ -57,7 +57,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "1-utf16.txt": (TEXT.encode("utf-16"), ": not UTF-8 but UTF-16, from byte 0 on. `encoding='utf-16'` reads it."),
     "1-utf16-le.txt": (TEXT.encode("utf-16-le"), "`encoding='utf-16-le'` reads it."),
     "1-utf16-be.jsonl": (json.dumps({"text": TEXT}).encode("utf-16-be"), "`encoding='utf-16-be'` reads it."),
-    "1-cut.txt": ("déjà".encode()[:-1], ": not UTF-8 at byte 4 (unexpected end of data). Its end is missing"),
+    "1-cut.txt": ("déjà".encode()[:-1], ": not UTF-8 at byte 4 (unexpected end of data). The end of the file is missing"),
     # other kinds of files
     "2-document.txt": (PDF, ": a PDF document, by its first bytes. Extract its text"),
     "2-document.jsonl": (PDF, ": a PDF document"),
@@ -66,37 +66,37 @@ BAD: dict[str, tuple[bytes, str]] = {
     "2-zipped.jsonl": (COMPRESSED, ": compressed with gzip, by its first bytes. Add .gz to its name."),
     "2-zipped.txt": (COMPRESSED, ": compressed with gzip, by its first bytes. Decompress it."),
     # separators
-    "3-semicolons.csv": (b"id;text\n1;words\n", ":1: semicolons part its columns, not commas. Save it with commas."),
-    "3-tabs.csv": (b"id\ttext\n1\twords\n", ":1: tabs part its columns, not commas. Name it .tsv."),
-    "3-commas.tsv": (b"id,text\n1,words\n", ":1: commas part its columns, not tabs. Name it .csv."),
+    "3-semicolons.csv": (b"id;text\n1;words\n", ":1: semicolons separate its columns, not commas. Save it with commas."),
+    "3-tabs.csv": (b"id\ttext\n1\twords\n", ":1: tabs separate its columns, not commas. Rename it to .tsv."),
+    "3-commas.tsv": (b"id,text\n1,words\n", ":1: commas separate its columns, not tabs. Rename it to .csv."),
     # columns
     "4-column.csv": (b"id,content\n1,some words\n", ": no column 'text' (did you mean 'content'?). "
-                     "Its longest text is in 'content': `text_field='content'` reads that."),
+                     "The longest text is in 'content': use `text_field='content'`."),
     "4-column.parquet": (parquet(id=["1"], body=["some words"]), ": no column 'text' (valid: body, id). "
-                         "Its longest text is in 'body': `text_field='body'` reads that."),
+                         "The longest text is in 'body': use `text_field='body'`."),
     "4-number.parquet": (parquet(text=[1, 2]), ": row 1: field 'text' is a number, not text"),
     "4-null.parquet": (parquet(text=["x", None]), ": row 2: field 'text' is null, not text"),
     # fields
-    "5-field.jsonl": (lines(TEXT, field="content"), "`text_field='content'` reads that."),
+    "5-field.jsonl": (lines(TEXT, field="content"), "use `text_field='content'`."),
     "5-field.jsonl.gz": (gzip.compress(lines(TEXT, field="content")), ":1: no field 'text'"),
     "5-number.jsonl": (lines("x") + b'{"text": 5}\n', ":2: field 'text' is a number, not text"),
     "5-list.jsonl": (b'{"text": ["a"]}\n', ":1: field 'text' is a list, not text"),
     "5-surrogate.jsonl": (b'{"text": "\\ud800"}\n', ":1: field 'text' is not valid Unicode"),
     # arrays
-    "6-array.jsonl": (b'[{"text": "x"}, {"text": "y"}]', ":1: a JSON array, where each line must be one JSON object. "
+    "6-array.jsonl": (b'[{"text": "x"}, {"text": "y"}]', ":1: a JSON array, but each line must be one JSON object. "
                       "Convert it: jq -c '.[]' OLD > NEW.jsonl"),
     "6-array.json.gz": (gzip.compress(b'\n[\n{"text": "x"}\n]\n'), ":2: a JSON array"),
     "6-pretty.jsonl": (b'{\n "text": "x"\n}\n', ":1: a JSON object of several lines"),
     # broken lines
     "7-cut.jsonl": (lines("x", "y") + b'{"text": "wor', ":3: not valid JSON"),
     "7-middle.jsonl": (lines("x") + b"words\n" + lines("y"), ":2: not valid JSON"),
-    "7-cells.csv": (b"id,text\n1,words\n2,more, words\n", ":3: a row of 3 cells, where the first has 2."),
+    "7-cells.csv": (b"id,text\n1,words\n2,more, words\n", ":3: a row of 3 cells, but the first has 2."),
     "7-quote.csv": (b'id,text\n1,"words\n2,more\n', ":3: not readable as a table"),
     # compression
     "8-cut.jsonl.gz": (COMPRESSED[:-50], ": damaged or truncated compressed file"),
     "8-changed.jsonl.gz": (COMPRESSED[:2000] + bytes(50) + COMPRESSED[2050:], ": damaged or truncated compressed file"),
     "8-cut.jsonl.zst": (ZSTD[:-50], ": damaged or truncated compressed file"),
-    "8-empty.jsonl.gz": (b"", ": damaged or truncated compressed file (it is empty)"),
+    "8-empty.jsonl.gz": (b"", ": damaged or truncated compressed file (the file is empty)"),
     # Parquet and Arrow
     "9-cut.parquet": (parquet(text=["words"])[:-9], ": not a readable parquet file"),
     "9-empty.parquet": (b"", ": not a readable parquet file"),
@@ -161,7 +161,7 @@ def test_one_message_lists_all(messy: Path, run: Callable[..., Any], tmp_path: P
         assert what in line
         assert line.count(str(messy)) == 1
     assert last.startswith("Mend them")
-    assert last.endswith("or go on without them: `skip_bad=True`.")
+    assert last.endswith("or skip them with `skip_bad=True`.")
     assert not (tmp_path / "out").exists()
 
 
@@ -189,7 +189,7 @@ def test_the_rest_is_prepared_as_if_it_were_alone(
 def test_complete_data_is_found_again(messy: Path, run: Callable[..., Any], stages: Any, tmp_path: Path) -> None:
     index = run(skip_bad=True)
     assert run(skip_bad=True, progress=stages) == index
-    assert stages.seen == {"complete already"}
+    assert stages.seen == {"already complete"}
     with pytest.raises(UserError, match=r"out is the output of another run \(other input files\)"):
         run()
 
@@ -252,7 +252,7 @@ def test_a_run_that_skipped_goes_on_after_an_interruption(
         patch.setattr(preparation, "_pack", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(skip_bad=True)
-    with pytest.raises(UserError, match=r"in/b\.jsonl:2: not valid JSON.*`skip_bad=True` goes on without this file\."):
+    with pytest.raises(UserError, match=r"in/b\.jsonl:2: not valid JSON.*`skip_bad=True` skips this file\."):
         run()
     index = run(skip_bad=True)
     (tmp_path / "in").rename(tmp_path / "all")
@@ -298,7 +298,7 @@ def test_the_field_that_is_named_reads_the_files(run: Callable[..., Any], tmp_pa
     )
     with pytest.raises(UserError) as raised:
         run()
-    assert str(raised.value).count("`text_field='content'` reads that.") == 3
+    assert str(raised.value).count("use `text_field='content'`.") == 3
     assert (tmp_path / "out.partial").exists()
     assert run(text_field="content")["documents"] == 3
 
@@ -337,10 +337,13 @@ def test_the_encoding_that_is_named_reads_the_files(
 def test_encodings(run: Callable[..., Any], tmp_path: Path) -> None:
     write(tmp_path / "in", {"a.txt": TEXT.encode("latin-1"), "b.txt": "日本".encode("euc-jp") * 20})
     for encoding, message in (
-        ("nonsense", "`encoding` 'nonsense' is no encoding of text"),
-        *((name, f"`encoding` '{name}' is no encoding of text") for name in ("base64", "rot13", "zlib", "bz2", "hex")),
-        ("iso-2022-jp", "cannot be told from UTF-8"),
-        ("unicode_escape", "cannot be told from UTF-8"),
+        ("nonsense", "`encoding` 'nonsense' is not an encoding of text"),
+        *(
+            (name, f"`encoding` '{name}' is not an encoding of text")
+            for name in ("base64", "rot13", "zlib", "bz2", "hex")
+        ),
+        ("iso-2022-jp", "cannot be distinguished from UTF-8"),
+        ("unicode_escape", "cannot be distinguished from UTF-8"),
         ("euc-jp", r"a\.txt: neither UTF-8 nor euc_jp at byte \d+"),
     ):
         with pytest.raises(UserError, match=message):
@@ -357,7 +360,7 @@ def test_files_that_are_named(tmp_path: Path, tokenizer_file: Path) -> None:
     first, *said, _ = str(raised.value).splitlines()
     assert first == "3 of 4 input files cannot be read:"
     assert "b.pdf: unsupported file type: extract its text into a .txt file" in said[0]
-    assert "c.json: unsupported file type: name it .jsonl" in said[1]
+    assert "c.json: unsupported file type: rename it to .jsonl" in said[1]
     index = prepare(inputs, tmp_path / "out", tokenizer=tokenizer_file, context=16, workers=1, skip_bad=True)
     assert [source["files"] for source in index["sources"]] == [1, 0, 0, 0]
 
@@ -403,7 +406,7 @@ def test_large_files_are_looked_at_whole_where_something_is_bad(
         run()
     monkeypatch.setattr(preparation, "WHOLE", 0)
     with pytest.raises(
-        UserError, match=r"in/o\.txt: not UTF-8 .* Of large files, the first 0 MB have been looked at so far\.$"
+        UserError, match=r"in/o\.txt: not UTF-8 .* So far, only the first 0 MB of large files have been checked\.$"
     ):
         run()
 
@@ -435,12 +438,12 @@ def test_wide_text_is_not_read_in_another_encoding(
     assert (
         f"a.txt: not {files.check_encoding(named)} but {stored.upper()}, from byte 0 on. `encoding='{stored}'`" in said
     )
-    assert "prepare those of another one apart" in said
+    assert "prepare files in another encoding separately" in said
 
 
 def test_files_of_different_encodings(run: Callable[..., Any], tmp_path: Path) -> None:
     write(tmp_path / "in", {"a.txt": TEXT.encode("utf-16"), "b.txt": TEXT.encode("latin-1")})
-    with pytest.raises(UserError, match="one encoding is named for all files that are not UTF-8: prepare those of an"):
+    with pytest.raises(UserError, match="one encoding applies to all files that are not UTF-8: prepare files in an"):
         run()
     (tmp_path / "in" / "b.txt").unlink()
     with pytest.raises(UserError) as raised:
@@ -458,11 +461,15 @@ def test_what_is_no_file(run: Callable[..., Any], tmp_path: Path) -> None:
         run()
     _, *said, _ = str(raised.value).splitlines()
     assert said == [
-        f"  {folder}/b.txt: is a link to nothing, {tmp_path}/gone.txt. Remove it, or link it to a file.",
-        f"  {folder}/l.txt: is a link to nothing, l.txt. Remove it, or link it to a file.",
-        f"  {folder}/p.jsonl: is no file, but a pipe, a socket or a device. Write what it gives into a file.",
+        f"  {folder}/b.txt: is a broken link to {tmp_path}/gone.txt. Remove it, or link it to a file.",
+        f"  {folder}/l.txt: is a broken link to l.txt. Remove it, or link it to a file.",
+        f"  {folder}/p.jsonl: is a pipe, a socket or a device, not a file. Write its content to a file.",
     ]
-    for name, what in (("b.txt", "is a link to nothing"), ("p.jsonl", "is no file"), ("[bp]*.txt", "is a link to no")):
+    for name, what in (
+        ("b.txt", "is a broken link to"),
+        ("p.jsonl", "is a pipe"),
+        ("[bp]*.txt", "is a broken link to"),
+    ):
         with pytest.raises(UserError, match=what):
             run(folder=f"in/{name}")
     assert [each["name"] for each in run(skip_bad=True)["bad_files"]] == ["b.txt", "l.txt", "p.jsonl"]
@@ -483,7 +490,7 @@ def test_names_that_are_not_printable(run: Callable[..., Any], tmp_path: Path, s
     expected = {r"n\xff.jsonl", r"esc\x1b[31m.jsonl", r"turned\u202e.jsonl", r"two\nlines.jsonl"}
     assert {each["name"] for each in index["bad_files"]} == expected
     assert run(skip_bad=True, progress=stages) == index
-    assert stages.seen == {"complete already"}
+    assert stages.seen == {"already complete"}
 
 
 def test_no_name_commands_the_terminal(

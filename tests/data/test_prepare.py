@@ -369,7 +369,7 @@ def test_signals_end_it_in_order(tmp_path: Path, lines_file: Path, stage: str, n
     run.send_signal(number)
     said = run.communicate()[1]
     assert run.returncode == 128 + number
-    assert said == f"{number.name}: stopping; progress is saved, and the same command continues\n"
+    assert said == f"{number.name}: stopping; the progress is saved, and the same command continues it\n"
     assert not any(helper.is_running() for helper in helpers)
     if stage != "train tokenizer":
         journal = json.loads((tmp_path / "out.partial" / "journal.json").read_bytes())
@@ -471,7 +471,7 @@ def test_complete_output_is_returned_and_nothing_written(
     index = run(context=64)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert run(context=64, progress=stages) == index
-    assert stages.seen == {"complete already"}
+    assert stages.seen == {"already complete"}
     with pytest.raises(UserError, match=r"out is the output of another run \(context 64 there and 32 here\)"):
         run(context=32)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
@@ -479,7 +479,7 @@ def test_complete_output_is_returned_and_nothing_written(
 
 def test_progress_names_the_stages(tmp_path: Path, lines_file: Path, stages: Any) -> None:
     prepare([lines_file], tmp_path / "out", train_tokenizer=300, context=64, workers=1, progress=stages)
-    assert stages.seen == {"look at files", "train tokenizer", "tokenise", "shard"}
+    assert stages.seen == {"check files", "train tokenizer", "tokenise", "shard"}
 
 
 @pytest.mark.slow
@@ -554,7 +554,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path, lines_file: Path, tokeni
     first.start()
     try:
         assert inside.wait(30)
-        with pytest.raises(UserError, match="another run is at work in"):
+        with pytest.raises(UserError, match="another run uses"):
             run(None)
     finally:
         go_on.set()

@@ -136,8 +136,8 @@ def test_bad_input(
 ) -> None:
     closed = url(server)
     for wrong, message in (
-        (f"{memory}/absent", "cannot read memory://texts/absent: nothing is there"),
-        (f"{memory}/*.pdf", "nothing is there"),
+        (f"{memory}/absent", "cannot read memory://texts/absent: no file found"),
+        (f"{memory}/*.pdf", "no file found"),
         ("nowhere://a/b.txt", "cannot read nowhere://a/b.txt: Protocol not known"),
         (f"{closed}/absent.txt", "cannot read .*/absent.txt"),
         ("http://127.0.0.1:9/a.txt", "cannot read http://127.0.0.1:9/a.txt"),
@@ -146,7 +146,7 @@ def test_bad_input(
             resolve([wrong])
     monkeypatch.setattr(remote, "_READ", 1000)  # in one block a whole file would come
     server.handler.ranges = False  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=r"its server does not give parts of files. Download it"):
+    with pytest.raises(UserError, match=r"its server does not support range requests. Download the file"):
         prepare([f"{closed}/more/c.parquet"], tmp_path / "out", tokenizer=tokenizer_file, context=8, workers=1)
 
 

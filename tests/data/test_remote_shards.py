@@ -91,8 +91,8 @@ def test_what_cannot_be_read_is_one_message(memory: str, web: str, tmp_path: Pat
         with pytest.raises(UserError, match=expected):
             Shards(url, tmp_path).rows(0, 1)
 
-    refused("http://127.0.0.1:9/data", r"cannot read http://127.0.0.1:9/data/index.json: .*Check its name, the network")
-    refused("memory://nowhere", r"cannot read memory://nowhere/index.json: .*Check its name")
+    refused("http://127.0.0.1:9/data", r"cannot read http://127.0.0.1:9/data/index.json: .*Check the URL, the network")
+    refused("memory://nowhere", r"cannot read memory://nowhere/index.json: .*Check the URL")
     refused(f"{web}/nowhere", r"cannot read http://.*/nowhere/index.json")
     refused("nofs://data", r"cannot read nofs://data/index.json: Protocol not known")
     small_run["data"] = {"path": "memory://nowhere"}
@@ -125,10 +125,10 @@ def test_nothing_outside_of_the_cache_is_touched(
     system = fsspec.filesystem("memory")
     system.pipe_file("/prepared/index.json", json.dumps(index).encode())
     system.pipe_file("/other.npy", content)
-    with pytest.raises(UserError, match=r"index\.json is damaged \('.*other\.npy' is no plain file name"):
+    with pytest.raises(UserError, match=r"index\.json is damaged \('.*other\.npy' is not a plain file name"):
         Shards(memory, tmp_path / "cache").verify()
     assert (other.read_bytes() == content) if there else not other.exists()
     folder = RemoteFolder(memory, tmp_path / "cache", "index.json")
     for touch in (folder.fetch, folder.forget):
-        with pytest.raises(ValueError, match="no plain file name"):
+        with pytest.raises(ValueError, match="not a plain file name"):
             touch(index["shards"][0]["file"])

@@ -20,7 +20,7 @@ def test_files_to_train_on_and_to_measure_on(tmp_path: Path) -> None:
     assert made["bytes"] == sum(path.stat().st_size for path in (tmp_path / "text").rglob("*.py"))
     for path in (tmp_path / "text").rglob("*.py"):
         path.read_text(encoding="utf-8")
-    with pytest.raises(UserError, match=r"text exists already: choose another folder, or take it away"):
+    with pytest.raises(UserError, match=r"text already exists: choose another folder, or remove it"):
         optimus.sample_text(tmp_path / "text")
 
 

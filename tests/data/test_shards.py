@@ -30,9 +30,9 @@ def test_rows(prepared: Path) -> None:
 def test_check_model(prepared: Path) -> None:
     shards = Shards(prepared)
     shards.check_model(context=64, vocab_size=600)
-    with pytest.raises(UserError, match=r"prepared with context 64, and the run asks for 128"):
+    with pytest.raises(UserError, match=r"prepared with context 64, but the run needs 128"):
         shards.check_model(context=128, vocab_size=600)
-    with pytest.raises(UserError, match=r"has 600 tokens, and the model's vocabulary only 512"):
+    with pytest.raises(UserError, match=r"has 600 tokens, but the model's vocabulary only 512"):
         shards.check_model(context=64, vocab_size=512)
 
 
@@ -117,12 +117,15 @@ def test_changed_or_missing_tokenizer(copy: Path) -> None:
         ({"instances": 5}, r"index\.json is damaged \(the instances of the shards do not add up\)"),
         ({"dtype": "<f4"}, r"index\.json is damaged \(unknown dtype"),
         ({"format": "other"}, r"index\.json is damaged \(its format is 'other'"),
-        ({"sums": "../sums.npy"}, r"index\.json is damaged \(its sums are in '\.\./sums\.npy', not in 'sums\.npy'"),
+        (
+            {"sums": "../sums.npy"},
+            r"index\.json is damaged \(its checksums are in '\.\./sums\.npy', not in 'sums\.npy'",
+        ),
         ({"settings": "none"}, r"index\.json is damaged"),
         ({"masked": 1}, r"index\.json is damaged \(masked and parse_special must be true or false"),
         ({"tokens": None}, r"index\.json is damaged \(no entry 'tokens'"),
         ({"dropped_tokens": "3"}, r"index\.json is damaged \(numbers of tokens must be integers"),
-        ({"tokenizer": {"vocab_size": 5, "eos_id": 5, "sha256": ""}}, r"the latter below the former"),
+        ({"tokenizer": {"vocab_size": 5, "eos_id": 5, "sha256": ""}}, r"eos_id less than vocab_size"),
         ({"tokenizer": {"vocab_size": 5, "eos_id": 1}}, r"no entry 'sha256'"),
         ({"version": 9}, r"index\.json has version 9; this Optimus reads version 1"),
     ],
@@ -137,7 +140,7 @@ def test_damaged_index(copy: Path, change: dict[str, object], message: str) -> N
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"file": "../copy/shard-00000.npy"}, r"'\.\./copy/shard-00000\.npy' is no plain file name"),
+        ({"file": "../copy/shard-00000.npy"}, r"'\.\./copy/shard-00000\.npy' is not a plain file name"),
         ({"instances": -1}, "context and instances must be positive"),
         ({"instances": True}, "context and instances must be positive"),
     ],
@@ -186,7 +189,7 @@ def test_what_others_have_written_as_a_shard(copy: Path) -> None:
     shards = Shards(copy)
     first = shards.index["shards"][0]["instances"]
     shards.rows(first, first + 2)
-    with pytest.raises(UserError, match=r"shard-00001\.npy holds the token 600, of a vocabulary of \d+"):
+    with pytest.raises(UserError, match=r"shard-00001\.npy contains the token 600, but the vocabulary has \d+ tokens"):
         shards.rows(first, first + 3)
 
 

@@ -49,8 +49,8 @@ def test_bits_per_byte_of_a_checkpoint(
         ("a.txt", "words".encode("utf-16-le"), "not UTF-8 but UTF-16-LE, from byte 0 on. Convert it to UTF-8."),
         ("a.txt", b"%PDF-1.7 words", "a PDF document, by its first bytes. Extract its text into a .txt file."),
         ("a.jsonl", b'[{"text": "x"}]', "a JSON array"),
-        ("a.jsonl", b'{"body": "x"}', "Its longest text is in 'body': name it 'text'."),
-        ("a.txt", None, "is no file"),
+        ("a.jsonl", b'{"body": "x"}', "The longest text is in 'body': rename it to 'text'."),
+        ("a.txt", None, "is a pipe, a socket or a device, not a file"),
     ],
 )
 def test_text_that_prepare_refuses(

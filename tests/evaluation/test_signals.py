@@ -74,7 +74,7 @@ def test_bad_input(tmp_path: Path) -> None:
         read_curves([short])
     with pytest.raises(UserError, match="absent is not a run folder"):
         read_curves([tmp_path / "absent"])
-    for arguments, message in ((["--text", "x"], "--signal reads runs"), (["--ensemble"], "--signal reads runs")):
+    for arguments, message in ((["--text", "x"], "--signal only reads"), (["--ensemble"], "--signal only reads")):
         result = CliRunner().invoke(app, ["evaluate", "--signal", str(short), *arguments])
         assert message in str(result.exception)
     result = CliRunner().invoke(app, ["evaluate", str(short), "--plot", "x.png"])

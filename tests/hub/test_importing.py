@@ -230,7 +230,9 @@ def test_an_index_names_files_of_its_folder_only(dense: Transformer, tmp_path: P
     index, first = hf / "model.safetensors.index.json", min(hf.glob("model-*.safetensors"))
     index.write_text(index.read_text().replace(f'"{first.name}"', f'"../{first.name}"'))
     first.rename(tmp_path / first.name)
-    with pytest.raises(UserError, match=r"model.safetensors.index.json is damaged .*'\.\./.*' is no plain file name"):
+    with pytest.raises(
+        UserError, match=r"model.safetensors.index.json is damaged .*'\.\./.*' is not a plain file name"
+    ):
         load_weights(dense, hf)
 
 

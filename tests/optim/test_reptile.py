@@ -87,7 +87,7 @@ def test_layouts_equal_one_process(sections: dict[str, Any]) -> None:
 
 def test_what_makes_no_sense_is_refused(small_run: dict[str, Any]) -> None:
     for optimizer, expected in (
-        ({"reptile_step": 0.2}, "reptile_step applies to reptile_every"),
+        ({"reptile_step": 0.2}, "reptile_step needs reptile_every"),
         ({"name": "schedule-free", "reptile_every": 3}, "schedule-free averages its weights already"),
     ):
         with pytest.raises(UserError, match=expected):

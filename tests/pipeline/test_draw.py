@@ -138,7 +138,7 @@ def test_the_command_with_every_option(
         (["interleaved-1f1b", "--microbatches", 3], "take at least 4 microbatches"),
         (["1f1b", "--stages", 0], "0 ranks; give at least one"),
         (["1f1b", "--jitter", -1], "jitter is -1.0; give zero or more"),
-        (["1f1b", "--plot", "t.svg"], "give the name of a .png file"),
+        (["1f1b", "--plot", "t.svg"], "name a .png file"),
         (["1f1b", "--output", "no-such-folder/s.json"], "cannot write no-such-folder/s.json"),
         (["1f1b", "--measured", "no-such-file.json"], "cannot read no-such-file.json"),
     ],

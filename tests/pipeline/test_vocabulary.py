@@ -129,7 +129,7 @@ def test_stages_hold_as_much() -> None:
         (["parallel.vocabulary=true"], "parallel.vocabulary applies to a pipeline only, but parallel.pipeline is 1"),
         (
             ["parallel.pipeline=2", "parallel.vocabulary=true", "parallel.executor=message-driven"],
-            "parallel.vocabulary needs a scheduled order, .* remove one of them",
+            "parallel.vocabulary applies to executor: scheduled only, .* remove one of them",
         ),
         (
             ["parallel.pipeline=2", "parallel.vocabulary=true", "parallel.tensor=2", "model.vocab=3"],

@@ -179,10 +179,10 @@ def test_a_dry_run_ends_with_a_verdict(plan: Callable[..., Any], memory: str, fi
 
 def test_a_dry_run_is_of_one_rank_and_a_layout_that_does_not_fit_says_so(plan: Callable[..., Any]) -> None:
     with pytest.raises(
-        optimus.UserError, match="--dry-run counts what one rank holds: leave out --output and --explain"
+        optimus.UserError, match="--dry-run counts the bytes of one rank only: leave out --output and --explain"
     ):
         plan("--dry-run", "0", "--output", "plan.yaml", "--explain", "1")
-    with pytest.raises(optimus.UserError, match="--explain 3: there are 2 rows at most"):
+    with pytest.raises(optimus.UserError, match="--explain 3: there are at most 2 rows"):
         plan("--scale", "8,16", "--explain", "3")
     held = plan("--as-is")["plans"][0]["memory_bytes"]["total"]
     said = plan("--as-is", "--what-if", f"memory={held / 2}", text=True)
@@ -254,7 +254,7 @@ def test_what_is_written_is_the_run_that_was_planned(plan: Callable[..., Any], t
 def test_a_layout_that_the_rest_of_a_run_forbids(plan: Callable[..., Any], tmp_path: Path) -> None:
     layout = ["parallel.tensor=2", "parallel.expert_tensor=2", "parallel.sequence=false", "moe.drop_duplicates=false"]
     with pytest.raises(
-        optimus.UserError, match=r"^the layout that is planned does not go with .*drop_duplicates false"
+        optimus.UserError, match=r"^the layout that is planned does not go with .*drop_duplicates: false"
     ):
         plan(*layout, "--output", str(tmp_path / "planned.yaml"))
     assert not (tmp_path / "planned.yaml").exists()
@@ -377,7 +377,7 @@ def test_a_row_that_is_not_asked_for_cannot_be_explained(plan: Callable[..., Any
     """Said before anything is searched."""
     with (
         mock.patch("optimus.api.plan", side_effect=AssertionError),
-        pytest.raises(optimus.UserError, match="--explain 9: there are 2 rows at most"),
+        pytest.raises(optimus.UserError, match="--explain 9: there are at most 2 rows"),
     ):
         plan("--best", "2", "--explain", "9")
 

@@ -31,7 +31,7 @@ def test_the_command(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     assert [row["name"] for row in json.loads(listed.output)] == ["a"]
     table = CliRunner().invoke(app, ["runs", str(tmp_path)]).output
     assert "40 of 40" in table
-    assert "no such runs" in CliRunner().invoke(app, ["runs", str(tmp_path), "--state", "failed"]).output
+    assert "no matching runs" in CliRunner().invoke(app, ["runs", str(tmp_path), "--state", "failed"]).output
     page = CliRunner().invoke(app, ["report", str(tmp_path / "a"), "--output", str(tmp_path / "a.html")])
     assert "open it in a browser" in page.output
     assert (tmp_path / "a.html").exists()

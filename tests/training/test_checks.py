@@ -69,8 +69,8 @@ def corrupt(path: Path, place: int = -1) -> None:
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"train": {"sequence_length": 64}}, r"with context 32, and the run asks for 64\. Set train\.sequence_length to 32"),
-        ({"model": {"vocab": 200}}, r"has 300 tokens, and the model's vocabulary only 200\. Enlarge the model's vocabulary"),
+        ({"train": {"sequence_length": 64}}, r"with context 32, but the run needs 64\. Set train\.sequence_length to 32"),
+        ({"model": {"vocab": 200}}, r"has 300 tokens, but the model's vocabulary only 200\. Enlarge the model's vocabulary"),
         ({"data": {"path": "/no/such/folder"}}, r"/no/such/folder is not a folder of prepared data: it has no index\.json"),
         ({"train": {"device": "turbo"}}, r"train\.device 'turbo' is not available: this machine has .*cpu"),
         ({"train": {"device": "cpu:x"}}, r"train\.device 'cpu:x' is not available"),

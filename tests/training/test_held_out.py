@@ -157,7 +157,7 @@ def test_rows_have_the_loss_that_training_has(sets: dict[str, Any], prepared: Pa
     [
         ({"name": "a"}, "validation.0: a: give one of path .* and text"),
         ({"name": "rows", "text": "absent"}, "validation: two sets are named rows"),
-        ({"path": "a", "max_bytes": 9}, "validation.0: a set: max_bytes is of text: give tokens"),
+        ({"path": "a", "max_bytes": 9}, "validation.0: a set: max_bytes applies to text only: give tokens"),
         ({"name": "a", "text": "absent.txt"}, "input not found: absent.txt"),
         ({"name": "a", "path": "absent"}, "absent is not a folder of prepared data"),
     ],

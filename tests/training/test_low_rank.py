@@ -196,7 +196,7 @@ def test_resumed(pruned: dict[str, Any], tmp_path: Path) -> None:
         (
             PERP,
             {"pruning": {"sparsity": 0.5, "at": 2, "targets": ["head"]}},
-            "prune first, and begin a run with factors",
+            "prune first, then train the factors in a new run",
         ),
         (PERP, {"optimizer": {"groups": [{"match": "factor", "name": "muon"}]}}, "muon updates matrices"),
     ],

@@ -129,7 +129,7 @@ def test_a_folder_that_is_spelled_in_two_ways_is_one_source(
     assert [phase.sources[0].first for phase in data.phases] == [0, 16, 32, 48]
     for spelling in spellings[1:]:
         sources = [{"path": folders["model"], "weight": 1.0}, {"path": spelling, "name": "again", "weight": 1.0}]
-        with pytest.raises(UserError, match=r"which is .*model, is there twice"):
+        with pytest.raises(UserError, match=r"which is .*model, is listed twice"):
             load_config(small_run | {"phases": [{"steps": 2, "data": sources}]})
 
 
@@ -273,18 +273,21 @@ def test_tokens_and_epochs_are_read_exactly(small_run: dict[str, Any], folders: 
     ("sections", "expected"),
     [
         ({"data": [{"path": "model", "weight": 0}]}, "the weights sum to zero: give one of them a weight above 0"),
-        ({"data": [{"path": "model"}, {"path": "model"}]}, "two are named model: give each a name of its own"),
+        ({"data": [{"path": "model"}, {"path": "model"}]}, "two sources are named model: give each a different name"),
         ({"data": [{"path": "model", "tokens": 5, "epochs": 1.0}]}, "tokens and epochs are given: keep one of them"),
         ({"data": [{"path": "model", "wieght": 1}]}, "unknown key 'data.sources.0.wieght'.* 'data.sources.0.weight'"),
         ({"data": []}, "path and sources are missing: give one of them"),
         (
             {"data": [{"path": "model"}], "steps": 9999},
-            "source model has .* tokens, .* its share is .* give it `epochs`",
+            "source model has .* tokens, .* its share is .* replace the weight by `epochs`",
         ),
-        ({"data": [{"path": "model", "epochs": 1.0}], "steps": 9}, "are .* tokens, and the phase reads 2,304: make it"),
+        (
+            {"data": [{"path": "model", "epochs": 1.0}], "steps": 9},
+            "add up to .* tokens, but the phase reads 2,304: set its length to",
+        ),
         (
             {"data": [{"path": "model", "tokens": 5000}, {"path": "data"}], "steps": 9},
-            "the phase reads 2,304: make it 19",
+            "the phase reads 2,304: set its length to 19",
         ),
         ({"data": [{"path": "model"}], "epochs": 1.0}, "each source has passes of its own"),
         ({"data": [{"path": "model"}, {"path": "other"}]}, "prepared with another tokenizer than .*model"),
@@ -292,10 +295,16 @@ def test_tokens_and_epochs_are_read_exactly(small_run: dict[str, Any], folders: 
             {"data": [{"path": "model"}], "vocab": 256},
             "the tokenizer of .*model has 300 tokens, .* vocabulary only 256",
         ),
-        ({"phases": [{"tokens": 100}]}, r"phases.0.tokens 100 ends inside of a step of 8 x 32 tokens: give 256"),
-        ({"phases": [{"steps": 2, "tokens": 256}]}, r"phases.0: its length is one of steps and tokens"),
-        ({"phases": [{"steps": 2}], "steps": 3}, r"train.steps: the phases are 2 steps together: remove it"),
-        ({"phases": [{"steps": 2, "sequence_length": 24}]}, "prepared with context 32, and the run asks for 24"),
+        ({"phases": [{"tokens": 100}]}, r"phases.0.tokens 100 is not a multiple of a step of 8 x 32 tokens: give 256"),
+        (
+            {"phases": [{"steps": 2, "tokens": 256}]},
+            r"phases.0: give the length of the phase as either steps or tokens",
+        ),
+        (
+            {"phases": [{"steps": 2}], "steps": 3},
+            r"train.steps: the length of the run is the 2 steps of its phases: remove it",
+        ),
+        ({"phases": [{"steps": 2, "sequence_length": 24}]}, "prepared with context 32, but the run needs 24"),
         (
             {"phases": [{"steps": 2, "global_batch": 6}]},
             "phases.0.global_batch 6 is not a multiple of train.micro_batch 4",

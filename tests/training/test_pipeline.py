@@ -200,19 +200,19 @@ def test_the_schedule_has_the_stages_of_the_placement() -> None:
         ([*MESSAGE_DRIVEN, "parallel.max_in_flight=[1,1]"], r"max_in_flight \[1, 1\] must be a number, or 4 above 0"),
         (
             ["parallel.max_in_flight=4"],
-            "max_in_flight applies to executor: message-driven only: set that, or remove it",
+            "max_in_flight needs executor: message-driven: set executor, or remove max_in_flight",
         ),
         (
             [*MESSAGE_DRIVEN, "parallel.schedule=gpipe"],
-            r"parallel.schedule needs a scheduled order, .*: remove it \(max_in_flight limits the live activations\)",
+            r"parallel.schedule applies to executor: .*: remove it \(max_in_flight limits the live activations\)",
         ),
         (
             [*MESSAGE_DRIVEN, "parallel.warmup_factor=2"],
-            "parallel.warmup_factor needs a scheduled order, .*: remove it",
+            "parallel.warmup_factor applies to executor: scheduled only, .*: remove it",
         ),
         (
             [*MESSAGE_DRIVEN, "parallel.vocabulary=true"],
-            "parallel.vocabulary needs a scheduled order, .*: remove one of them",
+            "parallel.vocabulary applies to executor: scheduled only, .*: remove one of them",
         ),
         (["parallel.warmup_factor=0.5"], "parallel.warmup_factor"),
         (["model.layers=3"], "makes 4 stages, but the model has 3 layers: use at most one stage per layer"),

@@ -531,11 +531,11 @@ def test_ties_and_signed_zeros() -> None:
     [
         ({"sparsity": 1.0, "at": 1}, {}, "pruning.sparsity.*less than 1"),
         ({"sparsity": 0.0, "at": 1}, {}, "pruning.sparsity.*greater than 0"),
-        ({"sparsity": 0.5, "at": 8}, {}, "pruning.at 8: the run ends after step 8"),
+        ({"sparsity": 0.5, "at": 8}, {}, "pruning.at 8 is not before the end of the run, step 8"),
         ({"sparsity": 0.5, "at": [4, 2]}, {}, r"at \[4, 2\]: give steps in ascending order"),
-        ({"sparsity": 0.5, "at": [1, 2], "method": "early-bird"}, {}, "early-bird finds the step itself"),
-        ({"sparsity": 0.5, "at": 2, "rewind": 3}, {}, "rewind 3 is behind the first pruning"),
-        ({"sparsity": 0.5, "at": 4, "rewind": 2}, {}, "pruning.rewind 2: the weights of that step are not kept"),
+        ({"sparsity": 0.5, "at": [1, 2], "method": "early-bird"}, {}, "early-bird chooses the step"),
+        ({"sparsity": 0.5, "at": 2, "rewind": 3}, {}, "rewind 3 is after the first pruning"),
+        ({"sparsity": 0.5, "at": 4, "rewind": 2}, {}, "pruning.rewind 2: no checkpoint keeps the weights of this step"),
         (
             {"sparsity": 0.5, "at": 4, "targets": ["nothing"]},
             {},
@@ -544,7 +544,7 @@ def test_ties_and_signed_zeros() -> None:
         (
             {"sparsity": 0.5, "at": 8},
             {"phases": PHASES},
-            "pruning.at 8: the run ends after step 8",
+            "pruning.at 8 is not before the end of the run, step 8",
         ),
         ({"sparsity": 0.5, "at": 4}, {"train": {"freeze": ["matrix"]}}, "is frozen .train.freeze."),
         ({"sparsity": 0.5, "at": 4}, {"optimizer": {"name": "muon"}}, "is updated by muon, which needs whole matrices"),
@@ -611,7 +611,7 @@ def test_a_run_of_epochs_is_pruned(small_run: dict[str, Any], tmp_path: Path) ->
     del run["train"]["steps"]
     optimus.train(run, ["train.epochs=0.5", "train.stop_at=2"])
     check_pruned(tmp_path / "run" / "checkpoints" / "step-00000002", 0.5)
-    with pytest.raises(UserError, match=r"pruning\.at 900: the run ends after step"):
+    with pytest.raises(UserError, match=r"pruning\.at 900 is not before the end of the run, step"):
         optimus.train(run, ["train.epochs=0.5", "pruning.at=900", f"train.output={tmp_path / 'late'}"], check=True)
 
 

@@ -161,5 +161,5 @@ def test_the_configuration_that_an_earlier_version_has_written_goes_on(small_run
     assert read_metrics(path.parent)[-1]["bits_per_byte"] > 0
     own = path.with_name("own.yaml")
     own.write_text(yaml.safe_dump(written))
-    with pytest.raises(optimus.UserError, match=r"unknown key 'evaluate\.max_bytes': here it is validation: \["):
+    with pytest.raises(optimus.UserError, match=r"unknown key 'evaluate\.max_bytes': use validation: \["):
         optimus.train(own, resume=True)

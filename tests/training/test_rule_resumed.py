@@ -66,7 +66,9 @@ def test_another_rule(small_run: dict[str, Any], tmp_path: Path) -> None:
         UserError, match=r"step-00000004 was written with another update rule and lacks muon.momentum of "
     ):
         optimus.train(config, ["optimizer.name=muon"], resume=True)
-    with pytest.raises(UserError, match=r"`fresh_optimizer=True` is about a run that goes on: give `resume=True`, too"):
+    with pytest.raises(
+        UserError, match=r"`fresh_optimizer=True` applies only to a run that resumes: set `resume=True` too"
+    ):
         optimus.train(config, ["optimizer.name=muon"], fresh_optimizer=True)
     found = optimus.train(config, ["optimizer.name=muon", "train.stop_at=5"], resume=True, fresh_optimizer=True)
     assert found["step"] == 5

@@ -133,9 +133,9 @@ def test_what_cannot_teach_is_refused(student: dict[str, Any], tmp_path: Path) -
             optimus.train(run)
 
     refused("train.teacher: checkpoint .*nowhere does not exist", str(tmp_path / "nowhere"))
-    refused("parallel.tensor divides the vocabulary, and a teacher needs whole logits", parallel={"tensor": 2})
+    refused("train.teacher needs whole logits, but parallel.tensor shards the vocabulary", parallel={"tensor": 2})
     divided = {"pipeline": 2, "vocabulary": True}
-    refused("parallel.vocabulary divides the vocabulary", parallel=divided)
+    refused("parallel.vocabulary shards the vocabulary", parallel=divided)
     refused("has a vocabulary of 320, and the model one of 400", model=student["model"] | {"vocab": 400})
     refused("unknown key 'train.teacher.wieght'", {"checkpoints": ["a"], "wieght": 1})
     with pytest.raises(UserError, match=r"train.teacher.*at least 1 item"):

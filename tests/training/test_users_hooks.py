@@ -628,7 +628,7 @@ def test_an_object_that_cannot_be_sent(small_run: dict[str, Any]) -> None:
     class Locked(optimus.Hook):
         lock = threading.Lock()
 
-    with pytest.raises(UserError, match=r"a hook of `hooks` cannot be sent to another process .*lock"):
+    with pytest.raises(UserError, match=r"a hook of `hooks` cannot be pickled for another process .*lock"):
         optimus.train(small_run, ranks=2, hooks=[Locked()])
 
 
