@@ -31,6 +31,7 @@ _HOMES = {
     "TaskRow": "optimus.evaluation.names",
     "Tile": "optimus.optim.rule",
     "UpdateRule": "optimus.optim.rule",
+    "family_parts": "optimus.model.families:common",
     "record_reader": "optimus.data.documents",
 }
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from optimus.data.readers import ReaderRow
     from optimus.evaluation.names import TaskRow
     from optimus.model.families import Choice, Family, Field, Key
+    from optimus.model.families import common as family_parts
     from optimus.observe.sinks import Sink, SinkRow
     from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
     from optimus.optim.rules import RuleRow
@@ -74,6 +76,7 @@ __all__ = [
     "TaskRow",
     "Tile",
     "UpdateRule",
+    "family_parts",
     "record_reader",
 ]
 

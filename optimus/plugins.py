@@ -169,9 +169,9 @@ def naming_missing_plugins(error: UserError, recorded: Sequence[str]) -> UserErr
     missing = [name for name in recorded if name not in {*_LOADED, *(each.module for each in loaded_plugins())}]
     if not missing:
         return error
+    names = " and ".join(missing)
     return UserError(
-        f"{error}. The plugin {' and '.join(missing)}, with which it was written, is loaded only if you name it: add "
-        f"`plugins={missing[0]}`"
+        f"{error} (written with the plugin {names}, which is loaded only if named: add `plugins={missing[0]}`)"
     )
 
 

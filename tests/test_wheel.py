@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from helpers.wheels import build_wheel, install
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ["optimus", "pyproject.toml", "README.md", "LICENSE"]
@@ -35,29 +36,13 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources, so that nothing is left in the checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in SOURCES:
-        source, copy = ROOT / name, folder / "source" / name
-        if source.is_dir():
-            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copy(source, copy)
-    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(folder)], cwd=folder / "source", capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return next(folder.glob("optimus_pretrain-*.whl"))
+    return build_wheel(ROOT, SOURCES, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
-    done = subprocess.run([*pip, "--target", str(folder), str(wheel)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    install(folder, wheel)
     return folder
 
 

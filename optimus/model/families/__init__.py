@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from optimus.errors import nearest
+from optimus.model.families import common as common
 from optimus.model.families.family import Choice, Family, Field, Further, Key, Multiple, Same
 from optimus.plugins import Table
 

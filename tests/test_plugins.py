@@ -1,0 +1,330 @@
+"""Plugins add rows to the library's tables from a module of their own, and only if somebody names them."""
+
+import json
+import mailbox
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import optimus
+from helpers.plugin_tables import tables_restored
+from helpers.wheels import build_wheel, install
+from optimus import plugins
+from optimus.config import load_config
+from optimus.errors import UserError
+from optimus.model.transformer import Transformer
+from optimus.optim.rule import Rule
+from optimus.pipeline.schedules import make_schedule
+from optimus.resolve.rules import rules_of
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN: dict[str, Any] = {
+    "model": "mula-tiny",
+    "data": {"path": "data"},
+    "train": {"output": "run", "steps": 4, "global_batch": 4, "micro_batch": 2, "sequence_length": 16}
+    | {"precision": "float32"},
+}
+
+ROWS = """
+    from dataclasses import dataclass
+    from optimus.extend import *
+    from optimus.pipeline.schedules.gpipe import gpipe
+    from optimus.comm.schedules import ring
+
+    @dataclass(frozen=True, kw_only=True)
+    class Sgd(UpdateRule):
+        kinds = ("sgd.momentum",)
+        momentum: float
+        def apply(self, now, tile):
+            tile.moments[0].mul_(self.momentum).add_(tile.gradient)
+            tile.weight.sub_(tile.moments[0], alpha=self.rate(now))
+
+    ROWS = [
+        RuleRow("sgd", Sgd),
+        LrRow("halves", lambda rule, step: rule.peak * 0.5 ** (step // rule.options["every"]), {"every": 2}),
+        ScheduleRow("made-up", gpipe, live=lambda sizes, rank: sizes.microbatches),
+        AllGatherRow("my-ring", lambda rank, shape: ring(rank, shape.ranks)),
+    ]
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Writes a module that is importable during the test, and forgotten after it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    names = []
+
+    def write(name: str, source: str) -> str:
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+        names.append(name)
+        return name
+
+    with tables_restored():
+        yield write
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_rows_of_a_plugin_are_rows_of_the_tables(module: Any) -> None:
+    named = {"optimizer": {"name": "sgd", "options": {"momentum": 0.5}}, "lr_schedule": {"name": "halves"}}
+    named |= {"parallel": {"schedule": "made-up", "pipeline": 2}}
+    with pytest.raises(UserError) as refused:
+        load_config(RUN | named)
+    assert "'optimizer.name' is 'sgd': it must be 'adamw', 'muon', 'lion' or 'schedule-free'" in str(refused.value)
+    config = load_config(RUN | named | {"plugins": [module("rows", ROWS)]})
+    assert config.optimizer.name == "sgd"
+    assert config.lr_schedule.name == "halves"
+    assert make_schedule("made-up", 3, 5).ranks == 3
+    from optimus.comm.algorithms import names
+    from optimus.comm.schedules import Shape
+
+    assert "my-ring" in names("all_reduce", Shape(1, 4))
+
+
+def test_an_override_names_a_plugin_before_what_it_adds(module: Any) -> None:
+    module("rows", ROWS)
+    config = load_config(RUN, ["lr_schedule.name=halves", "plugins=[rows]"])
+    assert config.lr_schedule.name == "halves"
+
+
+def test_plugins_of_included_files_are_joined(module: Any, tmp_path: Path) -> None:
+    module("rows", ROWS)
+    module("others", "from optimus.extend import LrRow\nROWS = [LrRow('flat', lambda rule, step: rule.peak)]")
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(RUN | {"plugins": ["rows"], "lr_schedule": {"name": "halves"}}))
+    (tmp_path / "run.yaml").write_text("include: base.yaml\nplugins: [others]\nlr_schedule: {name: flat}\n")
+    assert load_config(tmp_path / "run.yaml").plugins == ["rows", "others"]
+
+
+def test_a_file_of_a_run_imports_nothing(module: Any, tmp_path: Path) -> None:
+    module("rows", ROWS)
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump(RUN | {"plugins": ["rows"], "lr_schedule": {"name": "halves"}})
+    )
+    with pytest.raises(
+        UserError, match=r"written with the plugin rows, which is loaded only if named: add `plugins=rows`"
+    ):
+        load_config(tmp_path / "config.yaml", of_run=True)
+    assert "rows" not in sys.modules
+    plugins.load_plugins(["rows"])
+    assert load_config(tmp_path / "config.yaml", of_run=True).lr_schedule.name == "halves"
+
+
+def test_loading_twice_is_loading_once(module: Any) -> None:
+    first = plugins.load_plugins([module("rows", ROWS)])
+    assert plugins.load_plugins(["rows"]) == first == plugins.loaded_plugins()
+    assert first[0].module == "rows"
+    assert first[0].version is None
+    assert len(first[0].sha256) == 64
+
+
+WRONG = {
+    "no module": (None, "plugins: rows cannot be imported (ModuleNotFoundError: No module named 'rows')"),
+    "an error": ("1 / 0", "plugins: rows cannot be imported (ZeroDivisionError: division by zero)"),
+    "an exit": ("raise SystemExit(3)", "plugins: rows cannot be imported (SystemExit: 3)"),
+    "no rows": ("", "plugins: rows: rows has no list `ROWS`"),
+    "another object": ("ROWS = [3]", "plugins: rows: 3 in `ROWS` is no row of a table"),
+    "a name of ours": (
+        "from optimus.extend import LrRow\nROWS = [LrRow('cosine', lambda rule, step: 0.0)]",
+        "plugins: rows: there is a learning-rate schedule 'cosine' already",
+    ),
+    "one name twice": (
+        "from optimus.extend import LrRow\nROWS = [LrRow('x', lambda rule, step: 0.0)] * 2",
+        "plugins: rows: there is a learning-rate schedule 'x' already",
+    ),
+    "rounds that lose a block": (
+        "from optimus.extend import AllGatherRow\nROWS = [AllGatherRow('x', lambda rank, shape: [])]",
+        "plugins: rows: all-gather algorithm: the rounds of 'x' are wrong on 1x2 ranks: a block is missing",
+    ),
+    "rounds that raise": (
+        "from optimus.extend import AllToAllRow\nROWS = [AllToAllRow('x', lambda rank, shape: shape.nope)]",
+        "plugins: rows: all-to-all algorithm 'x': AttributeError: 'Shape' object has no attribute 'nope'",
+    ),
+    "the backend's name": (
+        "from optimus.extend import AllGatherRow\nROWS = [AllGatherRow('own', lambda rank, shape: [])]",
+        "plugins: rows: all-gather algorithm: the name 'own' means an algorithm without rounds",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_plugin_is_one_message_and_adds_nothing(case: str, module: Any) -> None:
+    source, message = WRONG[case]
+    if source is not None:
+        module("rows", source)
+    before = [dict(table) for table in plugins._TABLES if table.what == "learning-rate schedule"]
+    with pytest.raises(UserError) as refused:
+        plugins.load_plugins(["rows"])
+    assert message in str(refused.value)
+    assert [dict(table) for table in plugins._TABLES if table.what == "learning-rate schedule"] == before
+    assert not plugins.loaded_plugins()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plugins": "rows"}, "plugins is 'rows': give a list of modules or entry points"),
+        ({"optimizer": {"name": "sgd"}}, "optimizer.options.momentum is missing: the update rule sgd needs it"),
+        (
+            {"optimizer": {"name": "sgd", "options": {"momentun": 0.9}}},
+            "optimizer.options.momentun: sgd has no such hyperparameter: did you mean 'momentum'?",
+        ),
+        ({"optimizer": {"options": {"x": 1.0}}}, "optimizer.options.x: adamw has no such hyperparameter: remove it"),
+        (
+            {"lr_schedule": {"name": "halves", "options": {"evry": 1}}},
+            "lr_schedule: options.evry: the halves schedule has no such parameter: did you mean 'every'?",
+        ),
+        ({"lr_schedule": {"name": "halve"}}, "'lr_schedule.name' is 'halve': it must be 'cosine'"),
+    ],
+)
+def test_wrong_options_are_named(change: dict[str, Any], message: str, module: Any) -> None:
+    module("rows", ROWS)
+    with pytest.raises(UserError) as refused:
+        rules_of_run(RUN | {"plugins": ["rows"]} | change)
+    assert message in str(refused.value)
+
+
+def rules_of_run(raw: dict[str, Any]) -> dict[str, Rule]:
+    config = load_config(raw)
+    with torch.device("meta"):
+        return rules_of(config.optimizer, Transformer(config.model))
+
+
+# ---- The example, installed ----
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables of a process that finds Optimus and the example as installed packages, and no checkout."""
+    folder = tmp_path_factory.mktemp("installed")
+    library = build_wheel(
+        ROOT, ["optimus", "pyproject.toml", "README.md", "LICENSE"], tmp_path_factory.mktemp("library")
+    )
+    names = ["pyproject.toml", "README.md", "optimus_example"]
+    example = build_wheel(ROOT / "examples" / "plugin", names, tmp_path_factory.mktemp("example"))
+    install(folder, library, example)
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return kept | {"PYTHONPATH": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
+    """A folder with prepared mail, and with a run on two ranks that uses all rows of the example."""
+    folder = tmp_path_factory.mktemp("run")
+    box = mailbox.mbox(folder / "letters.mbox")
+    for number in range(300):
+        letter = mailbox.mboxMessage()
+        letter["Subject"] = f"Letter {number}"
+        letter.set_payload(f"This is the text of letter {number}, which says what letter {number - 1} did not.")
+        box.add(letter)
+    box.flush()
+    model = {"family": "seed_oss", "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8}
+    model |= {"intermediate": 32, "vocab": 320}
+    config = RUN | {
+        "plugins": ["example"],
+        "model": model,
+        "train": RUN["train"] | {"hooks": ["early-stop"]},
+        "optimizer": {"name": "sgd", "options": {"momentum": 0.8}},
+        "lr_schedule": {"name": "step", "options": {"every": 2}, "warmup_steps": 1, "lr": 0.1, "min_lr": 0.001},
+        "checkpoint": {"every": 2},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    prepare = "prepare letters.mbox --output data --train-tokenizer 300 --context 16 --workers 1 --plugin example"
+    assert run(folder, environment, prepare).returncode == 0
+    trained = run(folder, environment, "train run.yaml --ranks 2")
+    assert trained.returncode == 0, trained.stderr
+    return folder
+
+
+def run(folder: Path, environment: dict[str, str], words: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command of the installed package."""
+    command = [sys.executable, "-m", "optimus", *words.split()]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_two_ranks_train_with_the_example_like_one(folder: Path, environment: dict[str, str]) -> None:
+    one = run(folder, environment, "train run.yaml train.output=one")
+    assert one.returncode == 0, one.stderr
+    losses = [
+        [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("run", "one")
+    ]
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    recorded = json.loads((folder / "run" / "environment.jsonl").read_text())["plugins"]
+    described = json.loads((folder / "run" / "checkpoints" / "step-00000004" / "checkpoint.json").read_text())[
+        "plugins"
+    ]
+    assert recorded == described
+    assert (recorded[0]["name"], recorded[0]["module"], recorded[0]["version"]) == ("example", "optimus_example", "1.0")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate run --text letters.txt",
+        "generate run --prompt Letter --max-tokens 4",
+        "export run --output hf-{}",
+        "merge run/checkpoints/step-00000002 run/checkpoints/step-00000004 --output merged-{}",
+    ],
+)
+def test_what_reads_its_checkpoints_asks_for_the_plugin(
+    command: str, folder: Path, environment: dict[str, str]
+) -> None:
+    (folder / "letters.txt").write_text("This is the text of a letter.\n" * 20)
+    refused = run(folder, environment, command.format("a"))
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+    assert "family 'seed_oss' is unknown" in refused.stderr
+    assert "(written with the plugin example, which is loaded only if named: add --plugin example)" in refused.stderr
+    done = run(folder, environment, f"{command.format('b')} --plugin example")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_export_of_its_family_is_what_transformers_computes(
+    folder: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "SeedOssForCausalLM"):
+        pytest.skip("this version of transformers has no Seed-OSS")
+    assert run(folder, environment, "export run --output hf --plugin example").returncode == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "plugin")
+    tokens_BS = torch.arange(24).view(2, 12)
+    with tables_restored():
+        ours = optimus.load_model(folder / "run", plugins=["optimus_example"])
+        found_BSV = ours(tokens_BS)
+        imported = optimus.import_folder(folder / "hf", folder / "imported", plugins=["optimus_example"])
+    sys.modules.pop("optimus_example")
+    assert imported["family"] == "seed_oss"
+    torch.testing.assert_close(found_BSV, theirs(tokens_BS).logits.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_plans_and_checks_know_it(folder: Path, environment: dict[str, str]) -> None:
+    planned = run(folder, environment, "plan run.yaml --machine dgx-h100 --ranks 2 --best 1")
+    assert planned.returncode == 0, planned.stderr
+    checked = run(folder, environment, "train run.yaml train.output=other --check")
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_a_plugin_that_has_changed_is_noted(folder: Path, environment: dict[str, str]) -> None:
+    same = run(folder, environment, "generate run --prompt Letter --max-tokens 2 --plugin example")
+    assert same.stderr == ""
+    module = Path(environment["PYTHONPATH"]) / "optimus_example" / "sgd.py"
+    source = module.read_text()
+    try:
+        module.write_text(f"{source}\n# mended\n")
+        read = run(folder, environment, "export run --output hf-changed --plugin example")
+        resumed = run(folder, environment, "train run.yaml train.steps=5 --resume")
+    finally:
+        module.write_text(source)
+    assert (read.returncode, resumed.returncode) == (0, 0)
+    for said in (read.stderr, resumed.stderr + resumed.stdout):
+        assert "the plugin example has changed since run/checkpoints/step-00000004 was written" in said
