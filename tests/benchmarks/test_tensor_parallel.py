@@ -1,4 +1,4 @@
-"""The benchmark of tensor parallelism: both sides train alike, and the ratios are of the best of each."""
+"""The tensor-parallel benchmark: both sides train alike, and each ratio compares the best contestants of the two sides."""
 
 import pytest
 
