@@ -237,8 +237,8 @@ def test_weights_of_later_steps_are_not_newer(tmp_path: Path) -> None:
 
 
 def test_a_rollback_to_damaged_weights_is_set_aside(tmp_path: Path) -> None:
-    """A run that resumes from before a damaged rollback target renames the rollback marker, so that later resumes
-    ignore it."""
+    """A run that resumes from before a damaged rollback target sets the marker aside, so later resumes ignore the
+    target."""
     _, state = made()
     saver = Saver(state)
     saver.save(full(tmp_path, 2), weights(tmp_path, 3))
