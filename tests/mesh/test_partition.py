@@ -1,4 +1,4 @@
-"""All ranks divided into groups."""
+"""A partition of all ranks into groups."""
 
 import random
 
@@ -13,7 +13,7 @@ def test_groups_in_any_order_are_the_same_division() -> None:
     division = RankPartition.of(groups)
     assert division == RankPartition.of(shuffled)
     assert hash(division) == hash(RankPartition.of(shuffled))
-    assert division != RankPartition.of([[0, 6, 3], [1], [2], [4, 7], [5]])  # ranks of a group have places
+    assert division != RankPartition.of([[0, 6, 3], [1], [2], [4, 7], [5]])  # the order of ranks within a group matters
     assert list(division) == [[1], [2], [5], [4, 7], [0, 3, 6]]
     assert (len(division), division.largest) == (5, 3)
     assert [division.group(rank) for rank in (6, 2, 4)] == [[0, 3, 6], [2], [4, 7]]
