@@ -1,4 +1,4 @@
-"""Proof that the rounds of a collective are right: each function raises `AssertionError` where they are not."""
+"""Checks that the rounds of a collective are right; each function raises `AssertionError` for wrong ones."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,21 @@ from optimus.comm.schedules import Round
 
 
 def check_gather(ranks: Sequence[Sequence[Round]]) -> None:
-    """Every rank gets every block once, from one that has it."""
+    """Asserts that every rank gets every block once, from a rank that has it."""
     have = [{rank} for rank in range(len(ranks))]
     _check(ranks, have, [set(range(len(ranks)))] * len(ranks))
 
 
 def check_exchange(ranks: Sequence[Sequence[Round]]) -> None:
-    """Every rank gets what every other one has for it, and sends nothing that it does not have."""
+    """Asserts that every rank gets each other rank's block for it, and sends only blocks that it has."""
     every = range(len(ranks))
     have = [{rank * len(ranks) + target for target in every} for rank in every]
     _check(ranks, have, [{source * len(ranks) + rank for source in every} for rank in every])
 
 
 def check_reduction(ranks: Sequence[Sequence[Round]]) -> None:
-    """Every rank's block gets every addend once, and what comes to a rank in one round is of the same blocks."""
+    """Asserts that each rank's block gets every addend once, and that all messages to a rank in one round hold the same
+    blocks."""
     every = range(len(ranks))
     sums = [{block: {rank} for block in every} for rank in every]
     for number in range(max(map(len, ranks))):
@@ -45,7 +46,7 @@ def _check(ranks: Sequence[Sequence[Round]], have: list[set[int]], wanted: Seque
 
 
 def _messages(ranks: Sequence[Sequence[Round]], number: int) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(sender, receiver, blocks) of a round; both must know of each in the same way, and of no other."""
+    """Returns (sender, receiver, blocks) of a round; sender and receiver must agree on each message."""
     rounds = [(rank, rounds[number]) for rank, rounds in enumerate(ranks) if number < len(rounds)]
     sent = [(rank, *message) for rank, each in rounds for message in each.sends]
     awaited = [(message.peer, rank, message.blocks) for rank, each in rounds for message in each.receives]
