@@ -1,4 +1,4 @@
-"""Names, help texts and messages use the words of the field, a class name means one thing, and sentences are whole."""
+"""Names, help texts and messages use the words of the field, a class name means one thing, and sentences are complete."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/architecture.md", "docs/checkpoints.md", "docs/config.md")
 
-WORDS = {  # words of identifiers, to the ones to use
+WORDS = {  # parts of identifiers, and the words to use
     "blame": "culprit",
     "blamed": "culprit",
     "boxes": "slices",
@@ -23,7 +23,7 @@ WORDS = {  # words of identifiers, to the ones to use
     "inward": "importing",
     "outward": "exporting",
 }
-NAMES = {  # whole identifiers, to the ones to use
+NAMES = {  # whole identifiers, and the ones to use
     "Base": "Candidate",
     "Choosing": "RouterConfig",
     "Computing": "StageRunner",
@@ -70,14 +70,14 @@ NAMES = {  # whole identifiers, to the ones to use
     "sum_shared": "reduce_from_group",
     "tied_ends": "tied_embeddings",
 }
-PHRASES = {  # expressions in help texts, messages and pages, to the words to use
+PHRASES = {  # expressions in help texts, messages and pages, and the words to use
     r"\bblame[sd]?\b": "culprit, attributed to",
     r"\bheld-out\b": "validation",
     r"\bmade again\b": "recomputed",
     r"\bfor a moment besides\b": "transient",
     r"\bleaves idle\b": "bubble",
 }
-EXCEPTIONS: dict[tuple[str, str], str] = {  # (path, identifier) to the reason
+EXCEPTIONS: dict[tuple[str, str], str] = {  # (path, identifier) and the reason
 }
 
 
@@ -88,14 +88,14 @@ class Finding(NamedTuple):
 
 
 def files(*folders: str) -> Iterator[tuple[str, ast.Module]]:
-    """(path, syntax tree) of every module in these folders."""
+    """Yields (path, syntax tree) of every module in these folders."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
 
 def identifiers(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of what a module is called and defines: classes, functions, arguments, variables, attributes."""
+    """Yields (line, name) of the module and its definitions: classes, functions, arguments, variables, attributes."""
     yield 1, Path(path).stem
     for node in ast.walk(tree):
         match node:
@@ -110,7 +110,7 @@ def identifiers(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def texts(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, text) of what users read: help of options, descriptions of configuration fields and commands, errors."""
+    """Yields (line, text) for users: help of options, descriptions of configuration fields and commands, errors."""
     for node in ast.walk(tree):
         match node:
             case ast.Raise(exc=ast.Call(args=args)):
@@ -126,14 +126,14 @@ def texts(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def constants(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, text) of the strings in an expression."""
+    """Yields (line, text) of the strings in an expression."""
     for each in ast.walk(node):
         if isinstance(each, ast.Constant) and isinstance(each.value, str):
             yield each.lineno, each.value
 
 
 def private_names(path: str, tree: ast.Module) -> Iterator[Finding]:
-    """The identifiers that are, or hold, a private word."""
+    """Yields the identifiers that are, or contain, a private word."""
     for line, name in identifiers(path, tree):
         if (path, name) in EXCEPTIONS:
             continue
@@ -143,7 +143,7 @@ def private_names(path: str, tree: ast.Module) -> Iterator[Finding]:
 
 
 def private_phrases(where: str, text: str) -> Iterator[Finding]:
-    """The private phrases in a text."""
+    """Yields the private phrases in a text."""
     for pattern, use in PHRASES.items():
         for found in re.findall(pattern, " ".join(text.split()), re.IGNORECASE):
             yield Finding(where, found, use)
@@ -176,7 +176,7 @@ def test_pages_use_the_words_of_the_field(page: str) -> None:
 
 
 def test_a_class_name_means_one_thing() -> None:
-    """No two public classes, or named types, of the package have one name."""
+    """No two public classes, or named types, of the package have the same name."""
     places = defaultdict(list)
     for path, tree in files("optimus"):
         for node in tree.body:
@@ -188,14 +188,14 @@ def test_a_class_name_means_one_thing() -> None:
 
 # ---- Sentences ----
 
-# A docstring begins with none of these: a clause that its noun, or its verb, is missing from.
+# Words that begin a clause without a subject, or without a verb. No docstring begins with one of them.
 OPENINGS = {
     *("What", "Of", "Whether", "How", "Where", "Those", "As", "That", "Which", "Who"),
     *("Whose", "When", "If", "Whatever", "In", "With", "By", "From"),
 }
-# Verbs in the third person, and words that begin a noun phrase. A word that is missing here joins the file if it is one.
+# Verbs in the third person, and words that begin a noun phrase. Add a missing word to the file if it is one of these.
 FIRST_WORDS = set((ROOT / "tests" / "first_words.txt").read_text(encoding="utf-8").split())
-LONG, MOST_LONG = 35, 100  # words of a sentence; sentences of more
+LONG, MOST_LONG = 35, 100  # words of a sentence; number of longer sentences
 
 
 class Docstring(NamedTuple):
@@ -204,7 +204,7 @@ class Docstring(NamedTuple):
 
 
 def docstrings(path: str, tree: ast.Module) -> Iterator[Docstring]:
-    """Those of modules, classes and functions, but for commands, whose docstrings are help texts: they tell what to do."""
+    """Yields the docstrings of modules, classes and functions; those of commands are help texts and may be imperative."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -214,7 +214,7 @@ def docstrings(path: str, tree: ast.Module) -> Iterator[Docstring]:
 
 
 def opening(text: str) -> Finding | None:
-    """What is wrong with the first word of a docstring. One in quotes of code, or a shape, is a noun."""
+    """Returns an objection to the first word of a docstring. Inline code or a shape counts as a noun."""
     first = text.split()[0]
     word = first.rstrip(",:.;")
     if word in OPENINGS:
@@ -227,7 +227,7 @@ def opening(text: str) -> Finding | None:
 
 
 def long_sentences(text: str) -> Iterator[str]:
-    """Sentences of more than so many words; tables and legends, whose lines are indented, are none."""
+    """Yields sentences of more than `LONG` words. Indented lines (tables, legends) do not count."""
     for paragraph in re.split(r"\n\s*\n|\n\s*[-*] ", text):
         lines = [line for line in paragraph.splitlines() if not line.startswith("  ")]
         for sentence in re.split(r"(?<=[.!?:;])\s+", " ".join(" ".join(lines).split())):
@@ -290,7 +290,7 @@ def test_exceptions_are_needed() -> None:
 
 
 def test_private_words_are_found() -> None:
-    """The test would fail: in a name, a part of a name, a message, a help text."""
+    """Private words are found in a name, a part of a name, a message and a help text."""
     source = (
         'def sum_rows(busiestRank):\n    raise ValueError(f"{1} is blamed")\n\nOption(help="of the held-out text")\n'
     )
