@@ -16,8 +16,8 @@ from optimus.pipeline.schedules import schedules
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "optimus"
 
-# From the top down, as in docs/architecture.md, except for `hub`: it reads and writes checkpoints, so it stands above
-# `checkpoint`.
+# The order from the top down, as in docs/architecture.md. Only `hub` differs: it reads and writes checkpoints, so it
+# stands above `checkpoint`.
 ROOMS = [
     "cli", "api", "plan", "launch", "training", "resolve", "evaluation", "resilience", "hub", "checkpoint", "report",
     "observe", "state", "parallel", "optim", "data", "config", "pipeline", "model", "kernels", "comm", "mesh",

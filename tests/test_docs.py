@@ -116,7 +116,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.names: dict[str, Any] = {"__name__": "__main__"}
-        self.variables = ""  # of the shell
+        self.variables = ""  # assignments for the shell
 
     def read(self, page: Path) -> None:
         found = steps(page)

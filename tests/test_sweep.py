@@ -72,9 +72,7 @@ def test_what_has_no_turn_is_run_without_a_sweep_and_the_rest_in_turn() -> None:
     for turn in turns:
         assert len([item for item in turn if item.originalname == "turns"]) == 2
         assert len([item for item in turn if item.originalname == "swept" and item not in always]) in (2, 3)
-        assert (
-            len({*turn} & {*always}) <= 1
-        )  # a tenth of tests without turns, in another way than `make test`
+        assert len({*turn} & {*always}) <= 1  # a tenth of tests without turns, in another way than `make test`
 
 
 def test_rows_and_values_in_turns() -> None:

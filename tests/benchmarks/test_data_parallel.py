@@ -48,7 +48,7 @@ def test_rows_and_ratios(precision: Any, same: float) -> None:
         assert ratios[ratio] == pytest.approx(speeds[0] / speeds[1])
     # All contestants take three steps on one batch from the same weights, so different training gives a different loss.
     assert all(one["loss"] == pytest.approx(rows[0]["loss"], rel=same) for one in rows)
-    assert rows[0]["loss"] < 8.0  # of random tokens it is log(4096) = 8.3 at first
+    assert rows[0]["loss"] < 8.0  # log(4096) = 8.3 is the initial loss on random tokens
     # In an all-reduce of two ranks, each rank sends as many bytes as the buffer holds. The counter may include other
     # programs' traffic.
     assert row["ddp", "optimus"]["sent_mib"] > 0.99 * 4 * PARAMETERS / 2**20

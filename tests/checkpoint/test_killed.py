@@ -124,7 +124,7 @@ def same(a: Path, b: Path) -> bool:
 
 # ---- At random moments ----
 
-KILLS = {True: len(part_of(range(60), 8)), False: len(part_of(range(25), 5))}  # by `asynchronous`
+KILLS = {True: len(part_of(range(60), 8)), False: len(part_of(range(25), 5))}  # keys: `asynchronous`
 PHASES = {"training", "copying", "writing", "committing"}
 EVERY, WEIGHTS_EVERY = 3, 6
 LAYOUTS: list[dict[str, Any]] = [{"parallel": {"expert": 2}}, {"state": {"shard": "optimizer"}}]

@@ -186,7 +186,7 @@ def test_what_another_has_taken_is_left_to_it(tmp_path: Path) -> None:
 
 
 def test_of_many_at_once_one_is_let_in(tmp_path: Path) -> None:
-    """Of eight simultaneous runs, one acquires the lease of a free folder or of a folder whose holder is dead."""
+    """Only one of eight simultaneous runs acquires the lease of a free folder, or of a folder whose holder is dead."""
     for attempt in range(10):
         if attempt % 2:
             held_by(tmp_path, ELSEWHERE, 1000.0)

@@ -147,7 +147,7 @@ def test_what_is_missing_is_named() -> None:
     text = message({"model": "mula-tiny", "train": {"output": "x", "steps": 1}})
     for path in ("data", "train.global_batch", "train.micro_batch", "train.sequence_length"):
         assert f"'{path}' is missing" in text
-    # This would come from keys whose defaults follow from others.
+    # The text would come from keys whose defaults follow from others.
     assert "PydanticUndefined" not in text
 
 

@@ -300,7 +300,7 @@ def test_what_a_message_spells_stays_text(folder_of: Any) -> None:
     own = template.conversation(said, "here", special=special_texts(as_tokens))
     assert own.text == template.render(said, "here")
     ids, predicted = own.encoded(as_tokens, as_text)
-    assert ids.count(as_tokens.token_to_id("<|im_end|>")) == 2  # from the template
+    assert ids.count(as_tokens.token_to_id("<|im_end|>")) == 2  # the template's own
     assert as_text.decode(ids, skip_special_tokens=False) == own.text
     assert as_text.decode([id for id, each in zip(ids, predicted) if each], skip_special_tokens=False) == (
         "<|im_end|>\U0001f600<|im_end|>\n"

@@ -175,7 +175,7 @@ def test_mmlu_is_weighted_by_subject_size(folder: Path) -> None:
     (folder / "datasets" / "mmlu.validation.jsonl.gz").unlink(missing_ok=True)
     found = run_tasks(load_tasks(["mmlu"], folder), Oracle())["mmlu"]
     assert accuracies(found) == {"acc": pytest.approx(2 / 3), "acc_norm": pytest.approx(2 / 3), "n": 3}
-    assert run_tasks(load_tasks(["mmlu"], folder), Oracle(), limit=1)["mmlu"]["n"] == 2  # of each subject
+    assert run_tasks(load_tasks(["mmlu"], folder), Oracle(), limit=1)["mmlu"]["n"] == 2  # one per subject
 
 
 def test_limit(folder: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_later_phase_and_a_resumed_run_do_not_lower_it(small_run: dict[str, An
 
 
 def test_another_tokenizer_has_other_tokens(folder: Path, prepared: Path) -> None:
-    """With another tokenizer, an export leaves out everything about tokens and keeps the rest."""
+    """Another tokenizer makes an export leave out everything about tokens; the rest is kept."""
     other = prepared / "tokenizer.json"
     again = published_again(read_published(folder), vocab=264, tokenizer=other, eos_id=0, pad_id=0, context=32)
     assert again.config == {"use_cache": True, "eos_token_id": 0}

@@ -22,7 +22,7 @@ from optimus.step_context import StepContext
 from optimus.testing import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
-TYPES = [(FP32, FP32), (BF16, BF16), (BF16, FP32)]  # of weights and of gradients
+TYPES = [(FP32, FP32), (BF16, BF16), (BF16, FP32)]  # (weights, gradients)
 Function = Callable[..., Tensor]
 
 

@@ -56,9 +56,7 @@ def check_widths(row: dict[str, Any]) -> None:
     loads, stores = ({int(size): count for size, count in row[what].items()} for what in ("loads", "stores"))
     if (least := STREAMS.get(row["name"])) is not None:
         assert min(*loads, *stores) >= least, f"scalar: {row}"
-    if (
-        row["name"] == "_adamw"
-    ):  # 16 bytes of weight, m and v once or twice per thread; gradient and copy are narrower
+    if row["name"] == "_adamw":  # 16 bytes of weight, m and v once or twice per thread; gradient and copy are narrower
         assert loads == stores, row
         assert loads[16] >= 3, row
         assert sum(loads.values()) <= 7, row

@@ -16,8 +16,7 @@ SPARSE = {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_toke
 MODELS: dict[str, dict[str, Any]] = {
     "moe": SIZES | SPARSE,
     "tied": SIZES | SPARSE | {"experts_per_token": 3, "tie_embeddings": True},
-    "dense": SIZES
-    | {"family": "qwen3", "intermediate": 48, "vocab": 56},  # four norms with weights per block
+    "dense": SIZES | {"family": "qwen3", "intermediate": 48, "vocab": 56},  # four norms with weights per block
     "tied dense": SIZES | {"family": "olmo", "intermediate": 32, "layers": 3, "tie_embeddings": True},
     "thirds": SPARSE | {"hidden": 24, "layers": 2, "heads": 6, "vocab": 53, "experts": 6},
 }
@@ -51,9 +50,7 @@ class Draw:
     """Choices that a number decides, and the configuration overrides of the choices."""
 
     def __init__(self, number: int) -> None:
-        self._random = random.Random(
-            3_000 + number
-        )  # a first seed for which few draws cover all options
+        self._random = random.Random(3_000 + number)  # a first seed for which few draws cover all options
         self.overrides: list[str] = []
 
     def of(self, *options: Any) -> Any:
@@ -273,9 +270,7 @@ def _draw_residency(draw: Draw) -> None:
     if fetched or (
         "state.shard=parameters" in draw.overrides and "state.reshard_after_forward=false" not in draw.overrides
     ):
-        draw.set(
-            "state.cache", 40, "auto"
-        )  # a small cache: 500-element chunks fill up to 60, and a module uses 30
+        draw.set("state.cache", 40, "auto")  # a small cache: 500-element chunks fill up to 60, and a module uses 30
     if residency != "none":
         draw.set("state.resident_fraction", 0.0, 0.4, "auto")
         draw.set("state.update_on", "auto", "device", "host")

@@ -212,10 +212,8 @@ def fake_accelerator(
     try:
         if ranks > 1:
             dist.init_process_group(rank=rank, world_size=ranks)
-        plain = mock.patch.object(
-            adamw, "_compiled", return_value=None
-        # The compiler has no such mode for the host's update.
-        )
+        # The host's update is not compiled: torch.compile would run under modes of its own.
+        plain = mock.patch.object(adamw, "_compiled", return_value=None)
         with _with_flash(chip not in _NO_FLASH), plain, made, resizes(made.memory, made.memory.knows):
             yield made
     finally:

@@ -242,7 +242,7 @@ class FakeAccelerator(TorchDispatchMode):
         if there.type == NAME and is_here(x):
             self.launches[self.phase, str(function)] += 1
             return self.run(function, *args, **kwargs)
-        if there.type == NAME:  # from the host, which continues once its memory is read
+        if there.type == NAME:  # a host tensor; the host continues once its memory is read
             beside = kwargs.get("non_blocking", False) and x.untyped_storage()._cdata in self._pinned
             self.uploads.append(Upload(_place(), beside))
             return self.run(torch.ops.aten.empty.memory_format, list(x.shape), dtype=dtype, device=there)

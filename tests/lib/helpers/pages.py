@@ -29,7 +29,7 @@ class Step:
     kind: Literal["command", "python", "file"]
     text: str
     line: int
-    name: str = ""  # of a file
+    name: str = ""  # the file's name
     shown: list[str] = field(default_factory=list)
 
 
