@@ -55,8 +55,8 @@ def test_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype | None
     """Muon equals its definition within 12 roundings of the update's norm (5 to 8 were measured over many shapes).
 
     A bf16 product randomly rounds each element by 2^-9. Each of the five iterations rounds three products, and
-    multiplies earlier errors by its polynomial's slope: at most 3.4, and about 1 near the end. A coefficient wrong by 1
-    % would cause 12 to 80 roundings; one iteration more or less, 150. The fp32 weight is rounded, too.
+    multiplies earlier errors by its polynomial's slope: at most 3.4, and about 1 near the end. A coefficient wrong by
+    1 % would cause 12 to 80 roundings; one iteration more or less, 150. The fp32 weight is rounded, too.
     """
     weight_NRC, momentum_NRC = random(*shape), torch.zeros(shape)
     copy_NRC = None if dtype is None else torch.empty(shape, dtype=dtype)

@@ -109,7 +109,7 @@ def passes(model: str, layout: Layout) -> float:
     pipeline = int(said.get("parallel.pipeline", 1))
     outputs, _, inputs = said.get("parallel.tensor", "1").strip("[]").partition(",")
     together = pipeline * int(said.get("parallel.context", 1)) * int(outputs) * int(inputs or 1)
-    sequences = 16 * together // layout.ranks  # of a data rank
+    sequences = 16 * together // layout.ranks  # sequences per data rank
     said_number = said.get("parallel.microbatches", sequences // int(said["train.micro_batch"]))
     microbatches = sequences if said_number == "auto" else int(said_number)
     layers = int(said.get("model.layers", MODELS[model]["layers"]))
