@@ -51,7 +51,7 @@ MESHES = [
     Mesh(dp=4, tp=2, ep=2, etp=2, ranks_per_node=4),
     Mesh(dp=2, cp=2, tp=4, tp_in=2, ep=8, ranks_per_node=4),
     Mesh(pp=2, dp=4, tp=2, ep=4, ranks_per_node=4),
-    Mesh(pp=3, dp=4, ep=2, ranks_per_node=3),  # stages that share nodes
+    Mesh(pp=3, dp=4, ep=2, ranks_per_node=3),  # stages that do not align with nodes
 ]
 OPTIONS: list[dict[str, Any]] = [
     {"shard": "none"},
@@ -136,7 +136,7 @@ def test_each_part_has_one_writer(model: str, mesh: Mesh, options: dict[str, Any
 TENSOR = ("large dense", Mesh(dp=4, tp=12, ranks_per_node=12))
 EXPERT = ("large moe", Mesh(dp=48, ep=12, ranks_per_node=12))
 BOTH = ("large moe", Mesh(dp=4, tp=12, ep=12, ranks_per_node=12))
-WITHIN = ("large dense", Mesh(dp=12, tp=4, ranks_per_node=12))  # a node has several shards of each dim
+WITHIN = ("large dense", Mesh(dp=12, tp=4, ranks_per_node=12))  # a node has several replicas of each shard
 FEW = ("large moe", Mesh(dp=48, ep=2, ranks_per_node=12))  # fewer expert-parallel ranks than nodes
 
 

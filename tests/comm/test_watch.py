@@ -189,7 +189,7 @@ def test_random_layouts(number: int) -> None:
     ],
 )
 def test_two_ranks_at_once_are_both_culprits(overrides: list[str], ranks: list[int]) -> None:
-    """Poisoned ranks that receive no numbers from each other are all culprits; in a pipeline, the first such stage is."""
+    """Two poisoned ranks that receive no numbers from each other are both culprits. Of two pipeline stages, only one would be found."""
     check_culprits(config_of("moe"), Layout(4, overrides), [(ranks, "forward", 0), HEALTHY])
 
 

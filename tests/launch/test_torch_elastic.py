@@ -171,7 +171,7 @@ def test_spares_do_not_disturb_a_full_world_but_take_a_free_place(meet: Callable
     until(lambda: nodes.all[0].num_nodes_waiting() > 0, "nobody waits for a free place")
     assert nodes.join(0)[0].result(30).world_size == 2
     until(lambda: any(each.done() for each in spares), "no spare takes the place")
-    until(lambda: left_over() == 1, "the other spare is not seen")  # both spares had applied for the place
+    until(lambda: left_over() == 1, "the other spare is not seen")  # both spares applied for the place
     assert len(nodes.members()) == 2
     assert nodes.all[1].member not in nodes.members()
     assert not nodes.dead
