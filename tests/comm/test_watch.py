@@ -189,7 +189,7 @@ def test_random_layouts(number: int) -> None:
     ],
 )
 def test_two_ranks_at_once_are_both_culprits(overrides: list[str], ranks: list[int]) -> None:
-    """Two poisoned ranks that receive no numbers from each other are both culprits. Of two pipeline stages, only one would be found."""
+    """Both of two poisoned ranks are culprits if neither receives numbers of the other, as two pipeline stages would."""
     check_culprits(config_of("moe"), Layout(4, overrides), [(ranks, "forward", 0), HEALTHY])
 
 
