@@ -1,4 +1,4 @@
-"""Fixtures for every test: where the optional real data lies; and how Triton runs."""
+"""Fixtures for every test: the folder of optional real data, a home for tests, and Triton's interpreter."""
 
 import fcntl
 import json
@@ -20,14 +20,17 @@ ROOT = Path(__file__).resolve().parents[1]
 _RANKS = re.compile("run_ranks|on_phantom|run_fresh|assert_same_as_one_process")
 
 if not torch.accelerator.is_available():
-    # Triton then runs kernels in its interpreter. It asks once, when it is first imported, by whatever part of torch.
+    # Makes Triton run kernels in its interpreter. Triton reads the variable when any part of torch first imports it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A home for these tests alone, before Optimus is imported: the user's measurements and data (`~/.cache/optimus`) are
-    neither read nor written, by programs that a test starts neither. What others keep in the user's stays in use: it says
-    who commits, and saves building again. Processes that share the tests have one home."""
+    """Gives tests, and programs that they start, a home of their own before Optimus is imported: the user's
+    measurements and data (`~/.cache/optimus`) are neither read nor written.
+
+    Other programs keep using the user's files, which name the author of commits and cache builds. Processes that share
+    the tests share the home.
+    """
     if hasattr(config, "workerinput"):
         return
     home, patch, own = Path.home(), pytest.MonkeyPatch(), tempfile.TemporaryDirectory(prefix="optimus-home-")
@@ -41,10 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests that have turns those that SWEEP asks for, or those that were named.
+    """Selects the tests for SWEEP, unless tests were named, and moves tests with ranks to the front.
 
-    Tests that have ranks of their own come first: where tests run in several processes, each begins in another place, so
-    that it is mostly one of them that has ranks and none waits for another's."""
+    Several test processes each start at another place of the list, so mostly one of them has ranks at a time, and none
+    waits for another's.
+    """
     shared = any(item.get_closest_marker(name) for item in items for name in ("swept", "in_turn"))
     if shared and not any("::" in word for word in config.args):
         from helpers.sweep import chosen
@@ -57,8 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """At the end: how many tests were skipped, and why; nobody would notice else that one never runs. And seconds of each
-    test, in `build/test-seconds.json`, the slowest first."""
+    """Reports how many tests were skipped and why, so that tests which never run are noticed. Writes the seconds of
+    each test to `build/test-seconds.json`, the slowest first."""
     seconds = Counter[str]()
     for report in (
         each for reports in terminalreporter.stats.values() for each in reports if hasattr(each, "duration")
@@ -77,7 +81,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def ranks_in_turn(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Where tests run in several processes, the ranks of one test at a time."""
+    """Limits the ranks of all test processes to those of one test at a time."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     from optimus.testing import ranks
@@ -93,7 +97,8 @@ def ranks_in_turn(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def default_signals() -> Iterator[None]:
-    """Programs that the test starts heed SIGINT and SIGHUP, which a shell's background job and `nohup` have them ignore."""
+    """Restores SIGINT and SIGHUP for programs that the test starts; a shell's background job and `nohup` ignore these
+    signals."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
@@ -103,7 +108,7 @@ def default_signals() -> Iterator[None]:
 
 @pytest.fixture
 def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs on several ranks have kept processes in the place of programs that a launcher starts."""
+    """Runs ranks in cached processes instead of programs started by a launcher."""
     from helpers.launched import launched
 
     monkeypatch.setattr("optimus.launch.here.start_ranks", launched)
@@ -111,7 +116,7 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real text, tokenizers and evaluation sets beside the checkout; skips where it is absent."""
+    """The folder of real text, tokenizers and evaluation sets beside the checkout; skips the test if absent."""
     path = Path(__file__).resolve().parents[1].parent / "shared" / "data"
     if not path.is_dir():
         pytest.skip(f"real data not found at {path}")
@@ -131,7 +136,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_run(prepared: Path, tmp_path: Path) -> dict[str, Any]:
-    """The configuration of a run that takes a second: a tiny model with experts, 6 steps."""
+    """The configuration of a one-second run: a tiny model with experts, 6 steps."""
     return {
         "model": {
             "family": "olmoe",

@@ -1,4 +1,4 @@
-"""The division of the code: imports go down the list of rooms, and no room but the kernels knows a maker's device."""
+"""The structure of the code: imports go down the list of rooms, and only the kernels know a maker's device."""
 
 import ast
 import re
@@ -16,7 +16,8 @@ from optimus.pipeline.schedules import schedules
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "optimus"
 
-# From the top down, as in docs/architecture.md; but for `hub`, which writes and reads checkpoints and so stands above them.
+# The order from the top down, as in docs/architecture.md. Only `hub` differs: it reads and writes checkpoints, so it
+# stands above `checkpoint`.
 ROOMS = [
     "cli", "api", "extend", "plan", "launch", "training", "resolve", "evaluation", "resilience", "hub", "checkpoint",
     "report", "observe", "state", "parallel", "data", "config", "pipeline", "optim", "model", "kernels", "comm", "mesh",
@@ -36,7 +37,7 @@ BELOW_ALL = [
     "version",
 ]
 _LAZY_NAME = re.compile(r"optimus(\.\w+)+(:\w+)?")
-TESTING = "testing"  # for tests and benchmarks; it may use every room
+TESTING = "testing"  # for tests and benchmarks; may use every room
 
 
 def files() -> list[Path]:
@@ -44,7 +45,8 @@ def files() -> list[Path]:
 
 
 def room(module: str) -> str | None:
-    """The room of a dotted module name; None outside the package. The package itself, but its version, stands above all."""
+    """Returns the room of a dotted module name; None outside the package. The package itself, except its version,
+    stands above all."""
     parts = module.split(".")
     if parts[0] != "optimus" or parts[1:] == ["__version__"]:
         return None
@@ -52,18 +54,18 @@ def room(module: str) -> str | None:
 
 
 def imported(file: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import, also inside functions."""
+    """Yields (line, module) of every import, also inside functions."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno} imports relatively"
-            for alias in node.names:  # `from optimus import data` names a room, `from optimus.data import x` does too
+            for alias in node.names:  # both `from optimus import data` and `from optimus.data import x` name a room
                 yield node.lineno, f"{node.module}.{alias.name}"
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
-    """Those, and the modules that lazy exports name."""
+    """Yields (line, module) of every import and every lazy export."""
     yield from imported(file)
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _LAZY_NAME.fullmatch(node.value):
@@ -71,7 +73,7 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def rank(name: str) -> int:
-    """Place in the list, the top first."""
+    """Returns the place in the list of rooms, counted from the top."""
     return -1 if name in ("", TESTING) else (ROOMS + BELOW_ALL).index(name)
 
 
@@ -90,7 +92,7 @@ def test_imports_go_down_the_list() -> None:
             there = room(module)
             if there is None or there == here:
                 continue
-            known = there in {*ROOMS, *BELOW_ALL}  # else: a function of the package itself, or the tests' room
+            known = there in {*ROOMS, *BELOW_ALL}  # otherwise a function of the package itself, or the room for tests
             allowed = rank(here) < rank(there) if known else here in ("cli", TESTING)
             if not allowed:
                 upward.append(f"{file.relative_to(ROOT)}:{line} {here} imports {module}")
@@ -98,7 +100,8 @@ def test_imports_go_down_the_list() -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    """Imports for types, and those in functions, count. Those of lazy exports, by name, do not: nobody waits for them."""
+    """No import cycle exists, including imports for types and inside functions. Lazy exports do not count: no module
+    needs them at import time."""
     modules = {}
     for file in files():
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -108,7 +111,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         & {*modules} - {name}
         for name, file in modules.items()
     }
-    assert "optimus.config.tree" in known["optimus.config.phases"]  # which is for a type
+    assert "optimus.config.tree" in known["optimus.config.phases"]  # imported for a type
     reached = {name: {*known[name]} for name in known}
     for middle in known:
         for name in known:
@@ -118,7 +121,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_the_scan_sees_the_imports_inside_functions() -> None:
-    """Otherwise the test above would pass whatever the code does."""
+    """The scan finds imports inside functions; otherwise the test above would always pass."""
     found = {(room(module), file.stem) for file in files() for _, module in imports(file)}
     assert ("evaluation", "validation") in found  # inside a method
     assert ("api", "train") in found  # inside a command
@@ -134,7 +137,7 @@ def test_the_kernels_know_torch_only() -> None:
 
 
 def declared(section: str) -> set[str]:
-    """The packages that a list in pyproject.toml names, as they are imported."""
+    """Returns the packages in a list of pyproject.toml, by their import names."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     listed = re.search(rf"^{section} = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
     assert listed is not None
@@ -143,8 +146,8 @@ def declared(section: str) -> set[str]:
 
 
 def test_what_is_imported_is_installed() -> None:
-    """All but what is asked for before use, by the extra that has it."""
-    installed = declared("dependencies") | {"optimus", "triton", *sys.stdlib_module_names}  # torch brings its triton
+    """Every imported package is a dependency; a package of an extra is imported by that extra's files only."""
+    installed = declared("dependencies") | {"optimus", "triton", *sys.stdlib_module_names}  # torch requires triton
     extras = {
         "evaluation": "evaluate", "hub/drop_in.py": "evaluate", "observe/wandb.py": "wandb", "observe/mlflow.py": "mlflow",
         "data/selection.py": "dedup", "data/remote.py": "remote",
@@ -160,9 +163,9 @@ def test_what_is_imported_is_installed() -> None:
 
 
 def cuda_uses(tree: ast.Module) -> Iterator[int]:
-    """Lines that name the maker's device to the machine: an attribute or a name, or a text that is no prose.
+    """Yields lines that name the maker's device in code: as an attribute or name, or in a text that is not prose.
 
-    Prose is docstrings, and what is given as `help` or `description`, which the user reads.
+    Prose is docstrings and the values of `help` and `description`, which users read.
     """
     prose = set()
     for node in ast.walk(tree):
@@ -190,7 +193,7 @@ def test_no_room_but_the_kernels_names_cuda() -> None:
 
 
 def naming(tree: ast.Module, words: Collection[str]) -> Iterator[int]:
-    """Lines that have one of these words: in a text that is no docstring, or as an identifier."""
+    """Yields lines with one of these words, as an identifier or in a text that is not a docstring."""
     texts = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, words))})(?![\w-])")
     names = {name.replace("-", "_") for name in words}
     docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -204,20 +207,21 @@ def naming(tree: ast.Module, words: Collection[str]) -> Iterator[int]:
 
 
 def named_outside(words: Collection[str], *rooms: str) -> list[str]:
-    """Where files outside these rooms have one of the words."""
+    """Returns the places outside these rooms that have one of the words."""
     outside = [file for file in files() if not any(file.is_relative_to(PACKAGE / room) for room in rooms)]
     trees = {file.relative_to(ROOT): ast.parse(file.read_text(encoding="utf-8")) for file in outside}
     return [f"{name}:{line}" for name, tree in trees.items() for line in naming(tree, words)]
 
 
 def test_schedules_register_themselves() -> None:
-    """No other file names one; benchmarks compare those that they choose."""
+    """No file of the package outside `pipeline/schedules` names a schedule."""
     found = named_outside(schedules(), "pipeline/schedules")
     assert not found, "ask the row in optimus.pipeline.schedules.schedules() instead: " + ", ".join(found)
 
 
 def test_families_are_files() -> None:
-    """No other file names one, but for the tests and what times kernels: they choose models."""
+    """No file of the package outside `model/families` names a family, except testing code and kernel timings, which
+    choose models."""
     assert len(families()) > 10
     found = named_outside(families(), "model/families", TESTING, "plan/measure")
     assert not found, "what a family's models compute is in ModelConfig: " + ", ".join(found)
@@ -256,14 +260,15 @@ def test_the_rule_about_cuda(code: str, uses: int) -> None:
     assert len(list(cuda_uses(ast.parse(code)))) == uses
 
 
-COMPOSED = ("model", "kernels", "parallel", "comm")  # rooms whose objects are complete when they are made
+COMPOSED = ("model", "kernels", "parallel", "comm")  # rooms whose objects are complete when made
 
 
 def patches(tree: ast.Module, room: str) -> Iterator[int]:
-    """Lines that change what is made elsewhere, instead of making it with other parts.
+    """Yields lines that change finished objects instead of making them from other parts.
 
-    These are global statements, assignments to `forward`, and attributes hung on parameters; in the rooms of `COMPOSED` any
-    attribute of what is not one's own; in `parallel` functions that set parts of a model which is there already.
+    Such lines are global statements, assignments to `forward`, and attributes set on parameters. In the rooms of
+    `COMPOSED`, any attribute of another object counts; in `parallel`, also functions that set parts of an existing
+    model.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
@@ -305,12 +310,12 @@ def test_the_rule_about_patches(code: str, room: str, lines: int) -> None:
 
 
 _CHANGES = re.compile("append|add|update|setdefault|pop|clear|extend|insert|remove|discard|popitem|popleft|appendleft")
-_OF_THE_PROCESS = {"os", "sys"}  # its environment, where it finds modules
+_OF_THE_PROCESS = {"os", "sys"}  # the environment, and the path of modules
 _LETS_THINGS_FAIL = PACKAGE / "training" / "injection.py"
 
 
 def mutated(tree: ast.Module) -> Iterator[int]:
-    """Lines in functions that change what a module has: its own variables and classes, or what it imports."""
+    """Yields lines in functions that change a module's state: its variables and classes, or those of imported modules."""
     own = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     assigned = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
     targets = [each for node in assigned for each in (node.targets if isinstance(node, ast.Assign) else [node.target])]
@@ -336,7 +341,7 @@ def mutated(tree: ast.Module) -> Iterator[int]:
 
 
 def _root(node: ast.expr) -> str | None:
-    """The name that an attribute or an element is of, be it of another attribute or element."""
+    """Returns the variable at the root of an attribute or element, through any nesting."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
@@ -367,7 +372,7 @@ def test_the_rule_about_state_of_modules(code: str, lines: int) -> None:
 
 
 def test_generated_pages_are_current() -> None:
-    """The references of configuration, commands and Python."""
+    """The generated references of configuration, commands and Python are up to date."""
     spec = spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None

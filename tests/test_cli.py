@@ -1,4 +1,4 @@
-"""The commands as a shell runs them: what they print, how they fail, what they load."""
+"""The commands as a shell runs them: output, failures, and imported modules."""
 
 import functools
 import json
@@ -33,7 +33,8 @@ def optimus(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) of the command run in this process, which has loaded torch already."""
+    """Returns (exit code, standard output, standard error) of a command run in this process, where torch is loaded
+    already."""
     monkeypatch.setattr(sys, "argv", ["optimus", *map(str, words)])
     with pytest.raises(SystemExit) as caught:
         cli.main()
@@ -42,7 +43,7 @@ def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
 
 
 def result(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> Any:
-    """What the command prints with --json; nothing else may be on standard output."""
+    """Returns the JSON that a command prints with --json; asserts that standard output has nothing else."""
     code, out, err = here(capsys, monkeypatch, *words, "--json")
     assert code == 0, err
     return json.loads(out)
@@ -61,7 +62,7 @@ def test_help_loads_nothing_heavy(words: str) -> None:
     assert "Usage:" in text
     assert "optimus" in loaded
     heavy = {"torch", "numpy", "transformers", "yaml", "rich", "pyarrow", "lm_eval", "tokenizers"}
-    if words == "--help":  # typer itself loads pydantic for a command's parameters
+    if words == "--help":  # typer itself imports pydantic for a command's parameters
         heavy.add("pydantic")
     assert not [name for name in sorted(heavy) if f"'{name}'" in loaded]
 
@@ -85,7 +86,7 @@ def test_the_help_of_a_group_has_whole_sentences(
 
 
 def test_help_breaks_no_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines are broken after hyphens, too: --, and account=physics on the next one."""
+    """Help lines never break inside an option at a hyphen, such as `--` with `account=physics` on the next line."""
     monkeypatch.setenv("TERMINAL_WIDTH", "80")
 
     def commands(group: Any, *words: str) -> Iterator[tuple[str, ...]]:
@@ -101,7 +102,7 @@ def test_help_breaks_no_option(capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_usage_has_each_mark_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """Brackets and dots around arguments come from typer."""
+    """Usage lines show the brackets and dots around arguments, which typer adds, only once."""
     usage = here(capsys, monkeypatch, command, "--help")[1].partition("\n\n")[0]
     assert "[[" not in usage
     assert usage.count("...") <= 1
@@ -125,7 +126,7 @@ def test_prepare_says_what_it_left_alone(
 def test_prepare_lists_what_cannot_be_read(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prepared: Path, tmp_path: Path
 ) -> None:
-    """With options that work."""
+    """The message lists unreadable files with options that work."""
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.jsonl").write_text(json.dumps({"content": "some words " * 50}))
@@ -146,7 +147,7 @@ def test_prepare_lists_what_cannot_be_read(
 
 
 def test_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Table 1 of the paper, within its rounding."""
+    """Parameter counts are those of the paper's table 1, within its rounding."""
     rows = result(capsys, monkeypatch, "models")
     assert [row["name"] for row in rows] == preset_names()
     billions = {row["name"]: (row["total_parameters"] / 1e9, row["active_parameters"] / 1e9) for row in rows}
@@ -167,7 +168,7 @@ def test_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 def test_a_list_is_wrapped_between_words(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int | None
 ) -> None:
-    """On a terminal; elsewhere each entry is a line."""
+    """A terminal wraps long entries between words; elsewhere, each entry is a line."""
     if columns is not None:
         monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -280,7 +281,7 @@ def test_paths_are_expanded_where_no_shell_has_seen_them(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every command that names a path: it must find, or write, what is below the home and the variable."""
+    """Every command expands the home and variables in paths that it reads or writes."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -330,7 +331,7 @@ def test_paths_are_expanded_where_no_shell_has_seen_them(
 def test_from_text_to_a_converted_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """prepare, train, evaluate, generate, export, import, and the imported model scores the same."""
+    """prepare, train, evaluate, generate, export and import work in a chain; the imported model has the same score."""
     pytest.importorskip("transformers")
 
     def run(*words: object) -> Any:
@@ -387,7 +388,7 @@ def test_from_text_to_a_converted_model(
 
 
 def commands() -> dict[str, typer.core.TyperCommand]:
-    """Every command by its words, such as `checkpoint list`."""
+    """Returns every command by its words, such as `checkpoint list`."""
 
     def below(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         if isinstance(command, typer.core.TyperGroup):
@@ -400,9 +401,11 @@ def commands() -> dict[str, typer.core.TyperCommand]:
 
 
 def test_every_command_has_the_same_options() -> None:
-    """`--json` is a flag everywhere; what a command writes is named by `--output`, and by nothing else but `--plot`.
+    """All commands name equal options equally: `--json` is a flag, and `--output` (besides `--plot`) names written
+    files.
 
-    `bench collectives --write` adds to a machine file that is there."""
+    `bench collectives --write` adds to an existing machine file.
+    """
     assert {"train", "bench moe", "checkpoint convert"} <= commands().keys()
     for words, command in commands().items():
         options = {name: option for option in command.params for name in option.opts}
@@ -415,12 +418,12 @@ def test_every_command_has_the_same_options() -> None:
 
 ADDS = {"bench collectives": {"--write"}}
 
-FUNCTIONS = {  # of `optimus.api`, where they have other names than their commands
+FUNCTIONS = {  # functions of `optimus.api` with other names than their commands
     "import": "import_folder", "sample-text": "sample_text", "config show": "config", "checkpoint list": "list_checkpoints",
     "checkpoint show": "show_checkpoint", "checkpoint verify": "verify_checkpoints",
     "checkpoint convert": "convert_checkpoint", "config migrate": "migrate",
 }  # fmt: skip
-NO_FUNCTIONS = {  # and why
+NO_FUNCTIONS = {  # commands without functions, with the reason
     "launch": "a program on each node", "rendezvous": "a program of its own", "lab": "a rehearsal of programs",
     "schedule": "`optimus.pipeline` has schedules", "config diff": "`config` gives what it compares",
 }  # fmt: skip
@@ -435,7 +438,7 @@ def test_every_command_is_a_function() -> None:
         assert callable(getattr(api, FUNCTIONS.get(words, words))), words
 
 
-# Or to places that the configuration names: the run folder.
+# Commands that write nothing, or only into folders named by the configuration.
 WRITES_NOTHING = {
     "config diff", "config migrate", "config show", "doctor", "runs",
     "train", "generate", "models", "rollback", "lab", "rendezvous", "checkpoint list", "checkpoint verify",
@@ -446,7 +449,7 @@ WRITES_NOTHING = {
 def test_a_report_and_nothing_else_is_printed_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tables go to standard error; `--output` gets the same report."""
+    """`--json` prints the report only, on standard output; `--output` writes the same report."""
     from benchmarks import optimizer
     from benchmarks.harness import Result
 
@@ -522,7 +525,7 @@ except SystemExit as error:
 
 
 def test_a_name_that_is_no_unicode_is_printed(tmp_path: Path) -> None:
-    """Also where the terminal takes nothing else."""
+    """A name that is not valid Unicode is printed with escapes, even if the terminal is strict."""
     folder = tmp_path / os.fsdecode(b"run\xff")
     (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
     (folder / "config.yaml").touch()

@@ -1,4 +1,4 @@
-"""Paths as users write them: what a shell would have put in their place, also where no shell has seen them."""
+"""Paths as users write them are expanded as a shell would, also without a shell."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""What the documentation tells a reader to do works as printed, and prints what it shows.
+"""Commands and programs of the documentation work as printed, and print what the pages show.
 
-Every command and every program of the pages is run in order in an empty folder, with the sizes of SMALLER and with the files
-that the reader is said to have. Training on several ranks is checked (`--check`) but not started, unless the page shows what
-it prints. Of those in NOT_RUN the options are read. Numbers may differ from those shown, words may not.
+Every command and program of a page runs in order in an empty folder, with the sizes of SMALLER and the files that the
+reader has. Training on several ranks is checked (`--check`) but not started, unless the page shows its output. Only the
+options are read for commands in NOT_RUN. Numbers may differ from those shown, words may not.
 """
 
 import io
@@ -36,7 +36,7 @@ from optimus.plan.machine_template import machine_template
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What takes long, needs more machines, or another program than ours; and why.
+# Commands that take long, or need more machines or another program, with the reason.
 NOT_RUN = {
     "source ": "a shell's own",
     "make ": "installs from a package index, or runs all tests",
@@ -61,7 +61,7 @@ ANY_TEXT = {"optimus generate": "what a model writes is not the same with other 
 TINY = {"family": "olmoe", "hidden": 16, "layers": 8, "heads": 2, "intermediate": 8, "vocab": 4096, "experts": 8}
 TINY_MODEL = yaml.safe_dump({**TINY, "experts_per_token": 2}, default_flow_style=True, width=200).strip()
 
-SMALLER = {  # of text, tokenizer, context, model and run
+SMALLER = {  # replacements: texts, tokenizer, context, model and run become small
     "prepare text/train ": "prepare text/train/json ",
     "text: text/held-out": "text: text/train/json/tool.py",
     "--text text/held-out": "--text text/train/json/tool.py",
@@ -72,7 +72,8 @@ SMALLER = {  # of text, tokenizer, context, model and run
     "--train-tokenizer 4096": "--train-tokenizer 400",
     "train_tokenizer=2048": "train_tokenizer=400",
     "--context 256": "--context 32",
-    "sequence_length: 256}": "sequence_length: 32, precision: float32}",  # else what the machine is faster in
+    # Without a precision, the machine's faster one would apply.
+    "sequence_length: 256}": "sequence_length: 32, precision: float32}",
     "context=128": "context=32",
     '"sequence_length": 128': '"sequence_length": 32',
     "steps: 1000": "steps: 2",
@@ -105,17 +106,17 @@ SMALLER = {  # of text, tokenizer, context, model and run
     "plan mula-220b-a10b --machine": "plan mula-7b-a1b --best 1 --machine",
     "--ranks 3072": "--ranks 96",
 }
-_ENTERS = re.compile(r"mkdir (\w+) && cd \1$")  # what a page does in a folder of its own
+_ENTERS = re.compile(r"mkdir (\w+) && cd \1$")  # a page that works in a folder of its own
 STOPPED = 5  # the step after which the tutorial's reader presses Ctrl-C
 
 
 class Reader:
-    """Does what a page says, in one folder."""
+    """Follows the steps of a page in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.names: dict[str, Any] = {"__name__": "__main__"}
-        self.variables = ""  # of the shell
+        self.variables = ""  # assignments for the shell
 
     def read(self, page: Path) -> None:
         found = steps(page)
@@ -124,7 +125,8 @@ class Reader:
             self.folder.mkdir()
             os.chdir(self.folder)
             found = [step for step in found if not _ENTERS.match(step.text)]
-        for step in sorted(found, key=lambda step: step.kind != "file"):  # a page may speak of them before
+        # A page may mention files before it shows them.
+        for step in sorted(found, key=lambda step: step.kind != "file"):
             for printed, smaller in SMALLER.items():
                 step.text = step.text.replace(printed, smaller)
             self.do(step, f"{page.name}:{step.line}: {step.text}")
@@ -182,7 +184,7 @@ def command(words: list[str]) -> tuple[int, str]:
 
 
 def ran(function: Callable[[], object]) -> tuple[int, str]:
-    """The exit code, and all that was printed."""
+    """Returns the exit code and all output of a function."""
     printed = io.StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
         try:
@@ -193,7 +195,7 @@ def ran(function: Callable[[], object]) -> tuple[int, str]:
 
 
 def read_options(text: str) -> None:
-    """Raises for an option or argument that the command does not have."""
+    """Raises an error for an option or argument that the command lacks."""
     _, *words = shlex.split(text.replace("\\\n", " "), comments=True)
     found: Any = typer.main.get_command(cli.app)
     while hasattr(found, "commands"):
@@ -210,7 +212,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of somebody who has trained a run with all that the pages on formats and checkpoints speak of."""
+    """The folder of a reader who has trained a run with the checkpoints and files that the pages mention."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text").mkdir()
     shutil.copy(Path(__file__), folder / "text" / "some.py")
@@ -233,16 +235,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(folder: Path) -> None:
-    """The reader's own run, small enough that hundreds of ranks of it are no trouble, and the file of a machine."""
+    """Writes the reader's own run, small enough for hundreds of planned ranks, and the file of a machine."""
     train = {"output": "runs/first", "steps": 300, "global_batch": 768, "micro_batch": 1, "sequence_length": 32}
     run = {"model": {**TINY, "experts_per_token": 2}, "data": {"path": "data"}, "train": train}
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
     shutil.copy(ROOT / "optimus" / "plan" / "machines" / "laptop.yaml", folder / "node.yaml")
-    (folder / "my-machine.yaml").write_text(machine_template())  # the reader's shell has no `>`
+    (folder / "my-machine.yaml").write_text(machine_template())  # this shell has no `>`
 
 
 class Hurried:
-    """The module `time` for who reports progress: each second takes this many."""
+    """Replaces the module `time` in progress reports: the clock runs so many times as fast."""
 
     def __init__(self, times: float) -> None:
         self._times = times
@@ -257,7 +259,7 @@ class Hurried:
 @pytest.mark.slow
 @pytest.mark.parametrize("times", in_turns([1, 1000], always=1), ids=["as fast as this machine", "slow"])
 def test_tutorial(reader: Reader, monkeypatch: pytest.MonkeyPatch, times: float) -> None:
-    """What the page shows does not depend on speed: a slow machine prints more lines, and says in them when it will end."""
+    """The output on the page holds at any speed: a slow machine prints more lines, which also say when it will end."""
     pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
     monkeypatch.setattr(progress, "time", Hurried(times))
     write, pressed = MetricsWriter.write, []
@@ -271,11 +273,12 @@ def test_tutorial(reader: Reader, monkeypatch: pytest.MonkeyPatch, times: float)
     monkeypatch.setattr(MetricsWriter, "write", write_and_press)
     outside = reader.folder
     reader.read(ROOT / "docs" / "tutorial.md")
-    assert [path.name for path in outside.iterdir()] == ["tutorial"]  # neither README's folder nor that of `make demo`
+    # Neither README's folder nor that of `make demo` appears.
+    assert [path.name for path in outside.iterdir()] == ["tutorial"]
 
 
 def test_readme(reader: Reader) -> None:
-    """Its block is all that a newcomer types."""
+    """A newcomer only needs the block of commands in README."""
     reader.read(ROOT / "README.md")
     assert {path.name for path in (reader.folder / "hello").iterdir()} == {
         "text",
@@ -306,8 +309,8 @@ def test_pages_about_more_ranks(name: str, trained: Path, reader: Reader) -> Non
 
 
 def test_no_page_is_left_out() -> None:
-    """Programs of the page on `transformers` load a model from its index; small ones do the same in tests/hub. Those of the
-    page on hooks are run by tests/training/test_users_hooks.py."""
+    """Every page with steps is read. Some programs are tested elsewhere: those that download a published model, with
+    small models in tests/hub; those on hooks, in tests/training/test_users_hooks.py."""
     read = {
         "tutorial",
         "checkpoints",
@@ -338,7 +341,7 @@ def test_the_site_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["README", "CONTRIBUTING"])
 def test_links_of_pages_beside_the_site(name: str) -> None:
-    """mkdocs checks those of `docs/` only."""
+    """Links of pages outside `docs/` work; mkdocs only checks the links inside."""
     text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
     links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text)
     assert links
@@ -351,7 +354,8 @@ def test_links_of_pages_beside_the_site(name: str) -> None:
 
 
 def test_contributing_names_files_and_targets_that_exist() -> None:
-    """NAME stands for what somebody adds: only the folder must be there."""
+    """CONTRIBUTING names existing files and make targets. NAME in a path stands for a new file, so only its folder must
+    exist."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)) <= set(targets)
@@ -363,7 +367,7 @@ def test_contributing_names_files_and_targets_that_exist() -> None:
 
 
 def test_features_name_files_that_exist() -> None:
-    """Of the columns on code and tests; `optimus/` is left out there."""
+    """Paths in the code and tests columns exist, at the root or below `optimus/`."""
     rows = re.findall(r"^\| (.* \| .*) \|$", (ROOT / "docs" / "features.md").read_text(encoding="utf-8"), re.MULTILINE)
     named = {
         path for row in rows for path in re.findall(r"`([\w./-]+(?:/|\.py|\.yaml))`", " ".join(row.split(" | ")[2:4]))
@@ -375,7 +379,7 @@ def test_features_name_files_that_exist() -> None:
 
 
 def keys_of(section: Any, before: str = "") -> set[str]:
-    """Every key of the configuration with its path, of sections too."""
+    """Returns every key of the configuration with its path, including sections."""
     found = set()
     for name, field in section.model_fields.items():
         found.add(before + name)
@@ -386,7 +390,7 @@ def keys_of(section: Any, before: str = "") -> set[str]:
 
 
 def options(group: Any = None, name: str = "optimus") -> dict[str, set[str]]:
-    """Of every command by its name the options that its parser knows."""
+    """Returns the options of every command's parser by the command's name."""
     found = {}
     group = group or typer.main.get_command(cli.app)
     for own, each in group.commands.items():
@@ -413,7 +417,7 @@ def test_the_reference_of_commands_has_the_options_of_the_parser() -> None:
 
 
 def test_options_on_the_pages_exist() -> None:
-    """All that look like one; and where the command is named with them, of that command."""
+    """Every option on a page exists, and belongs to the command with which the page shows it."""
     known = options()
     everywhere = set().union(*known.values(), {"--help", "--version"})
     pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *(ROOT / "docs").rglob("*.md")]
@@ -463,7 +467,7 @@ def test_everything_public_is_in_the_reference_of_python() -> None:
 
 
 def test_everything_that_is_excepted_is_there() -> None:
-    """Else a change of the pages would leave exceptions that stand for nothing."""
+    """Every exception still occurs on a page."""
     texts = [step.text for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] for step in steps(page)]
     for beginning in [*NOT_RUN, *ANY_TEXT]:
         assert any(text.startswith(beginning) for text in texts), beginning

@@ -1,4 +1,4 @@
-"""What an error proposes can be done here."""
+"""The cures that errors propose are possible."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from optimus.errors import how_to_install
 
 
 def test_how_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never `optimus[...]`: on the public index that name is another project."""
+    """The message never proposes `optimus[...]`, which is another project on the public index."""
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "optimus" / "errors.py"))
     assert how_to_install("wandb") == "pip install 'optimus-pretrain[wandb]'"
     (tmp_path / "pyproject.toml").touch()

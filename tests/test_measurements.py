@@ -1,4 +1,4 @@
-"""Choices by what was measured are the same at every start, however noisy the machine is."""
+"""Choices by measurements are the same at every start, also on a noisy machine."""
 
 import json
 import os
@@ -22,13 +22,13 @@ EXACT = {"usual": Timing(1.0, 1.0), "other": Timing(0.5, 0.5)}
 
 
 def noisy(draw: random.Random, seconds: float, busy: float) -> Callable[[], float]:
-    """Work of so many seconds, at most a fiftieth more; and up to ten times as many each time another program has the core,
-    in a share `busy` of the times."""
+    """Returns work of about `seconds` (up to 2 % more); in a share `busy` of runs, another program makes it 2 to 10
+    times as long."""
     return lambda: seconds * (draw.uniform(2, 10) if draw.random() < busy else draw.uniform(1.0, 1.02))
 
 
 def test_each_counts_by_its_best_and_its_usual_time() -> None:
-    seconds = iter([9.0, 9.0, 1.0, 5.0, 3.0, 6.0, 2.0, 4.0])  # in turn; the first of each does not count
+    seconds = iter([9.0, 9.0, 1.0, 5.0, 3.0, 6.0, 2.0, 4.0])  # alternating; the first of each is a warm-up
     works = {"one": lambda: next(seconds), "other": lambda: next(seconds)}
     assert in_turn(works, rounds=3, most=3) == {"one": Timing(1.0, 2.0), "other": Timing(4.0, 5.0)}
     assert Timing(1.0, 1.5).spread == pytest.approx(0.5)
@@ -39,8 +39,8 @@ def test_each_counts_by_its_best_and_its_usual_time() -> None:
     [
         (Timing(0.5, 0.6), "other"),
         (Timing(0.89, 0.89), "other"),
-        (Timing(0.95, 0.95), "usual"),  # not clearly
-        (Timing(0.5, 0.95), "usual"),  # it may be chance
+        (Timing(0.95, 0.95), "usual"),  # no clear gain
+        (Timing(0.5, 0.95), "usual"),  # could be chance
         (Timing(3.0, 3.0), "usual"),
     ],
 )
@@ -50,8 +50,11 @@ def test_another_than_the_default_must_be_clearly_faster(other: Timing, expected
 
 @pytest.mark.parametrize("busy", [0.0, 0.2, 0.5])
 def test_noise_does_not_lead_away_from_the_default(busy: float) -> None:
-    """To one of two others that take the same time: in 1 of 10,000 cases where every second run is disturbed (with 20,000
-    draws); by the best of four, as they were compared before, in 6 of 100."""
+    """Noise never makes one of two equally fast alternatives win over the default.
+
+    With 20,000 draws and half the runs disturbed, this happens in 1 of 10,000 cases. Comparing the best of four runs,
+    the former method, errs in 6 of 100.
+    """
     draw, before = random.Random(0), 0
     for _ in range(500):
         works = {name: noisy(draw, 1.0, busy) for name in ("default", "one", "two")}
@@ -84,23 +87,26 @@ def test_free_memory_is_a_number_of_coarse_steps() -> None:
     assert [coarse(free) for free in (0, 1, 31, 32, 33)] == [0, 1, 31, 32, 32]
     for free in range(1, 100_000, 7):
         assert 0 <= free - coarse(free) < max(1, free / 16)
-    assert coarse(36 * GIB - 1, before=32 * GIB) == 32 * GIB  # nearly so: it stays
+    assert coarse(36 * GIB - 1, before=32 * GIB) == 32 * GIB  # nearly 36 GiB: keeps the former value
     assert coarse(32 * GIB, before=32 * GIB) == 32 * GIB
     assert coarse(36 * GIB, before=32 * GIB) == 36 * GIB  # far more
-    assert coarse(32 * GIB - 1, before=32 * GIB) == 31 * GIB  # not there any more
+    assert coarse(32 * GIB - 1, before=32 * GIB) == 31 * GIB  # the former memory is not free any more
     assert coarse(5, before=10**30) == 5
 
 
 @pytest.mark.parametrize("middle", [10.0, 11.4, 15.5, 16.0, 17.0])
 def test_free_memory_is_the_same_while_it_changes_a_little(middle: float, tmp_path: Path) -> None:
-    """Here by up to 0.25 GiB to each side, of steps of 0.5 or 1 GiB, wherever the borders are: after its lowest reading it
-    stays."""
+    """Free memory counts as constant after its lowest reading, for changes of 0.25 GiB up or down near any rounding
+    border.
+
+    Readings are rounded to steps of 0.5 or 1 GiB.
+    """
     draw, known = random.Random(0), Measurements(tmp_path / "file.json")
     readings = [int((middle + draw.uniform(-0.25, 0.25)) * GIB) for _ in range(40)]
     found = [known.free_memory("cpu", each) for each in [min(readings), *readings]]
     assert len(set(found)) == 1
     assert 0.85 * max(readings) < found[0] <= min(readings)
-    assert len({coarse(each) for each in readings}) > 1  # without what was counted on before
+    assert len({coarse(each) for each in readings}) > 1  # the readings alone would give several values
 
 
 def test_what_is_kept_first_counts(tmp_path: Path) -> None:
@@ -111,7 +117,8 @@ def test_what_is_kept_first_counts(tmp_path: Path) -> None:
     assert Measurements(known.path).add({"a": later, "b": later}) == {"a": EXACT, "b": later}
     assert known.free_memory("xpu:0", 5 * GIB) == 5 * GIB
     assert known.timings() == {"a": EXACT, "b": later}
-    assert known.add({"a": {"usual": Timing(3.0, 3.0)}}) == {"a": {"usual": Timing(3.0, 3.0)}}  # of other alternatives
+    # The alternatives differ from the known ones.
+    assert known.add({"a": {"usual": Timing(3.0, 3.0)}}) == {"a": {"usual": Timing(3.0, 3.0)}}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file.json"]
     assert known.notes == []
 
@@ -213,7 +220,7 @@ def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
 
 
 def test_tests_keep_theirs_in_a_home_of_their_own() -> None:
-    """So do programs that they start."""
+    """Tests and the programs that they start keep measurements in the home for tests."""
     code = "from optimus.config.tree import TuningConfig as T; print(T().cache)"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert child == TuningConfig().cache == str(Path.home() / ".cache" / "optimus")

@@ -1,7 +1,7 @@
-"""What depends on the moment: every place that reads a clock, or what is free or running now, and what it does with that.
+"""Every place in the package that reads a clock, or free memory or running programs, with its purpose.
 
-No choice does: what a run computes, and in which way, follows from its configuration, the machine and measurements that are
-kept (`optimus/measurements.py`). Whoever adds a place adds it here, with its reason.
+No choice depends on the moment: the configuration, the machine and the kept measurements (`optimus/measurements.py`)
+determine what a run computes, and how. A new place must be added here with its reason.
 """
 
 import ast
@@ -29,13 +29,13 @@ PLACES = {
     "checkpoint/lease.py": WAITS,
     "checkpoint/saving.py": SAID,
     "comm/device_waits.py": FAULTS,
-    "comm/recorder.py": SAID,  # and which ranks are slow, by training/hooks/slow_ranks.py
+    "comm/recorder.py": SAID,  # also names slow ranks, by training/hooks/slow_ranks.py
     "data/chat.py": "the day, for a template that asks for it, when a user asks a model; data has one day",
     "data/preparation.py": SAVES,
     "hub/exporting.py": REFUSES,
     "kernels/matmul.py": KEPT,
     "observe/doctor.py": SAID,
-    "observe/machine.py": SAID,  # free_memory: those who ask for it stand here too
+    "observe/machine.py": SAID,  # free_memory; its callers are listed here, too
     "observe/progress.py": SAID,
     "pipeline/executor.py": SAID,
     "pipeline/message_driven.py": "which stage goes on first; each does its microbatches in one order (tests/pipeline)",
@@ -70,7 +70,7 @@ PLACES = {
 
 
 def reads(file: Path) -> Iterator[str]:
-    """The functions that a file names which tell of the moment."""
+    """Yields the functions in a file that read the moment."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute | ast.Name):
             name = ast.unparse(node)
@@ -88,7 +88,7 @@ def test_every_place_that_depends_on_the_moment_is_known() -> None:
 
 
 def test_what_is_chosen_by_a_clock_goes_through_one_file() -> None:
-    """Which says what is clear; and what free memory to count on."""
+    """Timed choices go through `in_turn`, which decides what is a clear gain; facts go through `known.free_memory`."""
     for name, what in PLACES.items():
         text = (PACKAGE / name).read_text(encoding="utf-8")
         if what in (KEPT, FACTS):

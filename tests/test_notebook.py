@@ -1,4 +1,4 @@
-"""The notebook in `examples/` runs from its first cell to its last in an empty folder, and once more there."""
+"""The notebook in `examples/` runs from its first cell to its last in an empty folder, and once more in the same folder."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_the_notebook_uses_the_functions_of_the_commands() -> None:
-    """Functions behind them that the package does not export may change."""
+    """The notebook uses exported functions only; others may change."""
     text = NOTEBOOK.read_text(encoding="utf-8")
     used = {"config", "doctor", "list_checkpoints", "plan", "report", "runs", "verify_checkpoints"}
     assert set(re.findall(r"\bapi\.(\w+)\(", text)) == used

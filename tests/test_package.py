@@ -1,4 +1,4 @@
-"""What `import optimus` offers, as `dir`, `help` and type checkers see it, and scripts use it."""
+"""The contents of `import optimus`, as seen by `dir`, `help`, type checkers and scripts."""
 
 import ast
 import inspect
@@ -16,7 +16,7 @@ FUNCTIONS = ["evaluate", "export", "generate", "import_folder", "load_model", "m
 
 
 def test_dir_shows_what_users_call() -> None:
-    """Before anything of it has been loaded, too."""
+    """`dir` lists all exports before any of them is loaded."""
     code = "import optimus; print([name for name in dir(optimus) if not name.startswith('__')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(sorted(optimus.__all__))
@@ -25,7 +25,7 @@ def test_dir_shows_what_users_call() -> None:
 
 
 def test_models_are_listed_without_torch() -> None:
-    """Importing it takes longer than everything else that the command does."""
+    """`models` does not import torch, which would take longer than everything else in the command."""
     code = "import sys, optimus; assert optimus.models(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
@@ -54,7 +54,7 @@ def test_help_of_the_package_has_all_of_them() -> None:
 
 
 def test_type_checkers_know_what_is_loaded_later() -> None:
-    """They read imports, not `__getattr__`: each name is imported where only they look."""
+    """Every lazy export is imported under TYPE_CHECKING: type checkers read imports, not `__getattr__`."""
     tree = ast.parse(Path(optimus.__file__).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     names = [
@@ -65,7 +65,7 @@ def test_type_checkers_know_what_is_loaded_later() -> None:
 
 @pytest.mark.slow
 def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
-    """Workers and ranks are programs of their own; none runs the script again."""
+    """Workers and ranks are programs of their own and do not run the script again."""
     script = tmp_path / "script.py"
     script.write_text(
         "import optimus\n"

@@ -1,7 +1,7 @@
-"""What the pages on features and results name exists, and numbers on them that a test fixes are those of that test.
+"""Names on the pages on features and results exist, and numbers that a test fixes equal those of the test.
 
-A number is compared by a pattern of the page and one of the test's text, or by what the test's module holds. Each test
-that the page on results names is in `FIXED`, or fixes no number that the page says.
+A pattern on the page gives a number; a pattern in the test's text, or the test's module, gives the other. Each test
+named on the page on results is in `FIXED`, or fixes no number of the page.
 """
 
 import re
@@ -25,7 +25,7 @@ PAGES = {
 
 
 class Fixed(NamedTuple):
-    """Numbers of the page on results, the groups of the pattern `said`, that `test` fixes: those that `by` finds."""
+    """Numbers on the page on results (the groups of the pattern `said`) that `test` fixes and `by` returns."""
 
     test: str
     said: str
@@ -34,7 +34,7 @@ class Fixed(NamedTuple):
 
 @cache
 def module(test: str) -> ModuleType:
-    """The module of a test."""
+    """Returns the module of a test."""
     spec = spec_from_file_location(f"of_the_page_{Path(test).stem}_{len(test)}", ROOT / test)
     assert spec is not None
     assert spec.loader is not None
@@ -44,12 +44,12 @@ def module(test: str) -> ModuleType:
 
 
 def number(text: str) -> float:
-    """As a page or a program writes it."""
+    """Returns a number as a page or program writes it."""
     return float(text.replace(",", "").replace("_", ""))
 
 
 def text(test: str, *patterns: str) -> list[float]:
-    """What the groups of the patterns are in the text of a test."""
+    """Returns the groups of the patterns in the text of a test."""
     whole, found = (ROOT / test).read_text(encoding="utf-8"), []
     for pattern in patterns:
         match = re.search(pattern, whole)
@@ -59,7 +59,7 @@ def text(test: str, *patterns: str) -> list[float]:
 
 
 def set_ups() -> list[float]:
-    """How many set-ups of masks there are, and of how many ranks the least and the most."""
+    """Returns how many set-ups of masks there are, and their least and largest numbers of ranks."""
     marks = module(MASKS).test_the_bits_of_masks_on_dense_state.pytestmark
     (given,) = [mark.args[1] for mark in marks if mark.name == "parametrize"]
     ranks = [each[1] for each in given]
@@ -81,36 +81,36 @@ PCCL, OFFLOADING = "tests/plan/test_pccl.py", "tests/plan/test_offloading.py"
 
 
 def changes() -> int:
-    """Pairs of layouts that checkpoints go between."""
+    """Returns the number of pairs of layouts between which checkpoints are moved."""
     of = module(CHANGES)
     return sum(len(each.pairs) for each in [*map(of.chain, of.CHAINS), *map(of.world_chain, of.WORLDS)])
 
 
 def killed() -> list[float]:
-    """Kills of a full sweep and of its two parts, and the share of each that a commit runs."""
+    """Returns the kills of a full sweep and of its two parts, and the share of each part that a commit runs."""
     beside, eighth, at_once, fifth = text(
         KILLED, r"range\((\d+)\), (\d+)\)\), False: len\(part_of\(range\((\d+)\), (\d+)"
     )
-    assert (eighth, fifth) == (8, 5)  # as the page says in words
+    assert (eighth, fifth) == (8, 5)  # the page has these as words
     every = module(KILLED).EVERY
     return [beside + at_once, every, beside, 2 * every, at_once, every]
 
 
 def architectures() -> list[float]:
-    """How many, dense and with experts among them, and in per cent what the bytes may be off by in one process."""
+    """Returns the number of architectures, and the tolerances of saved and of peak bytes in per cent."""
     of = module(ACTIVATIONS)
     limits = text(ACTIVATIONS, r"approx\(found.saved, rel=(\S+)\)", r"approx\(found.peak, rel=(\S+)\)")
     return [2 + len(of.GROUPED) + len(of.OTHERS), *(100 * limit for limit in limits)]
 
 
 def layouts() -> list[float]:
-    """Draws, random layouts, steps, and the relative bound."""
+    """Returns the numbers of draws, random layouts and steps, and the relative bound."""
     of = module(LAYOUTS)
     return [len(of.POOL), len(of.SWEEP), of.STEPS, *text(LAYOUTS, r"\[layout\], STEPS, rtol=(\S+)\)")]
 
 
 def in_bf16() -> list[float]:
-    """Ranks, expert-parallel ranks, steps, per cent."""
+    """Returns ranks, expert-parallel ranks, steps, per cent."""
     found = text(
         LAYOUTS,
         r"run_ranks\(train_steps, (\d), spread, 50\)",
@@ -122,13 +122,13 @@ def in_bf16() -> list[float]:
 
 
 def measured(machine: str) -> list[float]:
-    """Ranks, and what was measured of weak scaling."""
+    """Returns ranks and measured weak-scaling shares."""
     rows = module(SCALING).MEASURED[machine]
     return [*(ranks for ranks, _, _ in rows), *(share for _, _, share in rows)]
 
 
 def shorter() -> list[float]:
-    """Published batch times with PCCL."""
+    """Returns the published batch times with PCCL."""
     return [share for *_, share in module(PCCL).SHORTER]
 
 
@@ -263,7 +263,7 @@ WORDS = {"five": "5"}
 
 
 def numbers(groups: tuple[str, ...]) -> list[float]:
-    """Of one number each, or of several with commas and spaces between."""
+    """Returns the numbers in groups; a group has one number, or several separated by commas and spaces."""
     return [number(WORDS.get(each, each)) for group in groups for each in group.split(", ")]
 
 
@@ -280,13 +280,13 @@ def test_every_test_that_the_results_name_is_compared() -> None:
 
 
 def spans(page: str) -> Iterator[str]:
-    """What the page says as code, less blocks."""
+    """Returns the inline code of a page."""
     return iter(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_the_pages_name_exist(page: str) -> None:
-    """Paths start at the root, at `optimus/`, or, of links, at `docs/`."""
+    """Files on the pages exist: paths start at the root or at `optimus/`, links at `docs/`."""
     paths = {
         word
         for span in spans(page)
@@ -328,7 +328,7 @@ def test_benchmarks_and_their_figures_exist() -> None:
     assert {span for span in spans("results") if re.fullmatch(r"mula-[\w-]+", span)} <= presets
 
 
-# What the names of figures begin with, in the JSON that a benchmark writes.
+# Prefixes of figures' names in the JSON of benchmarks.
 FIGURES = (
     *(
         "async",
@@ -364,14 +364,14 @@ FIGURES = (
     ],
 )
 def test_code_is_in_the_files_that_its_row_names(row: str, defines: str) -> None:
-    """Of rows whose code has moved, or may."""
+    """The files named in a feature's row define its code; the listed rows have moved before, or may."""
     (line,) = [each for each in PAGES["features"].splitlines() if each.startswith(f"| {row}")]
     files = re.findall(r"`([\w/]+\.py)`", line.split(" | ")[2])
     assert any(re.search(defines, (ROOT / "optimus" / file).read_text(encoding="utf-8")) for file in files), files
 
 
 def test_rounds_over_gloo_are_said() -> None:
-    """Of PCCL's collectives: its authors' run on GPUs."""
+    """PCCL's collectives are described as rounds over Gloo, because the paper's authors ran on GPUs."""
     (line,) = [each for each in PAGES["features"].splitlines() if each.startswith("| Collectives as data")]
     assert "over Gloo" in line
 

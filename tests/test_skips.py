@@ -1,4 +1,4 @@
-"""The end of a run of the tests says what was skipped, and why."""
+"""The end of a test run reports skipped tests and their reasons."""
 
 import os
 import shutil

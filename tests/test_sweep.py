@@ -1,4 +1,4 @@
-"""Of cases that are swept every run tests enough, and the turns of all commits together test all."""
+"""Every run tests enough of swept cases, and the turns of all commits together cover all cases."""
 
 import itertools
 import os
@@ -38,7 +38,7 @@ def test_only_what_is_named_is_covered() -> None:
 
 @dataclass(eq=False)
 class Item:
-    """As pytest has a collected test."""
+    """Stands in for pytest's collected test."""
 
     originalname: str
     number: int
@@ -72,9 +72,7 @@ def test_what_has_no_turn_is_run_without_a_sweep_and_the_rest_in_turn() -> None:
     for turn in turns:
         assert len([item for item in turn if item.originalname == "turns"]) == 2
         assert len([item for item in turn if item.originalname == "swept" and item not in always]) in (2, 3)
-        assert (
-            len({*turn} & {*always}) <= 1
-        )  # of those without a turn a tenth: in another way than `make test` has run them
+        assert len({*turn} & {*always}) <= 1  # a tenth of tests without turns, in another way than `make test`
 
 
 def test_rows_and_values_in_turns() -> None:
@@ -88,7 +86,7 @@ def test_rows_and_values_in_turns() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 10, TURNS])
 def test_parts_together_are_all(parts: int) -> None:
-    """And what a commit tests is in the part that is said, which is the same when it is asked for again."""
+    """The parts together are all tests; a commit's tests lie in the reported part, which selects the same tests again."""
     found = [chosen(ITEMS, f"{number}/{parts}") for number in range(parts)]
     assert {*chosen(ITEMS, None)}.union(*found) == {*ITEMS}
     assert part_of_sweep(None) == part_of_sweep("turn") == Part(commit_number() % TURNS, TURNS)
@@ -123,7 +121,7 @@ def test_the_ways_in_which_tests_run(
         torch.backends.cpu.get_cpu_capability(),
         1 if way == "one-core" else len(os.sched_getaffinity(0)),
     )
-    # These tests may run as on a processor that has less.
+    # Tests may run in a way that emulates a smaller processor.
     expected = {"AVX2"} | {capability} - {"AVX512"} if way == "avx2" else {capability}
     assert found in {f"{each} {cores}" for each in expected}
 

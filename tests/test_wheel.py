@@ -1,4 +1,4 @@
-"""The package as others install it: every file is in the wheel, and every command runs from it, far from the checkout."""
+"""The installed package: every file is in the wheel, and every command runs from it, outside the checkout."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from helpers.wheels import build_wheel, install
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ["optimus", "pyproject.toml", "README.md", "LICENSE"]
 
-# Run in the installed package: commands in turn, in one process, which loads torch once. It prints what each gave.
+# Runs in the installed package: all commands in turn, in one process, which loads torch once. Prints each result.
 DRIVER = """
 import contextlib, io, json, sys
 import optimus
@@ -47,7 +47,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
-    """Tables, machines, scripts: what is read at run time has no import that would be missed."""
+    """The wheel has every file, including tables, machines and scripts that no import would miss."""
     packed = set(zipfile.ZipFile(wheel).namelist())
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "optimus").rglob("*") if path.is_file()}
     assert {name for name in files if "__pycache__" not in name} == {name for name in packed if "dist-info" not in name}

@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints measures what it says: bytes and readers are exact, whatever the times are."""
+"""The checkpoint benchmark reports exact byte counts and numbers of readers; times are only checked to be above zero."""
 
 from typing import Any
 
@@ -17,7 +17,8 @@ def test_rows_and_ratios(precision: Any, bytes_: int) -> None:
     assert ratios["model_only.bytes"] is not None
     assert [row["way"] for row in saving] == ["at once", "beside the training", "DCP save", "DCP async_save"]
     assert all(row["stall_s"] > 0 for row in saving)
-    # Of each parameter, its working copy instead of weight and two moments in float32, 12 bytes; and the rest of a folder.
+    # A weights-only checkpoint stores the working copy of each parameter; a full one stores 12 bytes (an fp32 weight
+    # and two moments). The tolerance covers the other files of the folder.
     assert bytes_ / 12 - 0.02 < ratios["model_only.bytes"] < bytes_ / 12 + 0.02
     for row in loading:
         once = row["way"] != "none"
@@ -26,6 +27,6 @@ def test_rows_and_ratios(precision: Any, bytes_: int) -> None:
     scattered = [row for row in nodes if row["writers_chosen"] == "scattered"]
     first = [row for row in nodes if row["writers_chosen"] == "first"]
     assert [row["writers"] for row in first] == [12, 12]
-    assert all(row["largest_share"] == 4 for row in first)  # all of it on one of the four nodes
+    assert all(row["largest_share"] == 4 for row in first)  # all bytes on one of the four nodes
     assert all(1 <= row["largest_share"] < 1.03 for row in scattered)
     assert set(ratios) >= {"async.stall_vs_sync", "broadcast.vs_all_read", "model_only.bytes"}

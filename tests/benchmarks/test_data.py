@@ -1,4 +1,4 @@
-"""The benchmark of data: its rows are those of `prepare`, and its ratios follow from them."""
+"""The data benchmark reports the documents and padding that `prepare` finds; its ratios follow from the rows."""
 
 import json
 from pathlib import Path

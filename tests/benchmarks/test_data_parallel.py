@@ -1,4 +1,4 @@
-"""The benchmark of data parallelism: every contestant does the same work, and the rows and ratios say what they promise."""
+"""The data-parallel benchmark: every contestant does the same work, and rows and ratios are complete."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from benchmarks.training import configuration, turn
 from optimus.plan.measure.ranks import run_fresh
 
 TINY = {"family": "olmo", "hidden": 32, "layers": 1, "heads": 2, "intermediate": 32, "vocab": 64}
-PARAMETERS = 4 * (4 * 128 * 128 + 3 * 128 * 512) + 2 * 4096 * 128  # of mula-tiny
+PARAMETERS = 4 * (4 * 128 * 128 + 3 * 128 * 512) + 2 * 4096 * 128  # mula-tiny
 
 
 class Products(TorchDispatchMode):
-    """The `types` of the matrix products inside."""
+    """Records the types of the operands of every matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,13 +46,15 @@ def test_rows_and_ratios(precision: Any, same: float) -> None:
     ]:
         speeds = [row[mode, name]["tokens_per_second"] for name in ("optimus", rival)]
         assert ratios[ratio] == pytest.approx(speeds[0] / speeds[1])
-    # Three steps on one batch from the same weights: whoever trains differently has another loss.
+    # All contestants take three steps on one batch from the same weights, so different training gives a different loss.
     assert all(one["loss"] == pytest.approx(rows[0]["loss"], rel=same) for one in rows)
-    assert rows[0]["loss"] < 8.0  # of random tokens it is log(4096) = 8.3 at first
-    # An all-reduce between two ranks has each send as much as it holds; other programs may send meanwhile.
+    assert rows[0]["loss"] < 8.0  # log(4096) = 8.3 is the initial loss on random tokens
+    # In an all-reduce of two ranks, each rank sends as many bytes as the buffer holds. The counter may include other
+    # programs' traffic.
     assert row["ddp", "optimus"]["sent_mib"] > 0.99 * 4 * PARAMETERS / 2**20
     assert row["ddp", "torch DDP, fp32 weights"]["sent_mib"] > 0.99 * 4 * PARAMETERS / 2**20
-    # Each of two ranks is spared half of its moments, 8 bytes per parameter, and in bf16 of 4 of master weights.
+    # ZeRO-1 saves each of two ranks half of the moments (8 bytes per parameter) and, in bf16, half of the master
+    # weights (4).
     spared = row["ddp", "optimus"]["peak_mib"] - row["zero1", "optimus"]["peak_mib"]
     assert spared == pytest.approx((4 if precision == "float32" else 6) * PARAMETERS / 2**20, rel=0.4)
 
@@ -66,7 +68,7 @@ def test_who_knows_bf16_alone_is_left_out_and_named() -> None:
 
 
 def computed(precision: str, gradients: str) -> list[tuple[str, set[str]]]:
-    """On a rank: each contestant, and the types of the products of a step of its."""
+    """Returns, on one rank, each contestant's name and the types of the matrix products of its training step."""
     found = []
     for who in data_parallel.contestants(gradients):  # type: ignore[arg-type]
         if who.only in (None, precision):

@@ -1,4 +1,4 @@
-"""The experiments: each whole, for a few steps; and the harness, which trains nothing twice."""
+"""Every experiment runs completely with a few steps; the harness trains no run twice."""
 
 import json
 import random
@@ -36,7 +36,7 @@ EXPERIMENTS = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of words that are each corpus's own."""
+    """A folder of corpora, each with a vocabulary of its own."""
     folder = tmp_path_factory.mktemp("data") / "corpus"
     folder.mkdir()
     for name in CORPORA:
@@ -71,7 +71,8 @@ def test_early_signal(shared_data: Path, tmp_path: Path) -> None:
 
 
 def test_the_harness(corpus: Path, tmp_path: Path) -> None:
-    """Seeds differ, means are over them; what is held out is not trained on; a corpus that is not there is an error."""
+    """The harness trains with different seeds, averages over seeds, keeps validation documents out of training and
+    refuses a missing corpus."""
     experiment = Experiment(corpus, tmp_path, range(2))
     prepared = experiment.prepared(["math"])
     trained, held_out = ([json.loads(line)["text"] for line in path.open()] for path in

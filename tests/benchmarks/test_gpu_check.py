@@ -1,5 +1,5 @@
-"""`make gpu-check` to its end, with tiny sizes, on the CPU and on the fake accelerator, in an environment that has what a
-machine with a GPU has: no pydantic but in wheels."""
+"""`make gpu-check` runs to its end with tiny sizes on the CPU and on the fake accelerator. Its environment is that of a
+GPU machine: pydantic is available as a wheel only."""
 
 import os
 import subprocess
@@ -19,14 +19,15 @@ from helpers.fake_device import NAME
 from helpers.sweep import in_turns, part_of
 
 SCRIPT = Path(gpu_check.__file__)
-HERE = ("torch", "triton", "transformers", "numpy")  # what a machine with a GPU has, with what these need
-LACKED = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection")  # though some of theirs need them
+HERE = ("torch", "triton", "transformers", "numpy")  # packages of a GPU machine; their requirements are there, too
+# Packages that a GPU machine lacks, though some packages in HERE require them.
+LACKED = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection")
 CARRIED = (*LACKED, "accelerate", "cloudpickle", "hypothesis", "psutil", "pytest")
 PARTS = ["trace", "curve", "options", "layouts", "moe", "tiles", "trainer", "kernels", "tests"]
 
 
 def needed(names: Iterable[str]) -> set[str]:
-    """Distributions of these names and all that they need."""
+    """Returns the named distributions and all their transitive requirements."""
     found: set[str] = set()
     left = list(names)
     while left:
@@ -40,7 +41,7 @@ def needed(names: Iterable[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment that has nothing but what a machine with a GPU has."""
+    """The interpreter of an environment with only the packages of a GPU machine."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -54,7 +55,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the installed packages that are carried, and one that is for another Python."""
+    """A folder with wheels of the carried packages, and one wheel for another Python version."""
     folder = tmp_path_factory.mktemp("wheels")
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     for name in needed(CARRIED) - (needed(HERE) - {*LACKED}):
@@ -103,7 +104,8 @@ def test_every_part_ends_or_says_why_not(device: str, python: Path, tmp_path: Pa
 
 
 def test_parts_are_those_of_the_page(tmp_path: Path) -> None:
-    """In this order, whether there is an accelerator or not; each with its time limit."""
+    """The parts are in the order of the documentation, with and without an accelerator; their time limits add up to 600
+    s."""
     assert gpu_check.FAKE == NAME
     for chip in (None, "cuda", NAME):
         found = gpu_check.parts(chip, tmp_path, tmp_path, rehearse=chip != "cuda")

@@ -1,4 +1,5 @@
-"""The harness of the benchmarks: turns, the check before them, what is printed, and how commands get their options."""
+"""The harness of the benchmarks: alternation of contestants, the check before timing, printed tables, and options of
+commands."""
 
 import json
 import subprocess
@@ -50,7 +51,7 @@ def test_a_result_is_printed_and_returned(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_listing_the_benchmarks_imports_none() -> None:
-    """Options of one are read from its function alone."""
+    """`bench --help` imports no benchmark: options come from the signature of the benchmark's function."""
     code = (
         "import sys; from optimus.cli import app; import typer; group = typer.main.get_command(app).commands['bench'];"
         "context = typer._click.core.Context(group) if hasattr(typer, '_click') else __import__('click').Context(group);"

@@ -1,4 +1,4 @@
-"""The benchmark of the kernels: each is right at the widths of real layers, and rows and ratios follow from each other."""
+"""The kernel benchmark: every kernel is correct at the widths of real layers; rows and ratios are consistent."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_rows_and_ratios() -> None:
     by_name = {row["kernel"]: row for row in rows}
     assert by_name["rms_norm"]["calls_per_step"] == 3 * (2 * 4 + 1)
     assert by_name["experts"]["calls_per_step"] == 3 * 4
-    assert by_name["adamw"]["calls_per_step"] == 1  # a step has one, and so few parameters are one call
+    assert by_name["adamw"]["calls_per_step"] == 1  # one call per step updates so few parameters
     for when in ("before", "after"):
         assert sum(row[f"percent_{when}"] for row in rows) == pytest.approx(100)
     for name in OLMOE - {"embedding", "attention"}:

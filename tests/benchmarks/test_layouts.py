@@ -1,4 +1,4 @@
-"""The benchmark of the planner's ranking: layouts are trained and counted, and one that fails is said to."""
+"""The benchmark of the planner's ranking trains and times layouts, and names one that fails."""
 
 from dataclasses import replace
 
@@ -57,18 +57,19 @@ def test_a_layout_that_fails_is_named(plans: list[Plan], monkeypatch: pytest.Mon
     monkeypatch.setattr(layouts, "run_fresh", fails)
     (found,) = time_layouts(plans[:1], steps=1, rounds=3)
     assert found.failure == "MemoryError: no room"
-    assert len(calls) == 1  # it is not tried again
+    assert len(calls) == 1  # no retry
     with pytest.raises(UserError, match=r"none of 1 layouts could be trained; .* MemoryError: no room"):
         ratios_of([found])
 
 
 def test_how_many_of_the_best_are_the_fastest(plans: list[Plan]) -> None:
-    """Twelve plans, of which the sixth fails and the first is the slowest."""
+    """Ratios and rows of twelve plans, of which the sixth fails and the first is the slowest."""
     twelve = [replace(plans[0], step=replace(plans[0].step, seconds=1.0 + i)) for i in range(12)]
     ran = [Layout(plan, seconds=20.0 if i == 0 else 2.0 + i, peak=1.0) for i, plan in enumerate(twelve)]
     ran[5] = Layout(twelve[5], failure="no room")
     ratios = ratios_of(ran)
-    # Fastest: all that ran but the first. Of the best ten, the first and the sixth are not among them.
+    # The fastest ten are all that ran except the first. The planner's best ten include the first and the sixth, so
+    # eight agree.
     assert ratios["layouts.2_ranks.of_best_10"] == 8
     assert ratios["layouts.2_ranks.failed"] == 1
     assert ratios["layouts.2_ranks.first_to_fastest"] == pytest.approx(20 / 3)

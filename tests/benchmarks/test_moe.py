@@ -1,7 +1,7 @@
-"""The benchmark of the sparse block: inputs are routed as asked, contestants agree, and what it reports follows.
+"""The benchmark of the sparse block: inputs are routed as requested, contestants agree, and the report follows from the
+measurements.
 
-Legend: T tokens, H hidden, I intermediate, J = 2 I, E experts, K experts per token, R = T * K routed rows.
-"""
+Legend: T tokens, H hidden, I intermediate, J = 2 I, E experts, K experts per token, R = T * K routed rows."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def choices(setting: Setting, inputs: Inputs) -> Tensor:
     return route(inputs.x_TH.detach(), setting.weights.router_EH, TINY.experts_per_token)[1]
 
 
-# ---- inputs
+# ---- Inputs ----
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -112,7 +112,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         moe.run(**options)
 
 
-# ---- contestants
+# ---- Contestants ----
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -165,7 +165,7 @@ def test_check_sees_gradients_that_do_not_add_up() -> None:
 
     errors = check(Forgets(ours, []), expected(setting.weights, inputs, 2), setting.gradients)
     assert errors.output < 1e-5
-    assert errors.gradient == pytest.approx(1, abs=1e-3)  # once instead of twice
+    assert errors.gradient == pytest.approx(1, abs=1e-3)  # accumulates once instead of twice
 
 
 def test_check_sees_what_is_not_a_number() -> None:
@@ -188,21 +188,21 @@ def test_batched_mm_is_left_out_where_its_copies_do_not_fit(monkeypatch: pytest.
 
 
 def test_memory_of_a_pass() -> None:
-    shape, tokens = Shape("wide", 64, 128, 4, 2), 128  # 64 rows an expert: none is padding
+    shape, tokens = Shape("wide", 64, 128, 4, 2), 128  # 64 rows per expert, so no row is padding
     weights, inputs = make_inputs(shape, make_weights(shape, torch.bfloat16, CPU), tokens, "uniform")
     block = Ours(Setting(shape, tokens, weights, Weights(*(torch.zeros_like(weight) for weight in weights))))
     counted = memory(block, inputs)
     theory = tokens * (2 * shape.hidden + 2 * shape.experts_per_token * 2 * shape.intermediate)  # x and z
-    assert theory < counted.saved < 1.2 * theory  # and logits, weights, indices
+    assert theory < counted.saved < 1.2 * theory  # the rest: logits, weights, indices
     assert counted.saved < counted.peak
 
 
-# ---- the whole
+# ---- Whole benchmark ----
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_product() -> Iterator[None]:
-    """A CPU without instructions for bf16 takes half a minute for a large one."""
+    """Shrinks the reference product: a large one in bf16 takes half a minute on a CPU without bf16 instructions."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "_PRODUCT", (64, 64))
         yield
@@ -322,7 +322,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "32/16/8/2 (32/16/8/2) fp32, 16 tokens, one-hot load" in shown
     assert f"torch {torch.__version__}" in shown
     report = json.loads((tmp_path / "r.json").read_text())
-    assert list(report["ratios"]) == ["cpu.32/16/8/2.fp32.one-hot.vs_best_rival"]  # no balanced load, no headline
+    # One-hot routing alone is no balanced load, so the report has no headline ratio.
+    assert list(report["ratios"]) == ["cpu.32/16/8/2.fp32.one-hot.vs_best_rival"]
     assert report["versions"]["triton"]
     assert (tmp_path / "r.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 

@@ -1,7 +1,7 @@
-"""The adapters of kernel packages, on stand-ins that compute what the packages' interfaces say: none runs without its chip.
+"""The adapters of kernel packages run on stand-ins that compute what the packages' interfaces promise: the packages
+need their own chips.
 
-Legend: T tokens, H hidden, I intermediate, J = 2 I, E experts, K experts per token, R = T * K routed rows.
-"""
+Legend: T tokens, H hidden, I intermediate, J = 2 I, E experts, K experts per token, R = T * K routed rows."""
 
 import sys
 from typing import Any
@@ -16,7 +16,7 @@ from benchmarks.moe_measure import check, expected
 from benchmarks.moe_rivals import LeftOut, Setting
 from optimus.kernels.expert_mlp import expert_mlp_reference
 
-CPU, ACCELERATOR = torch.device("cpu"), torch.device("meta")  # all that is asked is whether it is the CPU
+CPU, ACCELERATOR = torch.device("cpu"), torch.device("meta")  # the adapters only ask whether the device is the CPU
 TINY = Shape("tiny", 32, 16, 8, 2)
 
 

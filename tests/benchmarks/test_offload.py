@@ -1,4 +1,5 @@
-"""The benchmark of models beyond the device: what fits keeps its speed; the rest keeps to memory and the fewest fetches."""
+"""The benchmark of models larger than the device: a model that fits keeps its speed; a larger one stays within memory
+and makes the fewest fetches."""
 
 import pytest
 
@@ -26,14 +27,15 @@ def test_rows_and_ratios() -> None:
     assert all(row["share"] <= best[row["size"]] * 1.001 for row in found.rows)
     assert found.ratios["offload.vs_elixir_rule"] > 1
     ours, fsdp2, *_ = found.more["traffic"]
-    # FSDP2 moves fp32 weights twice in a microbatch, and fp32 gradients.
+    # FSDP2 uploads fp32 weights twice per microbatch and offloads fp32 gradients once.
     assert (fsdp2["up"], fsdp2["down"]) == (8, 4)
     assert (ours["up"], ours["down"]) == (2 * (2 - 4 / 12), 2)
     assert found.ratios["offload.fsdp2_bytes_vs_ours"] == pytest.approx(12 / (ours["up"] + 2))
 
 
 def test_device_bytes_of_several_microbatches_by_depth() -> None:
-    """Where gradients are added up on the host they do not grow with the layers; each microbatch sends 2 an element."""
+    """Gradients accumulated on the host take device memory that is independent of depth; each microbatch then sends 2
+    bytes per element."""
     for layers in (6, 12):
         there = offload._our_traffic(4, layers, offload._ON_HOST)
         assert (there["device"], there["down"]) == (14, 8)
@@ -43,7 +45,7 @@ def test_device_bytes_of_several_microbatches_by_depth() -> None:
 
 
 def test_elixir_chooses_as_its_code() -> None:
-    """One rank has cache first; where the host updates slowly, states."""
+    """Elixir's rule prefers the cache on one rank; for a host with slow updates it prefers resident states."""
     machine = Machine(16 * 24, 0.02, 25e9, 2.2e9)
     assert offload.elixir(machine, 192) == Choice((16 * 24 - 6) // 2, 0)
     assert offload.elixir(machine, 48) == Choice(28, 20)

@@ -1,4 +1,4 @@
-"""The benchmark of the optimizer step: the bytes that both ways of sharding hold, and ratios that follow from the rows."""
+"""The benchmark of the optimizer step: bytes held by both ways of sharding; ratios follow from the rows."""
 
 import pytest
 
@@ -11,9 +11,9 @@ MODEL = ModelConfig(
     family="olmoe", hidden=64, layers=2, heads=2, intermediate=64, vocab=1024, experts=4, experts_per_token=2
 )
 EXPERT = 2 * 4 * 3 * 64 * 64
-NORMS = 2 * 4 * 64 + 64  # before attention and experts, of q and k; and the last
+NORMS = 2 * 4 * 64 + 64  # norms before attention and experts, of q and k; the final norm
 NON_EXPERT = 2 * 1024 * 64 + 2 * (4 * 64 * 64 + 4 * 64) + NORMS
-STATE = 12 / 2**20  # MiB of master weight and moments of a parameter
+STATE = 12 / 2**20  # MiB of a parameter's master weight and moments
 
 
 @pytest.mark.in_turn(0, 5)
@@ -29,7 +29,7 @@ def test_rows_and_ratios() -> None:
         assert row["non_expert_mib"] == pytest.approx(NON_EXPERT / holders * STATE, rel=0.01)
         assert row["expert_mib"] == pytest.approx(EXPERT / row["dp"] * STATE, rel=0.01)
         assert 0 < row["step_ms"] < row["reduce_and_step_ms"]
-    four = rows[2:]  # the ratios are of all ranks asked for
+    four = rows[2:]  # ratios compare runs on all four ranks
     for kind in ("step", "reduce_and_step"):
         standard, epso = (four[i][f"{kind}_ms"] * four[i + 2][f"{kind}_ms"] for i in (0, 1))
         assert ratios[f"epso.{kind}_speedup"] == pytest.approx((standard / epso) ** 0.5)

@@ -1,4 +1,4 @@
-"""The benchmark of pipelines: its rows and ratios are there, both sides train alike, and links take their time."""
+"""The pipeline benchmark: rows and ratios are complete, both sides train alike, and simulated links take their time."""
 
 import pytest
 
@@ -35,12 +35,12 @@ def test_rows_and_ratios() -> None:
     assert [row["schedule"] for row in training] == ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
     for row in training:
         assert row["optimus_loss"] == pytest.approx(row["torch_loss"], rel=1e-6)
-        assert 8 < row["optimus_loss"] < 9  # of random tokens it is log(4096) = 8.3 at first
+        assert 8 < row["optimus_loss"] < 9  # near log(4096) = 8.3, the initial loss on random tokens
     assert ratios["scheduled.vs_torch"] == min(row["speed"] for row in training)
 
 
 def test_curves_over_cap_and_jitter() -> None:
-    """More room and more jitter both make going by arrival worth more."""
+    """A higher cap of live activations and more jitter both increase the advantage of message-driven execution."""
     rows = {(row["jitter"], row["live"]): row for row in pipeline.simulate_curves(4, microbatches=32, draws=4)}
     speeds = {key: row["message-driven"] for key, row in rows.items()}
     assert speeds[0.0, 1.0] == pytest.approx(1.0, abs=0.02)
@@ -64,5 +64,5 @@ def test_a_message_is_there_only_when_its_link_has_taken_its_time() -> None:
     who = [Contestant("1f1b", make_schedule("1f1b", 2, 1)), Contestant("message-driven", message_driven(2, 1), (1, 1))]
     jobs = [Job(each, costs, unit=0.01) for each in who]
     for job, timeline in zip(jobs, timelines(run_ranks(run_jobs, 2, jobs))):
-        assert simulated(job).makespan == pytest.approx(10.6)  # there and back, and all computations
+        assert simulated(job).makespan == pytest.approx(10.6)  # both link crossings and all computations
         assert timeline.makespan >= 10.6 * job.unit

@@ -1,5 +1,5 @@
-"""The published tables as cases of the planner: hand-checked rows, every row accounted for, shapes against what the sources
-state of them, and tables that are not as they should be."""
+"""The published tables as cases of the planner: rows checked by hand, every row accounted for, model shapes that agree
+with the sources' statements, and malformed tables."""
 
 import csv
 import json
@@ -37,7 +37,7 @@ def rows() -> dict[str, dict[str, str]]:
     return found
 
 
-# ---- the tables as they are
+# ---- The published tables ----
 
 
 @present
@@ -181,7 +181,8 @@ def test_sizes_agree_with_the_columns(cases: dict[str, Case], rows: dict[str, di
             assert mesh.size == int(row["n_gpus"]), name
         for axis in ("dp", "tp", "pp", "cp"):
             assert row.get(axis, "") in ("", str(getattr(mesh, axis))), (name, axis)
-        if name in ("bigscience_a100_3d-0044", "bigscience_a100_3d-0045"):  # as stated, twice an A100's peak
+        # The source states another batch, with which the rate would be twice an A100's peak.
+        if name in ("bigscience_a100_3d-0044", "bigscience_a100_3d-0045"):
             assert setting.global_batch == 512
         elif row.get("global_batch"):
             assert setting.tokens == int(row["global_batch"]) * int(row["seq_len"]), name
@@ -198,7 +199,8 @@ def test_parameters_agree_with_column_and_name(cases: dict[str, Case], rows: dic
             assert parameters == pytest.approx(float(row["params"]), rel=0.032), name
             checked += 1
             continue
-        # Active parameters (A22B) are not meant, and of row 45 of BLOOM's table the name is a slip: ten layers are 28B.
+        # The pattern skips active parameters (A22B). The name in row 45 of BLOOM's table is a slip: ten layers have 28B
+        # parameters.
         stated = re.search(r"(?<![AX])(\d+(?:\.\d+)?)B\b", row["model"].replace("_", " ").upper())
         if stated and name != "bigscience_a100_3d-0045":
             assert parameters == pytest.approx(float(stated[1]) * 1e9, rel=0.055, abs=3.7e9), name
@@ -208,7 +210,7 @@ def test_parameters_agree_with_column_and_name(cases: dict[str, Case], rows: dic
 
 @present
 def test_flops_agree_with_those_stated(cases: dict[str, Case], rows: dict[str, dict[str, str]]) -> None:
-    """Sources that state tokens and FLOP/s confirm our shapes."""
+    """Sources that state both tokens per second and FLOP/s confirm our model shapes."""
     checked = 0
     for name, case in cases.items():
         row, model, context = rows[name], case.model, case.setting.context
@@ -259,7 +261,7 @@ def test_architectures_of_the_tests_come_from_their_families() -> None:
     assert count_parameters(named("GPT-OSS 20B")).total == pytest.approx(20.9e9, rel=0.005)
 
 
-# ---- tables of one row
+# ---- Tables of one row ----
 
 
 MPT = {
@@ -381,7 +383,7 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
         read_cases(tmp_path)
 
 
-# ---- what other halves of the tables may lack
+# ---- Columns that a table may lack ----
 
 
 @present

@@ -1,4 +1,4 @@
-"""The benchmark of reports writes a page and shares of a step; what they must not exceed is in `docs/results.md`."""
+"""The benchmark of reports writes a page and reports shares of a step; `docs/results.md` has the upper limits."""
 
 from benchmarks.report import run
 

@@ -1,4 +1,4 @@
-"""The table of published runs: it is what the sources' tables say, and a wrong one is refused by line and column."""
+"""The table of published runs equals the sources' tables; a wrong cell is refused by line and column."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from optimus.errors import UserError
 
 
 def facts(case: Case) -> tuple[Case, dict[str, object], int]:
-    """Without the model's type: those of presets are checked for being a family's."""
+    """Returns a case without its model, the model's fields, and its shared width. Models of presets have another type."""
     return replace(case, model=None), case.model.model_dump(), case.model.shared_intermediate  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of pruned chunks: rows and ratios that follow from them."""
+"""The benchmark of pruned chunks: bytes per parameter, and ratios that follow from the rows."""
 
 import pytest
 

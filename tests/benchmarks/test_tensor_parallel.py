@@ -1,4 +1,4 @@
-"""The benchmark of tensor parallelism: both sides train alike, and the ratios are of the best of each."""
+"""The tensor-parallel benchmark: both sides train alike, and each ratio compares the best contestants of the two sides."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_rows_and_ratios() -> None:
     rows, ratios = found.rows, found.ratios
     assert [row["contestant"] for row in rows] == [who.name for who in tensor_parallel.contestants()]
     assert all(row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4) for row in rows)
-    assert rows[0]["loss"] < 8.0  # of random tokens it is log(4096) = 8.3 at first
+    assert rows[0]["loss"] < 8.0  # log(4096) = 8.3 is the initial loss on random tokens
     speeds = [row["tokens_per_second"] for row in rows]
     assert ratios["tp2.vs_dtensor"] == pytest.approx(max(speeds[:3]) / max(speeds[3:]))
     assert ratios["tp2.overlap"] == pytest.approx(speeds[1] / speeds[2])

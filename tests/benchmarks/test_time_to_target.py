@@ -1,4 +1,4 @@
-"""Time to target: the whole command for a few steps, and what is made of curves by hand."""
+"""Time to target: the whole command for a few steps, and its statistics on curves made by hand."""
 
 import math
 from pathlib import Path
@@ -31,7 +31,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.mark.in_turn(1, 5)
 def test_rows_ratios_and_profiles(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is kept in a file is not trained again, and gives the same."""
+    """A second call takes the saved runs from the file, trains nothing and gives the same result."""
     kept = tmp_path / "runs.jsonl"
     found = time_to_target.run(text, kept, quick=True)
     rows, ratios, profiles = found.rows, found.ratios, found.more["profiles"]
@@ -70,7 +70,7 @@ def test_runs_of_a_seed_have_the_same_beginning_and_repeat(text: Path) -> None:
 
 
 def test_measuring_changes_nothing(text: Path) -> None:
-    """Not even where what is measured are other weights than those that are trained."""
+    """Validation changes no loss, even where the evaluated weights differ from the trained ones (schedule-free AdamW)."""
     read = read_text(text, QUICK.held_out)
     settings = settings_of("dense", CONTESTANTS["schedule_free"], 1e-3, 0, QUICK)
     often, seldom = (time_to_target.train(load_config(settings), read, every).losses for every in (1, 2))
@@ -79,7 +79,7 @@ def test_measuring_changes_nothing(text: Path) -> None:
 
 def test_held_out_sequences_are_not_trained_on(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
-    path.write_text("".join(f"{number:15d}\n" for number in range(20_000)))  # every sequence differs from all others
+    path.write_text("".join(f"{number:15d}\n" for number in range(20_000)))  # all sequences are different
     read = read_text(path, held_out=20)
     assert read.held_out_NS.shape == (20, 128)
     trained = {bytes(row) for row in read.train_NS.numpy()}
@@ -97,7 +97,8 @@ def test_tokens_to_a_target() -> None:
 
 
 def test_the_best_rate_is_that_of_the_fewest_tokens() -> None:
-    """Of the baseline: that of the lowest loss; where no rate reaches the targets, too."""
+    """The best rate needs the fewest tokens; the lowest final loss decides for the baseline and where no rate reaches
+    the targets."""
     ends = {"adamw": [4.0, 3.5, 3.0, 3.2, 5.0], "muon": [2.0, 2.5, 2.6, 2.7, 2.8], "lion": [4.0, 3.9, 3.1, 3.3, 3.4]}
     middles = {"adamw": 4.5, "muon": 3.3, "lion": 4.5}
     curves = {
@@ -109,9 +110,10 @@ def test_the_best_rate_is_that_of_the_fewest_tokens() -> None:
     adamw = found_of(curves, "dense", "adamw", None)
     assert (adamw.place, adamw.final, adamw.tokens) == (3, [3.0] * 3, [100.0] * 3)
     muon, lion = (found_of(curves, "dense", name, adamw.final) for name in ("muon", "lion"))
-    assert (muon.place, muon.final) == (5, [2.8] * 3)  # 2.9 at 50, though others end lower
+    # At rate 5 the loss reaches 2.9 after 50 tokens, before all other rates, though others end lower.
+    assert (muon.place, muon.final) == (5, [2.8] * 3)
     assert muon.tokens == pytest.approx([50 * 3.0 / 3.1] * 3)
-    assert muon.step_seconds == 1.0  # of all its runs the least
+    assert muon.step_seconds == 1.0  # the least over all rates
     assert (lion.place, lion.tokens) == (3, [math.inf] * 3)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark counts the same tokens for both sides."""
+"""The tokenisation benchmark counts the same tokens for both sides."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The training benchmark runs every contestant on the same work and reports what it promises."""
+"""The training benchmark runs every contestant on the same work and reports all promised rows."""
 
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ def test_who_knows_bf16_alone_is_left_out_and_named(tmp_path: Path) -> None:
 
 @pytest.mark.in_turn(1, 5)
 def test_the_trainer_does_the_same_work(tmp_path: Path) -> None:
-    """With experts and two microbatches: cross-entropies and gradients of every step, of which the balance loss is a part,
-    and rates, clipping and decay, whose weights give the next ones."""
+    """A `transformers` trainer and our run agree with experts and two microbatches. Cross-entropies and gradient norms
+    cover the balance loss; weights of later steps cover rates, clipping and decay."""
     config = train.prepared("mula-tiny-moe", tmp_path, 16, "float32")
     ours, theirs = (
         way(config, tmp_path / name, 5)
@@ -47,5 +47,6 @@ def test_the_trainer_does_the_same_work(tmp_path: Path) -> None:
     )
     assert theirs.cross_entropies == pytest.approx(ours.cross_entropies, rel=1e-4)
     assert theirs.norms == pytest.approx(ours.norms, rel=1e-3)
-    assert max(ours.norms) > 1  # some are clipped
-    assert ours.cross_entropies[-1] < 0.95 * ours.cross_entropies[0]  # and they learn, or any work would do
+    assert max(ours.norms) > 1  # some gradients are clipped
+    # The model learns; otherwise any work would pass.
+    assert ours.cross_entropies[-1] < 0.95 * ours.cross_entropies[0]

@@ -1,4 +1,4 @@
-"""One precision for all contestants of a benchmark."""
+"""All contestants of a benchmark train in one precision."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from optimus.resolve import facts
 
 
 class Asked(Exception):
-    """Ranks would be started."""
+    """Raised in place of starting ranks."""
 
 
 @pytest.mark.parametrize("chosen", ["float32", "bfloat16"])
@@ -27,7 +27,7 @@ def test_what_is_asked_for_is_taken(precision: str) -> None:
 
 @pytest.mark.parametrize("module", [data_parallel, tensor_parallel])
 def test_it_is_decided_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configurations of all contestants have it: none measures for itself."""
+    """The precision is decided once, and the configurations of all contestants have it."""
     decisions, given = [], []
 
     def decide(precision: str) -> str:

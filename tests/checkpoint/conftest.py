@@ -1,4 +1,4 @@
-"""A run that has stopped, and has two checkpoints."""
+"""Fixtures: a stopped run with two checkpoints, and a copy to damage."""
 
 import copy
 import shutil
@@ -12,7 +12,7 @@ import optimus
 
 @pytest.fixture(scope="module")
 def stopped(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The configuration of a run that has stopped with checkpoints of steps 2 and 4."""
+    """The configuration of a run that stopped with checkpoints of steps 2 and 4."""
     config: dict[str, Any] = {
         "model": {"family": "olmo", "hidden": 16, "layers": 1, "heads": 2, "intermediate": 16, "vocab": 320},
         "data": {"path": str(prepared)},
@@ -28,7 +28,7 @@ def stopped(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.fixture
 def run(stopped: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
-    """A copy of that run, to be damaged."""
+    """The configuration of a copy of the stopped run; tests may damage the copy."""
     config = copy.deepcopy(stopped)
     config["train"]["output"] = str(tmp_path / "run")
     shutil.copytree(stopped["train"]["output"], tmp_path / "run")

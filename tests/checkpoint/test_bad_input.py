@@ -1,4 +1,5 @@
-"""Checkpoints of another run or gone, a folder that may not be written, a full disk: clear messages, nothing deleted."""
+"""Checkpoints of another run, missing checkpoints, a read-only folder, a full disk: clear messages, and nothing is
+deleted."""
 
 import os
 import shutil
@@ -31,7 +32,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_missing_checkpoints(run: dict[str, Any]) -> None:
-    """Somebody has renamed them: the other one is used; without one, no new run begins in the place of the old."""
+    """A renamed newest checkpoint leaves the older one to resume from; without any checkpoint, the command refuses to
+    start over."""
     newest, older = step_folder(folder_of(run), 4), step_folder(folder_of(run), 2)
     newest.rename(newest.with_name("my-best"))
     found = resumed(run)
@@ -92,7 +94,8 @@ def mount(*arguments: str | Path) -> None:
 
 @pytest.mark.root
 def test_a_read_only_folder(run: dict[str, Any]) -> None:
-    """Where even root may not write: before the run, and when a damaged checkpoint is to be set aside."""
+    """A read-only mount (which stops even root) is reported before the run and when a damaged checkpoint has to be
+    renamed."""
     os.truncate(step_folder(folder_of(run), 4) / "__0_0.distcp", 9)
     place = folder_of(run) / "checkpoints"
     before = contents(folder_of(run))
@@ -123,7 +126,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def train_here(config: dict[str, Any]) -> str:
-    """One rank of a run; what it ends with."""
+    """Runs one rank and returns the error that ended the training, or "the end"."""
     trainer = resumed(config)
     try:
         trainer.fit()
@@ -136,7 +139,8 @@ def train_here(config: dict[str, Any]) -> str:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("room", [0.05, 0.5, 0.97])
 def test_a_full_disk(run: dict[str, Any], small_disk: Path, asynchronous: bool, room: float) -> None:
-    """In the middle of writing: every rank is told, and ends; the older one is whole; with room, the run goes on."""
+    """A disk that fills up during a write ends every rank with one error; the older checkpoint stays valid, and
+    training resumes once there is room."""
     shutil.rmtree(folder_of(run))
     folder_of(run).mkdir()
     (folder_of(run) / "checkpoints").symlink_to(small_disk)

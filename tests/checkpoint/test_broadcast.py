@@ -1,4 +1,4 @@
-"""The weights of chunks that are sent to other ranks in several ways, when they are longer than every threshold."""
+"""Loading chunks longer than every size threshold gives the same weights for every way to send them to other ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from optimus.comm.algorithms import LONG_SUM
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
 
-LONG = LONG_SUM // 4  # elements in fp32
+LONG = LONG_SUM // 4  # fp32 elements
 MODEL = {"family": "olmo", "hidden": 64, "layers": 1, "heads": 2, "intermediate": 64, "vocab": LONG // 64 + 2}
 CONFIG: dict[str, Any] = config_of("dense", state={"chunk": 2 * LONG}) | {"model": MODEL}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """A full checkpoint of one process after a step, and what it holds."""
+    """A full checkpoint of one process after a training step, and the state in the checkpoint."""
     run = tmp_path_factory.mktemp("run")
     steps = Steps(CONFIG)
     steps.train()
@@ -34,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
 
 
 def loaded(path: Path, send: Send) -> tuple[int, dict[str, Tensor]]:
-    """(elements of this rank's longest chunk, the state that it has loaded)."""
+    """Returns the elements of this rank's longest chunk, and the loaded state."""
     steps = Steps(CONFIG)
     load_state(steps.state, path, model=steps.config.model, full=True, send=send)
     found = {}

@@ -1,6 +1,6 @@
-"""Whatever part of a checkpoint is damaged: it is detected and named, another one is used, and nothing is deleted.
+"""Damage to any part of a checkpoint is detected and named; another checkpoint is used, and nothing is deleted.
 
-And nothing that could run is loaded, even where all sums are right.
+No executable content is loaded, even from files whose checksums are right.
 """
 
 import copy
@@ -60,7 +60,7 @@ def made(ranks: int = 1) -> ModelState:
 
 
 def write_slots(run: Path) -> None:
-    """Two full checkpoints of different states, each by two ranks."""
+    """Writes two full checkpoints of different states; two ranks write each of them."""
     for step in (3, 6):
         state = made(2)
         for chunk in state.chunks:
@@ -73,7 +73,7 @@ def write_slots(run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def slots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with two checkpoints; who damages one mends it again."""
+    """A run folder with two checkpoints. A test that damages a checkpoint also repairs it."""
     run = tmp_path_factory.mktemp("slots")
     (run / "tokenizer.json").write_text('{"a tokenizer": "of some kind"}')
     run_ranks(write_slots, 2, run)
@@ -87,7 +87,7 @@ def slot(slots: Path) -> Path:
 
 
 def check_detected(slot: Path, *named: str, load: bool = True) -> None:
-    """Verifying says so, loading refuses it, both by these names; the other checkpoint is whole."""
+    """Asserts that `verify` reports the damage and that loading is refused, and that both messages have these texts."""
     problems = verify(slot)
     assert problems
     for text in (str(slot), *named):
@@ -100,7 +100,7 @@ def check_detected(slot: Path, *named: str, load: bool = True) -> None:
 
 
 def check_changes(file: Path, contents: Iterator[bytes] | list[bytes], *named: str, load: bool = True) -> int:
-    """Each of these contents in place of the file's is detected. Returns how many there were."""
+    """Asserts that each of these contents in place of the file's is detected; returns the number of contents."""
     right, count = file.read_bytes(), 0
     try:
         for content in contents:
@@ -138,7 +138,7 @@ def test_truncated_extended_deleted(slot: Path, name: str) -> None:
     ]
     if other != right:
         wrong.append(other)
-    # The manifest of another checkpoint is whole; it is the other files that are not what it says.
+    # A manifest of another checkpoint is valid by itself, so the other files are reported, not the manifest.
     assert check_changes(file, wrong, str(slot)) == len(wrong)
     assert check_changes(file, wrong[:-1]) == len(wrong) - 1
     file.unlink()
@@ -152,7 +152,7 @@ def test_truncated_extended_deleted(slot: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_byte_of_small_files(slot: Path, name: str) -> None:
-    """One bit of each; of long files, of every seventh byte."""
+    """Flips one bit in each byte; in every seventh byte of long files."""
     right = (slot / name).read_bytes()
     places = range(0, len(right), 7 if len(right) > 1000 else 1)
     assert check_changes(slot / name, (flipped(right, at, at % 8) for at in places), load=False) == len(places)
@@ -160,11 +160,12 @@ def test_every_byte_of_small_files(slot: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_every_region_of_every_slice(slot: Path, name: str) -> None:
-    """Of the archive that a slice is: headers, pickle, numbers, directory. The slice and its bytes are named."""
+    """Flips bits in each part of a slice's archive: headers, pickle, numbers, directory. Messages name the slice and
+    its bytes."""
     file = slot / name
     right = file.read_bytes()
     own = [slice_ for slices in Reader.open(slot).stored.values() for slice_ in slices if slice_.file == name]
-    assert sum(slice_.length for slice_ in own) == len(right)  # nothing lies beside them
+    assert sum(slice_.length for slice_ in own) == len(right)  # the slices fill the file
     for slice_ in own:
         where = f"{name}, bytes {slice_.start:,} to {slice_.start + slice_.length:,} ({slice_.key})"
         archive = right[slice_.start : slice_.start + slice_.length]
@@ -173,7 +174,7 @@ def test_every_region_of_every_slice(slot: Path, name: str) -> None:
             places.add(archive.index(entry.filename.encode()))
             places.add(archive.index(zipfile.ZipFile(io.BytesIO(archive)).read(entry), entry.header_offset))
         assert len(places) > 10
-        some = sorted(places)[:: 1 if slice_ is own[0] else 5]  # loading takes longer than finding
+        some = sorted(places)[:: 1 if slice_ is own[0] else 5]  # loading is slower than detection
         wrong = (flipped(right, slice_.start + at, at % 8) for at in some)
         check_changes(file, wrong, where, load=slice_ is own[0])
 
@@ -189,11 +190,11 @@ def test_an_emptied_folder_and_a_lost_manifest(slot: Path, tmp_path: Path) -> No
     away.rename(slot)
 
 
-# ---- Files whose sums are right, as anybody can make them ----
+# ---- Forged files with right checksums ----
 
 
 def manifest_of(slot: Path, **files: Any) -> bytes:
-    """That of the slot with other entries of files, and the right sum."""
+    """Returns the slot's manifest with other file entries and a right checksum."""
     content = json.loads((slot / "manifest.json").read_text())
     content["files"] |= files
     del content["crc"]
@@ -203,7 +204,7 @@ def manifest_of(slot: Path, **files: Any) -> bytes:
 
 @contextmanager
 def forged(slot: Path, name: str, content: bytes) -> Iterator[None]:
-    """Inside, the slot has another file, and a manifest that says so."""
+    """Replaces a file of the slot, and adapts the manifest, until the context ends."""
     before = {file: (slot / file).read_bytes() for file in (name, "manifest.json")}
     manifest = manifest_of(slot, **{name: {"bytes": len(content), "crc": zlib.crc32(content)}})
     try:
@@ -217,7 +218,7 @@ def forged(slot: Path, name: str, content: bytes) -> Iterator[None]:
 
 @pytest.mark.parametrize("named", ["../outside", "__0_0.distcp/../../outside", "absolute"])
 def test_names_in_a_manifest_lead_nowhere_else(slot: Path, named: str) -> None:
-    """Also where sums and sizes are right."""
+    """A name that leads out of the folder is refused even if sizes and checksums are right."""
     outside = slot.with_name("outside")
     outside.write_bytes(b"else")
     named = str(outside) if named == "absolute" else named
@@ -248,7 +249,8 @@ def test_descriptions_that_are_none(slot: Path, change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("key", "size"), [("layers", 10_000), ("vocab", (1 << 31) - 1)])
 def test_a_model_of_many_times_what_is_there_is_not_made(slot: Path, key: str, size: int) -> None:
-    """The largest that a configuration may say."""
+    """A model that is much larger than the stored bytes is refused before allocation, up to the largest valid
+    configuration."""
     content = json.loads((slot / "checkpoint.json").read_text())
     content["model"][key] = size
     with forged(slot, "checkpoint.json", json.dumps(content).encode()), pytest.raises(DamagedError, match="many times"):
@@ -267,7 +269,7 @@ def test_a_model_of_many_times_what_is_there_is_not_made(slot: Path, key: str, s
     ],
 )
 def test_slices_that_are_not_what_metadata_says(slot: Path, change: dict[str, Any], said: str) -> None:
-    """No memory is taken for them."""
+    """Slices that contradict the metadata are refused before memory is allocated."""
     stored = list(unpack_metadata((slot / ".metadata").read_bytes()))
     first = next(each for each in stored if len(each.shape) == 2)
     others = [each for each in stored if each.key != first.key]
@@ -283,7 +285,7 @@ def test_frozen_parameters_are_beside_a_checkpoint(slot: Path) -> None:
     check_changes(slot / "checkpoint.json", [text.encode()], f"{slot.name}' is not a plain file name")
 
 
-# ---- A run goes on from the other one ----
+# ---- Resuming from the older checkpoint ----
 
 
 def folder_of(config: dict[str, Any]) -> Path:
@@ -366,7 +368,7 @@ def resume_on_ranks(config: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 def test_ranks_agree_on_the_other_one(run: dict[str, Any]) -> None:
-    """Also where only one of them has met the damage."""
+    """All ranks load the same older checkpoint, even if only one rank reads damaged bytes."""
     flip(step_folder(folder_of(run), 4) / "__0_0.distcp", 70_000)
     found = run_ranks(resume_on_ranks, 2, run)
     assert [step for step, _ in found] == [2, 2]
@@ -375,7 +377,7 @@ def test_ranks_agree_on_the_other_one(run: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("harm", ["a byte of a tensor", "no manifest", "a digit of the model", "an empty folder"])
 def test_all_damaged(run: dict[str, Any], harm: str) -> None:
-    """One message that names all; nothing is touched."""
+    """One message names all damaged checkpoints, and no file changes."""
     both = [step_folder(folder_of(run), step) for step in (4, 2)]
     for slot in both:
         if harm == "an empty folder" or slot == both[0]:

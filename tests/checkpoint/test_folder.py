@@ -1,4 +1,4 @@
-"""Which folder is a checkpoint, what it says of itself, and the message when it is none."""
+"""Checkpoint folders: recognition, their description, and the message for any other folder."""
 
 import json
 import shutil
@@ -93,7 +93,7 @@ def test_weights_are_found_where_they_are_newer(tmp_path: Path) -> None:
     assert [path.name for path in list_checkpoints(tmp_path, "weights")] == ["weights-00000002", "weights-00000003"]
     assert find_checkpoint(tmp_path).name == "weights-00000003"
     shutil.rmtree(tmp_path / "checkpoints" / "weights-00000003")
-    assert find_checkpoint(tmp_path).name == "step-00000002"  # of one step the whole state
+    assert find_checkpoint(tmp_path).name == "step-00000002"  # the full state wins at the same step
 
 
 def test_finding_nothing(tmp_path: Path) -> None:
@@ -109,11 +109,12 @@ def test_finding_nothing(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_torch_are_told_from_damaged_ones(tmp_path: Path) -> None:
-    """Whoever reads one learns what it is and what to do; a run that has another one goes on from that."""
+    """Checkpoints of torch are told apart from damaged ones, and the message proposes `optimus import`. A run resumes
+    from its own checkpoint beside such a one."""
     tensors = {"weight": torch.zeros(3)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        for name in ("theirs", "step-00000007"):  # the name of one of ours
+        for name in ("theirs", "step-00000007"):  # the second is a name of our own checkpoints
             dcp.save(tensors, checkpoint_id=tmp_path / name, no_dist=True)
             with pytest.raises(UserError, match=rf"{name} is a checkpoint of torch.distributed.*optimus import`$"):
                 Reader.open(find_checkpoint(tmp_path / name))

@@ -1,4 +1,4 @@
-"""The files of tensors: what is in them, and what writing them takes."""
+"""The files of tensors: their contents, and the memory that writing takes."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from optimus.testing.memory import tracking
 
 
 def written(path: Path, *tensors: torch.Tensor) -> list[StoredSlice]:
-    """Where each lies in the file that they are written into."""
+    """Writes the tensors into one file and returns where each is stored."""
     with path.open("wb") as file:
         return write_slices(
             file, path.name, [TensorSlice(f"w{i}", (*x.shape,), (0,) * x.dim(), x) for i, x in enumerate(tensors)]
@@ -21,7 +21,7 @@ def written(path: Path, *tensors: torch.Tensor) -> list[StoredSlice]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 4)])
 def test_a_view_is_written_alone(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """As a copy of it would be, though there is none."""
+    """A view is stored with the same bytes as a copy of the view, without the rest of its base tensor."""
     base = torch.arange(1000).to(dtype)
     view = base[5 : 5 + torch.Size(shape).numel()].view(shape)
     stored = written(tmp_path / "file", view, view.clone())

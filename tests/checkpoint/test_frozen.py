@@ -1,4 +1,4 @@
-"""Frozen parameters are written once per run; full checkpoints refer to them, whoever reads and moves these."""
+"""Frozen parameters are written once per run; full checkpoints refer to the file, also when read, moved or converted."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ FREEZE = ["embedding", "blocks.0.*"]
 
 @pytest.fixture(scope="module")
 def frozen(stopped: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run of six steps that has stopped after four, with checkpoints of every second."""
+    """A run of six steps that stopped after four, with a checkpoint every second step."""
     config = copy.deepcopy(stopped)
     config["model"]["layers"] = 2
     config["checkpoint"]["weights_every"] = 4
@@ -34,7 +34,7 @@ def frozen(stopped: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def run(frozen: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
-    """A copy of it."""
+    """A copy of the frozen run."""
     config = copy.deepcopy(frozen)
     config["train"]["output"] = str(tmp_path / "run")
     shutil.copytree(frozen["train"]["output"], tmp_path / "run")
@@ -92,7 +92,7 @@ def test_a_run_goes_on_elsewhere_without_writing_them_again(run: dict[str, Any])
     assert (folder_of(run) / "checkpoints" / "frozen-1" / "manifest.json").stat().st_mtime_ns == written
     alone = copy.deepcopy(run)
     alone["train"] |= {"output": str(folder_of(run).with_name("alone"))}
-    # On the first rank nothing is trained.
+    # The first rank has no trained parameter.
     optimus.train(alone, ["checkpoint.asynchronous=true", "parallel.pipeline=2"], ranks=2)
     assert names(alone) == ["frozen-1", "step-00000004", "step-00000006", "weights-00000004"]
     ours, right = optimus.load_model(folder_of(run)), optimus.load_model(folder_of(alone))
@@ -129,7 +129,7 @@ def test_what_is_abandoned_still_refers_to_them(run: dict[str, Any]) -> None:
 
 
 def test_others_are_frozen_from_here_on(run: dict[str, Any]) -> None:
-    """What no checkpoint refers to any more is deleted."""
+    """Another choice of frozen parameters writes a new frozen folder; folders that no checkpoint refers to are deleted."""
     with pytest.raises(UserError, match=r"lacks adamw\.m of 4 parameters \(blocks\.0\..* train\.freeze"):
         optimus.train(run, ["train.freeze=[embedding]"], resume=True)
     optimus.train(run, ["train.freeze=[embedding,blocks.*]", "train.stop_at=5"], resume=True)

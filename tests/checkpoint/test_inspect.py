@@ -1,4 +1,4 @@
-"""A run's checkpoints listed, checked, shown, converted; and gone back to."""
+"""A run's checkpoints are listed, verified, shown and converted; runs are rolled back."""
 
 import json
 import subprocess
@@ -115,7 +115,8 @@ def test_conversion(run: Path, tmp_path: Path, dtype: str | None) -> None:
 
 
 def test_going_back(run: Path, small_run: dict[str, Any]) -> None:
-    """The weights of step 3, fresh moments, the same data; what was done since is kept."""
+    """A rollback continues from the weights of step 3 with fresh moments and the same data; later checkpoints and
+    metrics move aside."""
     before = read_metrics(run)
     result = rollback(run, 3)
     assert result["moved"] == ["step-00000004", "step-00000006", "weights-00000006"]
@@ -131,7 +132,7 @@ def test_going_back(run: Path, small_run: dict[str, Any]) -> None:
     abandoned = run / "checkpoints" / "abandoned-1"
     assert [record["loss"] for record in read_metrics(abandoned)] == [record["loss"] for record in before]
     assert not any(problems for each in result["moved"] for problems in verify_all(abandoned / each).values())
-    # What is newer than the step that was gone back to is resumed whole.
+    # A checkpoint that is newer than the rollback's step is resumed with its full state.
     assert names([row for row in list_run(run) if row["resumes"]]) == ["step-00000005"]
     assert optimus.train(small_run, resume=True)["step"] == 6
 
@@ -153,7 +154,7 @@ def test_going_back_to_nothing(run: Path) -> None:
 
 
 def test_the_commands(run: Path, tmp_path: Path) -> None:
-    """As a shell runs them: exit codes and what is printed."""
+    """The commands as a shell runs them: exit codes and printed output."""
 
     def command(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "optimus", *words], capture_output=True, text=True)

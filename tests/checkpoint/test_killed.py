@@ -1,7 +1,8 @@
-"""kill -9 of a run, at chosen moments of writing and at a hundred random ones, of which a commit tries an eighth: it goes on
-from what is whole, to the same end.
+"""A run killed by SIGKILL, at chosen and at random moments of a checkpoint, resumes from a complete checkpoint and
+reaches the same end.
 
-Processes are forked from one that has imported everything, or a hundred starts would take a quarter of an hour.
+A sweep of all cases kills at a hundred random moments; a commit tries an eighth of them. Processes are forked from one
+with all modules imported: a hundred cold starts would take a quarter of an hour.
 """
 
 import json
@@ -39,7 +40,7 @@ def die(*_: object) -> None:
 
 
 def train_until(config: dict[str, Any], moment: str) -> None:
-    """Train in this process, and die while the checkpoint of step 4 is written."""
+    """Trains in this process, and dies while the checkpoint of step 4 is written."""
 
     def at_step_4(right: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
         def patched(path: Path, *rest: Any) -> Any:
@@ -111,7 +112,7 @@ def test_killed_while_writing(
 
 
 def same(a: Path, b: Path) -> bool:
-    """Whether two checkpoints hold the same bits, those of every slice that was written by the same layout."""
+    """Returns whether two checkpoints of one layout hold the same bits in every slice."""
     ours, theirs = Reader.open(a), Reader.open(b)
     assert ours.stored.keys() == theirs.stored.keys()
     return all(
@@ -123,14 +124,14 @@ def same(a: Path, b: Path) -> bool:
 
 # ---- At random moments ----
 
-KILLS = {True: len(part_of(range(60), 8)), False: len(part_of(range(25), 5))}  # by whether it is asynchronous
+KILLS = {True: len(part_of(range(60), 8)), False: len(part_of(range(25), 5))}  # keys: `asynchronous`
 PHASES = {"training", "copying", "writing", "committing"}
 EVERY, WEIGHTS_EVERY = 3, 6
 LAYOUTS: list[dict[str, Any]] = [{"parallel": {"expert": 2}}, {"state": {"shard": "optimizer"}}]
 
 
 def train_slowly_written(config: dict[str, Any], resume: bool, signs: Path) -> None:
-    """One rank of a run, as the launcher would have it; it tells its process, and the step at which it began."""
+    """Trains one rank of a run as the launcher would; writes its process id and the first step into `signs`."""
     slow_down(0.02 if config["checkpoint"]["asynchronous"] else 0.08)
     rank = dist.get_rank()
     (signs / f"pid-{rank}").write_text(str(os.getpid()))
@@ -143,7 +144,7 @@ def train_slowly_written(config: dict[str, Any], resume: bool, signs: Path) -> N
 
 
 def slow_down(writing: float) -> None:
-    """Let every phase of a checkpoint take a part of the time that is worth a kill. (This process is used once.)"""
+    """Slows down every phase of a checkpoint so that kills meet it. The patches stay: each process trains once."""
 
     def slowed(right: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         def slow(*arguments: Any) -> Any:
@@ -159,10 +160,10 @@ def slow_down(writing: float) -> None:
 
 
 class Killer:
-    """Kills both ranks together, `seconds` after they have begun, unless told before that they are through.
+    """Kills both ranks together `seconds` after their start, unless the training ends before.
 
-    Where a phase is `aimed` at, it waits for it, for some seconds: how long each takes is the machine's to say, and the
-    shortest may never be met by chance.
+    A killer that is `aimed` at a phase also waits up to three seconds for that phase: random moments may never meet the
+    shortest one.
     """
 
     def __init__(self, signs: Path, seconds: float, checkpoints: Path, aimed: str | None) -> None:
@@ -195,12 +196,12 @@ class Killer:
 
 
 def phase_of(checkpoints: Path) -> str:
-    """Where in its making a checkpoint was, by what is left of it."""
+    """Returns the phase in which a checkpoint was interrupted, judged by the files that are left."""
     if list(checkpoints.glob(".*.old")):
         return "retiring"
     try:
         partial = [{path.name for path in folder.iterdir()} for folder in checkpoints.glob(".*.partial")]
-    except FileNotFoundError:  # it was renamed while it was looked at
+    except FileNotFoundError:  # the folder was renamed during the look
         partial = []
     if not partial:
         return "training"
@@ -210,24 +211,24 @@ def phase_of(checkpoints: Path) -> str:
 
 
 class Watch:
-    """What must hold after every kill."""
+    """Checks the invariants that hold after every kill."""
 
     def __init__(self, run: Path, lost: int, phases: Counter[str]) -> None:
         self.run, self.most_lost, self.phases = run, lost, phases
-        self.newest = 0  # full checkpoint that was complete
+        self.newest = 0  # the newest complete full checkpoint
         self._verified: set[tuple[str, int]] = set()
 
     def after_start(self, signs: Path) -> None:
         began = signs / "began"
         if began.exists() and began.read_text():
-            assert int(began.read_text()) == self.newest  # of what was there, the newest
+            assert int(began.read_text()) == self.newest  # the newest complete checkpoint
 
     def after_kill(self) -> None:
         self.phases[phase_of(self.run / "checkpoints")] += 1
         found = list_checkpoints(self.run)
         newest = step_of(found[-1]) if found else 0
         assert newest >= self.newest
-        assert len(found) <= 3  # two, and for a moment the oldest beside them
+        assert len(found) <= 3  # two, and the oldest before its removal
         assert sum(step % EVERY for step in map(step_of, found)) == 0
         for path in list_checkpoints(self.run, "step", "weights"):
             identity = path.name, (path / "manifest.json").stat().st_mtime_ns
@@ -244,13 +245,14 @@ class Watch:
 @pytest.mark.in_turn(0, 1)
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
 def test_killed_at_random_moments(small_run: dict[str, Any], tmp_path: Path, asynchronous: bool) -> None:
-    """Runs are killed and resumed until they end, each then compared with one that nobody has disturbed."""
+    """Runs are killed and resumed until they end; each then equals an undisturbed run."""
     seed = part_of(range(4), 4)[0]
     draw, kills, phases = random.Random(7 + seed), 0, Counter[str]()
-    aims = PHASES if asynchronous else set()  # phases in which it must have been killed
+    aims = PHASES if asynchronous else set()  # phases in which a kill must have happened
 
     def enough() -> bool:
-        """Kills, also of other moments than those of training; a run that comes to its end counts as one of these."""
+        """Returns whether there were enough kills, also outside of plain training; a run that ends counts as one of
+        these."""
         met = phases.keys() >= aims and phases["training"] < kills - 1
         return kills >= KILLS[asynchronous] and (met or kills >= 60)
 
@@ -261,11 +263,12 @@ def test_killed_at_random_moments(small_run: dict[str, Any], tmp_path: Path, asy
         "weights_every": WEIGHTS_EVERY,
         "asynchronous": asynchronous,
     }
-    small_run["observe"] = {"tensorboard": False}  # which takes a while to import
+    small_run["observe"] = {"tensorboard": False}  # tensorboard takes a while to import
     while not enough():
         small_run["train"] |= {"seed": seed, "output": str(tmp_path / f"{seed}")}
         config = small_run | LAYOUTS[seed % 2]
-        # Beside the training, one is begun when the one before it is complete; the step that waits for it is done.
+        # An asynchronous checkpoint starts when the one before is complete, and the step that waits for it is already
+        # done.
         watch = Watch(tmp_path / f"{seed}", 2 * EVERY if asynchronous else EVERY, phases)
         undisturbed = tmp_path / f"{seed}-undisturbed"
         began = time.monotonic()
@@ -288,7 +291,7 @@ def test_killed_at_random_moments(small_run: dict[str, Any], tmp_path: Path, asy
 
 
 def killed(config: dict[str, Any], signs: Path, seconds: float = 60.0, aimed: str | None = None) -> bool:
-    """Go on with a run; whether it was killed before its end."""
+    """Resumes a run and returns whether it was killed before its end."""
     try:
         with Killer(signs, seconds, Path(config["train"]["output"]) / "checkpoints", aimed):
             run_ranks(train_slowly_written, 2, config, True, signs)
@@ -300,7 +303,7 @@ def killed(config: dict[str, Any], signs: Path, seconds: float = 60.0, aimed: st
 
 
 def check_equal(run: Path, undisturbed: Path) -> None:
-    """Every step's loss, the checkpoints that are there, and all their bits."""
+    """Asserts that both runs have the same losses of every step, the same checkpoints, and the same bits in them."""
     losses = [[record["loss"] for record in read_metrics(folder)] for folder in (run, undisturbed)]
     assert losses[0] == losses[1]
     kept = [list_checkpoints(folder, "step", "weights") for folder in (run, undisturbed)]

@@ -1,7 +1,7 @@
-"""What one layout has saved, any other loads: chains of random layouts, each going on where the one before has saved.
+"""Any layout loads a checkpoint of any other: in chains of random layouts, each resumes from the one before.
 
-Every two neighbours of a chain are a pair. After each step the state is compared bit for bit, and what is trained from it is
-compared with one process that was never disturbed.
+Every two neighbours of a chain are a pair. Each loaded state equals the saved one bit for bit, and training from it is
+compared with one undisturbed process.
 """
 
 import itertools
@@ -41,15 +41,15 @@ from optimus.testing.steps import build, random_batch
 from optimus.training.step import StepResult, training_step
 
 CHAINS = range(16)
-SEED = 3074  # from where on the chains meet everything
+SEED = 3074  # a seed for which the chains cover all options
 LENGTH = 5  # layouts of a chain
-FIRST_STEPS = 2  # of the first layout; of every other one less one
-STEPS = FIRST_STEPS + LENGTH + 1  # that a chain takes at most
-# They cost time, and no state knows of them; or they say what state there is, which is the same for a whole chain.
+FIRST_STEPS = 2  # steps of the first layout; every other layout trains one less
+STEPS = FIRST_STEPS + LENGTH + 1  # the most steps of a chain
+# Overrides without influence on checkpoints, which only cost time; or overrides that must be equal in a whole chain.
 BESIDE_THE_POINT = ("recompute", "state.all_reduce_tiles", "state.tile", "optimizer.", "lr_schedule.", "train.freeze")
-MIXED = (3, 7, 11)  # chains of which some layouts compute in bf16
-RTOL = {False: 2e-5, True: 5e-2}  # of losses and norms; with bf16
-WORLDS = {  # of sizes that are not drawn
+MIXED = (3, 7, 11)  # chains in which some layouts compute in bf16
+RTOL = {False: 2e-5, True: 5e-2}  # relative tolerance of losses and norms, by whether the chain is mixed
+WORLDS = {  # layouts of world sizes that are not drawn
     "dense": [
         Layout(7, ["parallel.pipeline=7", "parallel.schedule=1f1b", "train.micro_batch=4", "state.shard=optimizer"]),
         Layout(2, ["parallel.tensor=2", "parallel.sequence=true"]),
@@ -70,18 +70,19 @@ WORLDS = {  # of sizes that are not drawn
 
 
 class How(NamedTuple):
-    """What a layout does: load (the first one begins anew), train some steps, and save (the last one does not)."""
+    """The work of a layout: load (but the first starts anew), train some steps, save (but the last does not)."""
 
     steps: int
-    take: Literal["everything", "weights", "weights alone"]  # of what was saved; the last: of that without moments
+    # The part of the checkpoint to load. "weights alone" reads a checkpoint without moments.
+    take: Literal["everything", "weights", "weights alone"]
     send: Send
     scattered: bool
-    beside: bool  # one more step is trained while it is written
+    beside: bool  # trains one more step during the write
     saves: bool
 
 
 class Visit(NamedTuple):
-    """What came of it, on rank 0: the state that was loaded, every step, and the state that was saved."""
+    """The result of a layout, on rank 0: the loaded state, every step, and the saved state."""
 
     loaded: dict[str, Tensor]
     steps: list[StepResult]
@@ -89,7 +90,7 @@ class Visit(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A model, with its number of layers, and layouts that take turns in training it."""
+    """A model with a number of layers, and the layouts that train it in turn."""
 
     model: str
     layouts: Sequence[Layout]
@@ -102,7 +103,7 @@ class Chain(NamedTuple):
 
 
 def chain(number: int) -> Chain:
-    """The chain that `number` decides."""
+    """Returns the random chain of this number."""
     choice, model = random.Random(SEED + number), [*MODELS][number % len(MODELS)]
     layers = choice.choice((2, 3, 4, 4, 5, 8) if number % 2 else (2, 4, 4, 5))
     plain, cut = [], []
@@ -123,7 +124,7 @@ def chain(number: int) -> Chain:
 
 
 def world_chain(model: str) -> Chain:
-    """The chain of world sizes that are not drawn."""
+    """Returns the chain of the layouts in WORLDS."""
     layers = 7 if model == "dense" else 2
     layouts = [layout._replace(overrides=[*layout.overrides, f"model.layers={layers}"]) for layout in WORLDS[model]]
     return Chain(model, layouts, _hows(random.Random(model)), False)
@@ -141,7 +142,7 @@ def _hows(choice: random.Random) -> list[How]:
 
 
 def configured(model: str, layout: Layout) -> dict[str, Any]:
-    """The configuration of a layout. The balance loss is counted globally, so that it does not depend on microbatches."""
+    """Returns the configuration of a layout. A global balance loss is independent of microbatches."""
     tree = load_config(config_of(model), [*layout.overrides, *_globally(model)])
     return with_microbatches(tree, layout.ranks).model_dump(exclude_unset=True)
 
@@ -152,13 +153,13 @@ def _globally(model: str) -> list[str]:
 
 @cache
 def alone(model: str, layers: str, steps: int) -> Trained:
-    """One process that is never disturbed."""
+    """Trains one undisturbed process."""
     tree = load_config(config_of(model), [layers, "train.micro_batch=16", *_globally(model)])
     return train_steps(tree.model_dump(exclude_unset=True), steps)
 
 
 def visit(config: dict[str, Any], how: How, run: Path, source: Path | None) -> Visit:
-    """Called on every rank of a layout."""
+    """Loads, trains and saves on one rank of a layout."""
     tree, model, state = _made(config)
     step = 0
     if source is None:
@@ -203,7 +204,7 @@ def _target(run: Path, tree: RunConfig, state: ModelState, step: int, full: bool
 
 
 def travel(chain: Chain, run: Path) -> None:
-    """Go along a chain, and check all that is said at the top of this file."""
+    """Trains all layouts of a chain in turn, and checks every state and step."""
     layers = next(override for override in chain.layouts[0].overrides if override.startswith("model.layers="))
     rtol = RTOL[chain.mixed]
     right = alone(chain.model, layers, STEPS)
@@ -234,7 +235,7 @@ def travel(chain: Chain, run: Path) -> None:
 
 
 def assert_loaded(loaded: dict[str, Tensor], saved: dict[str, Tensor], how: How, where: str) -> None:
-    """The state is what was saved, bit for bit; without moments they are zero."""
+    """Asserts that the loaded state equals the saved one bit for bit; without saved moments they are zero."""
     assert {key.removeprefix("model.") for key in loaded if key.startswith("model.")} == {
         key.removeprefix("model.") for key in saved if key.startswith("model.")
     }
@@ -246,7 +247,8 @@ def assert_loaded(loaded: dict[str, Tensor], saved: dict[str, Tensor], how: How,
 
 
 def assert_universal(path: Path, right: dict[str, Tensor]) -> None:
-    """Every element of every tensor is stored once, every file is in the manifest, and plain DCP reads what was saved."""
+    """Asserts that every element of every tensor is stored once, every file is in the manifest, and plain DCP reads the
+    saved state."""
     assert verify(path) == []
     stored = Reader.open(path).stored
     assert set(stored) == set(right)
@@ -262,7 +264,7 @@ def assert_universal(path: Path, right: dict[str, Tensor]) -> None:
 
 
 def plain_read(path: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as torch.distributed.checkpoint alone reads them."""
+    """Returns the tensors as torch.distributed.checkpoint alone reads them."""
     tensors = {key: torch.full_like(tensor, torch.nan) for key, tensor in like.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -288,7 +290,8 @@ def test_other_sizes_of_the_world(model: str, tmp_path: Path) -> None:
 
 
 def test_the_pairs_meet_everything() -> None:
-    """Whatever divides state or work is on either side of a pair, and changes in one."""
+    """Each option that divides state or work is on either side of some pair, and differs between the sides of another
+    pair."""
     chains = [chain(number) for number in CHAINS] + [world_chain(model) for model in WORLDS]
     pairs = [pair for each in chains for pair in each.pairs]
     assert len(pairs) >= 60
@@ -326,13 +329,13 @@ SAVE = How(1, "everything", "broadcast", True, False, True)
 
 
 def saved_by(model: str, layout: Layout, run: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The full checkpoint of a layout after one step, and what it should hold."""
+    """Returns the full checkpoint of a layout after one step, and the expected contents."""
     found = run_ranks(visit, layout.ranks, configured(model, layout), SAVE, run, None)[0]
     return step_folder(run, 1), found.saved
 
 
 def test_dcp_makes_one_file_of_it(tmp_path: Path) -> None:
-    """Of parts that are cut in the middle of rows."""
+    """DCP turns a checkpoint with slices that end inside rows into one file of torch.save."""
     layout = Layout(6, ["parallel.expert=3", "parallel.context=3", "state.shard=parameters", "state.chunk=2000"])
     path, right = saved_by("thirds", layout, tmp_path)
     stored = Reader.open(path).stored
@@ -351,7 +354,7 @@ def test_dcp_makes_one_file_of_it(tmp_path: Path) -> None:
     ids=["ep x tp", "pipeline with ZeRO-1, tied", "pipeline with a grid"],
 )
 def test_any_layout_is_exported_alike(model: str, layout: Layout, tmp_path: Path) -> None:
-    """To Hugging Face: as from the checkpoint of one process with the same state, byte for byte."""
+    """An export from any layout equals, byte for byte, that of one process with the same state."""
     path, _ = saved_by(model, layout, tmp_path / "spread")
     visit(configured(model, Layout(1)), SAVE._replace(steps=0), tmp_path / "alone", path)
     export_checkpoint(path, tmp_path / "a")

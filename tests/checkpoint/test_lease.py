@@ -1,4 +1,4 @@
-"""One run at a time writes into a folder: who is let in, who is told of whom, and what becomes of the lease."""
+"""One run at a time writes into a folder: the lease admits one holder, messages name the holder, and leases end."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ELSEWHERE = replace(HERE, host="n7", machine="another")
 
 
 def held_by(run: Path, holder: Holder, age: float = 0.0) -> None:
-    """Let there be the lease of `holder`, renewed `age` seconds ago."""
+    """Writes the lease of `holder`, last renewed `age` seconds ago."""
     run.mkdir(exist_ok=True)
     (run / LEASE).write_text(json.dumps(asdict(holder)))
     os.utime(run / LEASE, (time.time() - age,) * 2)
@@ -40,7 +40,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def ended() -> Holder:
-    """A process of this machine that is no more."""
+    """Returns a holder whose process on this machine has ended."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         holder = replace(HERE, pid=process.pid)
     return holder
@@ -51,7 +51,7 @@ def ended() -> Holder:
     [{"pid": "one"}, {"pid": -1}, {"pid": 1 << 40}, {"pid": True}, {"started": None}, {"token": 3}, {"more": 1}],
 )
 def test_a_lease_that_says_something_else_is_damaged(tmp_path: Path, change: dict[str, object]) -> None:
-    """Somebody seems to hold the folder, as while a lease is being written."""
+    """A lease with unexpected contents counts as held, as an incomplete lease of a run that starts."""
     held_by(tmp_path, HERE)
     (tmp_path / LEASE).write_text(json.dumps(asdict(HERE) | change))
     found = living_holder(tmp_path)
@@ -65,7 +65,7 @@ def test_it_is_there_while_the_run_is(tmp_path: Path) -> None:
         assert holder_of(run) == Holder.this_process("mine", several=False)
         assert living_holder(run) == holder_of(run)
         check_lease(run, "mine")
-    assert not run.exists()  # as nothing has come of the run
+    assert not run.exists()  # nothing was written
     run.mkdir()
     (run / "metrics.jsonl").touch()
     with Lease(run, "mine"):
@@ -76,7 +76,8 @@ def test_it_is_there_while_the_run_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("age", [0.0, 1e6])
 def test_a_living_process_is_named(tmp_path: Path, age: float) -> None:
-    """However long it has been silent: it may be stopped, and go on."""
+    """The message names a living process, however long the lease was not renewed: the process may be stopped and
+    continue."""
     held_by(tmp_path, HERE, age)
     for refused in (Lease(tmp_path, "mine").wait, Lease(tmp_path, "mine").__enter__, lambda: check_free(tmp_path)):
         with pytest.raises(
@@ -92,7 +93,8 @@ def test_a_living_process_is_named(tmp_path: Path, age: float) -> None:
 def test_a_dead_holder_is_replaced_with_a_message(
     tmp_path: Path, holder: Callable[[], Holder], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A process that is no more; a number that another process has now; a process elsewhere that has long been silent."""
+    """A lease is taken over, with a message, if its process has ended, its process id has been reused, or another
+    host's lease is long silent."""
     dead = holder()
     held_by(tmp_path, dead, 1000.0)
     assert living_holder(tmp_path) is None
@@ -113,10 +115,12 @@ def test_a_process_that_has_just_ended_needs_no_waiting(tmp_path: Path) -> None:
 def test_whether_another_lives_is_seen_in_time(
     tmp_path: Path, holder: Holder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By what its lease does; that one process of a launch has ended does not say that all have."""
+    """A renewed lease shows that its holder is alive. Another launch is not judged by one ended process: others of the
+    launch may live."""
     held_by(tmp_path, holder)
     assert living_holder(tmp_path) == holder
-    renewing = threading.Timer(0.3, lambda: os.utime(tmp_path / LEASE, (1.0, 1.0)))  # whatever their clock says
+    # The renewal writes a time of long ago, as a host with another clock might: any change counts.
+    renewing = threading.Timer(0.3, lambda: os.utime(tmp_path / LEASE, (1.0, 1.0)))
     renewing.start()
     with pytest.raises(LeaseError, match=f"held by process {holder.pid} on {holder.host}"):
         Lease(tmp_path, "mine", beat=0.1, silence=LONG).wait()
@@ -137,7 +141,7 @@ def test_a_damaged_lease(tmp_path: Path, text: str, capsys: pytest.CaptureFixtur
 
 
 def test_a_run_lets_its_own_in(tmp_path: Path) -> None:
-    """Wherever they are, and whoever was there before."""
+    """A process with the run's own token is admitted on any host, whoever held the lease before."""
     held_by(tmp_path, replace(ELSEWHERE, token="ours"))
     with Lease(tmp_path, "ours", several=True, silence=LONG):
         assert holder_of(tmp_path) == Holder.this_process("ours", several=True)
@@ -162,12 +166,12 @@ def test_it_stays_for_others_of_the_run(tmp_path: Path) -> None:
         pass
     assert holder_of(tmp_path).token == "ours"
     with Lease(tmp_path, "ours", several=True) as lease:
-        lease.kept = False  # it is the last
+        lease.kept = False  # the last process of the run
     assert not tmp_path.exists()
 
 
 def test_what_another_has_taken_is_left_to_it(tmp_path: Path) -> None:
-    """A run that was stopped for long goes on, and finds that it must not."""
+    """A run that was suspended, and whose lease was taken over, stops without saving and leaves the new lease alone."""
     with Lease(tmp_path, "mine", beat=0.02) as lease:
         held_by(tmp_path, ELSEWHERE)
         with pytest.raises(
@@ -176,13 +180,13 @@ def test_what_another_has_taken_is_left_to_it(tmp_path: Path) -> None:
             check_lease(tmp_path, "mine")
         until(lambda: not lease._thread.is_alive())
     assert holder_of(tmp_path) == ELSEWHERE
-    (tmp_path / LEASE).unlink()  # and has ended since
+    (tmp_path / LEASE).unlink()  # the other run has ended
     with pytest.raises(LeaseError, match="has been taken over by another run"):
         check_lease(tmp_path, "mine")
 
 
 def test_of_many_at_once_one_is_let_in(tmp_path: Path) -> None:
-    """Into a free folder, and into one whose holder is no more."""
+    """Only one of eight simultaneous runs acquires the lease of a free folder, or of a folder whose holder is dead."""
     for attempt in range(10):
         if attempt % 2:
             held_by(tmp_path, ELSEWHERE, 1000.0)

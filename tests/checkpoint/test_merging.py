@@ -1,4 +1,4 @@
-"""Merging: the average of the definition, the same bytes from any layout, a checkpoint like any other."""
+"""Merged checkpoints hold the defined average, have the same bytes for any layout, and are ordinary checkpoints."""
 
 import copy
 import os
@@ -52,7 +52,8 @@ def test_small_tiles_give_the_same_weights(
 
 
 def save_initial(config: dict[str, Any], folder: Path) -> None:
-    """One rank: the initial weights of two seeds, which are the same on every layout, as full checkpoints."""
+    """Saves, on one rank, the initial weights of two seeds as full checkpoints. Initial weights are the same in every
+    layout."""
     for seed in (1, 2):
         steps = Steps(config | {"train": config["train"] | {"seed": seed}})
         saver = Saver(steps.state)

@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints of a run on the phantom: they hold the state of their step, whatever is copied late."""
+"""Asynchronous checkpoints of a run on the phantom accelerator hold the state of their step, however late it is copied."""
 
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -30,7 +30,7 @@ def configured(small_run: dict[str, Any], residency: str) -> dict[str, Any]:
 
 
 def saved(config: dict[str, Any], device: str) -> tuple[list[float], list[list[torch.Tensor]]]:
-    """The losses of a run that goes on once from a checkpoint, and the weights of every checkpoint of it."""
+    """Returns the losses of a run that stops and resumes once, and the weights of all its checkpoints."""
     output = Path(config["train"]["output"]).with_name(device)
     config = config | {"train": config["train"] | {"device": device, "output": str(output)}}
     optimus.train(config, ["train.stop_at=2"])
@@ -40,14 +40,14 @@ def saved(config: dict[str, Any], device: str) -> tuple[list[float], list[list[t
 
 
 def both(config: dict[str, Any], wrong: AbstractContextManager[object] | None = None) -> None:
-    torch.compiler.set_stance("force_eager")  # of the update on the host
+    torch.compiler.set_stance("force_eager")  # applies to the host's update
     with wrong or nullcontext():
         losses, weights = saved(config, "phantom")
     right, whole = saved(config, "cpu")
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(right), rtol=1e-5, atol=0.0)
     assert len(weights) == len(whole) == 4
-    # The weights of another step differ by an update of AdamW, which moves each by about the rate, whose smallest is that of
-    # the first of the warm-up's two steps. Rounding has moved some whose gradient is nearly zero otherwise: by a hundredth.
+    # Weights of neighbouring steps differ by an AdamW update of about the learning rate, which is least in the first of
+    # the two warm-up steps. Rounding changes a few weights with gradients near zero, by about a hundredth of an update.
     rate = config["lr_schedule"]["lr"] / config["lr_schedule"]["warmup_steps"]
     for step, (found, expected) in enumerate(zip(weights, whole), start=1):
         for a, b in zip(found, expected, strict=True):
@@ -60,7 +60,7 @@ def test_beside_the_training(small_run: dict[str, Any], residency: str) -> None:
 
 
 def unheld(config: dict[str, Any]) -> None:
-    """Copies begin when the next update has been submitted, and updates do not wait for them."""
+    """Breaks the fence: copies begin after the next update has been submitted, and updates do not wait for copies."""
     submitted: list[object] = []
 
     def step(self: ModelState, *how: Any) -> None:
@@ -69,7 +69,7 @@ def unheld(config: dict[str, Any]) -> None:
 
     def run(self: Staging) -> None:
         before = len(submitted)
-        while len(submitted) == before and before not in (2, 4):  # no update follows the last step of either run
+        while len(submitted) == before and before not in (2, 4):  # no update follows a run's last step
             time.sleep(0.01)
         real_run(self)
 

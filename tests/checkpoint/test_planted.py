@@ -1,4 +1,4 @@
-"""Checkpoints, data and configurations that somebody has made with intent: all sums are right, and nothing in them runs."""
+"""Malicious checkpoints, data and configurations with right checksums: no code in them runs."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def resumed(config: dict[str, Any]) -> Trainer:
 
 
 class Payload:
-    """Makes a file when it is loaded."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,7 +39,7 @@ class Payload:
 
 
 def with_right_sums(slot: Path) -> None:
-    """Write the manifest anew for what is in the files."""
+    """Rewrites the manifest for the present contents of the files."""
     raw = json.loads((slot / "manifest.json").read_text())
     stored = [
         StoredSlice("", "", (), (), (), name, *slice_)
@@ -59,7 +59,7 @@ def check_refused(slot: Path, trap: Path, message: str) -> None:
 
 @pytest.fixture
 def planted(run: dict[str, Any]) -> Path:
-    """The checkpoint to put something into."""
+    """The checkpoint into which tests plant content."""
     return step_folder(Path(run["train"]["output"]), 4)
 
 
@@ -72,7 +72,7 @@ def test_a_payload_in_the_metadata(planted: Path, tmp_path: Path) -> None:
         with_right_sums(planted)
         check_refused(planted, trap, "is not a class of checkpoint metadata")
     pickle.loads(content)
-    assert trap.exists()  # it would have run
+    assert trap.exists()  # unpickling would have run the code
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_payload_in_a_configuration(run: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_a_newer_format(run: dict[str, Any], planted: Path) -> None:
-    """Written so: no other checkpoint is used in its place."""
+    """A newer format version is refused by name, and no other checkpoint is used instead."""
     text = (planted / "checkpoint.json").read_text()
     (planted / "checkpoint.json").write_text(text.replace('"version": 2', '"version": 99'))
     with_right_sums(planted)

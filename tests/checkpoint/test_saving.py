@@ -1,4 +1,5 @@
-"""What is written is the state of the moment, whatever the optimizer does meanwhile; failures are told to all ranks."""
+"""Checkpoints hold the state at the moment of saving, whatever the optimizer does during the write; all ranks learn of
+failures."""
 
 import json
 import os
@@ -39,7 +40,7 @@ MODEL = ModelConfig(family="olmo", hidden=8, layers=2, heads=2, intermediate=8, 
 
 
 def made(ranks: int = 1, **options: Any) -> tuple[Transformer, ModelState]:
-    """A model of many chunks, and its state, in which every number is different."""
+    """Returns a model of many chunks and its state, in which every number is different."""
     with torch.device("meta"):
         module = Transformer(MODEL)
     state = model_state(
@@ -61,7 +62,7 @@ def made(ranks: int = 1, **options: Any) -> tuple[Transformer, ModelState]:
 
 
 def update(state: ModelState) -> None:
-    """One step of the optimizer, which changes every number."""
+    """Makes one optimizer step, which changes every number."""
     state.clear_gradients()
     state.reduce_gradients()
     for chunk in state.trained:
@@ -90,7 +91,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 class Gate:
-    """Calls of `right` wait until it is opened; their names are noted."""
+    """Blocks calls of `right` until the gate is opened, and records their names."""
 
     def __init__(self, right: Callable[..., Any], name: Callable[..., str] = lambda *_: "") -> None:
         self.right, self.name = right, name
@@ -98,7 +99,7 @@ class Gate:
         self.calls: list[str] = []
 
     def __get__(self, instance: object, owner: object) -> Callable[..., Any]:
-        return lambda *arguments: self(instance, *arguments)  # as a method
+        return lambda *arguments: self(instance, *arguments)  # binds like a method
 
     def __call__(self, *arguments: Any) -> Any:
         assert threading.current_thread().name == "optimus checkpoint"
@@ -116,12 +117,12 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return gate
 
 
-# ---- What is written ----
+# ---- Contents ----
 
 
 @pytest.mark.parametrize("shard", ["none", "parameters"])
 def test_it_is_the_state_at_the_moment_of_saving(tmp_path: Path, writing: Gate, shard: str) -> None:
-    """Both kinds at once, while the optimizer goes on and on."""
+    """Full and weights-only checkpoints, saved together, hold the state at that moment while the optimizer goes on."""
     module, state = made(shard=shard)
     before = whole_state(state)
     compute = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
@@ -151,7 +152,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, writing: Gate) -> Non
     second = whole_state(state)
     timer = threading.Timer(0.2, writing.open.set)
     timer.start()
-    assert saver.save(full(tmp_path, 2)) == [step_folder(tmp_path, 1)]  # which is complete only now
+    assert saver.save(full(tmp_path, 2)) == [step_folder(tmp_path, 1)]  # complete only after this call
     update(state)
     assert saver.finish() == [step_folder(tmp_path, 2)]
     names = [step_folder(tmp_path, step).name for step in (1, 2)]
@@ -161,7 +162,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, writing: Gate) -> Non
 
 
 def test_poll_completes_what_is_written(tmp_path: Path) -> None:
-    """By and by, without anybody waiting."""
+    """`poll` completes a written checkpoint without a blocking wait."""
     _, state = made()
     saver = Saver(state, beside=True)
     saver.save(full(tmp_path, 1))
@@ -175,11 +176,11 @@ def test_poll_completes_what_is_written(tmp_path: Path) -> None:
     assert verify(done[0]) == []
 
 
-# ---- What is retired ----
+# ---- Retirement ----
 
 
 def test_what_a_rollback_names_is_not_retired(tmp_path: Path) -> None:
-    """Until `keep` full checkpoints follow; then it is retired as others are."""
+    """The target of a rollback is kept until `keep` full checkpoints follow; then it is retired like others."""
     _, state = made()
     saver = Saver(state)
 
@@ -214,7 +215,7 @@ def test_a_full_checkpoint_that_a_rollback_names(tmp_path: Path) -> None:
 
 
 def test_another_runs_checkpoint_is_never_deleted(tmp_path: Path) -> None:
-    """A marker of a rollback that names it is damaged."""
+    """A rollback marker that names another run's checkpoint is damaged, and retirement refuses it."""
     _, state = made()
     run, other = tmp_path / "run", step_folder(tmp_path / "other", 1)
     saver = Saver(state)
@@ -227,7 +228,7 @@ def test_another_runs_checkpoint_is_never_deleted(tmp_path: Path) -> None:
 
 
 def test_weights_of_later_steps_are_not_newer(tmp_path: Path) -> None:
-    """A run that has gone on from a checkpoint before them comes to their steps again."""
+    """Weights of a later step, left from before a resume, do not count as newer: they stay, and the new weights stay."""
     _, state = made()
     saver = Saver(state)
     saver.save(weights(tmp_path, 9, every=4))
@@ -236,7 +237,8 @@ def test_weights_of_later_steps_are_not_newer(tmp_path: Path) -> None:
 
 
 def test_a_rollback_to_damaged_weights_is_set_aside(tmp_path: Path) -> None:
-    """The run goes on from a checkpoint before; when it has been at that step again, it must not go back there."""
+    """A run that resumes from before a damaged rollback target sets the marker aside, so later resumes ignore the
+    target."""
     _, state = made()
     saver = Saver(state)
     saver.save(full(tmp_path, 2), weights(tmp_path, 3))
@@ -249,7 +251,7 @@ def test_a_rollback_to_damaged_weights_is_set_aside(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_waits_for_what_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a chunk only when it comes to it, and no longer than for that."""
+    """The optimizer waits at a chunk whose copy is unfinished, and only for that copy."""
     _, state = made()
     before = whole_state(state)
     kept = [each for chunk in state.chunks for each in chunk.resident.values()]
@@ -269,14 +271,14 @@ def test_the_optimizer_waits_for_what_is_not_copied(tmp_path: Path, monkeypatch:
     assert not stepping.is_alive()
     assert saver.seconds > waited
     waited = saver.seconds
-    update(state)  # nothing is held any more
+    update(state)  # no chunk is blocked
     assert saver.seconds == waited
     saver.finish()
     assert_equal(read_back(step_folder(tmp_path, 1)), before)
 
 
 def test_the_optimizer_goes_on_where_copies_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last chunk's copy is late; all others are updated meanwhile."""
+    """Chunks with finished copies are updated while the last chunk's copy is late."""
     _, state = made()
     before = whole_state(state)
     right, last, late = Staging._copy, state.chunks[-1], threading.Event()
@@ -312,7 +314,8 @@ def test_metrics_tell_how_long_the_training_waited(small_run: dict[str, Any]) ->
 
 
 def fail_and_go_on(run: Path, where: str, culprit: int, beside: bool, kind: str) -> tuple[str, list[str], float]:
-    """What a rank is told where `where` fails on one rank, what is left then; afterwards it works again."""
+    """Makes `where` fail on one rank; returns this rank's error, the files left, and the seconds waited. Saving works
+    again afterwards."""
     _, state = made(2, shard="optimizer")
     saver = Saver(state, beside=beside)
     saver.save(full(run, 1))
@@ -347,7 +350,7 @@ def fail_and_go_on(run: Path, where: str, culprit: int, beside: bool, kind: str)
 
 def save_and_update(saver: Saver, state: ModelState, target: Target) -> None:
     saver.save(target)
-    update(state)  # it must not wait for what will never be copied
+    update(state)  # must not wait for a failed copy
     while not saver.poll():
         pass
 
@@ -392,13 +395,13 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints").read_text() == "not a folder"
 
 
-# ---- What is kept ----
+# ---- Numbers of checkpoints ----
 
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("keep", [1, 2, 3, None])
 def test_how_many_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int | None, beside: bool) -> None:
-    """While one is written, the newest is there, and never more than there may be."""
+    """The newest checkpoint exists during every write, and the number of checkpoints never exceeds its limit."""
     _, state = made()
     saver = Saver(state, beside=beside)
     right, meanwhile = saving.write_slices, []
@@ -420,7 +423,7 @@ def test_how_many_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep
 
 @pytest.mark.parametrize(("every", "kept"), [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (3, [3, 6]), (4, [4, 6])])
 def test_which_weights_are_kept(tmp_path: Path, every: int, kept: list[int]) -> None:
-    """And full ones are not counted among them."""
+    """Every `every`-th weights-only checkpoint is kept, independently of full ones."""
     _, state = made()
     saver = Saver(state, beside=True)
     for step in range(1, 7):
@@ -431,7 +434,7 @@ def test_which_weights_are_kept(tmp_path: Path, every: int, kept: list[int]) -> 
 
 
 def test_leftovers_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
-    """Those of checkpoints, and nothing else."""
+    """Partial and retired checkpoint folders of a killed run are removed; all other files stay."""
     place = tmp_path / "checkpoints"
     for name in (".step-00000001.partial", ".weights-00000001.partial", ".step-00000001.old", ".mine", "mine.partial",
                  "step-00000001.aside", "abandoned-1"):  # fmt: skip
@@ -444,7 +447,7 @@ def test_leftovers_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
     assert verify(step_folder(tmp_path, 1)) == []
 
 
-# ---- Who writes ----
+# ---- Writing ranks ----
 
 
 def save_by_one(run: Path, writer: int) -> None:
@@ -464,7 +467,8 @@ def test_a_rank_that_is_no_writer_writes_nothing(tmp_path: Path, writer: int) ->
 
 
 def save_with_a_file_cut(run: Path, length: int | None) -> str:
-    """What a rank is told when the second's file is not, for the first, as it was written; None: not there at all."""
+    """Returns this rank's error if the file of rank 1 has only `length` bytes when rank 0 checks it, or is absent
+    (None)."""
     _, state = made(2, shard="optimizer")
     saver, right = Saver(state), saving.write_slices
 

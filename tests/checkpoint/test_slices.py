@@ -1,4 +1,4 @@
-"""Ranges as slices, parts as slices of global tensors: they tile what they are of, in order, and say where they lie."""
+"""Slices of ranges and of shards tile their global tensors in order, and know their offsets."""
 
 from math import prod
 from pathlib import Path
@@ -22,7 +22,7 @@ from optimus.state.plan import ChunkPlan
 
 @st.composite
 def ranges(draw: st.DrawFn) -> tuple[list[int], int, int]:
-    """A shape of up to 4 dims, and from where to where in its row-major order."""
+    """Draws a shape of up to 4 dims, and the start and end of a range in its row-major order."""
     shape = draw(st.lists(st.integers(1, 6), max_size=4))
     ends = st.integers(0, prod(shape))
     start, end = sorted((draw(ends), draw(ends)))
@@ -37,7 +37,7 @@ def test_a_range_is_a_few_slices(drawn: tuple[list[int], int, int]) -> None:
     for offsets, sizes in range_slices(shape, start, end):
         assert len(offsets) == len(sizes) == len(shape)
         inside = positions[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
-        assert tuple(inside.shape) == sizes  # it reaches over no border
+        assert tuple(inside.shape) == sizes  # inside of the tensor
         assert inside.is_contiguous()
         found.append(inside.flatten())
     assert torch.cat([torch.arange(0), *found]).tolist() == [*range(start, end)]
@@ -79,13 +79,13 @@ OPTIONS = [
 
 
 def numbered(name: str) -> torch.Tensor:
-    """A global tensor in which every element is its own position, after 1000 times the parameter's number."""
+    """Returns a global tensor in which every element is its own position plus 1000 times the parameter's number."""
     shape = LAYOUTS[name].shape
     return 1000 * [*LAYOUTS].index(name) + torch.arange(prod(shape)).view(shape)
 
 
 def filled(plan: ChunkPlan) -> torch.Tensor:
-    """The whole buffer of a chunk that holds those tensors; the padding is -1."""
+    """Returns the dense buffer of a chunk with the numbered tensors; its padding is -1."""
     buffer = torch.full((plan.size,), -1)
     for slot in plan.slots:
         buffer[slot.start : slot.end] = numbered(slot.name)[slot.region].flatten()
@@ -93,7 +93,7 @@ def filled(plan: ChunkPlan) -> torch.Tensor:
 
 
 def put(slice_: TensorSlice, whole: dict[str, torch.Tensor]) -> None:
-    """Note where a slice lies, checking that it holds what is there."""
+    """Counts a slice's region in `whole`, and asserts that the slice holds the region's numbers."""
     kind, _, name = slice_.key.partition(".")
     assert kind == "model"
     assert slice_.shape == LAYOUTS[name].shape
@@ -105,7 +105,7 @@ def put(slice_: TensorSlice, whole: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_parts_tile_every_tensor(mesh: Mesh, options: dict[str, object]) -> None:
-    """Over all ranks every element is in as many slices as ranks keep it, and each slice holds the elements that it says."""
+    """Over all ranks, every element is in as many slices as ranks hold it, and each slice holds its region's elements."""
     if "shard_ranks" in options and mesh.dp * mesh.cp % 2:
         options = options | {"shard_ranks": mesh.dp}
     state = StateConfig.model_validate(options)
@@ -138,11 +138,11 @@ def test_slices_are_capped(longest: int) -> None:
             found = [*slices(plan, "model", part, longest, first=plan.shard.start)]
             assert all(0 < slice_.tensor.numel() <= longest for slice_ in found)
             together = torch.cat([torch.arange(0), *(slice_.tensor.flatten() for slice_ in found)])
-            assert torch.equal(together, part[part >= 0])  # in order, and nothing of the padding
+            assert torch.equal(together, part[part >= 0])  # in order, and without padding
 
 
 def test_short_rows_are_not_cut() -> None:
-    """A cap cuts at whole rows where they fit, so that most slices are whole blocks."""
+    """Capped slices end at whole rows if a row fits, so most slices are contiguous blocks."""
     (plan,) = plan_chunks({"w": Layout((10, 6))}, Mesh(), 0, StateConfig(), recipe())
     found = [*slices(plan, "m", torch.zeros(plan.size), 20)]
     assert [(slice_.offsets, tuple(slice_.tensor.shape)) for slice_ in found] == [
@@ -154,7 +154,7 @@ def test_short_rows_are_not_cut() -> None:
 
 
 def test_slices_are_views() -> None:
-    """What is written into them is in the buffer."""
+    """Writing into a slice changes the buffer."""
     (plan,) = plan_chunks({"a": Layout((3,)), "b": Layout((2, 2))}, Mesh(), 0, StateConfig(), recipe())
     buffer = torch.zeros(plan.size)
     for number, slice_ in enumerate(slices(plan, "adamw.m", buffer), start=1):
@@ -164,7 +164,7 @@ def test_slices_are_views() -> None:
 
 
 def test_tensors_without_elements(tmp_path: Path) -> None:
-    """No slice is of one, which is found all the same, whether it has been written as a whole or not at all."""
+    """A tensor without elements has no slice; loading finds it whether or not it was written."""
     assert [*tiles((0, 4))] == [*tiles((3, 0))] == []
     (plan,) = plan_chunks({"a": Layout((3,)), "b": Layout((0, 2))}, Mesh(), 0, StateConfig(), recipe())
     assert [slice_.key for slice_ in slices(plan, "model", torch.zeros(plan.size))] == ["model.a"]

@@ -1,4 +1,4 @@
-"""What is saved is loaded; what does not fit is refused by name; a write that fails or is killed harms nothing."""
+"""A loaded state equals the saved one; a mismatch is refused by name; a failed or killed write harms nothing."""
 
 import shutil
 import subprocess
@@ -52,7 +52,7 @@ def made_of(module: Transformer, layouts: dict[str, Layout], precision: torch.dt
 
 
 def filled(seed: int = 1) -> tuple[Transformer, ModelState]:
-    """A state in which every number is different and none is representable in bf16."""
+    """Returns a state in which every number is different and none is representable in bf16."""
     module, state = made()
     generator = torch.Generator().manual_seed(seed)
     for chunk in state.chunks:
@@ -128,7 +128,7 @@ def test_another_model(tmp_path: Path) -> None:
         UserError, match=r"c is of another model: layers is 2 there and 3 here, vocab is 50 there and 60"
     ):
         load_state(made(other)[1], tmp_path / "c", model=other)
-    # The deviation of the initial weights does not matter to weights that exist.
+    # The deviation of initial weights may differ: the weights exist already.
     load_state(made()[1], tmp_path / "c", model=MODEL.model_copy(update={"init_std": 0.5}), run=RUN)
 
 
@@ -149,7 +149,7 @@ def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def test_tensors_that_the_description_promises_are_not_there(tmp_path: Path) -> None:
-    """Another state than the one that was saved, of a model that seems the same."""
+    """Tensors that the stored model should have, but the checkpoint lacks, are refused by name."""
     saved(tmp_path / "c")
     with torch.device("meta"):
         module = Transformer(MODEL)
@@ -161,7 +161,7 @@ def test_tensors_that_the_description_promises_are_not_there(tmp_path: Path) -> 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 700 KiB; skips where this user may not mount one."""
+    """A file system of 700 KiB; skips the test if this user may not mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = shutil.which("mount") and subprocess.run(
@@ -175,7 +175,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.root
 def test_a_full_disk(small_disk: Path) -> None:
-    """The error says so, the half-written checkpoint is gone, and the older one is whole."""
+    """The error names the full disk, the half-written checkpoint is removed, and the older one stays valid."""
     older = saved(step_folder(small_disk, 1))
     (small_disk / "ballast").write_bytes(b"x" * 300_000)
     with pytest.raises(
@@ -194,7 +194,7 @@ def test_a_full_disk(small_disk: Path) -> None:
 def test_a_refused_write_leaves_the_checkpoint_of_the_same_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As above for those who cannot mount: the system refuses the last file of a checkpoint that exists already."""
+    """A write error on the last file of an existing checkpoint leaves the old contents valid. This test needs no mount."""
     older = saved(tmp_path / "c")
 
     def refuse(*_: object) -> None:

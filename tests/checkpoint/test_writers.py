@@ -1,6 +1,6 @@
-"""Who writes what into a checkpoint: each part once, by one that has it, and all that have it know who.
+"""Every part of a checkpoint has one writer among the ranks that hold the part, and all of them agree on the writer.
 
-On paper, for meshes of any size; and in files, by 8 ranks.
+The tests plan meshes of any size, and write files with 8 ranks.
 """
 
 from collections import Counter, defaultdict
@@ -32,7 +32,7 @@ SPARSE = {"family": "olmoe", "intermediate": 8, "experts": 8, "experts_per_token
 MODELS: dict[str, dict[str, Any]] = {
     "dense": SMALL | {"family": "olmo", "intermediate": 48},
     "moe": SMALL | SPARSE,
-    # Of a size at which there is more than one chunk of what is no expert's.
+    # Large enough for several chunks of non-expert parameters.
     "large dense": {"family": "olmo", "hidden": 3072, "layers": 24, "heads": 24, "intermediate": 8064, "vocab": 50304},
     "large moe": {
         "family": "olmoe",
@@ -51,7 +51,7 @@ MESHES = [
     Mesh(dp=4, tp=2, ep=2, etp=2, ranks_per_node=4),
     Mesh(dp=2, cp=2, tp=4, tp_in=2, ep=8, ranks_per_node=4),
     Mesh(pp=2, dp=4, tp=2, ep=4, ranks_per_node=4),
-    Mesh(pp=3, dp=4, ep=2, ranks_per_node=3),  # stages reach over nodes in part
+    Mesh(pp=3, dp=4, ep=2, ranks_per_node=3),  # stages that do not align with nodes
 ]
 OPTIONS: list[dict[str, Any]] = [
     {"shard": "none"},
@@ -60,7 +60,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"shard": "parameters", "shard_over": "data", "chunk": 2000},
     {"shard": "gradients", "shard_ranks": 2, "chunk": 2000},
 ]
-LAYOUTS = [  # of a model's parameters, beside the model
+LAYOUTS = [  # options of `parameter_layouts`
     {"sequence": True},
     {"duplicates": True},
     {"tied_embeddings": True},
@@ -76,7 +76,8 @@ def layouts_of(model: str, **how: bool) -> dict[str, Layout]:
 
 
 def on_stage(layouts: dict[str, Layout], mesh: Mesh, rank: int) -> dict[str, Layout]:
-    """Those of a rank of a pipeline: its blocks, the ends where they belong, and what lies along the pipeline."""
+    """Returns the layouts of a rank's pipeline stage: its blocks, embedding or head, and tensors divided over the
+    pipeline."""
     stage, last = mesh.coordinate(rank, "pp"), mesh.pp - 1
     found = {}
     for name, layout in layouts.items():
@@ -96,7 +97,7 @@ Element = tuple[str, tuple[tuple[int, int], ...], int, int]
 
 
 def parts(plan: ChunkPlan) -> Iterator[Element]:
-    """What a rank keeps of each of a chunk's parameters: the name, the region, and from where to where in it."""
+    """Yields this rank's range of each of a chunk's parameters: name, region, and start and end within the region."""
     for slot in plan.slots:
         start, end = max(slot.start, plan.shard.start), min(slot.end, plan.shard.stop)
         if start < end:
@@ -109,7 +110,7 @@ def parts(plan: ChunkPlan) -> Iterator[Element]:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_each_part_has_one_writer(model: str, mesh: Mesh, options: dict[str, Any], how: dict[str, bool]) -> None:
-    """Every rank that keeps a part names the same one of them, and the parts written are the whole of every parameter."""
+    """All ranks that hold a part name one of themselves as its writer, and the written parts cover every parameter."""
     layouts, state = layouts_of(model, **how), StateConfig.model_validate(options)
     kept: dict[Element, set[int]] = defaultdict(set)
     named: dict[bool, dict[Element, set[int]]] = {True: defaultdict(set), False: defaultdict(set)}
@@ -135,13 +136,13 @@ def test_each_part_has_one_writer(model: str, mesh: Mesh, options: dict[str, Any
 TENSOR = ("large dense", Mesh(dp=4, tp=12, ranks_per_node=12))
 EXPERT = ("large moe", Mesh(dp=48, ep=12, ranks_per_node=12))
 BOTH = ("large moe", Mesh(dp=4, tp=12, ep=12, ranks_per_node=12))
-WITHIN = ("large dense", Mesh(dp=12, tp=4, ranks_per_node=12))  # nodes hold what is split more than once
-FEW = ("large moe", Mesh(dp=48, ep=2, ranks_per_node=12))  # fewer parts of the experts than nodes
+WITHIN = ("large dense", Mesh(dp=12, tp=4, ranks_per_node=12))  # a node has several replicas of each shard
+FEW = ("large moe", Mesh(dp=48, ep=2, ranks_per_node=12))  # fewer expert-parallel ranks than nodes
 
 
 @cache
 def written_by(model: str, mesh: Mesh, shard: str, scattered: bool, shard_ranks: int | None = None) -> list[int]:
-    """Elements that each rank writes."""
+    """Returns the number of elements that each rank writes."""
     layouts, state = layouts_of(model, sequence=True), StateConfig(shard=shard, shard_ranks=shard_ranks, chunk=1 << 26)
     found = []
     for rank in range(mesh.size):
@@ -157,7 +158,7 @@ def written_by(model: str, mesh: Mesh, shard: str, scattered: bool, shard_ranks:
 
 
 def by_node(mesh: Mesh, written: list[int]) -> tuple[list[int], list[int]]:
-    """Of each node, what its ranks write, and how many of them write anything."""
+    """Returns, for each node, the elements that its ranks write and the number of ranks that write any."""
     nodes = [written[i : i + 12] for i in range(0, mesh.size, 12)]
     return [sum(node) for node in nodes], [sum(elements > 0 for elements in node) for node in nodes]
 
@@ -166,18 +167,19 @@ def by_node(mesh: Mesh, written: list[int]) -> tuple[list[int], list[int]]:
     ("model", "mesh"), [TENSOR, EXPERT, BOTH, WITHIN, FEW], ids=["tp", "ep", "tp and ep", "tp 4", "ep 2"]
 )
 def test_scattered_writing_is_spread_over_the_nodes(model: str, mesh: Mesh) -> None:
-    """12-way model-parallel over 4 nodes of 12 ranks: without, the first node writes everything."""
+    """Scattered writers of model-parallel shards are spread over 4 nodes of 12 ranks; otherwise the first node writes
+    everything."""
     elements, number = by_node(mesh, written_by(model, mesh, "none", True))
     assert max(elements) <= 1.05 * min(elements)
     assert max(number) <= 1.5 * min(number)
     elements, number = by_node(mesh, written_by(model, mesh, "none", False))
     assert elements[1:] == number[1:] == [0, 0, 0]
-    assert number[0] == max(mesh.tp, mesh.ep)  # the first of those that have it writes each part
+    assert number[0] == max(mesh.tp, mesh.ep)  # each part's first holder writes it
 
 
 @pytest.mark.parametrize(("model", "mesh"), [TENSOR, EXPERT, BOTH], ids=["tp", "ep", "tp and ep"])
 def test_what_is_shared_out_is_written_by_all(model: str, mesh: Mesh) -> None:
-    """ZeRO-1 leaves nothing to be scattered."""
+    """ZeRO-1 shards are written by all ranks, scattered or not."""
     for scattered in (True, False):
         elements, number = by_node(mesh, written_by(model, mesh, "optimizer", scattered))
         assert max(elements) <= 1.01 * min(elements)
@@ -186,7 +188,7 @@ def test_what_is_shared_out_is_written_by_all(model: str, mesh: Mesh) -> None:
 
 @pytest.mark.parametrize(("model", "mesh"), [TENSOR, EXPERT], ids=["tp", "ep"])
 def test_copies_of_shards_are_spread_too(model: str, mesh: Mesh) -> None:
-    """HSDP: two ranks share the state out, and others hold the same; without, two nodes have the first of each."""
+    """HSDP shards are spread, too: each shard has several holders; without scattering, two nodes write everything."""
     elements, _ = by_node(mesh, written_by(model, mesh, "optimizer", True, 2))
     assert max(elements) <= 1.05 * min(elements)
     elements, _ = by_node(mesh, written_by(model, mesh, "optimizer", False, 2))
@@ -215,7 +217,7 @@ def save(folder: Path, scattered: bool) -> None:
 
 @pytest.mark.parametrize("scattered", [True, False])
 def test_files_of_four_nodes(tmp_path: Path, scattered: bool) -> None:
-    """As the plan says: 8 ranks on 4 nodes of 2 write about the same bytes on each node, or all of them on the first."""
+    """Files of 8 ranks on 4 nodes agree with the plan: about equal bytes per node, or everything on the first node."""
     run_ranks(save, 8, tmp_path / "c", scattered)
     size = [(tmp_path / "c" / f"__{rank}_0.distcp") for rank in range(8)]
     ranks = [file.stat().st_size if file.exists() else 0 for file in size]

@@ -1,4 +1,4 @@
-"""The table of algorithms: what is there, what is taken by rules, and what after a measurement."""
+"""The table of collective algorithms: its entries, the choice by rules, and the choice by measurements."""
 
 import itertools
 import math

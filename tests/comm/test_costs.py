@@ -1,4 +1,4 @@
-"""Times of collectives by events."""
+"""Simulated times of collectives, event by event."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ FAR = Links(between=Link(1e-3, 1.25e9))
 FOUR_ADAPTERS = Links(between=Link(50e-6, 1.25e9 / 4), adapters=4)
 SLINGSHOT = Links(2e-6, Link(10e-6, 25e9), Link(3e-6, 37e9), 4)
 
-# (links, shape, sizes) and the milliseconds of each algorithm, as a program of its own has found them.
+# (links, shape, sizes) and the milliseconds of each algorithm, computed by an independent program.
 TABLE = [
     (FAR, Shape(8, 1), (16 * KB, MEGABYTE, 64 * MEGABYTE), {
         "direct": (1.16, 1.77, 48.0), "ring": (7.29, 8.01, 54.3), "doubling": (3.13, 3.85, 50.1),
@@ -51,14 +51,14 @@ def test_known_times(links: Links, shape: Shape, sizes: tuple, expected: dict) -
 
 
 def test_times_by_hand() -> None:
-    """One rank a node: the formulas of each schedule."""
+    """Simulated times equal each schedule's formula for one rank per node."""
     ranks, size, (o, (a, rate), *_) = 16, 2**20, FAR
     block = size / ranks
     ring = (ranks - 1) * (2 * o + a + block / rate)
     doubling = 4 * (2 * o + a) + (ranks - 1) * block / rate
     assert math.isclose(seconds("ring", "all_gather", Shape(ranks, 1), size, FAR), ring)
     assert math.isclose(seconds("doubling", "reduce_scatter", Shape(ranks, 1), size, FAR), doubling)
-    small = (ranks - 1) * o + a + o  # the first is there when the last has left: then one overhead follows each
+    small = (ranks - 1) * o + a + o  # The first message arrives after the last was sent, so one overhead follows each.
     assert math.isclose(seconds("direct", "all_gather", Shape(ranks, 1), 16, FAR), small, rel_tol=1e-4)
     whole = ring + (ranks - 1) * (2 * o + a + block / rate)
     assert math.isclose(seconds(OWN, "all_reduce", Shape(ranks, 1), size, FAR), whole)
@@ -99,12 +99,13 @@ def test_bytes_that_leave_a_node() -> None:
 def test_levels_overlap_in_pieces() -> None:
     took = [seconds("direct+direct", "all_gather", Shape(4, 4), 64 * MEGABYTE, RANK_LINKS, count) for count in (1, 4)]
     assert took[1] < 0.8 * took[0]
-    slowest = 64 * MEGABYTE * 12 / 16 / 1.25e9  # what leaves a node, through its adapter
+    slowest = 64 * MEGABYTE * 12 / 16 / 1.25e9  # bytes that leave a node, through its adapter
     assert slowest < took[1]
 
 
 def test_adapters_are_shared_evenly() -> None:
-    """Ranks that send at once share an adapter: two on each of two, as fast as four on one of twice the rate."""
+    """Simultaneous senders share an adapter: two ranks on each of two adapters are as fast as four on one of twice the
+    rate."""
     two = Links(0.0, Link(0.0, 1e9), Link(0.0, 1e15), 2)
     one = two._replace(between=Link(0.0, 2e9), adapters=1)
     for links in (two, one):

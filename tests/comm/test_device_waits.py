@@ -1,4 +1,4 @@
-"""What a device's waits cost the host: so many looks as there are waits, however many a step has."""
+"""Recording a device's waits costs the host one query or comparison per wait, however many waits a step has."""
 
 from collections import Counter
 from typing import Any
@@ -9,7 +9,7 @@ from optimus.comm.device_waits import DeviceWaits
 
 
 class Looked(int):
-    """A number of a collective that counts how often it is compared."""
+    """A collective's number that counts its comparisons."""
 
     looks: Counter[str]
 
@@ -21,7 +21,7 @@ class Looked(int):
 
 
 class Point:
-    """One of a stream that has come to the first `reached` of its points; each takes a second."""
+    """An event of a stream that has passed the first `reached` events; neighbouring events are a second apart."""
 
     def __init__(self, looks: Counter[str], number: int, reached: list[int]) -> None:
         self._looks, self._number, self._reached = looks, number, reached
@@ -42,7 +42,7 @@ def test_what_has_passed_is_found_in_as_many_looks_as_there_are_waits(count: int
     counted: Any = type("Counted", (Looked,), {"looks": looks})
     for number in range(count):
         waits.wait(("0, 1", "all_reduce", counted(number)), [])
-    reached[0] = count + 1  # half of them have passed; one has begun
+    reached[0] = count + 1  # half of the waits have passed; one has begun
     first = waits.passed()
     assert looks["queried"] + looks["compared"] <= count
     assert [int(place[2]) for place, _ in first] == list(range(count // 2))

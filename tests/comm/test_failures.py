@@ -1,4 +1,4 @@
-"""A rank that leaves or comes late in the middle of a collective: the others get an error that says which one it was."""
+"""The loss or lateness of a rank during a collective gives the other ranks an error that names the rank."""
 
 import contextlib
 import re
@@ -29,11 +29,12 @@ COLLECTIVES = {
 
 
 def without_1(collective: str, late: bool) -> tuple[str, float]:
-    """The error, and after how many seconds; of rank 1, which sleeps over the timeout or closes its connections, none."""
+    """Returns this rank's error and the seconds until it is raised. Rank 1 sleeps past the timeout or closes its
+    connections, and returns none."""
     handle = dist.new_group(RANKS, timeout=timedelta(seconds=2))
     group = Group(RANKS, dist.get_rank(), Transport(handle))
     tensor = torch.ones(SIZE)
-    group.all_reduce(tensor)  # the connections are there
+    group.all_reduce(tensor)  # opens the connections
     began = time.monotonic()
     if group.rank == 1:
         if late:
@@ -58,15 +59,15 @@ def test_the_others_are_told(collective: str, late: bool) -> None:
 
 
 def lost_in_round(number: int) -> str:
-    """What is said where rank 3, of two nodes of two, takes no part any more from a round on."""
+    """Returns this rank's error when rank 3, on the second of two nodes of two ranks, leaves before the given round."""
     mesh = Mesh(dp=4, ranks_per_node=2)
     group = Groups(mesh, timeout=3.0).world
-    group.all_reduce(torch.ones(SIZE))  # the connections are there
+    group.all_reduce(torch.ones(SIZE))  # opens the connections
     if group.rank == 3:
         left = [number]
 
         def posted(self: Channel, tensor: Tensor, peer: int) -> Any:
-            """Of each of its four rounds it sends one message."""
+            """Sends the message of each of the first `number` rounds; leaves before the next."""
             if not left[0]:
                 dist.destroy_process_group()
                 raise KeyboardInterrupt
@@ -80,18 +81,18 @@ def lost_in_round(number: int) -> str:
     try:
         group.all_reduce(torch.ones(SIZE))
     except CollectiveError as error:
-        dist.destroy_process_group()  # as a program that ends
+        dist.destroy_process_group()  # as an ending program does
         return str(error)
     return "it came to an end"
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_a_rank_lost_in_any_round_is_named(number: int) -> None:
-    """By those who wait for it; others name one that has given up for that reason."""
+    """Ranks that wait for the lost rank name it; other ranks name a rank that has given up as a consequence."""
     texts = run_ranks(lost_in_round, 4, number)
     assert any("failed on rank" in text and ": rank 3: " in text for text in texts[:3])
     for rank, text in enumerate(texts[:3]):
-        if text != "it came to an end":  # its part was done before
+        if text != "it came to an end":  # this rank's part was complete before the loss
             assert re.match(
                 rf"all_reduce of 1,048,576 bytes over ranks 0, 1, 2, 3 failed on rank {rank}: rank \d: \S", text
             )

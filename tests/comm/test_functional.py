@@ -1,4 +1,4 @@
-"""Collectives with gradients, against the same operation on the rows of all ranks in one process."""
+"""Differentiable collectives equal the same operation on the rows of all ranks in one process."""
 
 from collections.abc import Callable
 
@@ -28,17 +28,17 @@ H = 3
 
 
 def rows(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small whole numbers, so that sums are exact in any type and order."""
+    """Returns small whole numbers, whose sums are exact in any type and order."""
     return torch.randint(-8, 8, (count, H), generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def sent(ranks: int) -> list[list[int]]:
-    """Rows from rank i to rank j; some are none, and the last rank sends nothing."""
+    """Returns the numbers of rows sent from rank i to rank j; some are zero, and the last rank sends none."""
     return [[(i + 2 * j) % 3 if i < ranks - 1 else 0 for j in range(ranks)] for i in range(ranks)]
 
 
 def run(operation: Callable[[Tensor], Tensor], x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """(output, gradient of x) for an output gradient that depends on `seed`; x itself stays as it is."""
+    """Returns (output, gradient of x) for an output gradient that depends on `seed`; asserts that x does not change."""
     x.requires_grad_()
     before = x.detach().clone()
     y = operation(x)
@@ -136,7 +136,7 @@ def shared_on_a_rank(ranks: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def run_columns(group: Group, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(whole rows, the gradient of x where that of the whole rows is these)."""
+    """Returns (the rows gathered from columns, the gradient of x for an output gradient equal to these rows)."""
     x.requires_grad_()
     y = columns_to_rows(x, group)
     assert rows_to_columns(y, group).equal(x)
@@ -146,7 +146,7 @@ def run_columns(group: Group, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_shared_tensors_columns_and_uneven_rows(ranks: int) -> None:
-    """What is shared has one gradient on all ranks: that of everything that is made of it."""
+    """The gradient of a tensor shared by all ranks is the same on every rank, and covers all uses of the tensor."""
     results = run_ranks(shared_on_a_rank, ranks, ranks)
     everyone, uneven = range(ranks), [3, 0, 2, 1][:ranks]
     own, shared = [rows(rank, 2) for rank in everyone], rows(0, 2 * ranks)

@@ -1,4 +1,4 @@
-"""Collectives on groups along the axes of a mesh, and on a group of one."""
+"""Collectives on groups along the axes of a mesh, and on a group of one rank."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -18,7 +18,7 @@ MESH = Mesh(dp=4, ep=2)
 def along(axes: tuple[str, ...]) -> tuple[list[int], int, float, list[float], list[float], bool]:
     groups = Groups(MESH)
     group = groups.along(*axes)
-    assert group is groups.along(*axes)  # made once
+    assert group is groups.along(*axes)  # cached
     total = torch.tensor([float(groups.rank)])
     group.all_reduce(total)
     numbers, scattered = torch.arange(2.0 * group.size) + groups.rank, torch.ones(2)
@@ -56,7 +56,7 @@ LENGTHS = [3, 0, 4, 1]
 
 
 def in_unequal_parts() -> tuple[list[float], list[float]]:
-    """(this rank's part of the sum, what it has gathered from the parts of all)."""
+    """Returns (this rank's shard of the sum, the tensor gathered from all shards)."""
     group = Groups(MESH).world
     numbers = torch.arange(8.0) * 10**group.rank
     part = numbers.split(LENGTHS)[group.rank]
@@ -75,7 +75,7 @@ def in_unequal_parts() -> tuple[list[float], list[float]]:
 
 
 def test_parts_of_unequal_lengths() -> None:
-    """One of them empty."""
+    """Collectives handle shards of unequal lengths, also an empty one."""
     right = [1111.0 * number for number in range(8)]
     for rank, (part, whole) in enumerate(run_ranks(in_unequal_parts, 4)):
         assert part == right[sum(LENGTHS[:rank]) : sum(LENGTHS[: rank + 1])]
@@ -83,7 +83,7 @@ def test_parts_of_unequal_lengths() -> None:
 
 
 def given(lengths: list[int] | None) -> list[tuple[str, list[int]]]:
-    """Names and lengths of what another backend than Gloo is asked for."""
+    """Returns the names of the collectives called on a backend other than Gloo, with the lengths of their tensors."""
     calls = []
 
     def noted(name: str) -> Any:
@@ -130,7 +130,7 @@ def test_a_group_of_one_needs_no_process_group() -> None:
 
 
 def exchanged() -> list[float]:
-    """Rank r sends r * 10 + s to each rank s, s times."""
+    """Rank r sends the number r * 10 + s to each rank s, s times; returns the received numbers."""
     group = Groups(Mesh(dp=3)).world
     rows = torch.cat([torch.full((s, 1), 10.0 * group.rank + s) for s in range(3)])
     return group.all_to_all(rows, [0, 1, 2], [group.rank] * 3).flatten().tolist()
@@ -141,7 +141,7 @@ def test_an_uneven_exchange() -> None:
 
 
 def shifted(axis: str) -> list[list[float]]:
-    """What came in three shifts of different lengths that are under way at once."""
+    """Returns the numbers received in three simultaneous shifts of different lengths."""
     group = Groups(MESH).along(axis)
     sent = [torch.full((10**i,), 10.0 * i + group.rank) for i in range(3)]
     came = [torch.zeros_like(tensor) for tensor in sent]
@@ -179,7 +179,7 @@ DIVISIONS = [  # of 8 ranks; in how many groups with others a rank is, differs
 
 
 def unlike_groups() -> tuple[list[list[int]], list[tuple[list[int], float]]]:
-    """(the process groups that this rank makes, the ranks of each group and the sum over them)."""
+    """Returns (the process groups that this rank creates, the ranks of each group with the sum over them)."""
     calls: list[list[int]] = []
     real = dist.new_group
 
@@ -205,18 +205,19 @@ def unlike_groups() -> tuple[list[list[int]], list[tuple[list[int], float]]]:
 
 
 def test_a_rank_makes_the_groups_that_it_is_in() -> None:
-    """Also where some ranks are alone, as those between the ends of a pipeline: members have as many groups, so that torch
-    has one name for theirs."""
+    """A rank creates only the process groups that it is in. Ranks create different numbers of groups; members of a
+    group still agree on its name."""
     found = run_ranks(unlike_groups, 8)
     for rank, (calls, sums) in enumerate(found):
         assert all(rank in ranks for ranks in calls)
-        assert len(calls) == len(sums) - 2  # none of one division into groups of one, and that of all ranks is there
+        # The partition into groups of one needs no process group, and that of all ranks exists already.
+        assert len(calls) == len(sums) - 2
         assert all(total == sum(ranks) for ranks, total in sums)
     assert len({sum(len(ranks) > 1 for ranks in calls) for calls, _ in found}) > 1
 
 
 def long_sums(length: int) -> list[bool]:
-    """Sums of bf16 numbers that are exact, in two collectives that are under way at once."""
+    """Checks exact sums of bf16 numbers in two simultaneous all-reduces."""
     group = Groups(Mesh(dp=4)).world
     tensors = [torch.full((length // 8, 8), float(group.rank + 10 * i), dtype=torch.bfloat16) for i in range(2)]
     for handle in [group.all_reduce_async(tensor) for tensor in tensors]:

@@ -1,4 +1,4 @@
-"""Collectives as data: every schedule for every number of ranks, and that the checkers refuse wrong ones."""
+"""Collective schedules as data: every schedule is correct for every number of ranks, and the checkers refuse wrong ones."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -37,7 +37,8 @@ def test_one_level(schedule: RoundSchedule) -> None:
 
 @pytest.mark.parametrize("nodes", range(2, 13))
 def test_two_levels(nodes: int) -> None:
-    """Shapes to 12 x 12, each with another pair of schedules; all pairs where there are few ranks."""
+    """Two-level schedules are correct for shapes up to 12 x 12: all pairs of schedules for up to 16 ranks, one pair
+    otherwise."""
     for per in range(2, 13):
         shape = Shape(nodes, per)
         pairs = PAIRS if shape.ranks <= 16 else [PAIRS[(nodes * 11 + per) % len(PAIRS)]]
@@ -55,7 +56,7 @@ def test_exchanges() -> None:
 
 
 def test_messages_and_rounds() -> None:
-    """As many as each schedule promises."""
+    """The schedules have the promised numbers of messages and rounds."""
     for ranks in range(2, 65):
         assert [(len(each.sends), len(each.receives)) for each in direct(3 % ranks, ranks)] == [(ranks - 1, ranks - 1)]
         assert [len(each.sends) for each in ring(0, ranks)] == [1] * (ranks - 1)
@@ -72,7 +73,7 @@ def test_one_rank_has_nothing_to_do() -> None:
 
 
 def test_neighbouring_nodes_send_first() -> None:
-    """Not all to the same rank at first."""
+    """The ranks send their first messages to different ranks."""
     first = [direct(rank, 5)[0].sends[0].peer for rank in range(5)]
     assert sorted(first) == list(range(5))
 
@@ -83,7 +84,7 @@ Change = Callable[[list[list[Round]]], None]
 
 
 def linked(sender: int, target: int, *blocks: int, ranks: int) -> list[Round]:
-    """A round of one message, for every rank."""
+    """Returns a round with one message, for every rank."""
     sends = [Round((), ()) for _ in range(ranks)]
     sends[sender] = Round((Message(target, blocks),), ())
     sends[target] = Round((), (Message(sender, blocks),))
@@ -135,7 +136,7 @@ def test_a_missing_addend() -> None:
 
 
 def test_messages_of_one_round_for_other_blocks() -> None:
-    """They could not be added up in one order."""
+    """Messages of one round must hold the same blocks; otherwise the order of the additions is undefined."""
     mixed = [
         [Round((), (Message(1, (0,)), Message(2, (1,))))],
         [Round((Message(0, (0,)),), ())],

@@ -1,4 +1,4 @@
-"""Memory that is lent is lent again, and not kept without end."""
+"""Scratch memory is reused, and the memory kept for reuse is bounded."""
 
 import torch
 
@@ -20,7 +20,7 @@ def test_a_buffer_is_lent_again() -> None:
 
 
 def test_what_is_kept_is_bounded() -> None:
-    """The longest unused is freed first; one larger than all that is kept is not kept."""
+    """The least recently used buffer is freed first; a buffer above the limit is never kept."""
     scratch, size = Scratch(), KEPT // 4
     lent = [scratch.lend(size, torch.uint8, CPU) for _ in range(5)]
     kept = [buffer.data_ptr() for buffer in lent[1:]]

@@ -1,4 +1,4 @@
-"""Every collective on tensors whose sizes lie around every size threshold, in every type that is sent."""
+"""Every collective is right for tensors around every size threshold, in every type that is sent."""
 
 import random
 
@@ -24,7 +24,7 @@ CASES = [
 
 
 def sizes(ranks: int, dtype: torch.dtype) -> list[int]:
-    """Elements of a whole tensor, multiples of the ranks: around each threshold, by itself and as that of a rank's part."""
+    """Returns element counts, multiples of the ranks, around each threshold of the whole tensor and of a rank's shard."""
     near = random.Random(ranks)
     long = LONG_SUM // dtype.itemsize
     edges = [long, long // ranks * ranks, long + near.randrange(TILE), TILE * ranks, 3 * TILE * ranks]
@@ -32,7 +32,7 @@ def sizes(ranks: int, dtype: torch.dtype) -> list[int]:
 
 
 def of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Numbers whose sums are exact: integers of all bits, and floats that are small whole numbers."""
+    """Returns numbers whose sums are exact: integers of all bits, and floats that are small whole numbers."""
     generator = torch.Generator().manual_seed(1000 * rank + size % 997)
     if dtype.is_floating_point:
         return torch.randint(-8, 8, (size,), generator=generator, dtype=torch.int8).to(dtype)
@@ -41,7 +41,7 @@ def of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def wrong(ranks: int, dtype: torch.dtype) -> list[str]:
-    """The collectives that did not give what one process finds, each with its size."""
+    """Returns the collectives, with their sizes, whose results differ from those of one process."""
     group = Groups(Mesh(dp=ranks)).world
     return [
         f"{name} of {size} elements"
@@ -52,16 +52,16 @@ def wrong(ranks: int, dtype: torch.dtype) -> list[str]:
 
 
 def tried(group: Group, given: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """(what a collective gives here, what it should) for the tensors that the ranks give."""
+    """Returns (result on this rank, right result) of each collective for the ranks' tensors."""
     n, rank, own = group.size, group.rank, given[group.rank]
     part = own.numel() // n
     here = slice(rank * part, (rank + 1) * part)
     total = given[0].clone()
     for other in given[1:]:
-        total += other  # integers wrap round, as those of the collectives
+        total += other  # integers wrap around, as in the collectives
     summed, odd, rooted, told = (own.clone() for _ in range(4))
     scattered, gathered, came = own.new_empty(part), torch.empty_like(own), torch.empty_like(own)
-    odd = torch.cat([odd, odd[:1]])  # of a size that the ranks do not divide
+    odd = torch.cat([odd, odd[:1]])  # a size that the ranks do not divide
     group.all_reduce(summed)
     group.all_reduce(odd)
     group.reduce_scatter_async(own, scattered).wait()

@@ -1,4 +1,4 @@
-"""Collectives of a device's tensors over Gloo: what the same collectives of the host's tensors give, and where they were."""
+"""Collectives of device tensors over Gloo give the results of the same collectives of host tensors, on the device."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def numbers(group: Group, device: str, *shape: int) -> Tensor:
 
 
 def collectives(group: Group, device: str) -> list[Tensor]:
-    """What comes of every kind of collective on this rank."""
+    """Returns the results of every kind of collective on this rank."""
     n, found = group.size, []
 
     def like(*shape: int) -> Tensor:

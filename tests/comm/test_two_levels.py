@@ -1,4 +1,4 @@
-"""Every algorithm of collectives on ranks of several nodes: exact sums, the same bits on all ranks and each time."""
+"""Every algorithm on ranks of several nodes gives exact sums, with the same bits on all ranks and in every call."""
 
 import itertools
 from typing import Any
@@ -19,7 +19,7 @@ from optimus.testing.traffic import counting
 
 SUMS: list[CollectiveKind] = ["all_gather", "reduce_scatter", "all_reduce"]
 SHAPES = [Shape(2, 2), Shape(2, 4), Shape(4, 2)]
-LENGTHS = [3, 0, 5, 1, 0, 2, 7, 4]  # elements of the parts of eight ranks
+LENGTHS = [3, 0, 5, 1, 0, 2, 7, 4]  # elements of the shards of eight ranks
 
 
 def with_algorithms(kind: CollectiveKind) -> list[tuple[Shape, str]]:
@@ -27,13 +27,13 @@ def with_algorithms(kind: CollectiveKind) -> list[tuple[Shape, str]]:
 
 
 def only(algorithm: str, shape: Shape, *kinds: CollectiveKind) -> Measured:
-    """A table in which nothing but this algorithm was measured."""
+    """Returns a table in which this algorithm alone is measured."""
     curves = {str(shape): {algorithm: {"sizes": [1.0], "seconds": [1.0]}}}
     return Measured.model_validate(dict.fromkeys(kinds, curves))
 
 
 def world_of(shape: Shape, algorithm: str, **options: Any) -> Group:
-    """All ranks, on so many nodes, whose collectives use the algorithm."""
+    """Returns the group of all ranks, on the shape's nodes, whose collectives use the algorithm."""
     mesh = Mesh(dp=shape.ranks, ranks_per_node=shape.per)
     group = Groups(mesh, measured=only(algorithm, shape, *SUMS), **options).world
     assert group.shape == shape
@@ -46,7 +46,7 @@ def given(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def results(group: Group, dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor]]:
-    """(what, found on this rank, right as a sum in fp64 or as given)."""
+    """Returns (name, result on this rank, right result) of each collective; right sums are in fp64."""
     n, rank, found = group.size, group.rank, []
     for lengths in ([1] * n, [1000] * n, LENGTHS[:n], [70_001 if place % 3 else 0 for place in range(n)]):
         size = sum(lengths)
@@ -74,7 +74,7 @@ def results(group: Group, dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor]
 
 
 def tried(shape: Shape, algorithm: str, dtype: torch.dtype) -> tuple[list[str], list[Tensor]]:
-    """(what is not right here, what all ranks must have alike)."""
+    """Returns (names of wrong results, results that must be equal on all ranks)."""
     bound = {torch.bfloat16: 2**-8, torch.float32: 2**-20}[dtype]
     found = results(world_of(shape, algorithm), dtype)
     wrong = [
@@ -94,7 +94,7 @@ def test_every_algorithm_is_right(shape: Shape, algorithm: str, dtype: torch.dty
 
 
 def exchanged(shape: Shape, algorithm: str, dtype: torch.dtype) -> list[int]:
-    """Sizes of parts, of nothing and of several pieces among them, of which not every rank's part came."""
+    """Returns the shard sizes for which an all-to-all gave a wrong result; sizes include zero and several pieces."""
     mesh = Mesh(dp=shape.ranks, ranks_per_node=shape.per)
     group, wrong = Groups(mesh, measured=only(algorithm, shape, "all_to_all")).world, []
     for size in (0, 1, 7, 3 * PIECE // dtype.itemsize + 1):
@@ -117,7 +117,7 @@ def test_every_all_to_all(shape: Shape, algorithm: str, dtype: torch.dtype) -> N
 
 
 def rounded(shape: Shape) -> tuple[float, float]:
-    """Relative errors of bf16 sums whose partial sums go from node to node in fp32, and in bf16."""
+    """Returns the relative errors of bf16 sums whose partial sums travel between nodes in fp32, and in bf16."""
     errors = []
     for options in ({}, {"partial_sums": Rounded(torch.bfloat16)}):
         group = world_of(shape, "direct+direct", **options)
@@ -130,14 +130,16 @@ def rounded(shape: Shape) -> tuple[float, float]:
 
 
 def test_partial_sums_in_bf16_cost_some_precision() -> None:
-    """1.7e-3 and 1.0 to 1.5 times as much (a bf16 result alone is 1.7e-3 off)."""
+    """Partial sums in bf16 have 1.1 to 1.6 times the error of partial sums in fp32, which is 1.7e-3. Rounding the
+    result alone costs 1.7e-3."""
     for exact, less in run_ranks(rounded, 8, Shape(2, 4)):
         assert 1.5e-3 < exact < 1.9e-3
         assert 1.1 * exact < less < 1.6 * exact
 
 
 def sent(shape: Shape, algorithm: str, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
-    """Bytes that this rank sends to other nodes, and to its own, in collectives of a tensor of 64 elements a rank."""
+    """Returns the bytes that this rank sends to other nodes, and to its own node, in collectives of 64 elements per
+    rank."""
     group, counted = world_of(shape, algorithm), {}
     part = torch.ones(64, dtype=dtype)
     whole = part.repeat(shape.ranks)
@@ -157,7 +159,8 @@ def sent(shape: Shape, algorithm: str, dtype: torch.dtype) -> dict[str, tuple[in
     ("shape", "algorithm"), [*itertools.product(SHAPES, ["direct", "direct+direct", "doubling+ring"])]
 )
 def test_bytes_by_level(shape: Shape, algorithm: str) -> None:
-    """Of parts of s bytes (p - m) s leave a node on two levels, and m (p - m) s directly."""
+    """Two levels send (p - m) s bytes out of a node of m of the p ranks, for shards of s bytes; direct exchange sends m
+    (p - m) s."""
     p, m, s = shape.ranks, shape.per, 64 * 4
     ranks = run_ranks(sent, p, shape, algorithm, torch.float32)
     for kind, times in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
@@ -167,7 +170,7 @@ def test_bytes_by_level(shape: Shape, algorithm: str) -> None:
 
 
 def in_two_groups(shape: Shape) -> list[str]:
-    """What is wrong where another backend's collectives are put together of two groups."""
+    """Returns the collectives with wrong results on a hierarchy of two groups of a backend other than Gloo."""
     new_group = dist.new_group
 
     def of_gloo(*args: Any, backend: str, **options: Any) -> Any:
@@ -206,7 +209,7 @@ def test_two_groups_of_a_backend_with_collectives_of_its_own(shape: Shape) -> No
 
 
 def uneven() -> tuple[list[str], bool]:
-    """Of ranks 0, 1 and 2 two share a node."""
+    """Two of ranks 0, 1 and 2 share a node. Returns the notes, and whether the all-reduce is right."""
     groups = Groups(Mesh(dp=3, pp=2, ranks_per_node=2))
     group, total = groups.along("dp"), torch.tensor([1.0 + groups.rank])
     group.all_reduce(total)

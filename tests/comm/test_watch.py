@@ -1,4 +1,4 @@
-"""Numbers that are not finite are attributed to the rank where they began, in every layout, and on no other.
+"""Non-finite numbers are attributed to the rank where they begin, in every layout, and to no other rank.
 
 There is no culprit in a healthy step before or after.
 """
@@ -24,11 +24,12 @@ from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
 from optimus.training.step import StepResult
 
-# ---- By itself ----
+# ---- Without training ----
 
 
 def watched(*noted: float | tuple[str, int]) -> Watch:
-    """What left in the collectives ("group", 0), ("group", 1) and so on, and what came in between."""
+    """Returns a watch after collectives ("group", 0), ("group", 1) and so on; each item is a value sent, or a
+    collective received."""
     watch, number = Watch(), 0
     watch.enabled = True
     watch.begin()
@@ -49,9 +50,10 @@ ELSEWHERE = ("others", 3)
 def test_what_left_first_began_here(bad: float) -> None:
     assert watched(1.0, bad, ELSEWHERE).origin({ELSEWHERE}) == "collective 1"
     assert watched(1.0, ELSEWHERE, bad).origin({ELSEWHERE}) is None
-    assert watched(1.0, ELSEWHERE, bad).origin({("others", 2)}) == "collective 1"  # what came was finite
+    assert watched(1.0, ELSEWHERE, bad).origin({("others", 2)}) == "collective 1"  # the received tensors were finite
     assert watched(ELSEWHERE, 2.0).origin({ELSEWHERE}) is None
-    assert watched(bad, ("group", 0)).origin({("group", 0)}) == "collective 0"  # others gave such to the same one
+    # Other ranks of this collective sent non-finite numbers as well
+    assert watched(bad, ("group", 0)).origin({("group", 0)}) == "collective 0"
     assert watched().origin(set()) is None
 
 
@@ -78,12 +80,13 @@ WHERE = ("forward", "backward", "input gradient")
 
 
 def poison(block: nn.Module, where: str) -> RemovableHandle:
-    """Until it is removed: let what `block` gives, or the gradient of that, or of what it is given, not be finite."""
+    """Makes the output of `block`, or the gradient of its output or input, non-finite until the handle is removed."""
 
     def forward(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         x, *others = output if isinstance(output, tuple) else (output,)
         if not x.requires_grad:
-            return None  # in a pass that only counts: nothing of it reaches the gradients
+            # Nothing of a pass without gradients, which counts tokens only, reaches the gradients.
+            return None
         if where == "forward":
             x = x * math.nan
         else:
@@ -99,12 +102,13 @@ def poison(block: nn.Module, where: str) -> RemovableHandle:
     )
 
 
-Plan = Sequence[tuple[Sequence[int], str, int]]  # for each step the ranks that are poisoned, where, and in which block
+Plan = Sequence[tuple[Sequence[int], str, int]]  # for each step: the poisoned ranks, the place, and the block
 HEALTHY = ((), "", 0)
 
 
 def train_poisoned(config: dict[str, Any], plan: Plan) -> list[tuple[bool, bool]]:
-    """A step for each of `plan`: whether it began on this rank, and whether the step was skipped."""
+    """Trains a step for each item of `plan`; returns whether this rank was the culprit, and whether the step was
+    skipped."""
     steps, found = Steps(config), []
     steps.groups.watch.enabled = True
     for ranks, where, number in plan:
@@ -164,7 +168,7 @@ def test_a_rank_is_the_culprit_of_what_it_began(layout: Layout) -> None:
 @pytest.mark.parametrize("number", in_turns(range(12), always=1))
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)
-    # `poison` works on what needs a gradient.
+    # `poison` needs gradients, so no parameter may be frozen.
     layout = layout._replace(overrides=[each for each in layout.overrides if not each.startswith("train.freeze")])
     if layout.ranks == 1:
         pytest.skip("one rank")
@@ -185,13 +189,15 @@ def test_random_layouts(number: int) -> None:
     ],
 )
 def test_two_ranks_at_once_are_both_culprits(overrides: list[str], ranks: list[int]) -> None:
-    """Where neither gets its numbers from the other: of two stages of a pipeline one is seen to be struck."""
+    """Both of two poisoned ranks are culprits if neither receives numbers of the other, as two pipeline stages would."""
     check_culprits(config_of("moe"), Layout(4, overrides), [(ranks, "forward", 0), HEALTHY])
 
 
 def train_watched(config: dict[str, Any], on: bool) -> tuple[list[StepResult], list[float], int]:
-    """Some healthy steps with or without looking: their results, the weights' sums, and how much was noted."""
-    torch.utils.deterministic.fill_uninitialized_memory = True  # with NaN: nothing that is looked at may be such memory
+    """Trains healthy steps with or without the watch; returns their results, the sums of the weights, and the number of
+    notes."""
+    # Uninitialised memory is NaN here, so a watch that read such memory would report it.
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         steps = Steps(config)

@@ -1,4 +1,4 @@
-"""Configurations that include others, what `config show` and `config diff` say, other ways to override, completion."""
+"""Configurations that include others, `config show` and `config diff`, other ways to override, and completion."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,8 @@ def write(folder: Path, **texts: str) -> Path:
 
 
 def test_the_file_is_above_what_it_includes(tmp_path: Path) -> None:
-    """Of two the later counts; one includes a third, by its place beside it."""
+    """A file overrides its includes; a later include overrides an earlier one. Paths of includes are relative to the
+    including file."""
     (tmp_path / "deep").mkdir()
     write(tmp_path / "deep", base=f"model: mula-tiny\ndata: {{path: d}}\n{TRAIN}lr_schedule: {{lr: 1e-3}}\n")
     write(tmp_path, a="include: deep/base.yaml\ntrain: {seed: 3, steps: 20}\n", b="lr_schedule: {lr: 2e-3}\n")

@@ -1,4 +1,4 @@
-"""From files, presets and overrides to the tree: precedence, and a message for everything that is wrong."""
+"""Loading files, presets and overrides into the configuration tree: precedence, and a message for every error."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from optimus.errors import UserError
 
 
 def base(**sections: Any) -> dict[str, Any]:
-    """The least that a run must say, with `sections` on top."""
+    """Returns the smallest valid configuration, with `sections` added."""
     train = {"output": "runs/a", "steps": 10, "global_batch": 8, "micro_batch": 4, "sequence_length": 32}
     return {"model": "mula-tiny-moe", "data": {"path": "data"}, "train": train, **sections}
 
@@ -27,7 +27,7 @@ def message(source: Any, *overrides: str) -> str:
 def test_defaults_then_preset_then_file_then_overrides() -> None:
     assert load_config(base(model="mula-1b")).lr_schedule.lr == 4e-4  # the tree's default
     config = load_config(base())
-    assert (config.lr_schedule.lr, config.lr_schedule.min_lr) == (2e-3, 2e-4)  # the preset's recipe
+    assert (config.lr_schedule.lr, config.lr_schedule.min_lr) == (2e-3, 2e-4)  # the preset's value
     assert config.optimizer.weight_decay == 0.1
     config = load_config(base(lr_schedule={"lr": 1e-3}))
     assert (config.lr_schedule.lr, config.lr_schedule.min_lr) == (1e-3, 2e-4)  # the file, key by key
@@ -77,7 +77,7 @@ def test_a_tree_is_a_source_too() -> None:
 @pytest.mark.parametrize("name", preset_names())
 def test_the_saved_tree_is_read_back_unchanged(name: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    # Texts that YAML could take for something else.
+    # Texts that YAML could read as another type.
     for text in (
         "runs/a",
         "1e5",
@@ -147,7 +147,8 @@ def test_what_is_missing_is_named() -> None:
     text = message({"model": "mula-tiny", "train": {"output": "x", "steps": 1}})
     for path in ("data", "train.global_batch", "train.micro_batch", "train.sequence_length"):
         assert f"'{path}' is missing" in text
-    assert "PydanticUndefined" not in text  # of keys whose defaults follow from others
+    # The text would come from keys whose defaults follow from others.
+    assert "PydanticUndefined" not in text
 
 
 def test_several_problems_are_reported_at_once() -> None:
@@ -219,7 +220,7 @@ def test_yaml_that_repeats_by_reference_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("repeat", ["[*x{0}, *x{0}]", "{{a: *x{0}, b: *x{0}}}", "{{<<: [*x{0}, *x{0}]}}"])
 def test_aliases_of_aliases_are_one_message(repeat: str, tmp_path: Path) -> None:
-    """A file of 40 lines, all of whose values nobody will ever have looked at."""
+    """A 40-line file whose nested aliases stand for exponentially many values is refused with one message."""
     lines = ["x0: &x0 {c: 1}", *(f"x{n}: &x{n} {repeat.format(n - 1)}" for n in range(1, 40))]
     file = tmp_path / "run.yaml"
     file.write_text("\n".join(lines))
@@ -307,6 +308,6 @@ def test_what_no_file_can_be_called_is_one_message(key: str, name: str) -> None:
     ],
 )
 def test_what_no_machine_could_hold_is_refused_at_once(key: str, value: float, expected: str) -> None:
-    """Before anything counts layer by layer, or multiplies sizes in 64 bits."""
+    """Impossible sizes are refused before any loop over layers and any 64-bit multiplication."""
     sizes = ["model.hidden=1048576", "model.intermediate=1048576"]
     assert expected in message(base(model="mula-tiny-moe"), *sizes, f"{key}={yaml.safe_dump(value).split()[0]}")

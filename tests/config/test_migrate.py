@@ -1,4 +1,4 @@
-"""Configurations of earlier versions: files of users are migrated, what runs have written is translated."""
+"""Configurations of earlier versions: users' files are migrated; files written by runs are translated when read."""
 
 import json
 import zlib
@@ -19,7 +19,7 @@ from optimus.config.renamed import NEW_VALUES, RENAMED, with_new_names
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 
-# As a user of 24 November 2026 would have written it.
+# A user's file of 24 November 2026.
 BEFORE = """\
 # The first run.
 model: mula-tiny   # a preset
@@ -76,7 +76,7 @@ phases:
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_a_file_is_migrated(tmp_path: Path, ending: str) -> None:
-    """Comments, order, quotes of others and ends of lines stay; a second time nothing is left to do."""
+    """A migration keeps comments, order, quotes and line endings of the file; a second migration changes nothing."""
     path = tmp_path / "first.yaml"
     path.write_bytes(BEFORE.replace("\n", ending).encode())
     path.chmod(0o640)
@@ -211,7 +211,7 @@ def test_a_user_is_told_the_new_name(old: str) -> None:
 
 
 def as_before(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with the names of before."""
+    """Returns the configuration with the earlier names."""
     old = {new: name for name, new in RENAMED.items() if "." in name}
     values = {(name, str(new)): value for (name, value), new in NEW_VALUES.items()}
     found = {}
@@ -227,7 +227,7 @@ def as_before(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rewrite_description(checkpoint: Path) -> None:
-    """Puts the old names into the checkpoint's description, with the sums of the manifest as they then are."""
+    """Writes the earlier names into a checkpoint's description, and updates the manifest's checksums."""
     content = json.loads((checkpoint / DESCRIPTION).read_text())
     before = {"config": as_before(content["config"]), **as_before({"model": content["model"]})}
     text = json.dumps(content | before).encode()
@@ -240,7 +240,8 @@ def rewrite_description(checkpoint: Path) -> None:
 
 
 def test_a_run_that_was_begun_before_resumes(small_run: dict[str, Any]) -> None:
-    """Its folder and its checkpoints have the old names; the curve is that of a run that was never stopped."""
+    """A run whose folder and checkpoints have the earlier names resumes; its curve equals that of a run that never
+    stopped."""
     whole = small_run | {"train": small_run["train"] | {"output": f"{small_run['train']['output']}-whole"}}
     optimus.train(whole)
     optimus.train(small_run, ["train.stop_at=3"])
@@ -257,7 +258,7 @@ def test_a_run_that_was_begun_before_resumes(small_run: dict[str, Any]) -> None:
     rewrite_description(checkpoint)
     assert load_config(folder / "config.yaml").lr_schedule.lr == written["lr_schedule"]["lr"]
     optimus.train(small_run, resume=True)
-    earlier = folder / "config.until-step-3.yaml"  # what it was begun with
+    earlier = folder / "config.until-step-3.yaml"  # the configuration at the run's start
     earlier.write_text(yaml.safe_dump(before, sort_keys=False))
     own = folder.parent / "own.yaml"
     own.write_text(f"include: {folder / 'config.yaml'}\n")

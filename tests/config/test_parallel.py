@@ -1,4 +1,4 @@
-"""Every way in which ranks cannot divide a model is refused when the configuration is read, with its cure."""
+"""Every impossible division of a model over ranks is refused when the configuration is read; the message names a cure."""
 
 import re
 from typing import Any
@@ -68,7 +68,7 @@ def test_a_feed_forward_layer_that_cannot_be_divided() -> None:
     assert tree({**EXPERTS, "intermediate": 90}, {"tensor": 4}).parallel.grid == (
         4,
         1,
-    )  # experts are split by expert_tensor
+    )  # `parallel.expert_tensor` divides the experts
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,8 @@ def test_parts_of_an_expert_that_cannot_be_divided() -> None:
 
 
 def test_tokens_that_cannot_be_divided() -> None:
-    """Rows are split with sequence parallelism, and for experts always; a dense model without it has all on every rank."""
+    """Sequence parallelism and experts divide the tokens of a microbatch; a dense model without it keeps all tokens on
+    every rank."""
     train = {"train": {**TRAIN, "micro_batch": 1, "sequence_length": 30}}
     expected = (
         r"the 30 tokens of a microbatch \(train\.micro_batch 1 x train\.sequence_length 30 / parallel\.context 1\) cannot "

@@ -1,4 +1,4 @@
-"""Numbers as people write them."""
+"""Sizes and counts as people write them."""
 
 import pytest
 

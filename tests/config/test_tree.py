@@ -1,4 +1,4 @@
-"""Combinations that cannot work are refused with the names of the fields; every field is described."""
+"""Impossible combinations are refused with the names of the fields; every field has a description."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Small inputs for the tests of the data room: a tokenizer and documents made from the standard library's sources."""
+"""Small inputs for the tests of `optimus.data`: a tokenizer, and documents made of the standard library's sources."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ from optimus.data.preparation import prepare
 
 @pytest.fixture(scope="session")
 def sources() -> list[str]:
-    """Texts of some tens of KB each."""
+    """Source files of the standard library, of some tens of KB each."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     names = ("argparse", "ast", "bdb", "calendar", "cgitb", "codecs", "copy", "csv", "dis", "heapq", "shutil", "types")
     return [path.read_text(encoding="utf-8") for name in names if (path := folder / f"{name}.py").exists()]
@@ -31,7 +31,7 @@ def tokenizer_file(sources: list[str], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def encode(tokenizer_file: Path) -> Callable[[str], list[int]]:
-    """Text to tokens, as the tokenizers library gives them."""
+    """A function from text to token ids, by the tokenizers library."""
     from tokenizers import Tokenizer
 
     library = Tokenizer.from_file(str(tokenizer_file))
@@ -51,7 +51,7 @@ def lines_file(tmp_path: Path, sources: list[str]) -> Path:
 
 @pytest.fixture(scope="session")
 def prepared(sources: list[str], tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared folder of several shards. Do not change it."""
+    """A prepared folder of several shards. Tests must not change the folder."""
     folder = tmp_path_factory.mktemp("prepared")
     for number, source in enumerate(sources):
         (folder / f"{number}.txt").write_text(source, encoding="utf-8")
@@ -61,7 +61,7 @@ def prepared(sources: list[str], tokenizer_file: Path, tmp_path_factory: pytest.
 
 @pytest.fixture
 def copy(prepared: Path, tmp_path: Path) -> Path:
-    """A copy of the prepared folder, to damage."""
+    """A copy of the prepared folder that tests may damage."""
     import shutil
 
     return Path(shutil.copytree(prepared, tmp_path / "copy"))
@@ -69,7 +69,7 @@ def copy(prepared: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stages() -> Any:
-    """A progress callback that remembers the stages it heard of, in `stages.seen`."""
+    """A progress callback that records the reported stages in `stages.seen`."""
 
     class Stages:
         def __init__(self) -> None:
@@ -84,5 +84,5 @@ def stages() -> Any:
 
 @pytest.fixture
 def no_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look at the inputs finds nothing: what is bad lies further on in a file."""
+    """Makes the quick inspection of inputs find nothing, as if errors came late in a file."""
     monkeypatch.setattr(preparation, "look", lambda text_field, whole, source: Look(None, True))

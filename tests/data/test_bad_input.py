@@ -1,4 +1,4 @@
-"""What `prepare` says about input it cannot use, and that it leaves what exists alone."""
+"""`prepare` names input that it cannot use, and leaves existing output alone."""
 
 import errno
 import gzip
@@ -27,7 +27,7 @@ GOOD = json.dumps({"text": "some words to begin with " * 40}).encode() + b"\n"
 
 @pytest.fixture
 def run(tmp_path: Path, tokenizer_file: Path) -> Callable[..., dict[str, Any]]:
-    """Prepares one file with the given name and content."""
+    """A function that prepares one file with the given name and content."""
 
     def run(name: str, content: bytes, **settings: Any) -> dict[str, Any]:
         path = tmp_path / name
@@ -70,7 +70,7 @@ def test_bad_line_far_into_a_file(run: Callable[..., Any], monkeypatch: pytest.M
 @pytest.mark.parametrize("place", [0, 5, 999_998, 1_048_575, 1_048_577, 1_500_000])
 def test_text_that_is_not_utf8(run: Callable[..., Any], place: int) -> None:
     text = ("héllo wörld, " * 130_000).encode()[:1_600_000]
-    while text[place] >= 0x80:  # a byte between two characters
+    while text[place] >= 0x80:  # moves on to a byte that begins a character
         place += 1
     with pytest.raises(UserError, match=rf"bad\.txt: not UTF-8 at byte {place} "):
         run("bad.txt", text[:place] + b"\xff" + text[place:])
@@ -171,7 +171,7 @@ def test_no_input(tmp_path: Path, tokenizer_file: Path, run: Callable[..., Any])
         run("a.jsonl", b'{"text": ""}\n')
     with pytest.raises(UserError, match=r"only \d+ tokens, too few for one instance of 64.*smaller `context`"):
         run("a.txt", b"a few words", context=64)
-    assert run("a.txt", b"a few words", context=2)["instances"] > 0  # the failures left nothing in the way
+    assert run("a.txt", b"a few words", context=2)["instances"] > 0  # the failures left nothing behind
 
 
 def test_bad_tokenizers(tmp_path: Path, tokenizer_file: Path, run: Callable[..., Any]) -> None:
@@ -317,7 +317,7 @@ def test_disk_that_fills_up_meanwhile(
         if place == "stream":
             patch.setattr(preparation._StreamWriter, "write", fail)
         else:
-            submit = preparation.Helpers.submit  # of a batch, or of the name and rows of a shard
+            submit = preparation.Helpers.submit  # called with a batch, or with the name and rows of a shard
             patch.setattr(preparation.Helpers, "submit", lambda self, *a: submit(self, *a) if len(a) == 1 else fail())
         with pytest.raises(UserError, match=r"disk full while writing .*out\.partial.*run the same command again"):
             run("a.jsonl", GOOD * 100)
@@ -326,7 +326,7 @@ def test_disk_that_fills_up_meanwhile(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, to be given a size."""
+    """A separate file system whose size a test can set."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = os.geteuid() == 0 and shutil.which("mount")
@@ -354,6 +354,6 @@ def test_disk_that_is_really_full(
     for _ in range(2):
         with pytest.raises(UserError, match=r"disk full while writing .*out\.partial.*run the same command again"):
             run(small_disk)
-    assert any((small_disk / "out.partial").glob("shard-*.npy")) == shards  # whichever of the workers was first
+    assert any((small_disk / "out.partial").glob("shard-*.npy")) == shards  # whichever worker was first
     subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
     assert run(small_disk) == whole

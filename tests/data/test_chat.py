@@ -1,4 +1,5 @@
-"""Conversations: prompts are read and not predicted, answers are; the same in batches, in validation and in a loss."""
+"""Conversations: the model reads prompts and predicts answers only; batches, validation and loss agree on the predicted
+tokens."""
 
 import json
 import random
@@ -65,7 +66,7 @@ def test_answers_alone_are_predicted(
     index = prepare([path], tmp_path / "data", pack=pack, workers=2, **given)
     shards = Shards(tmp_path / "data")
     assert (index["dtype"], index["masked"], shards.masked) == ("<u4", True, True)
-    wanted: dict[tuple[int, ...], int] = {}  # times that a stretch is predicted
+    wanted: dict[tuple[int, ...], int] = {}  # predicted token sequences, and how often each occurs
     for chat in conversations:
         for number, turn in enumerate(chat):
             if turn["role"] == "assistant":
@@ -80,7 +81,7 @@ def test_answers_alone_are_predicted(
     assert np.array_equal(batch.tokens_BS, tokens_BS)
     windows = [window for part in read_rows(shards, 10**9) for window in part.windows]
     assert sum(len(window.continuation) for window in windows) == batch.target_mask_BS[:, 1:].sum()
-    if pack == "best-fit":  # conversations are whole, so every answer is
+    if pack == "best-fit":  # conversations are complete, and so are answers
         found: dict[tuple[int, ...], int] = {}
         for window in windows:
             found[tuple(window.continuation)] = found.get(tuple(window.continuation), 0) + 1
@@ -92,7 +93,8 @@ def test_answers_alone_are_predicted(
 def test_a_step_of_which_nothing_is_predicted_has_no_loss(
     tmp_path: Path, tokenizer_file: Path, small_run: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A long question, then a short answer: one sequence to a step, so most steps see of it the question alone."""
+    """A sequence with question tokens only has no loss: a long question precedes a short answer, at one sequence per
+    step."""
     chat, asked = tmp_path / "chat.jsonl", [message("user", "why? " * 200), message("assistant", "because")]
     chat.write_text(2 * f"{json.dumps({'messages': asked})}\n")
     prepare([chat], tmp_path / "asked", tokenizer=tokenizer_file, context=32, text_field="chat:messages")

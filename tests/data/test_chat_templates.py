@@ -1,4 +1,4 @@
-"""Published chat templates give the tokens, and the mask of what the assistant says, that `transformers` gives."""
+"""Published chat templates give the tokens and the mask of assistant tokens that `transformers` gives."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ from optimus.evaluation.text import read_rows
 
 transformers = pytest.importorskip("transformers", reason="needs transformers (`make install-dev`)")
 
-# Those that trl does not have, as they are in the tokenizer_config.json of their models.
+# Templates that trl lacks, copied from the tokenizer_config.json of the models.
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -62,7 +62,7 @@ MARKED = [
     "phi3_training",
 ]
 WITHOUT_SYSTEM = ("mistral", "gemma")
-# Whose answers are written otherwise when the conversation goes on, so that only the last one can be told.
+# Templates that render an answer differently when the conversation continues; only the last answer can be located.
 UNLIKE_LATER = ("qwen3", "gptoss")
 
 
@@ -77,7 +77,7 @@ def source_of(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def folder_of(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Makes a tokenizer's folder, as published, with a template and its special tokens."""
+    """A function that writes a tokenizer's folder, as published, with a template and its special tokens."""
 
     def made(source: str) -> Path:
         folder = tmp_path_factory.mktemp("tokenizer")
@@ -117,7 +117,7 @@ def conversations(name: str) -> list[list[dict[str, Any]]]:
 
 @pytest.fixture
 def one_day(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`transformers` writes the day on which it runs."""
+    """Fixes the date that `transformers` writes into prompts."""
 
     class Then(datetime):
         @classmethod
@@ -145,16 +145,16 @@ def test_tokens_and_mask_are_those_of_transformers(folder_of: Any, name: str) ->
         assert ids == found["input_ids"]
         if marked:
             mask = found["assistant_masks"]
-        else:  # by rendering what comes before an answer, and that with it
+        else:  # renders the conversation up to each answer, and with the answer
             mask = [0] * len(ids)
             for number, message in enumerate(messages):
                 if message["role"] == "assistant":
                     begin = theirs.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True)
-                    begin = begin.removesuffix("<think>\n")  # which DeepSeek's asks with
+                    begin = begin.removesuffix("<think>\n")  # DeepSeek's generation prompt ends with this
                     end = theirs.apply_chat_template(messages[: number + 1], tokenize=False)
                     end = (
                         end if own.text.startswith(end) else end.removesuffix("</s>")
-                    )  # Phi-3's, of the last turn alone
+                    )  # Phi-3 ends only the last turn so
                     assert own.text.startswith(begin)
                     assert own.text.startswith(end)
                     encoding = theirs(own.text, add_special_tokens=False)
@@ -211,7 +211,8 @@ SPECIAL = [
 def test_what_is_predicted_by_templates_without_marks(
     name: str, messages: list[dict[str, Any]], predicted: list[str]
 ) -> None:
-    """What the assistant says and its end; not a heading that has the same letters, nor what a tool says."""
+    """The predicted text is the assistant's content with its end mark; headings of equal spelling and tools' results
+    are not predicted."""
     own = ChatTemplate(source_of(name)).conversation(messages, "here", special=SPECIAL)
     assert [own.text[first:last] for first, last in own.predicted or ()] == predicted
 
@@ -288,7 +289,8 @@ def test_names_of_arguments_and_tools_stay_text_too() -> None:
 
 
 def test_what_a_message_spells_stays_text(folder_of: Any) -> None:
-    """A special token in what somebody says is no token, unless that is asked for; an emoji at a border is whole."""
+    """A special token's spelling inside a message stays text, unless `parse_special` is set; an emoji at a border is
+    not split."""
     folder = folder_of(CHATML)
     as_tokens, as_text = (load(folder / "tokenizer.json", parse_special=special) for special in (True, False))
     said = [
@@ -299,7 +301,7 @@ def test_what_a_message_spells_stays_text(folder_of: Any) -> None:
     own = template.conversation(said, "here", special=special_texts(as_tokens))
     assert own.text == template.render(said, "here")
     ids, predicted = own.encoded(as_tokens, as_text)
-    assert ids.count(as_tokens.token_to_id("<|im_end|>")) == 2  # those of the template
+    assert ids.count(as_tokens.token_to_id("<|im_end|>")) == 2  # the template's own
     assert as_text.decode(ids, skip_special_tokens=False) == own.text
     assert as_text.decode([id for id, each in zip(ids, predicted) if each], skip_special_tokens=False) == (
         "<|im_end|>\U0001f600<|im_end|>\n"
@@ -310,7 +312,8 @@ def test_what_a_message_spells_stays_text(folder_of: Any) -> None:
 
 
 def test_prepared_data_has_the_template_of_its_tokenizer(folder_of: Any, tmp_path: Path) -> None:
-    """In its index, so that it is part of the data's digest; and data that is prepared by that data's tokenizer, too."""
+    """The index holds the tokenizer's template, so the data's digest covers the template. Data prepared with another
+    data set's tokenizer holds the same template."""
     folder, messages = folder_of(ZEPHYR), conversations("zephyr")
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages * 8))
@@ -327,7 +330,7 @@ def test_prepared_data_has_the_template_of_its_tokenizer(folder_of: Any, tmp_pat
             for at in range(len(stored) - len(ids) + 1)
             if [token & (INSIDE - 1) for token in stored[at : at + len(ids)]] == ids
         ]
-        assert len(places) >= 4  # what fills no row is left out
+        assert len(places) >= 4  # conversations of an incomplete last row are dropped
         for at in places:
             own = [not token & NOT_PREDICTED for token in stored[at : at + len(ids)]]
             assert 0 < sum(own) < len(own)
@@ -372,7 +375,7 @@ def test_files_beside_a_tokenizer_that_are_none(tmp_path: Path, files: dict[str,
 
 
 def test_which_of_several_templates(tmp_path: Path) -> None:
-    """The default one by its name; a file of its own before both."""
+    """`ChatTemplate.beside` takes the template named default; a chat_template.jinja file has precedence."""
     several = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "plain"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several, "bos_token": None}))
     assert ChatTemplate.beside(tmp_path / "tokenizer.json", "</s>").source == "plain"
@@ -401,7 +404,7 @@ def test_a_template_can_do_nothing_but_write(source: str) -> None:
 
 
 def test_characters_that_are_none() -> None:
-    """Marks are characters that the text has not."""
+    """Characters of the text are never used as internal marks; a text with all mark characters is refused."""
     said = "".join(chat._MARKS[:5])
     own = ChatTemplate().conversation([{"role": "assistant", "content": said}], "here", special=["<x>"])
     assert own == Conversation(f"<|assistant|>\n{said}", ((14, 19),))
@@ -411,7 +414,8 @@ def test_characters_that_are_none() -> None:
 
 @pytest.mark.parametrize("name", ["ours", "chatml"])
 def test_from_conversations_to_an_answer(folder_of: Any, tmp_path: Path, name: str) -> None:
-    """What a run has learned by heart it answers, and its turn ends; an export has the template for `transformers`."""
+    """A run that overfits conversations answers as trained and ends its turns; its export has the chat template for
+    `transformers`."""
     turns = [("what is it?", "it is so"), ("and that?", "that is not")]
     chats = tmp_path / "chats.jsonl"
     said = [[{"role": "user", "content": asked}, {"role": "assistant", "content": answer}] for asked, answer in turns]
@@ -454,7 +458,8 @@ def test_a_model_without_conversations_has_no_template(small_run: dict[str, Any]
 
 
 def test_data_that_does_not_go_together_is_refused_by_the_check(folder_of: Any, tmp_path: Path) -> None:
-    """Folders of two templates, as a model has one; and validation of which nothing is predicted."""
+    """`check` refuses data sets with different templates, because a model has one, and validation data without
+    predicted tokens."""
     one, other = folder_of(CHATML), folder_of(CHATML)
     (other / "chat_template.jinja").write_text(CHATML + " ")
     said = [turn("user", "a long question " * 100), turn("assistant", "b")]

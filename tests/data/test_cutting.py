@@ -1,4 +1,4 @@
-"""Cut documents give the tokens of whole ones."""
+"""Documents cut into pieces give the tokens of whole documents."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_stress_with_real_tokenizers(shared_data: Path, name: str, text: str) ->
 
 def test_cuts_that_would_change_tokens_are_refused(tokenizer_file: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    # Holds the places between words that would be taken otherwise.
+    # These tokens contain spaces between words, so a cut at such a space would change the tokens.
     tokenizer.add_tokens([AddedToken("fox jumps", normalized=False), AddedToken("dog the", normalized=False)])
     assert check("fox jumps dog the " * 1500, lambda part: list(tokenizer.encode(part).ids)) > 1
 

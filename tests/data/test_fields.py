@@ -1,4 +1,4 @@
-"""Fields inside of others, templates of several, and tables that hold them: the same text from every format."""
+"""Nested fields, templates of several fields, and nested tables give the same text from every file format."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def texts(path: Path, field: str) -> list[str]:
 
 
 def written(folder: Path, kind: str) -> Path:
-    """The records in a file of that kind."""
+    """Writes the records into a file of this kind and returns its path."""
     path, table = folder / f"records.{kind.partition('-')[0]}", pa.Table.from_pylist(RECORDS)
     if kind == "jsonl":
         path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
@@ -68,7 +68,7 @@ def test_reading_goes_on_at_any_row(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_folder_of_datasets_is_prepared(tmp_path: Path, tokenizer_file: Path) -> None:
-    """As `Dataset.save_to_disk` writes one: Arrow files beside JSON that says what they are."""
+    """A folder written by `Dataset.save_to_disk` (Arrow files and JSON metadata) gives the same shards as JSON lines."""
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(RECORDS).save_to_disk(tmp_path / "saved")
     counts: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The output of `prepare` does not depend on interruptions: killed at any moment, it goes on to the same bytes."""
+"""The output of `prepare` is independent of interruptions: killed at any moment, it resumes and writes the same bytes."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from optimus.data.preparation import prepare
 
 
 class Here:
-    """In place of helper processes, which take a second to start."""
+    """Stands in for helper processes, which take a second to start."""
 
     def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:
         self.count, self._serve = count, make(*args)
@@ -38,9 +38,9 @@ class Here:
 
 @pytest.fixture
 def inputs(tmp_path: Path, sources: list[str], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Documents of many pieces, in files of all kinds of readers, of which half are there before, in other white space."""
+    """Documents of many pieces in files for every reader; half of them duplicate others with different white space."""
     monkeypatch.setattr(preparation, "Helpers", Here)
-    monkeypatch.setattr(os, "fsync", lambda file: None)  # which a kill does not ask for
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # a process kill needs no fsync
     for module, name, value in ((cutting, "PIECE", 300), (documents, "PIECE", 300), (cutting, "WINDOW", 40)):
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(documents, "BLOCK", 600)
@@ -59,7 +59,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def moments(partial: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what is on the disk, which a kill would leave there, around whatever writes."""
+    """Copies the files on disk, as a kill would leave them, before and after every function that writes."""
 
     def watched(where: Any, name: str) -> None:
         function = getattr(where, name)
@@ -110,7 +110,7 @@ def test_a_kill_at_any_moment_changes_nothing(
     expected, copies = contents(tmp_path / "out"), sorted((tmp_path / "copies").iterdir())
     for number, copy in enumerate(part_of(copies, 3)):
         copy.rename(tmp_path / "again.partial")
-        if number % 4 == 0:  # some are killed once more, or interrupted
+        if number % 4 == 0:  # some are killed or interrupted once more
             generator = random.Random(number)
             with monkeypatch.context() as stopping, suppress(Killed, KeyboardInterrupt):
                 end_at(generator.randrange(1, 8), generator.choice([Killed, KeyboardInterrupt]), stopping)
@@ -121,11 +121,11 @@ def test_a_kill_at_any_moment_changes_nothing(
 
 
 class Killed(BaseException):
-    """What nothing catches."""
+    """Stands for a kill: no handler catches this exception."""
 
 
 def end_at(number: int, how: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a commit, or behind it."""
+    """Raises `how` in the numbered commit: before the write for even numbers, after it for odd ones."""
     calls, write = [], preparation._StreamWriter.commit
     monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
 
@@ -142,7 +142,8 @@ def end_at(number: int, how: type[BaseException], monkeypatch: pytest.MonkeyPatc
 def test_signatures_of_long_documents_are_of_their_normalised_text(
     inputs: Path, tokenizer_file: Path, tmp_path: Path
 ) -> None:
-    """Whatever white space, letters and form of Unicode they have and wherever they are cut; files, lines and rows alike."""
+    """Signatures of long documents are independent of white space, case, Unicode form and cuts, and equal for text
+    files, JSON lines and tables."""
     text = (inputs / "0.txt").read_text(encoding="utf-8").strip() + " caf\u00e9 \ufb01n"
     shutil.rmtree(inputs)
     inputs.mkdir()

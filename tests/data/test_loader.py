@@ -1,4 +1,4 @@
-"""The loader: each rank's part of every global batch, from any step, read ahead."""
+"""The loader gives each rank its part of every global batch, from any first step, and reads ahead."""
 
 import gc
 import threading
@@ -21,7 +21,7 @@ def loader_of(shards: Shards, global_batch: int, **settings: int) -> TokenLoader
 
 
 def rows(loader: TokenLoader, step: int) -> np.ndarray:
-    """Those of the one source that a step of `loader_of` reads."""
+    """Returns the rows of the loader's only source that a step reads."""
     phase, places = loader.places(step)
     found, parts = phase.sources[0].rows(phase.mixture.locate(places)[1], loader._seed)
     assert not parts.any()
@@ -47,7 +47,7 @@ def test_first_epoch_is_the_stored_order(prepared: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ranks_partition_every_global_batch(prepared: Path, ranks: int) -> None:
     shards = Shards(prepared)
-    start = shards.instances // 24 - 2  # runs into the second epoch
+    start = shards.instances // 24 - 2  # continues into the second epoch
     whole = take(shards, 5, global_batch=24, start_step=start, seed=5)
     parts = [take(shards, 5, global_batch=24, rank=r, ranks=ranks, start_step=start, seed=5) for r in range(ranks)]
     for step in range(5):
@@ -114,7 +114,7 @@ def test_reads_ahead_and_no_further(prepared: Path, monkeypatch: pytest.MonkeyPa
 def test_a_failure_of_the_reader_reaches_the_consumer(copy: Path) -> None:
     path = copy / "shard-00001.npy"
     data = bytearray(path.read_bytes())
-    data[130] ^= 1  # in its first instance
+    data[130] ^= 1  # in the shard's first instance
     path.write_bytes(data)
     shards = Shards(copy)
     good = shards.index["shards"][0]["instances"] // 10
@@ -141,7 +141,7 @@ def test_threads_end(prepared: Path) -> None:
 
 
 def test_a_later_epoch_begins_without_reading_all_shards(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its instances lie everywhere: whole shards would be nearly all of the data, on every rank."""
+    """The instances of a later epoch are spread over all shards, so the loader checks no checksums of whole shards."""
     shards = Shards(prepared)
     hashed: list[Path] = []
     monkeypatch.setattr("optimus.data.tokenizer.file_sha256", hashed.append)

@@ -1,4 +1,4 @@
-"""The text of HTML pages: what is seen of them, however they come in chunks."""
+"""The visible text of HTML pages, read in chunks of any size."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Inputs of which some cannot be read: one message lists them all, the cures in it work, and the rest can be prepared."""
+"""Inputs with unreadable files: one message lists all of them, the proposed cures work, and the remaining files can be
+prepared."""
 
 import gzip
 import io
@@ -43,12 +44,12 @@ GOOD = {
     "n.html": b"<p>some page",
     "z.jsonl.gz": gzip.compress(lines(TEXT[9:])),
 }
-# Of ten kinds: what each file holds, and what is said of it.
+# Ten kinds of unreadable files: the content, and the expected message.
 COMPRESSED = gzip.compress(lines(*(os.urandom(40).hex() for _ in range(300))))
 ZSTD = zstandard.ZstdCompressor().compress(lines(*(os.urandom(40).hex() for _ in range(300))))
 PDF = b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n" + os.urandom(3000)
 BAD: dict[str, tuple[bytes, str]] = {
-    # encodings
+    # Encodings
     "1-latin.txt": (TEXT.encode("latin-1"), ": not UTF-8 at byte 13 (invalid continuation byte). Convert it to UTF-8, or "
                     "name its encoding: `encoding='cp1252'` reads it as Western text."),
     "1-latin.html": (b"<p>" + TEXT.encode("latin-1"), ": not UTF-8 at byte 16 "),
@@ -87,12 +88,12 @@ BAD: dict[str, tuple[bytes, str]] = {
                       "Convert it: jq -c '.[]' OLD > NEW.jsonl"),
     "6-array.json.gz": (gzip.compress(b'\n[\n{"text": "x"}\n]\n'), ":2: a JSON array"),
     "6-pretty.jsonl": (b'{\n "text": "x"\n}\n', ":1: a JSON object of several lines"),
-    # broken lines
+    # Broken lines
     "7-cut.jsonl": (lines("x", "y") + b'{"text": "wor', ":3: not valid JSON"),
     "7-middle.jsonl": (lines("x") + b"words\n" + lines("y"), ":2: not valid JSON"),
     "7-cells.csv": (b"id,text\n1,words\n2,more, words\n", ":3: a row of 3 cells, but the first has 2."),
     "7-quote.csv": (b'id,text\n1,"words\n2,more\n', ":3: not readable as a table"),
-    # compression
+    # Compression
     "8-cut.jsonl.gz": (COMPRESSED[:-50], ": damaged or truncated compressed file"),
     "8-changed.jsonl.gz": (COMPRESSED[:2000] + bytes(50) + COMPRESSED[2050:], ": damaged or truncated compressed file"),
     "8-cut.jsonl.zst": (ZSTD[:-50], ": damaged or truncated compressed file"),
@@ -102,7 +103,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "9-empty.parquet": (b"", ": not a readable parquet file"),
     "9-other.arrow": (TEXT.encode(), ": not a readable Arrow file"),
 }  # fmt: skip
-REFUSED = "10-private.txt"  # may not be read
+REFUSED = "10-private.txt"  # a file without read permission
 
 
 def write(folder: Path, contents: dict[str, bytes]) -> Path:
@@ -119,7 +120,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def run(tmp_path: Path, tokenizer_file: Path) -> Callable[..., dict[str, Any]]:
-    """Prepares the folder `in`, or another, into `out`, or another."""
+    """A function that prepares the folder `in`, or another, into `out`, or another."""
 
     def run(folder: str = "in", output: str = "out", **given: Any) -> dict[str, Any]:
         settings = {"context": 16, "workers": 1, **given}
@@ -132,13 +133,13 @@ def run(tmp_path: Path, tokenizer_file: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def messy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder `in` of good files among bad ones, and one `good` without these."""
+    """A folder `in` of good and bad files; a folder `good` has only the good ones."""
     folder = write(tmp_path / "in", GOOD | {name: content for name, (content, _) in BAD.items()} | {REFUSED: b"words"})
     write(tmp_path / "good", GOOD)
     opened = Path.open
 
     def refuse(path: Path, *given: Any, **named: Any) -> Any:
-        if path.name == REFUSED:  # as root may read all
+        if path.name == REFUSED:  # because root may read any file
             raise PermissionError(13, "Permission denied", str(path))
         return opened(path, *given, **named)
 
@@ -172,7 +173,7 @@ def test_the_rest_is_prepared_as_if_it_were_alone(
 ) -> None:
     if tried:
         with pytest.raises(UserError, match="41 of"):
-            run(**given, seed=1)  # also with other settings: nothing was done
+            run(**given, seed=1)  # another seed is fine: nothing has been done
     index = run(**given, skip_bad=True)
     (tmp_path / "in").rename(tmp_path / "all")
     (tmp_path / "good").rename(tmp_path / "in")
@@ -195,7 +196,7 @@ def test_complete_data_is_found_again(messy: Path, run: Callable[..., Any], stag
 
 
 def deep(kind: str) -> tuple[str, bytes]:
-    """A file whose end is bad."""
+    """Returns the name and content of a file with an error near its end."""
     many, compress = lines(*(os.urandom(40).hex() for _ in range(300))), zstandard.ZstdCompressor().compress
     return {
         "line": ("m.jsonl", many + b"words\n"),
@@ -213,7 +214,7 @@ def deep(kind: str) -> tuple[str, bytes]:
 def test_what_is_bad_far_into_a_file(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tried: bool, dedup: str
 ) -> None:
-    """The look does not reach it: the work finds it, and all others behind it."""
+    """The quick inspection misses an error deep in a file; `prepare` finds it later, and with it all other bad files."""
     for module, name, value in ((inspection, "LIMIT", 100), (files, "READ", 256), (documents, "BLOCK", 600)):
         monkeypatch.setattr(module, name, value)
     for module, name, value in ((documents, "PIECE", 300), (cutting, "PIECE", 300), (cutting, "WINDOW", 40)):
@@ -264,7 +265,7 @@ def test_a_run_that_skipped_goes_on_after_an_interruption(
 def test_a_tokenizer_is_trained_on_good_files_alone(
     run: Callable[..., Any], tmp_path: Path, no_look: None, monkeypatch: pytest.MonkeyPatch, later: bool
 ) -> None:
-    """Also where a file turns out to be bad as the tokenizer is trained, or later."""
+    """A tokenizer is trained on good files only, even if a file proves bad during or after that training."""
     if later:
         sample = lambda run: (source.path.read_bytes().decode(errors="replace") for source in run.sources.files)  # noqa: E731
         monkeypatch.setattr(preparation, "_training_sample", sample)
@@ -279,19 +280,19 @@ def test_a_tokenizer_is_trained_on_good_files_alone(
 def test_a_bad_file_that_is_mended_is_read(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a run that goes on from one which left it out."""
+    """A resumed run reads a repaired file that the first attempt skipped."""
     write(tmp_path / "in", {**GOOD, "zz.jsonl": b"bad\n"})
     with monkeypatch.context() as patch:
         patch.setattr(preparation._StreamWriter, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(skip_bad=True)
     write(tmp_path / "in", {"zz.jsonl": lines("mended")})
-    index = run(seed=1)  # nothing was tokenised, so that other settings are no matter
+    index = run(seed=1)  # another seed is fine: no token has been stored
     assert (index["bad_files"], index["sources"][0]["files"]) == ([], len(GOOD) + 1)
 
 
 def test_the_field_that_is_named_reads_the_files(run: Callable[..., Any], tmp_path: Path) -> None:
-    """With what the first attempt has left in the way."""
+    """The field that the message proposes reads the files, beside the partial output of the first attempt."""
     table = f'id,content\n1,"{TEXT}"\n'.encode()
     write(
         tmp_path / "in", {"a.jsonl": lines(TEXT, field="content"), "b.parquet": parquet(content=[TEXT]), "c.csv": table}
@@ -308,7 +309,7 @@ def test_the_field_that_is_named_reads_the_files(run: Callable[..., Any], tmp_pa
 def test_the_encoding_that_is_named_reads_the_files(
     run: Callable[..., Any], tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the same text in UTF-8, also beside files in UTF-8, which stay what they are."""
+    """Files in the encoding that the message proposes give the same text as UTF-8; UTF-8 files beside them stay UTF-8."""
     monkeypatch.setattr(files, "READ", 97)
     text = {
         "jsonl": json.dumps({"text": TEXT}, ensure_ascii=False),
@@ -352,7 +353,7 @@ def test_encodings(run: Callable[..., Any], tmp_path: Path) -> None:
 
 
 def test_files_that_are_named(tmp_path: Path, tokenizer_file: Path) -> None:
-    """One of a kind that is not read is listed with the others; in a folder it is no input."""
+    """A named file of an unsupported kind is listed with the bad files; inside a folder, such a file is ignored."""
     write(tmp_path, {"a.txt": TEXT.encode(), "b.pdf": PDF, "c.json": b"[]", "d.jsonl": b"bad\n"})
     inputs = [tmp_path / name for name in ("a.txt", "b.pdf", "c.json", "d.jsonl")]
     with pytest.raises(UserError) as raised:
@@ -376,7 +377,7 @@ def test_nothing_good_is_left(run: Callable[..., Any], tmp_path: Path) -> None:
 def test_a_disk_that_fails_is_no_bad_file(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is left out must not depend on the weather."""
+    """An input/output error is no bad file: skipped files must not depend on transient errors."""
     write(tmp_path / "in", GOOD)
     opened = Path.open
 
@@ -395,7 +396,8 @@ def test_a_disk_that_fails_is_no_bad_file(
 def test_large_files_are_looked_at_whole_where_something_is_bad(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to a size in all; beyond that, the message says what has been looked at."""
+    """Once a file is bad, large files are inspected whole up to a total size; beyond, the message says how much was
+    inspected."""
     for module, name, value in ((inspection, "LIMIT", 100), (documents, "BLOCK", 600)):
         monkeypatch.setattr(module, name, value)
     late = lines(*"abcdefgh" * 300) + b"words\n"
@@ -426,7 +428,7 @@ def test_helpers_look_at_much(run: Callable[..., Any], messy: Path, monkeypatch:
 def test_wide_text_is_not_read_in_another_encoding(
     run: Callable[..., Any], tmp_path: Path, stored: str, named: str
 ) -> None:
-    """Of which most take any bytes, and give garbage."""
+    """UTF-16 and UTF-32 files are refused under another encoding, even if that encoding can decode any bytes."""
     write(tmp_path / "in", {"a.txt": TEXT.encode(stored), "b.txt": TEXT.encode("latin-1")})
     if named == stored:
         (tmp_path / "in" / "b.txt").unlink()
@@ -452,7 +454,7 @@ def test_files_of_different_encodings(run: Callable[..., Any], tmp_path: Path) -
 
 
 def test_what_is_no_file(run: Callable[..., Any], tmp_path: Path) -> None:
-    """It is listed, and opened by nobody: a pipe would wait."""
+    """Broken links and pipes are listed and never opened: reading a pipe would block."""
     folder = write(tmp_path / "in", GOOD)
     (folder / "b.txt").symlink_to(tmp_path / "gone.txt")
     (folder / "l.txt").symlink_to("l.txt")
@@ -476,7 +478,7 @@ def test_what_is_no_file(run: Callable[..., Any], tmp_path: Path) -> None:
 
 
 def test_names_that_are_not_printable(run: Callable[..., Any], tmp_path: Path, stages: Any) -> None:
-    """They are written as escapes, and found again."""
+    """Unprintable file names are shown with escapes, and a second run recognises them."""
     folder = write(tmp_path / "in", GOOD)
     names = [b"n\xff.jsonl", b"esc\x1b[31m.jsonl", "turned\u202e.jsonl".encode(), b"two\nlines.jsonl"]
     for name in names:

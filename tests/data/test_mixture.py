@@ -1,4 +1,4 @@
-"""Mixtures: exact counts at every place, found from any place without those before it."""
+"""Mixtures: exact counts at every position; any position is located directly."""
 
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ def test_no_source_is_off_by_more_than_one_after_any_number_of_places(weights: l
     source_N, index_N = mixture.locate(np.arange(3 * sum(weights)))
     counts = np.zeros(len(weights), dtype=int)
     for place, (source, index) in enumerate(zip(source_N.tolist(), index_N.tolist())):
-        assert index == counts[source]  # every sequence of a source once, in order
+        assert index == counts[source]  # each sequence of a source once, in order
         counts[source] += 1
         assert mixture.counts(place + 1) == counts.tolist()
         assert np.abs(counts - fractions(mixture, place + 1)).max() <= 1
@@ -29,7 +29,8 @@ def test_no_source_is_off_by_more_than_one_after_any_number_of_places(weights: l
 
 
 def test_no_source_is_off_by_one_for_any_weights() -> None:
-    """Random ones, of ratios up to 10^6, and powers, where trees are off by most; anywhere in 10^9 places."""
+    """Every source is off by less than one anywhere in 10^9 positions: for random weights with ratios up to 10^6, and
+    for powers, the worst case of trees."""
     generator = np.random.default_rng(0)
     for number in range(200):
         size = int(generator.integers(1, 51))
@@ -67,12 +68,13 @@ def test_weights_are_taken_as_they_are_written() -> None:
 
 
 def test_neighbouring_places_alternate() -> None:
-    """Equal sources take turns, so that every batch has the mixture."""
+    """Sources of equal weight alternate, so every batch has the mixture."""
     source_N, _ = Mixture([1, 1]).locate(np.arange(100))
     assert all(a != b for a, b in pairwise(source_N.tolist()))
 
 
-# Rounding in a tree of the sources is off by more than one here: equal ones, ratios near the golden section, powers.
+# Weights for which rounding in a tree of sources is off by more than one: equal ones, ratios near the golden section,
+# powers.
 HARD = [
     [1] * 45,
     [1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89],
@@ -82,7 +84,8 @@ HARD = [
 
 
 def assert_off_by_less_than_one(weights: list[int], start: int, places: int) -> None:
-    """Exactly, by whole numbers; and that each sequence of a source comes once, in order."""
+    """Asserts in integer arithmetic that counts are off by less than one, and that each source's sequences come once
+    and in order."""
     order, total = Mixture(weights), sum(weights)
     counts = order.counts(start)
     assert sum(counts) == start
@@ -101,7 +104,7 @@ def test_earliest_deadlines_are_off_by_less_than_one(weights: list[int]) -> None
 
 
 def test_blocks_fit_together_for_any_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the borders of many blocks, of one group and of two."""
+    """Neighbouring blocks fit together, for mixtures of one and of two groups."""
     monkeypatch.setattr(module, "_LEAST", 1)
     generator, groups = np.random.default_rng(3), set()
     for _ in range(150):
@@ -115,8 +118,11 @@ def test_blocks_fit_together_for_any_weights(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_place_is_found_in_a_block_of_few() -> None:
-    """So that 10^9 rows of 50 sources are sought in under 1 ms, at 2 microseconds a place of a block: of weights between 1
-    and 10^7, of those of Zipf's law, and of powers that are 10^4 times each other."""
+    """A block holds fewer than 500 positions, at 2 microseconds per position: a search among 10^9 rows of 50 sources
+    takes less than 1 ms.
+
+    The weights are between 1 and 10^7, those of Zipf's law, and powers with ratios up to 10^4.
+    """
     generator = np.random.default_rng(1)
     zipf = [round(1e6 / rank) for rank in range(1, 51)]
     for weights in generator.integers(1, 10**7, 50).tolist(), zipf, [round(1e5 * 1.62**power) for power in range(20)]:

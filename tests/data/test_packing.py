@@ -1,4 +1,4 @@
-"""Best-fit packing: no document that fits into a row is cut, the same rows for any workers and after any kill."""
+"""Best-fit packing cuts no document that fits into a row, and gives the same rows for any workers and after any kill."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ CONTEXT = 256
 
 
 def defined(lengths: list[int], room: int) -> list[int]:
-    """Best-fit decreasing by its definition: what each row has left in the end, sorted."""
+    """Returns the sorted free space of each row under the definition of best-fit decreasing."""
     left: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [space for space in left if space >= length]
@@ -41,7 +41,7 @@ def test_it_is_best_fit_decreasing() -> None:
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of documents of very different lengths, some of them longer than the context."""
+    """A file of documents of very different lengths, some longer than the context."""
     import sysconfig
 
     text = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text(encoding="utf-8") * 2
@@ -84,7 +84,8 @@ def test_no_document_that_fits_is_cut(
 def test_the_same_bytes_for_any_number_of_workers_and_after_kills(
     documents: Path, tokenizer_file: Path, tmp_path: Path
 ) -> None:
-    """Killed as soon as it packs, and when the first shard is done; each time the next run goes on."""
+    """Any number of workers gives the same bytes; so does a run killed at the start of packing, and after the first
+    shard."""
     for workers in (1, 3):
         given = {"tokenizer": tokenizer_file, "context": CONTEXT, "shard_size": 30_000}
         prepare([documents], tmp_path / str(workers), pack="best-fit", workers=workers, **given)

@@ -1,4 +1,4 @@
-"""The permutation is a bijection, and looks like one drawn uniformly."""
+"""The permutation is a bijection with the statistics of a uniform random one."""
 
 import math
 
@@ -11,7 +11,8 @@ from optimus.data.permutation import Permutation
 
 
 def excess(counts: np.ndarray, degrees: int) -> float:
-    """Chi-square of counts against a uniform distribution, in standard deviations above its mean (normal approx.)."""
+    """Returns the chi-square of counts against uniform ones, in standard deviations above its mean (normal
+    approximation)."""
     expected = counts.sum() / counts.size
     return float((((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees))
 
@@ -69,7 +70,7 @@ def test_keys_differ_and_repeat() -> None:
     first = Permutation(1000, "epoch", 0, 1)(indices)
     assert np.array_equal(first, Permutation(1000, "epoch", 0, 1)(indices))
     for other in (("epoch", 0, 2), ("epoch", 1, 1), ("shuffle", 0, 1)):
-        # Two random permutations agree in one place on average.
+        # Two random permutations agree at one position on average.
         assert (Permutation(1000, *other)(indices) == first).sum() < 10
 
 

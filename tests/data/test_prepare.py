@@ -1,4 +1,4 @@
-"""`prepare`: what it writes, whatever the number of workers and however often it is interrupted."""
+"""The output of `prepare`, which is independent of the number of workers and of interruptions."""
 
 import contextlib
 import gzip
@@ -38,7 +38,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def stream(folder: Path) -> np.ndarray:
-    """The tokens of a prepared folder in the order of the documents: the shuffle taken back."""
+    """Returns the tokens of a prepared folder in document order, with the shuffle undone."""
     shards = Shards(folder)
     rows = shards.rows(0, shards.instances)
     source = Permutation(shards.instances, "shuffle", shards.index["seed"])(np.arange(shards.instances))
@@ -325,7 +325,7 @@ def test_killed_ten_times_gives_the_same_bytes(
         run.kill()
         if run.wait() == -signal.SIGKILL:
             kills += 1
-        elif (tmp_path / "killed").exists():  # done before the kill: begin anew
+        elif (tmp_path / "killed").exists():  # finished before the kill: starts anew
             assert contents(tmp_path / "killed") == expected
             shutil.rmtree(tmp_path / "killed")
     assert start("killed").wait() == 0
@@ -333,7 +333,7 @@ def test_killed_ten_times_gives_the_same_bytes(
     assert not list(tmp_path.glob("*.partial"))
 
 
-# Waits at the stage that is named first, long enough for a signal. A stage begins with a report of nothing done.
+# Waits in the stage named by the first argument, long enough for a signal. Each stage first reports zero progress.
 STOPPABLE = """
 import sys, time
 from optimus import cli
@@ -365,7 +365,7 @@ def test_signals_end_it_in_order(tmp_path: Path, lines_file: Path, stage: str, n
     assert run.stdout is not None
     assert run.stdout.readline() == f"{stage}\n"
     helpers = psutil.Process(run.pid).children()
-    assert helpers or stage == "train tokenizer"  # which begins with reading
+    assert helpers or stage == "train tokenizer"  # this stage first reads the files, without helpers
     run.send_signal(number)
     said = run.communicate()[1]
     assert run.returncode == 128 + number
@@ -380,7 +380,7 @@ def test_signals_end_it_in_order(tmp_path: Path, lines_file: Path, stage: str, n
 
 
 def test_tokenizer_training_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_file: Path) -> None:
-    """It waits where Python sees signals, not in the library's code."""
+    """Tokenizer training waits in Python code, which sees signals, instead of inside the library."""
     waited: list[bool] = []
 
     def interrupted(future: Any, timeout: float | None = None) -> None:
@@ -398,7 +398,7 @@ def test_tokenizer_training_ends_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_stopped_at_any_rename_or_removal_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Path, sources: list[str], tokenizer_file: Path, nth: int
 ) -> None:
-    """The moments between which the folder changes its state, one by one, up to the final rename."""
+    """`prepare` resumes after a stop at every rename and removal of the folder, up to the final rename."""
     for number, source in enumerate(sources):
         (tmp_path / f"{number}.txt").write_text(source, encoding="utf-8")
 
@@ -431,7 +431,7 @@ def test_stopped_at_any_rename_or_removal_resumes(
             assert not (tmp_path / "out").exists()
     run()
     whole, index = contents(prepared), json.loads((tmp_path / "out" / "index.json").read_bytes())
-    index["sources"][0]["name"] = prepared.parent.name  # the input folder's own name is all that may differ
+    index["sources"][0]["name"] = prepared.parent.name  # only the name of the input folder may differ
     assert {**contents(tmp_path / "out"), "index.json": index} == {
         **whole,
         "index.json": json.loads(whole["index.json"]),
@@ -439,7 +439,7 @@ def test_stopped_at_any_rename_or_removal_resumes(
     assert not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "txt"])  # the error is found by a helper, by the reader
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])  # a helper finds the error; the reader finds it
 def test_a_mended_file_does_not_cost_the_work_before_it(
     tmp_path: Path, sources: list[str], tokenizer_file: Path, encode: Encode, kind: str, no_look: None
 ) -> None:
@@ -485,7 +485,7 @@ def test_progress_names_the_stages(tmp_path: Path, lines_file: Path, stages: Any
 @pytest.mark.slow
 @pytest.mark.in_turn(1, 4)
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, sources: list[str], tokenizer_file: Path) -> None:
-    """A document, and JSON lines, of 24 MB each: encoded at once, either would take more than a gigabyte."""
+    """A text file and a JSON lines file of 24 MB each, encoded whole, would each take more than a gigabyte."""
     text = "".join(sources)
     repeats = 24_000_000 // len(text)
     with (tmp_path / "one.txt").open("w") as one, (tmp_path / "many.jsonl").open("w") as many:
@@ -517,7 +517,7 @@ def test_importing_the_room_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_helpers_end_with_a_killed_parent(busy: bool) -> None:
-    """Also in the middle of a call."""
+    """Helper processes end with a killed parent, even during a call."""
     code = (
         "import functools, os, time\n"
         "from optimus.data.helpers import Helpers\n"

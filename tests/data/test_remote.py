@@ -1,4 +1,4 @@
-"""Inputs on other machines: fsspec's memory file system, and a web server of this machine."""
+"""Inputs from fsspec's memory file system and from a local web server."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ from optimus.errors import UserError
 
 @pytest.fixture
 def local(tmp_path: Path, sources: list[str]) -> Path:
-    """A folder of every kind of file."""
+    """A folder with every kind of file."""
     folder = tmp_path / "texts"
     (folder / "more").mkdir(parents=True)
     (folder / "a.txt").write_text(sources[0], encoding="utf-8")
@@ -45,7 +45,7 @@ def memory(local: Path) -> Iterator[str]:
 
 
 class Ranges(SimpleHTTPRequestHandler):
-    """Gives parts of files, as servers of data do."""
+    """Serves byte ranges, as data servers do."""
 
     ranges = True
 
@@ -144,7 +144,7 @@ def test_bad_input(
     ):
         with pytest.raises(UserError, match=message):
             resolve([wrong])
-    monkeypatch.setattr(remote, "_READ", 1000)  # in one block a whole file would come
+    monkeypatch.setattr(remote, "_READ", 1000)  # a whole file would fit into one block
     server.handler.ranges = False  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"its server does not support range requests. Download the file"):
         prepare([f"{closed}/more/c.parquet"], tmp_path / "out", tokenizer=tokenizer_file, context=8, workers=1)

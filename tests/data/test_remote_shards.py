@@ -1,4 +1,4 @@
-"""Prepared data at URLs: fsspec's memory file system, and a web server of this machine."""
+"""Prepared data at URLs: fsspec's memory file system, and a local web server."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ from optimus.observe.metrics import read_metrics
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared data in several shards."""
+    """A folder of prepared data in several shards."""
     folder = tmp_path_factory.mktemp("prepared") / "data"
     sources = Path(__file__).resolve().parents[2] / "optimus" / "config"
     prepare([sources], folder, train_tokenizer=300, context=32, workers=1, shard_size=20_000)
@@ -54,13 +54,13 @@ def web(local: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("place", ["memory", "web"])
 def test_rows_are_those_of_the_folder(place: str, local: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Only what is used is fetched, and the shard after it; once."""
+    """Rows from a URL equal those of the folder. Each used shard, and the shard after it, is fetched once."""
     there, here = Shards(request.getfixturevalue(place), tmp_path), Shards(local)
     assert (there.index, there.instances, there.eos_id) == (here.index, here.instances, here.eos_id)
     first = here.index["shards"][0]["instances"]
     assert np.array_equal(there.rows(0, first), here.rows(0, first))
     there._fetched[1].result()
-    assert len(list(there.folder.glob("*.npy"))) == 3  # two shards and the sums
+    assert len(list(there.folder.glob("*.npy"))) == 3  # two shards and the checksums
     assert np.array_equal(there.rows(0, there.instances), here.rows(0, here.instances))
     times = {path: path.stat().st_mtime_ns for path in there.folder.glob("*.npy")}
     again = Shards(request.getfixturevalue(place), tmp_path)
@@ -69,7 +69,8 @@ def test_rows_are_those_of_the_folder(place: str, local: Path, tmp_path: Path, r
 
 
 def test_a_run_is_that_of_the_folder(memory: str, local: Path, small_run: dict[str, Any], tmp_path: Path) -> None:
-    """Bit for bit; validation sets may be at URLs, too. Other content at the URL is another folder of the cache."""
+    """Losses from a URL equal those from the folder bit for bit, in training and validation. Changed content at the URL
+    gets a new cache folder."""
     small_run["train"] |= {"precision": "float32", "data_cache": str(tmp_path / "cache")}
     runs = []
     for number, path in enumerate((str(local), memory)):
@@ -104,7 +105,7 @@ def test_what_cannot_be_read_is_one_message(memory: str, web: str, tmp_path: Pat
     system.pipe_file(f"/prepared/{name}", whole[:-1] + bytes([whole[-1] ^ 1]))
     refused(memory, rf"memory://prepared/{name} is corrupted: its checksum differs from index.json")
     system.pipe_file(f"/prepared/{name}", whole)
-    assert len(Shards(memory, tmp_path).rows(0, 1)) == 1  # the damaged copy is not kept
+    assert len(Shards(memory, tmp_path).rows(0, 1)) == 1  # the damaged copy is removed
     system.rm(f"/prepared/{name}")
     with pytest.raises(UserError, match=rf"cannot read memory://prepared/{name}: "):
         Shards(memory, tmp_path / "other").rows(0, 1)
@@ -115,7 +116,7 @@ def test_what_cannot_be_read_is_one_message(memory: str, web: str, tmp_path: Pat
 def test_nothing_outside_of_the_cache_is_touched(
     memory: str, local: Path, tmp_path: Path, there: bool, absolute: bool
 ) -> None:
-    """Where `index.json` names a file elsewhere, which would be deleted as it has another sum, or written."""
+    """An `index.json` that names a file outside the cache is refused; the file is neither deleted nor written."""
     shard, other = local / Shards(local).index["shards"][0]["file"], tmp_path / "other.npy"
     content = shard.read_bytes()
     if there:

@@ -1,4 +1,4 @@
-"""Text for a first model, from what every machine with Python has."""
+"""Sample text for a first model, made of files that come with Python."""
 
 from pathlib import Path
 

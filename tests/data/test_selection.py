@@ -1,4 +1,4 @@
-"""Which documents `prepare` keeps: filters by length, and duplicates, exact and near."""
+"""Documents that `prepare` keeps: filters by length; exact and near duplicates."""
 
 import json
 import random
@@ -22,7 +22,7 @@ from optimus.errors import UserError
 
 
 def stored(folder: Path) -> list[int]:
-    """The tokens in the order of the documents."""
+    """Returns the stored tokens in document order."""
     shards = Shards(folder)
     rows = shards.rows(0, shards.instances)
     unshuffled = np.empty_like(rows)
@@ -37,7 +37,7 @@ def written(path: Path, texts: list[str]) -> Path:
 
 @pytest.fixture
 def paragraphs(sources: list[str]) -> list[str]:
-    """Documents of 1,000 characters, all different."""
+    """Different documents of 1,000 characters."""
     return [text[start : start + 1000] for text in sources[:4] for start in range(0, len(text) - 1000, 1000)]
 
 
@@ -73,7 +73,7 @@ def changed(text: str, words: int, generator: random.Random) -> str:
 
 
 def test_exact_and_near_duplicates(tmp_path: Path, paragraphs: list[str], tokenizer_file: Path) -> None:
-    """Near ones differ in one of some hundred words: their runs of five words have a similarity of about 0.9."""
+    """Near duplicates change one of about a hundred words: their five-word runs have a similarity of about 0.9."""
     generator = random.Random(0)
     long = ["\n".join(paragraphs[start : start + 8]) for start in range(0, len(paragraphs) - 8, 8)]
     same = [f"  {text.upper()}\n".replace(" ", "\t ") for text in long[::2]]
@@ -138,7 +138,7 @@ def test_the_same_bytes_for_any_workers_and_after_kills(
 
 
 def test_minhashes_of_pieces_join() -> None:
-    """As sets of runs do; those that a cut parts are missing."""
+    """The joined minhash of two pieces is that of the whole document, except for word runs that the cut divides."""
     sign = signer("minhash")
     words = [f"word{number}" for number in range(2000)]
     whole = np.frombuffer(sign(" ".join(words), True), "<u4")

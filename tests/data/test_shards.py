@@ -1,4 +1,4 @@
-"""An opened folder hands out what was written, and notices what is missing, damaged or changed."""
+"""An opened folder returns the written data, and detects missing, damaged and changed files."""
 
 import json
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_shard_of_another_shape(copy: Path) -> None:
 
 @pytest.mark.parametrize("sums", [True, False])
 def test_corrupted_shard_is_noticed(copy: Path, sums: bool) -> None:
-    """With sums of instances when the damaged one is read; without, when its shard is first used."""
+    """Instance checksums detect the damage when the instance is read; without them, the first use of the shard does."""
     path = copy / "shard-00001.npy"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -78,7 +78,7 @@ def test_corrupted_shard_is_noticed(copy: Path, sums: bool) -> None:
 
 
 def forget_sums(folder: Path) -> None:
-    """Makes of it what `prepare` left before it wrote sums of instances."""
+    """Removes the instance checksums, as in folders that an earlier `prepare` wrote."""
     index = json.loads((folder / "index.json").read_bytes())
     (folder / index.pop("sums")).unlink()
     (folder / "index.json").write_text(json.dumps(index))
@@ -148,7 +148,7 @@ def test_damaged_index(copy: Path, change: dict[str, object], message: str) -> N
 def test_a_shard_that_cannot_be(copy: Path, entry: dict[str, object], message: str) -> None:
     index = json.loads((copy / "index.json").read_bytes())
     first, second, *_ = index["shards"]
-    second["instances"] += first["instances"] - int(entry.get("instances", first["instances"]))  # they add up
+    second["instances"] += first["instances"] - int(entry.get("instances", first["instances"]))  # keeps the total
     first |= entry
     (copy / "index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=rf"index\.json is damaged \({message}"):
@@ -156,7 +156,7 @@ def test_a_shard_that_cannot_be(copy: Path, entry: dict[str, object], message: s
 
 
 def rewritten(folder: Path, write: Callable[[Path], None]) -> None:
-    """Its second shard by `write`: whole by its checksum."""
+    """Rewrites the second shard by `write`, and updates its checksum."""
     write(folder / "shard-00001.npy")
     index = json.loads((folder / "index.json").read_bytes())
     index["shards"][1]["sha256"] = tokenizers.file_sha256(folder / "shard-00001.npy")
@@ -164,7 +164,7 @@ def rewritten(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def test_what_others_have_written_as_a_shard(copy: Path) -> None:
-    """NumPy would read all of these: rows that are not end to end, an archive; or raise what nobody expects."""
+    """Files that NumPy could load, but that are no valid shard, are refused: Fortran order, an archive, half a header."""
     forget_sums(copy)
     array = np.load(copy / "shard-00001.npy")
 

@@ -1,4 +1,4 @@
-"""A small tokenizer, small random models and a checkpoint of one."""
+"""Fixtures: a small tokenizer, small random models, and a checkpoint of one of them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ CONTEXT = 48
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small are slowed down by threads that wait for each other."""
+    """Runs torch on one thread: threads that wait for each other slow down models this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -44,7 +44,8 @@ def eos_id(tokenizer_file: Path) -> int:
 
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Transformer]:
-    """A random model whose weights are larger than before training, so that predictions differ from place to place."""
+    """A function that makes a random model. Its weights are larger than initial ones, so that predictions differ
+    between positions."""
 
     def make(family: str = "olmoe", std: float = 0.3, dtype: torch.dtype = torch.float32) -> Transformer:
         experts = {"experts": 4, "experts_per_token": 2} if family == "olmoe" else {}

@@ -1,4 +1,5 @@
-"""Ensembles: the definition, one member, members of other widths, and what is no ensemble."""
+"""Ensembles equal their definition, for one member and for members of different widths; impossible ensembles are
+refused."""
 
 import math
 from pathlib import Path
@@ -28,7 +29,7 @@ def model_of(hidden: int, vocab: int = 328) -> Transformer:
 
 @pytest.fixture
 def members() -> list[Transformer]:
-    """Of two widths."""
+    """Two models of different widths."""
     return [model_of(16), model_of(24)]
 
 
@@ -59,7 +60,8 @@ def test_checkpoints_are_evaluated_together(
         save_model(member, tmp_path / name, context=48, tokenizer=tokenizer_file, eos_id=eos_id)
     found: dict[str, Any] = optimus.evaluate([tmp_path / "a", tmp_path / "b"], text=__file__, device="cpu")
     alone = [optimus.evaluate(tmp_path / name, text=__file__, device="cpu")["bits_per_byte"] for name in "ab"]
-    # Mean logits are a geometric mean of the probabilities, normalised: never worse than the mean of the members' bits.
+    # Mean logits give the normalised geometric mean of the probabilities, whose bits never exceed the mean of the
+    # members' bits.
     assert math.isfinite(found["bits_per_byte"])
     assert found["bits_per_byte"] <= sum(alone) / 2 + 1e-6
     assert found["checkpoint"]["ensemble"] == [str(tmp_path / "a"), str(tmp_path / "b")]

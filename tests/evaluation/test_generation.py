@@ -1,4 +1,4 @@
-"""Generated tokens: the greedy ones, drawn ones, where they end."""
+"""Generation: greedy tokens, sampled tokens, and the end of a text."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def test_greedy(make_model: Callable[..., Transformer], family: str) -> None:
     model = make_model(family)
     found = list(generate_tokens(model, PROMPT, max_tokens=20))
     assert found == greedy_without_cache(model, PROMPT, 20)
-    assert len(set(found)) > 3  # the comparison says something
+    assert len(set(found)) > 3  # different tokens make the comparison meaningful
 
 
 def test_end_of_text_ends(model: Transformer) -> None:
@@ -57,13 +57,13 @@ def test_seed(model: Transformer) -> None:
 
 
 def test_nucleus() -> None:
-    """Of 0.5, 0.3, 0.15, 0.05 a nucleus of 0.7 keeps the first two, drawn at 5 : 3."""
+    """A nucleus of 0.7 keeps the first two of the probabilities 0.5, 0.3, 0.15, 0.05 and samples them at 5 : 3."""
     logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log()
     random = torch.Generator().manual_seed(0)
     counts = Counter(_choose(logits, 1.0, 0.7, random) for _ in range(4000))
     assert set(counts) == {1, 3}
     assert counts[1] / 4000 == pytest.approx(5 / 8, abs=0.03)
-    cold = Counter(_choose(logits, 0.5, 1.0, random) for _ in range(4000))  # probabilities squared
+    cold = Counter(_choose(logits, 0.5, 1.0, random) for _ in range(4000))  # a temperature of 0.5 squares probabilities
     assert cold[1] / 4000 == pytest.approx(0.25 / 0.365, abs=0.03)
 
 
@@ -126,7 +126,7 @@ LEARNED = {"family": "gpt2", "hidden": 16, "layers": 2, "heads": 4, "intermediat
 
 
 def test_learned_positions_on_a_grid() -> None:
-    """As many as the text is long: the padding of a grid's rows lies beyond them."""
+    """A text may be as long as the learned positions, though a grid pads its rows beyond them; a longer text is refused."""
     config = config_of("dense") | {"model": LEARNED | {"learned_positions": 17}}
     config["train"] = config["train"] | {"sequence_length": 16}
     alone = generated_on_ranks(config, 1)
@@ -143,7 +143,8 @@ def test_learned_positions_on_a_grid() -> None:
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"tensor": [2, 2], "sequence": True}], ids=str)
 def test_on_a_sequence_parallel_grid(parallel: dict[str, Any]) -> None:
-    """Whose ranks divide the tokens: 5 of a prompt and 1 of each later step are padded, and the padding has no keys."""
+    """Sequence-parallel ranks divide the tokens, so a prompt of 5 tokens and each later step of 1 are padded. Padding
+    has no keys."""
     alone = generated_on_ranks(config_of("moe"), 1)
     assert len(set(alone)) > 3
     ranks = 4 if "sequence" in parallel else 2

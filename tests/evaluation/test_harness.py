@@ -1,4 +1,5 @@
-"""The adapter against lm-eval's own Hugging Face model on the same weights: scores, windows, generated text."""
+"""The adapter for lm-eval agrees with lm-eval's own Hugging Face model on the same weights: scores, windows, generated
+text."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_the_exported_folder_has_the_same_scores(
 
 @pytest.mark.parametrize("white", [" ", "\n\n", " \t "])
 def test_context_of_white_space_alone(dense: Transformer, tokenizer: Any, ours: HarnessModel, white: str) -> None:
-    """The continuation is predicted from end-of-text, whatever else is in the batch."""
+    """A continuation after white space alone is predicted from end-of-text, whatever else is in the batch."""
     expected = ours.loglikelihood(requests("loglikelihood", [("", white + "nobody")]))[0]
     for others in ([], PAIRS):
         batched = HarnessModel(dense, tokenizer, eos_id=0, context=CONTEXT, tokens_per_batch=4096)
@@ -152,7 +153,7 @@ def test_rolling(ours: HarnessModel, theirs: Any) -> None:
 
 
 def test_long_continuation(ours: HarnessModel, dense: Transformer) -> None:
-    """Where lm-eval's own model gives up: a continuation longer than the context is scored in disjoint windows."""
+    """A continuation longer than the context, which lm-eval's own model cannot score, is scored in disjoint windows."""
     ((total, greedy),) = ours.loglikelihood(requests("loglikelihood", [("Answer:", " " + TEXTS[1])]))
     context, continuation = ours._encode_pair("Answer:", " " + TEXTS[1])
     stream = context[-1:] + continuation

@@ -1,4 +1,4 @@
-"""A checkpoint evaluated as the command does it."""
+"""Evaluation of a checkpoint as the command runs it."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def test_bits_per_byte_of_a_checkpoint(
 def test_text_that_prepare_refuses(
     checkpoint: Path, tmp_path: Path, name: str, content: bytes | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is found before the model is loaded, with other files and alone."""
+    """Text that `prepare` would refuse is refused before the model is loaded, also among other files."""
     monkeypatch.setattr("optimus.evaluation.run._load_together", lambda *_: pytest.fail("loaded"))
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -167,7 +167,7 @@ def test_bad_checkpoints(
 
 
 def test_light_import() -> None:
-    """The command line names the tasks in its help without waiting for torch."""
+    """The command line lists the tasks in its help without importing torch."""
     heavy = "{'torch', 'lm_eval', 'tokenizers', 'numpy'}"
     code = f"import sys, optimus.evaluation as e; e.TASKS; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ from optimus.model import Transformer
 
 
 def plain_score(model: Transformer, window: Window) -> tuple[float, bool]:
-    """The definition: one forward pass without padding for every token."""
+    """Returns the score by its definition: one unpadded forward pass per token."""
     total, greedy = 0.0, True
     for place, token in enumerate(window.continuation):
         with torch.no_grad():

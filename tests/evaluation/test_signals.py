@@ -1,4 +1,4 @@
-"""How surely tasks tell runs apart: rank statistics against scipy, noise that is known, and the command."""
+"""The power of tasks to distinguish runs: rank statistics against scipy, known noise, and the command."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_rank_statistics_are_those_of_scipy() -> None:
     for size in (2, 3, 10, 40):
         for _ in range(5):
             x, y = generator.integers(0, 8, (2, size)).astype(float)
-            x[0], y[0], x[1], y[1] = 9, 9, -1, -2  # not all equal
+            x[0], y[0], x[1], y[1] = 9, 9, -1, -2  # some values differ
             assert spearman(x, y) == pytest.approx(spearmanr(x, y).statistic)
             assert kendall(x, y) == pytest.approx(kendalltau(x, y).statistic)
     assert spearman(np.arange(4), np.ones(4)) == kendall(np.arange(4), np.ones(4)) == 0
@@ -33,7 +33,7 @@ def test_noise_is_the_deviation_of_a_measurement() -> None:
 
 
 def written(folder: Path, better: float, seed: int, measured: int = 20) -> Path:
-    """A run whose bits per byte fall steadily, with its quality, and whose accuracy is chance."""
+    """Writes metrics of a run whose bits per byte fall steadily at the rate `better`, and whose accuracy is chance."""
     generator = np.random.default_rng(seed)
     folder.mkdir()
     with (folder / "metrics.jsonl").open("w") as file:

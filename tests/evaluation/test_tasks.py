@@ -1,4 +1,4 @@
-"""The nine tasks on local data: documents, prompts and labels, with models that know what they should say."""
+"""The nine tasks on local data: documents, prompts and labels, answered by models that know the right answers."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ ARC = [
 DATA: dict[str, list[dict[str, Any]]] = {
     "arc_easy.validation": ARC,
     "arc_challenge.test": ARC,
-    "arc_challenge.validation": ARC[:1],  # test comes first, as in lm-eval
+    "arc_challenge.validation": ARC[:1],  # the test split has precedence, as in lm-eval
     "openbookqa.validation": [
         {"id": "1", "question_stem": "Sky is", **{k: ARC[0][k] for k in ("choices", "answerKey")}}
     ],
@@ -62,7 +62,7 @@ DATA: dict[str, list[dict[str, Any]]] = {
         for i in range(3)
     ],
 }
-# The end of (context + continuation) of every right answer, as lm-eval's task definitions word it.
+# Endings of (context + continuation) of every right answer, in the words of lm-eval's task definitions.
 RIGHT = (
     *("Question: Sky?\nAnswer: right", "Question: Sea?\nAnswer: right", "Sky is right"),
     *("Question: Boil\nAnswer: right", "Question: Fry\nAnswer: right", "S\nQuestion: Why?\nAnswer: right"),
@@ -75,7 +75,7 @@ RIGHT = (
 
 
 class Oracle(LM):
-    """Finds right answers `better` than others by their text; keeps what it was asked."""
+    """Scores right answers, recognised by their text, `better` nats above others; records the requests."""
 
     def __init__(self, better: float = 40.0) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small folder of task data: plain and compressed files, HellaSwag as ready-made requests."""
+    """A small folder of task data: plain and compressed files, and HellaSwag as prepared requests."""
     for number, (name, rows) in enumerate(DATA.items()):
         write_lines(tmp_path / "datasets" / f"{name}.jsonl{'.gz' if number % 2 else ''}", rows)
     rows = []
@@ -128,12 +128,13 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def accuracies(scores: dict[str, Any]) -> dict[str, Any]:
-    """Scores of a task without those of the answers' bits."""
+    """Returns a task's scores without `bits_per_byte` and `margin`."""
     return {name: value for name, value in scores.items() if name not in ("bits_per_byte", "margin")}
 
 
 def test_bits_of_the_right_answer_and_its_margin(folder: Path) -> None:
-    """By hand: the right answer has 10 nats and the others 50, over the bytes of ` yes` and ` no`, or of an ending."""
+    """Bits and margins equal those by hand: the right answer has 10 nats and the others 50, over the bytes of ` yes`, `
+    no` or an ending."""
     found = run_tasks(load_tasks(["boolq", "winogrande", "mmlu"], folder), Oracle())
     yes, no = 4 * math.log(2), 3 * math.log(2)
     assert found["boolq"]["bits_per_byte"] == pytest.approx((2 * 10 / yes + 10 / no) / 3)
@@ -147,7 +148,8 @@ def test_bits_of_the_right_answer_and_its_margin(folder: Path) -> None:
 
 
 def test_all_tasks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every label, prompt and choice is understood: who knows the right answers gets 1, who avoids them 0."""
+    """All labels, prompts and choices are understood: a model that knows the right answers gets 1, one that avoids them
+    gets 0."""
     local = load_tasks(TASKS, folder)
     found = run_tasks(local, Oracle())
     counts = {"openbookqa": 1, "sciq": 1, "boolq": 3, "mmlu": 3, "mmlu_continuation": 3}
@@ -162,7 +164,7 @@ def test_all_tasks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_acc_norm_is_per_character(folder: Path) -> None:
-    """Equal log-likelihoods: per character, the longer choice is the better one."""
+    """Choices of equal log-likelihood: the longer one is better per character."""
     found = run_tasks(load_tasks(["arc_easy"], folder), Oracle(0.0))
     assert accuracies(found["arc_easy"]) == {"acc": 0.5, "acc_norm": 1.0, "n": 2}
 
@@ -173,7 +175,7 @@ def test_mmlu_is_weighted_by_subject_size(folder: Path) -> None:
     (folder / "datasets" / "mmlu.validation.jsonl.gz").unlink(missing_ok=True)
     found = run_tasks(load_tasks(["mmlu"], folder), Oracle())["mmlu"]
     assert accuracies(found) == {"acc": pytest.approx(2 / 3), "acc_norm": pytest.approx(2 / 3), "n": 3}
-    assert run_tasks(load_tasks(["mmlu"], folder), Oracle(), limit=1)["mmlu"]["n"] == 2  # of each subject
+    assert run_tasks(load_tasks(["mmlu"], folder), Oracle(), limit=1)["mmlu"]["n"] == 2  # one per subject
 
 
 def test_limit(folder: Path) -> None:
@@ -181,7 +183,7 @@ def test_limit(folder: Path) -> None:
 
 
 def test_raw_hellaswag(folder: Path) -> None:
-    """Where the data set itself is there it is used, with lm-eval's own clean-up."""
+    """The raw data set has precedence over prepared requests, and is cleaned as lm-eval does."""
     row = {
         "ctx_a": "He",
         "ctx_b": "",
@@ -208,7 +210,7 @@ def test_fewshot_from_dev(folder: Path) -> None:
 
 
 def test_fewshot_from_the_others(folder: Path) -> None:
-    """Without a training split: the other documents, never the one that is asked."""
+    """A task without a training split takes few-shot examples from its other documents, never the asked one."""
     oracle = Oracle()
     found = run_tasks(load_tasks(["boolq", "winogrande"], folder, 1), oracle, fewshot=1)
     assert [scores["acc"] for scores in found.values()] == [1.0, 1.0]
@@ -228,7 +230,7 @@ def test_fewshot_from_train(folder: Path) -> None:
 
 
 def test_shared_requests_agree(shared_data: Path) -> None:
-    """Prompts built here equal the ready-made ones of the same data, where the two sources word a task alike."""
+    """Prompts equal the prepared requests of the same data for tasks with the same wording in both sources."""
     for name in ("arc_easy", "winogrande"):
         oracle = Oracle()
         run_tasks(load_tasks([name], shared_data / "eval"), oracle, limit=40)

@@ -1,4 +1,4 @@
-"""Bits per byte: the definition, its invariances, and what is counted."""
+"""Bits per byte: the definition, invariances, and counts."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ CONTEXT = 8
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The documents as text files and as JSON lines, which are read in this order."""
+    """A folder of the documents, as text files and JSON lines, in reading order."""
     path = tmp_path / "held-out"
     path.mkdir()
     (path / "0.txt").write_text(DOCUMENTS[0])
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def plain_bits(model: Transformer, tokenizer: Any, eos_id: int) -> float:
-    """The definition, a document at a time and without `optimus.evaluate`."""
+    """Returns the bits per byte by definition, one document at a time and without `optimus.evaluate`."""
     nats = 0.0
     for text in DOCUMENTS:
         stream = [eos_id, *tokenizer.encode(text).ids]
@@ -80,7 +80,7 @@ def test_little_memory(
     parts = bits_per_byte(model, tokenizer, folder, eos_id=eos_id, context=CONTEXT, progress=seen.append)
     assert seen == sorted(seen)
     assert 2 <= len(seen) <= len(DOCUMENTS)
-    # Other batches, so products in another order: the mean of the same fp32 numbers, in nats and in bits.
+    # Different batches change the order of the additions, so the means are only nearly equal.
     near = {name: pytest.approx(whole[name], rel=1e-6) for name in ("loss", "bits_per_byte")}
     assert parts == {**whole, **near}
 
@@ -110,7 +110,7 @@ FIRST = len(DOCUMENTS[0])
     [
         (20, [DOCUMENTS[0][:20]]),
         (FIRST, DOCUMENTS[:1]),
-        (FIRST + 3, [DOCUMENTS[0], "Gr"]),  # the next letter takes two bytes and is not cut
+        (FIRST + 3, [DOCUMENTS[0], "Gr"]),  # the next letter has two bytes and is not cut
         (FIRST + 4, [DOCUMENTS[0], "Grö"]),
         (10_000, DOCUMENTS),
     ],

@@ -1,4 +1,4 @@
-"""Small models of every family with every weight random, and a tokenizer."""
+"""Small models of every family with random weights, and a tokenizer."""
 
 from pathlib import Path
 
@@ -101,7 +101,7 @@ CONFIGS = {
 
 
 def random_model(**config: object) -> Transformer:
-    """A model with random weights and norms; hidden 16, 2 layers, 2 heads, 61 tokens unless said otherwise."""
+    """Returns a model with all weights and norms random; by default hidden 16, 2 layers, 2 heads, 61 tokens."""
     base = {"hidden": 16, "layers": 2, "heads": 2, "vocab": 61}
     model = Transformer(ModelConfig.model_validate(base | config))
     generator = torch.Generator().manual_seed(7)
@@ -130,7 +130,7 @@ def moe() -> Transformer:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer without merges whose token 256 is end-of-text."""
+    """The path of a byte-level BPE tokenizer without merges; token 256 is end-of-text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

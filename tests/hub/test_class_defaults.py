@@ -1,5 +1,5 @@
-"""Folders as `transformers` writes them from the defaults of its configuration classes, sizes alone made small: imported,
-trained, exported and compared, for every family. And that no field of config.json is passed over."""
+"""Folders of `transformers` with the defaults of its configuration classes, but small sizes, are imported, trained,
+exported and compared, for every family. Every field of config.json is known."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ SMALL = {
     "v_head_dim": 6,
 }
 HEADS, EXPERTS = {"num_key_value_heads": 2, "head_dim": 8}, {"num_experts": 16}
-# As many layers as show each kind of them, and no more heads of keys than heads.
+# Enough layers for every kind, and at most as many key heads as query heads.
 OWN: dict[str, dict[str, int]] = {
     "olmo": {},
     "olmo2": {},
@@ -53,10 +53,11 @@ OWN: dict[str, dict[str, int]] = {
     "gemma3_text": {**HEADS, "num_hidden_layers": 7},
 }
 PUBLISHED = [name for name, family in families().items() if family.architecture]
-# What an export does not say again: of the folder itself, and what training here has without.
+# Fields that an export leaves out: facts of the original folder, and settings without a counterpart here.
 UNSAID = {"dtype", "architectures", "transformers_version", "_name_or_path", "_attn_implementation_internal"}
-EOS = 0  # of the data
-SAID_IN_FULL = {"mixtral": {"head_dim": 8}, "gpt2": {"n_inner": 128}}  # null there
+EOS = 0  # end-of-text of the data
+# These fields are null in the original folder.
+SAID_IN_FULL = {"mixtral": {"head_dim": 8}, "gpt2": {"n_inner": 128}}
 TOKENS_BS = torch.arange(40).view(2, 20)
 
 
@@ -65,7 +66,7 @@ def class_of(name: str) -> type:
 
 
 def small(name: str) -> Any:
-    """The configuration class's defaults, but for sizes."""
+    """Returns the default configuration of a family's class with small sizes."""
     usual = class_of(name)().to_dict()
     sizes = {field: size for field, size in SMALL.items() if usual.get(field) is not None}
     layers = {} if name == "gpt2" else {"num_hidden_layers": 2}
@@ -73,7 +74,7 @@ def small(name: str) -> Any:
 
 
 def folder_of(name: str, path: Path) -> Path:
-    """As `transformers` saves it, every weight random."""
+    """Writes a folder with `transformers`, with all weights random."""
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(small(name))
     with torch.no_grad():
@@ -105,12 +106,12 @@ def test_imported_trained_exported(name: str, small_run: dict[str, Any], tmp_pat
     export_checkpoint(tmp_path / "run", tmp_path / "ours")
     trained, ours = load_model(tmp_path / "run"), loaded(tmp_path / "ours")
     assert (logits(ours) - logits(trained)).abs().max() < 1e-5
-    assert (logits(ours) - logits(theirs)).abs().max() > 1e-3  # two steps have been made
+    assert (logits(ours) - logits(theirs)).abs().max() > 1e-3  # two steps have changed the weights
     before, after = theirs.config.to_dict() | SAID_IN_FULL.get(name, {}), ours.config.to_dict()
     family = families()[name]
     without = {*UNSAID, *family.dropout, *([family.further.field] if family.further else [])}
     assert ours.config.max_position_embeddings == theirs.config.max_position_embeddings > 32
-    # Less the tokens that this small vocabulary does not have, and with the end of text of the data.
+    # The exported token ids lack those above this small vocabulary, and have the data's end-of-text.
     known = {field: before[field] for field in before if field.endswith("_token_id") and (before[field] or 0) < 320}
     tokens = {field: known.get(field) for field in before if field.endswith("_token_id")}
     ends = [EOS, tokens["eos_token_id"]] if tokens["eos_token_id"] else EOS
@@ -122,7 +123,7 @@ def test_imported_trained_exported(name: str, small_run: dict[str, Any], tmp_pat
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_field_that_is_not_known_is_refused(name: str, tmp_path: Path) -> None:
-    """A family knows the fields of its class, and no others."""
+    """A family refuses fields that its configuration class does not have."""
     small(name).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     read_model_folder(tmp_path)
@@ -141,7 +142,7 @@ def test_layers_that_predict_further_tokens_are_left_out(
 
     folder = folder_of("deepseek_v3", tmp_path / "theirs")
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    assert import_folder(folder, tmp_path / "without")["left_out"] is None  # as `transformers` writes it
+    assert import_folder(folder, tmp_path / "without")["left_out"] is None  # `transformers` does not write these layers
     tensors = load_file(folder / "model.safetensors")
     further = {f"model.layers.4.{name}": torch.ones(2, 2, dtype=torch.bfloat16) for name in FURTHER}
     save_file(tensors | further, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Reading config.json: what is taken, and that what our models cannot express is refused by its name."""
+"""Reading config.json: known fields are converted; values that our models cannot express are refused by name."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def folder(path: Path, without: Iterable[str] = (), **changed: object) -> Path:
 
 
 def read(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """The model of a folder with this config.json, less the fields that are "absent"."""
+    """Returns the model section for this config.json; fields with the value "absent" are removed first."""
     (path / "config.json").write_text(json.dumps({field: value for field, value in raw.items() if value != "absent"}))
     return read_model_folder(path)["model"]
 
@@ -169,7 +169,7 @@ DEEPSEEK: dict[str, Any] = {
 
 
 def test_published_deepseek(tmp_path: Path) -> None:
-    """With the rotary positions as the published file has them."""
+    """The published DeepSeek file is read, with its own form of rotary positions."""
     model = read(tmp_path, DEEPSEEK)
     assert model["latent"] == {"keys": 16, "rotary": 8, "value": 12}
     assert (model["rope_scaling"]["mscale"], model["dense_layers"], model["router_score"]) == (1.0, 1, "sigmoid")
@@ -178,7 +178,8 @@ def test_published_deepseek(tmp_path: Path) -> None:
 
 
 def test_fields_of_makers_that_must_have_a_value(tmp_path: Path) -> None:
-    """Not those of the class, but of folders that were made before it or are read by other programs too."""
+    """Fields that are not in the class, but in folders of earlier versions or other programs, must have the supported
+    value."""
     moe = {"num_local_experts": "absent", "model_type": "qwen3_moe", "architectures": "absent", "clip_qkv": "absent"}
     sparse = OLMOE | moe | {"moe_intermediate_size": 8, "use_qk_norm": True, "qkv_bias": False}
     read(tmp_path, sparse)
@@ -219,7 +220,7 @@ def test_width_that_follows_from_another(tmp_path: Path, changed: dict, width: i
     assert (model["position_offset"], read(tmp_path, OPT)["position_offset"]) == (0, 2)
 
 
-GEMMA3 = {  # as the one of 1 billion parameters
+GEMMA3 = {  # the published 1B model
     "model_type": "gemma3_text",
     "hidden_size": 1152,
     "num_hidden_layers": 26,
@@ -240,7 +241,7 @@ GEMMA3 = {  # as the one of 1 billion parameters
 }
 
 
-GEMMA2 = {  # as the one of 2 billion parameters
+GEMMA2 = {  # the published 2B model
     "model_type": "gemma2",
     "hidden_size": 2304,
     "num_hidden_layers": 26,
@@ -259,7 +260,7 @@ GEMMA2 = {  # as the one of 2 billion parameters
 }
 
 
-GPT_OSS = {  # as the one of 20 billion parameters, but for how its weights are quantised
+GPT_OSS = {  # the published 20B model, without its quantisation
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
     "attention_dropout": 0.0,
@@ -313,7 +314,7 @@ def test_published_files_are_the_presets(tmp_path: Path, raw: dict, preset: str,
 def test_what_is_said_is_no_default(tmp_path: Path) -> None:
     changed = read(tmp_path, GEMMA3 | {"final_logit_softcapping": 30.0, "rope_theta": 7})
     assert (changed["logit_cap"], changed["rope_theta"], changed["window_rope_theta"]) == (30.0, 7.0, 10000.0)
-    changed = read(tmp_path, GEMMA2 | {"attn_logit_softcapping": None})  # null is said too
+    changed = read(tmp_path, GEMMA2 | {"attn_logit_softcapping": None})  # null counts as a value
     assert (changed["score_cap"], changed["logit_cap"]) == (None, 30.0)
     assert model_config_from(changed, "folder").score_cap is None
 
@@ -322,7 +323,7 @@ def test_rotary_positions_that_a_family_scales_unless_said(tmp_path: Path) -> No
     unsaid = {name: value for name, value in GPT_OSS.items() if name != "rope_scaling"}
     scaled = read(tmp_path, GPT_OSS)["rope_scaling"]
     assert read(tmp_path, unsaid)["rope_scaling"] == scaled
-    assert read(tmp_path, unsaid | {"rope_scaling": None})["rope_scaling"] == scaled  # as `transformers` takes it
+    assert read(tmp_path, unsaid | {"rope_scaling": None})["rope_scaling"] == scaled  # as in `transformers`
     for said in ({"rope_scaling": {"rope_type": "default"}}, {"rope_parameters": {"rope_theta": 7.0}}):
         assert read(tmp_path, unsaid | said)["rope_scaling"] is None
 
@@ -352,7 +353,7 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
     (
         OPT,
         [
-            ({"word_embed_proj_dim": 512}, "word_embed_proj_dim is 512: only 1024"),  # as the one of 350M parameters
+            ({"word_embed_proj_dim": 512}, "word_embed_proj_dim is 512: only 1024"),  # as in the published 350M model
             ({"do_layer_norm_before": False}, "do_layer_norm_before is False: only True"),
             ({"enable_bias": False}, "enable_bias is False: only True"),
             ({"activation_function": "tanh"}, "activation_function is 'tanh': only 'relu' and 'gelu'"),
@@ -420,13 +421,13 @@ SCALED = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_broken_value_is_named(tmp_path: Path, name: str) -> None:
-    """Each field of each family: a wrong type, a huge, negative or no number is read as nothing else, or refused in one
-    line that names the file and the field."""
+    """A broken value of any field (a wrong type; huge, negative, or not finite) keeps its meaning or is refused in one
+    line with file and field."""
     model = ModelConfig.model_validate({"hidden": 16, "layers": 2, "heads": 2, "vocab": 61} | CONFIGS[name])
     write_config(model, tmp_path, context=64, dtype="float32")
     file = tmp_path / "config.json"
     whole = json.loads(file.read_text())
-    # Those of layer_types and of the rotary positions, which have other places too.
+    # Fields of layer types and rotary positions, which may stand in several places.
     more = ["layer_types", "sliding_window", "rope_theta", "rope_scaling", "rope_parameters", "mlp_only_layers"]
     cases = [(field, whole | {field: broken}) for field in {**whole, **dict.fromkeys(more)} for broken in BROKEN]
     flat = {field: value for field, value in whole.items() if field not in ("rope_scaling", "rope_parameters")}
@@ -448,13 +449,13 @@ def test_a_broken_value_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_word_is_not_true(tmp_path: Path) -> None:
-    """Of "false" one would make true."""
+    """The string "false" is refused: Python would take it as true."""
     with pytest.raises(UserError, match="tie_word_embeddings is 'false': it must be true or false"):
         read_model_folder(folder(tmp_path, tie_word_embeddings="false"))
 
 
 def test_rotary_positions_are_those_of_transformers(tmp_path: Path) -> None:
-    """Where files of version 4 are changed by version 5 or by hand, so that they are said in several places."""
+    """Rotary positions stated in several places, by version 5 or by hand, are read as `transformers` does, or refused."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     beside = read(tmp_path, OLMOE | {"rope_theta": 777.0, "rope_parameters": yarn})
     assert (beside["rope_theta"], beside["rope_scaling"]["factor"]) == (777.0, 4.0)

@@ -1,4 +1,4 @@
-"""The expert kernels in models of `transformers`, against its own implementations of the same experts."""
+"""The expert kernels inside models of `transformers` agree with its own implementations of the experts."""
 
 import copy
 import subprocess
@@ -48,7 +48,7 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    """`register_experts` called, and undone after the test."""
+    """Calls `register_experts`, and undoes the registration after the test."""
     optimus.register_experts()
     yield
     ALL_EXPERTS_FUNCTIONS._global_mapping.pop("optimus", None)
@@ -74,7 +74,7 @@ def ids(batch: int = 2, length: int = 11) -> Tensor:
 
 
 def outcome(model: nn.Module, experts: str | None, **arguments: Any) -> dict[str, Tensor]:
-    """Loss, logits, balance loss, router logits of every layer and all gradients of one step."""
+    """Returns the loss, logits, balance loss, router logits of every layer and all gradients of one step."""
     if experts is not None:
         model.set_experts_implementation(experts)
     model.zero_grad()
@@ -92,7 +92,7 @@ def outcome(model: nn.Module, experts: str | None, **arguments: Any) -> dict[str
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
-    """Relative, in Frobenius norm."""
+    """Returns the relative error in Frobenius norm."""
     assert ours.dtype == theirs.dtype
     ours, theirs = ours.detach(), theirs.detach()
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
@@ -109,7 +109,7 @@ def test_equals_every_implementation_of_transformers(model: nn.Module, rival: st
 
 
 def test_the_kernels_are_what_runs(olmoe: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the tests above would compare `transformers` with itself."""
+    """Our kernel runs, with the model's own weights; otherwise the tests above would compare `transformers` with itself."""
     kernel, calls = drop_in.expert_mlp, []
     monkeypatch.setattr(drop_in, "expert_mlp", lambda *args: calls.append(args) or kernel(*args))
     outcome(olmoe, "eager")
@@ -132,7 +132,7 @@ def test_bf16_is_as_near_to_fp32_as_transformers(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("family", ["olmoe", "mixtral"])  # Mixtral's router gives fp32 weights beside bf16 activations
 def test_one_bf16_layer(family: str) -> None:
-    """A layer alone, where no router after it turns a rounding into another expert."""
+    """One bf16 layer agrees; a whole model could differ, because a later router can turn a rounding into another expert."""
     experts = made(CONFIGS[family]).bfloat16().model.layers[0].mlp.experts
     results = {}
     for name in ("eager", "optimus"):
@@ -168,7 +168,7 @@ def test_autocast_computes_what_eager_does(model: nn.Module) -> None:
         assert ours.dtype == torch.float32
         assert error(ours, theirs) < 1e-2
     in_fp32 = experts(*layer_inputs(experts.num_experts, torch.float32))
-    assert error(results["optimus"][0], in_fp32) > 1e-4  # in bf16 indeed
+    assert error(results["optimus"][0], in_fp32) > 1e-4  # the layer really computed in bf16
 
 
 def test_a_training_step_under_autocast(olmoe: nn.Module) -> None:
@@ -178,7 +178,7 @@ def test_a_training_step_under_autocast(olmoe: nn.Module) -> None:
 
 
 def test_activations_in_another_type_than_the_weights(olmoe: nn.Module) -> None:
-    """As `grouped_mm`: the products in the type of the weights, the result in that of the activations."""
+    """Products have the type of the weights and results that of the activations, as with `grouped_mm`."""
     experts = olmoe.bfloat16().model.layers[0].mlp.experts
     inputs = layer_inputs(6, torch.float32)
     results = []
@@ -190,7 +190,8 @@ def test_activations_in_another_type_than_the_weights(olmoe: nn.Module) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(olmoe: nn.Module, reentrant: bool) -> None:
-    """Against eager with the same kind: the reentrant one gives the balance loss no gradient, whoever computes."""
+    """Gradient checkpointing gives the results of the eager experts. Its reentrant form gives the balance loss no
+    gradient with either."""
     olmoe.gradient_checkpointing_enable({"use_reentrant": reentrant})
     olmoe.enable_input_require_grads()
     olmoe.train()
@@ -217,7 +218,7 @@ def test_the_compiler_goes_around_the_layer(olmoe: nn.Module) -> None:
     assert torch.equal(compiled(x_BSH), layer(x_BSH))
     breaks = torch._dynamo.utils.counters["graph_break"]
     assert len(breaks) == 1
-    assert "experts_forward" in next(iter(breaks))  # one break, nothing of the kernels traced
+    assert "experts_forward" in next(iter(breaks))  # one break; nothing of the kernels is traced
 
 
 def test_only_some_parameters_are_trained(olmoe: nn.Module) -> None:
@@ -242,7 +243,7 @@ def test_no_tokens(olmoe: nn.Module) -> None:
 
 
 def test_choices_of_other_ranks_are_skipped(olmoe: nn.Module) -> None:
-    """Expert parallelism of `transformers` marks them with the number of experts, and gives them no weight."""
+    """Choices of other ranks, which `transformers` marks with the number of experts and zero weights, are skipped."""
     experts = olmoe.model.layers[0].mlp.experts
     experts._is_expert_parallel = True
     results = []

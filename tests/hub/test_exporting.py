@@ -1,4 +1,4 @@
-"""Export: what is written loads in `transformers` as the same model, completely or not at all."""
+"""An export loads in `transformers` as the same model, and is written completely or not at all."""
 
 import json
 import shutil

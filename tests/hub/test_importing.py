@@ -1,4 +1,4 @@
-"""Import: the same bits as in the folder, both ways round, and clear errors for folders that cannot be read."""
+"""Imports and exports keep every bit; folders that cannot be read give clear errors."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,8 @@ def test_folder_saved_by_transformers_is_read_exactly(model: Transformer, tmp_pa
     twin = transformers.AutoModelForCausalLM.from_pretrained(exported(model, tmp_path / "first"))
     twin.save_pretrained(tmp_path / "hf", save_original_format=not fused, max_shard_size="10KB")
     names = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"]
-    whole = model.config.experts is not None and (fused or model.config.family == "gpt_oss")  # which has no other form
+    # gpt_oss has only the fused form.
+    whole = model.config.experts is not None and (fused or model.config.family == "gpt_oss")
     assert any("experts.gate_up_proj" in name for name in names) == whole
     sections = read_model_folder(tmp_path / "hf")
     assert model_config_from(sections.pop("model"), "folder") == model.config
@@ -248,13 +249,13 @@ def test_a_model_of_many_times_the_weights_is_not_made(dense: Transformer, tmp_p
 
 def test_weights_of_another_model_are_refused(dense: Transformer, tmp_path: Path) -> None:
     hf = exported(dense, tmp_path / "hf")
-    other = Transformer(dense.config.model_copy(update={"heads": 1}))  # the shapes of all tensors are equal
+    other = Transformer(dense.config.model_copy(update={"heads": 1}))  # all tensors have equal shapes
     with pytest.raises(UserError, match=r"is of another model: heads is 2 there and 1 here"):
         load_weights(other, hf)
 
 
 def test_a_width_that_no_layer_has_is_not_compared(tmp_path: Path) -> None:
-    """Published models with experts everywhere say the width of a dense layer too."""
+    """Models with experts in every layer may still state a dense layer's width, which is not compared."""
     sizes = {"hidden": 16, "layers": 2, "heads": 2, "intermediate": 24, "vocab": 61, "experts": 4}
     config = ModelConfig(family="qwen3_moe", experts_per_token=2, expert_intermediate=12, **sizes)
     sparse = Transformer(config)
@@ -273,7 +274,8 @@ def test_existing_checkpoint_is_not_overwritten(dense: Transformer, tmp_path: Pa
 
 
 def test_masks_that_are_not_the_models(tmp_path: Path) -> None:
-    """Each is refused with one message, by the import and by a run that begins with the folder."""
+    """A mask that does not fit the model is refused with one message, by the import and by a run that starts from the
+    folder."""
     config = ModelConfig(family="olmo", hidden=16, layers=1, heads=2, intermediate=24, vocab=40)
     model = Transformer(config)
     initialize(model, 1, 0.02)
@@ -303,10 +305,10 @@ def test_masks_that_are_not_the_models(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             import_folder(path, tmp_path / "imported")
         assert not (tmp_path / "imported").exists()
-        if "not zero" not in message:  # that is seen when the weights are read
+        if "not zero" not in message:  # seen only when weights are read
             with pytest.raises(UserError, match=message):
                 FolderReader(path, config)
-    for fitting in (mask, torch.cat([torch.zeros(16, 12), torch.ones(16, 12)], 1).to(torch.uint8)):  # bits, or bytes
+    for fitting in (mask, torch.cat([torch.zeros(16, 12), torch.ones(16, 12)], 1).to(torch.uint8)):  # bits or bytes
         save_file({f"mask.{name}": fitting}, file)
         assert FolderReader(path, config).unpruned == 0.5
     import_folder(path, tmp_path / "imported")

@@ -1,4 +1,5 @@
-"""What a folder says beside architecture and weights comes through import, training, merging and export."""
+"""A folder's further content (chat template, special tokens, generation settings) survives import, training, merging
+and export."""
 
 import json
 import math
@@ -37,7 +38,7 @@ def read(path: Path) -> Any:
 
 @pytest.fixture
 def folder(tokenizer: Path, tmp_path: Path) -> Path:
-    """A folder as makers have it: 96 positions, a chat template, a padding token, three tokens that end a text."""
+    """A folder as published: 96 positions, a chat template, a padding token, three tokens that end a text."""
     sizes = {"hidden": 16, "layers": 1, "heads": 2, "intermediate": 24, "vocab": 264}
     scaling = {"kind": "llama3", "factor": 2.0, "original_context": 48}
     model = Transformer(ModelConfig.model_validate({"family": "llama", "rope_scaling": scaling, **sizes}))
@@ -54,7 +55,7 @@ def folder(tokenizer: Path, tmp_path: Path) -> Path:
 
 
 def trained(model: Path, run: Path, tokenizer: Path, small_run: dict[str, Any], ranks: int = 1) -> Path:
-    """A run of two steps of 32 tokens, of data of this tokenizer, from a folder or a checkpoint."""
+    """Trains two steps of 32 tokens, on data of this tokenizer, from a folder or a checkpoint; returns the run."""
     data = run.with_name("data")
     if not data.exists():
         sources = [Path(__file__).resolve().parents[2] / "optimus" / "config"]
@@ -87,7 +88,7 @@ def test_what_a_server_reads_is_the_same(
         assert after.items() >= CONFIG.items()
         assert read(ours / "generation_config.json") == GENERATION
         tokens = read(ours / "tokenizer_config.json")
-        assert tokens == TOKENIZER | {"add_bos_token": True, "model_max_length": 96}  # the larger one
+        assert tokens == TOKENIZER | {"add_bos_token": True, "model_max_length": 96}  # the larger of both
         assert read(ours / "special_tokens_map.json") == {"eos_token": "<|endoftext|>"}
     encoder = transformers.AutoTokenizer.from_pretrained(ours)
     assert encoder.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
@@ -96,7 +97,7 @@ def test_what_a_server_reads_is_the_same(
 
 @pytest.mark.parametrize("longest", ["long", None, [16], math.nan])
 def test_a_longest_text_that_is_no_number_is_said_again(folder: Path, tmp_path: Path, longest: object) -> None:
-    """The folder says it to others; only a number can be compared with what the model was trained on."""
+    """A maximum length that is no number is exported unchanged: only numbers can be compared with the trained length."""
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER | {"model_max_length": longest}))
     import_folder(folder, tmp_path / "imported")
     export_checkpoint(tmp_path / "imported", tmp_path / "ours")
@@ -130,7 +131,7 @@ def test_a_later_phase_and_a_resumed_run_do_not_lower_it(small_run: dict[str, An
 
 
 def test_another_tokenizer_has_other_tokens(folder: Path, prepared: Path) -> None:
-    """All that is said of tokens is wrong then, and the rest is not."""
+    """Another tokenizer makes an export leave out everything about tokens; the rest is kept."""
     other = prepared / "tokenizer.json"
     again = published_again(read_published(folder), vocab=264, tokenizer=other, eos_id=0, pad_id=0, context=32)
     assert again.config == {"use_cache": True, "eos_token_id": 0}

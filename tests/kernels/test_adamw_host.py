@@ -1,4 +1,5 @@
-"""AdamW on the host in one pass: compiled or not, the definition; the gradient's memory may take the copy."""
+"""The fused AdamW update on the host equals its definition, compiled or not; the compute copy may reuse the gradient's
+memory."""
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from optimus.optim.rule import OptimizerStep, Tile
 from optimus.training.step import LARGEST_NORM
 
 RULE = AdamW(weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
-ELEMENTS = 5003  # no multiple of a vector
+ELEMENTS = 5003  # not a multiple of the vector width
 
 
 def tensors() -> list[torch.Tensor]:
@@ -67,5 +68,6 @@ def test_the_largest_gradients_that_are_applied_leave_all_finite(
         pytest.skip("no compiler of C++ here")
     weight, gradient, m, v = tensors()
     for number in (1, 2, 3):
-        step(number, torch.full_like(gradient.float(), 2 * LARGEST_NORM), [weight, m, v], None)  # scaled by a half
+        # Clipping halves this gradient
+        step(number, torch.full_like(gradient.float(), 2 * LARGEST_NORM), [weight, m, v], None)
         assert all(torch.isfinite(each).all() for each in (weight, m, v))

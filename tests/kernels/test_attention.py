@@ -1,4 +1,4 @@
-"""Blocks of attention on every path, against the definition in float64, and what they add up to."""
+"""Attention blocks, and their merged results, equal the definition in float64 on every path."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ from optimus.kernels.attention import (
 )
 from optimus.testing.memory import tracking
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}  # relative, in the Frobenius norm
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}  # relative, in Frobenius norm
 PATHS = {
     "cpu": attention._Path(attention._cpu, attention._cpu_backward),
     "plain": attention._Path(attention._plain, attention._plain_backward),
@@ -33,7 +33,7 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def inputs(shape: tuple[int, int, int, int], queries: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and the gradient of the output; v is a part of a larger tensor, as the model gives it."""
+    """Returns q, k, v and the output's gradient; v and the gradient are views of larger tensors, as in the model."""
     batch, keys, heads, size = shape
     q, k = normal(batch, queries, heads, size, dtype=dtype), normal(batch, keys, heads, size, dtype=dtype)
     v = normal(batch, keys, 3, heads, size, dtype=dtype)[:, :, 1]
@@ -41,14 +41,14 @@ def inputs(shape: tuple[int, int, int, int], queries: int, dtype: torch.dtype) -
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor, out_grad: Tensor, causal: bool) -> list[Tensor]:
-    """(attention, log-sum-exp, gradients of q, k, v), in float64."""
+    """Returns (attention, log-sum-exp, gradients of q, k, v) in float64."""
     parameters = [t.double().requires_grad_() for t in (q, k, v)]
     out, lse = attention_reference(*parameters, causal)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, parameters, out_grad.double())]
 
 
 def assert_close(found: Tensor, wanted: Tensor, scale: Tensor, dtype: torch.dtype, parts: int = 1) -> None:
-    """`parts`: roundings to `dtype` that add up."""
+    """Asserts closeness within the tolerance of `parts` accumulated roundings to `dtype`."""
     assert found.shape == wanted.shape
     assert (found.double() - wanted).norm() <= parts * TOLERANCE[dtype] * scale.norm()
 
@@ -70,17 +70,19 @@ def test_a_block(
     assert all(gradient.dtype == dtype for gradient in found)
     wanted = expected(q, k, v, out_grad, causal)
     for a, b in zip((out, lse, *found), wanted, strict=True):
-        scale = b if b.norm() > 1e-9 else wanted[-1]  # one key alone gets no gradient
+        # A single key has a zero gradient.
+        scale = b if b.norm() > 1e-9 else wanted[-1]
         assert_close(a, b, scale, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("path", PATHS)
 def test_blocks_add_up(path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys in three blocks, the last of which only the last queries have; parts of tensors go in and out."""
+    """Three merged blocks of keys, the last for the last queries only, equal attention to all keys. Inputs and outputs
+    are views."""
     monkeypatch.setattr(attention, "_path", lambda *_: PATHS[path])
     q, k, v, out_grad = inputs((2, 24, 3, 8), 10, dtype)
-    k[:, 3] *= 3  # so that some queries see mostly this one
+    k[:, 3] *= 3  # makes some queries attend mostly to this key
     blocks = [(slice(None), slice(0, 9)), (slice(None), slice(9, 17)), (slice(6, None), slice(17, 24))]
     out, lse = torch.zeros_like(q, dtype=torch.promote_types(dtype, torch.float32)), None
     for rows, keys in blocks:
@@ -143,7 +145,7 @@ def peak(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize(("queries", "keys"), [(4096, 4096), (2048, 4096), (1, 4096)])
 def test_no_mask_and_no_scores_are_held(queries: int, keys: int) -> None:
-    """Neither in training nor with a cache: no more than a few times the keys, of which the scores are 128 times."""
+    """Memory stays below 8 times the keys, in training and with a cache; the scores alone would take 128 times."""
     q, k, v = (normal(1, n, 1, 32, dtype=torch.float32).requires_grad_() for n in (queries, keys, keys))
     assert peak(lambda: causal_attention(q, k, v).sum().backward()) < 8 * k.nbytes
 
@@ -158,7 +160,7 @@ def test_the_plain_path_holds_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_flash_path_of_accelerators_gives_what_is_said(dtype: torch.dtype) -> None:
-    """Shapes and types only, of tensors without contents."""
+    """The flash operators return the expected shapes and types, checked on fake tensors."""
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 3, n, 16, dtype=dtype, device="cuda") for n in (4, 8, 8))
         out, lse = attention._flash(q, k, v, False)
@@ -180,7 +182,8 @@ def test_other_devices_take_the_plain_path() -> None:
 @pytest.mark.parametrize(("new", "heads"), [(24, (6, 2)), (24, (3, 3)), (9, (4, 1)), (17, (4, 2)), (1, (4, 2))])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_windows_and_shared_keys(window: int | None, new: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    """The last of 24 positions: pieces that begin and end inside of a window, one query alone, windows of one position."""
+    """Attention of the last `new` of 24 positions equals the definition: pieces that begin or end inside a window,
+    single queries, windows of one."""
     q, out_grad = normal(2, new, heads[0], 8, dtype=dtype), normal(2, new, heads[0], 8, dtype=dtype)
     k, v = (normal(2, 24, heads[1], 8, dtype=dtype) for _ in range(2))
     given, wanted = ([t.to(kind).requires_grad_() for t in (q, k, v)] for kind in (dtype, torch.float64))
@@ -198,7 +201,7 @@ def test_windows_and_shared_keys(window: int | None, new: int, heads: tuple[int,
 def test_capped_scores_and_sinks(
     window: int | None, new: int, heads: tuple[int, int], cap: float | None, sinks: bool, dtype: torch.dtype
 ) -> None:
-    """So that many scores are near the cap, and some sinks have nearly all of the softmax."""
+    """Large scores, so that many are near the cap, and sinks that take nearly the whole softmax, equal the definition."""
     q, out_grad = 3 * normal(2, new, heads[0], 8, dtype=dtype), normal(2, new, heads[0], 8, dtype=dtype)
     k, v = normal(2, 24, 2, heads[1], 8, dtype=dtype).unbind(2)
     leaves = [q, k, v, *([3 * normal(heads[0], dtype=dtype)] if sinks else [])]

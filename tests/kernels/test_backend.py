@@ -1,4 +1,4 @@
-"""When Triton is used, and that it is not even imported where it is not."""
+"""The rule for using Triton; where Triton is not used, it is not imported."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from optimus.kernels import backend
 
 
 class Stand(NamedTuple):
-    """What the rule looks at, of a tensor on a device that this machine may not have."""
+    """The attributes that the rule reads, for a tensor on a device that this machine may lack."""
 
     device: Any
     dtype: torch.dtype

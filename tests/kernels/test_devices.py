@@ -1,4 +1,4 @@
-"""A chip is known by what its device says, and where that is not enough by the table."""
+"""A chip is identified by its device's properties, or else by the table."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Attention inside documents, on every path, against the definition of each document alone in float64."""
+"""Attention within documents, on every path, equals the float64 definition of each document alone."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from optimus.kernels.attention import AttentionBlock, Scoring, attention_referen
 from optimus.kernels.documents import Documents, document_attention
 from optimus.testing.memory import tracking
 
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}  # relative, in the Frobenius norm
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}  # relative, in Frobenius norm
 LENGTHS = [[24], [8, 8, 8], [1] * 24, [5, 7, 12], [1, 9, 1, 1, 12], [23, 1], [1, 23]]
 
 
@@ -21,14 +21,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def inputs(tokens: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and the gradient of the output; k and v are parts of one tensor, as the model gives them."""
+    """Returns q, k, v and the output's gradient; k and v are views of one tensor, as in the model."""
     q, out_grad = normal(1, tokens, heads[0], 8, dtype=dtype), normal(1, tokens, heads[0], 9, dtype=dtype)[..., 1:]
     k, v = normal(1, tokens, 2, heads[1], 8, dtype=dtype).unbind(2)
     return [q, k, v, out_grad]
 
 
 def alone(lengths: list[int], given: list[Tensor], window: int | None, cap: float | None) -> list[Tensor]:
-    """(attention, gradients of q, k, v) of each document alone, laid end to end."""
+    """Returns (attention, gradients of q, k, v) of each document alone, concatenated."""
     found = []
     for q, k, v, out_grad in zip(*(t.double().split(lengths, 1) for t in given), strict=True):
         parameters = [t.detach().requires_grad_() for t in (q, k, v)]
@@ -46,7 +46,8 @@ def assert_alone(
     found = [out, *torch.autograd.grad(out, leaves, given[3])]
     for a, b in zip(found, alone(lengths, given, window, cap), strict=True):
         assert (a.shape, a.dtype) == (b.shape, dtype)
-        scale = b.norm() if b.norm() > 1e-9 else given[3].norm()  # one key alone gets no gradient
+        # A single key has a zero gradient.
+        scale = b.norm() if b.norm() > 1e-9 else given[3].norm()
         assert (a.double() - b).norm() <= 3 * TOLERANCE[dtype] * scale
 
 
@@ -72,7 +73,7 @@ def varlen_attn(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """What the documentation of torch's function of this name says, where there is no accelerator."""
+    """Stands in for torch's function of this name, by its documentation, on machines without an accelerator."""
     borders = offsets.tolist()
     assert offsets.dtype == torch.int32
     assert borders == offsets_of_keys.tolist()
@@ -97,7 +98,7 @@ def test_flash_attention_of_other_lengths(
 
 
 def test_torchs_flash_attention_takes_what_it_is_given() -> None:
-    """Shapes and types only, of tensors without contents."""
+    """torch's function accepts our arguments and returns the expected shapes and types, checked on fake tensors."""
     with FakeTensorMode():
         q, k, v = (torch.empty(12, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
         leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -108,7 +109,7 @@ def test_torchs_flash_attention_takes_what_it_is_given() -> None:
 
 
 def scores(blocks: list[AttentionBlock]) -> int:
-    """Scores that blocks compute; those above the diagonal of a block are left out by all paths but for a few."""
+    """Returns the number of scores that the blocks compute, without those above a causal block's diagonal."""
     sizes = [(b.queries.stop - b.queries.start, b.keys.stop - b.keys.start, b.mask) for b in blocks]
     return sum(new * seen if mask == "none" else new * (new + 1) // 2 for new, seen, mask in sizes)
 
@@ -124,14 +125,14 @@ def test_no_score_across_a_border_is_computed(lengths: list[int], window: int | 
 
 
 def test_documents_of_one_length_are_a_batch() -> None:
-    """Bit by bit what the batch gives."""
+    """Documents of equal length give the bits of a batch."""
     q, k, v, _ = inputs(24, (4, 2), torch.float32)
     found = document_attention(q, k, v, Documents([6] * 4, 2))
     assert found.equal(causal_attention(*(t.view(4, 6, -1, 8) for t in (q, k, v))).view(1, 24, 4, 8))
 
 
 def test_no_mask_and_no_scores_are_held() -> None:
-    """No more than a few times the keys, of which the scores of a document are 48 times."""
+    """Memory stays below 9 times the keys; the scores of one document alone would take 48 times."""
     q, k, v = (normal(1, 4096, 1, 32, dtype=torch.float32).requires_grad_() for _ in range(3))
     with tracking() as allocations:
         document_attention(q, k, v, Documents([1536, 2560], 1)).sum().backward()

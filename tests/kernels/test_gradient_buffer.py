@@ -1,4 +1,4 @@
-"""Weight gradients that are deferred: the same bits as those added at once, and nothing is added before."""
+"""Deferred weight gradients have the same bits as immediate ones, and nothing is added before their turn."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +22,7 @@ from optimus.step_context import StepContext
 from optimus.testing import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
-TYPES = [(FP32, FP32), (BF16, BF16), (BF16, FP32)]  # of weights and of gradients
+TYPES = [(FP32, FP32), (BF16, BF16), (BF16, FP32)]  # (weights, gradients)
 Function = Callable[..., Tensor]
 
 
@@ -33,7 +33,7 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = FP32) -> Tensor:
 def at_once_and_later(
     function: Function, inputs: Sequence[Sequence[Tensor]], weights: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """All gradients after a pass for each of `inputs`, the weights' being deferred until the last pass or not.
+    """Returns all gradients after one pass for each of `inputs`: with immediate, and with deferred weight gradients.
 
     `function` takes the inputs of a pass, the weights and their buffers.
     """
@@ -82,7 +82,8 @@ def test_linear(weight: torch.dtype, gradient: torch.dtype) -> None:
 @pytest.mark.parametrize(("weight", "gradient"), TYPES)
 @pytest.mark.parametrize("candidates", [8, 2, 1])
 def test_expert_mlp(weight: torch.dtype, gradient: torch.dtype, candidates: int) -> None:
-    """Also where some experts are chosen by none and some choices are skipped; experts share what is overwritten."""
+    """Deferred expert gradients have the same bits, also with unchosen experts and skipped choices. Experts share the
+    workspace, which each overwrites."""
     experts, hidden, inner, tokens = 8, 24, 16, 50
     inputs = [[normal(seed, tokens, hidden, dtype=weight), normal(seed + 9, tokens, 2).to(weight)] for seed in (1, 2)]
     chosen_TK = torch.randint(-1, candidates, (tokens, 2), generator=torch.Generator().manual_seed(0))
@@ -95,7 +96,7 @@ def test_expert_mlp(weight: torch.dtype, gradient: torch.dtype, candidates: int)
 
 
 def split_products(inputs: int) -> list[bool]:
-    """Whether the bits are the same, for each way to split tokens and to overlap."""
+    """Returns, for each way to split tokens and overlap, whether deferred gradients have the same bits."""
     groups = Groups(Mesh(tp=2, tp_in=inputs))
     outer, inner = groups.along("tp_out"), groups.along("tp_in")
     found = []
@@ -161,7 +162,7 @@ def test_models_do_not_defer_for_each_other() -> None:
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_chunk_waits_for_the_gradients_that_are_deferred(later: bool, microbatches: int) -> None:
-    """Autograd calls its hooks for a weight whose buffer has been given nothing yet; that must not count as arrived."""
+    """A chunk does not count a weight as arrived when autograd calls its hooks before the deferred gradient is added."""
     layouts = {"norm": Layout((4,)), "w": Layout((5, 4))}
     (plan,) = plan_chunks(layouts, Mesh(), 0, StateConfig(), recipe())
     one, reduced = Group([0], 0), []
@@ -194,8 +195,8 @@ def test_a_chunk_waits_for_the_gradients_that_are_deferred(later: bool, microbat
 
 
 class Sharded:
-    """A chunk [first, norm, second] of which another rank has a half. It notes reductions, and whether its parameters are
-    here when a backward pass comes to the first matrix."""
+    """A chunk [first, norm, second] sharded over two ranks. Records reductions, and whether parameters are present when
+    a backward pass reaches the first matrix."""
 
     def __init__(self) -> None:
         layouts = {"first": Layout((4, 4)), "norm": Layout((4,)), "second": Layout((5, 4))}
@@ -208,7 +209,7 @@ class Sharded:
         self.chunk.gradients._start = lambda: self.reduced.append("all")  # type: ignore[method-assign]
 
     def backward(self, microbatch: int, *names: str) -> list[Callable[[], None]]:
-        """The first part of a backward pass to these parameters; returns the second part."""
+        """Runs the immediate part of a backward pass to these parameters; returns the deferred part."""
         full, (first, norm, second) = self.chunk.whole, self.parameters.values()
         buffers = self.chunk.gradient_buffers
         if full.status == "absent":
@@ -226,7 +227,7 @@ class Sharded:
         return deferred
 
     def add(self, microbatch: int, deferred: list[Callable[[], None]]) -> None:
-        """The second part."""
+        """Runs the deferred part."""
         with self.step.in_backward(0, microbatch):
             for each in deferred:
                 each()
@@ -234,8 +235,8 @@ class Sharded:
 
 
 def test_backward_passes_are_counted_apart() -> None:
-    """The norms' gradients of three passes, which come at once, are not those of one; each pass reduces when its own have
-    been added, and frees the parameters when it has found them."""
+    """Gradients are counted per backward pass: three norm gradients of different passes do not complete one. Each pass
+    reduces after its own additions, and frees the parameters once its immediate part ends."""
     sharded = Sharded()
     passes = []
     for microbatch in range(3):

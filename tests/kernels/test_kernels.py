@@ -1,4 +1,4 @@
-"""Every operation against its definition: values and gradients, in fp64/fp32 exactly and in bf16 loosely."""
+"""Every operation equals its definition in values and gradients: closely in fp64 and fp32, loosely in bf16."""
 
 import itertools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from optimus.kernels import rotary as rope
 
 
 def compare(ours: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: list[Tensor], *rest: Any) -> float:
-    """Largest relative error (Frobenius) of the output and of all gradients."""
+    """Returns the largest relative error (Frobenius norm) of the output and all gradients."""
     torch.manual_seed(1)
     results = []
     for function in (ours, reference):
@@ -94,7 +94,8 @@ def test_linear_cross_entropy_without_gradients_makes_none() -> None:
 
 
 def test_linear_cross_entropy_scales_its_gradient_in_fp32() -> None:
-    """By a third, as with three microbatches: rounded to bf16 first it would make every element 0.2 % too large."""
+    """The gradient is scaled in fp32: a third (as for three microbatches) rounded to bf16 first would make every
+    element 0.2 % too large."""
     x, w, target = torch.randn(64, 32).bfloat16(), torch.randn(101, 32).bfloat16(), torch.randint(101, (64,))
     whole, third = (
         torch.autograd.grad(scale * lce.linear_cross_entropy(*leaves, target), leaves)
@@ -105,7 +106,7 @@ def test_linear_cross_entropy_scales_its_gradient_in_fp32() -> None:
 
 
 def test_linear_cross_entropy_of_hopeless_targets_is_exact() -> None:
-    """A target whose probability is below what fp32 holds still has the right, large loss."""
+    """A target whose probability fp32 cannot represent has the right, large loss."""
     x, w, target = torch.full((1, 1), 300.0), torch.tensor([[1.0], [0.0]]), torch.tensor([1])
     assert lce.linear_cross_entropy(x, w, target).item() == 300.0
 
@@ -133,7 +134,7 @@ def test_expert_mlp(dtype: torch.dtype, load: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", ["silu", "clamped_silu"])
 def test_expert_mlp_with_biases(kind: act.Activation, dtype: torch.dtype) -> None:
-    """So large that many gates and ups are clamped; some experts are elsewhere."""
+    """Biases make many gates and ups hit the clamp; some experts are on other ranks."""
     chosen = torch.rand(150, 7).topk(3).indices
     indices = torch.where(chosen < 5, chosen, -1)
     x, weights = 4 * torch.randn(150, 16, dtype=dtype), torch.rand(150, 3).to(dtype)
@@ -152,7 +153,7 @@ def test_expert_mlp_with_biases(kind: act.Activation, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("here", [range(2, 5), range(3, 4), range(0)], ids=["some", "one", "none"])
 def test_expert_mlp_skips_choices_of_other_ranks(dtype: torch.dtype, here: range) -> None:
-    """Only experts `here` of 7 are local; the others are -1, in int32 as they arrive from other ranks."""
+    """Choices of experts on other ranks (-1, in int32 as received) are skipped. The experts `here` of 7 are local."""
     chosen = torch.rand(150, 7).topk(3).indices
     is_here = (chosen >= here.start) & (chosen < here.stop)
     indices = torch.where(is_here, chosen - here.start, -1)
@@ -169,7 +170,7 @@ def test_expert_mlp_skips_choices_of_other_ranks(dtype: torch.dtype, here: range
 
 
 def results(x: Tensor, weights: Tensor, indices: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Output and gradients of x, weights, gate_up and down."""
+    """Returns the output and the gradients of x, weights, gate_up and down."""
     leaves = [value.detach().clone().requires_grad_() for value in (x, weights, *parameters)]
     y = experts_op.expert_mlp(leaves[0], leaves[1], indices, *leaves[2:])
     return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
@@ -177,11 +178,11 @@ def results(x: Tensor, weights: Tensor, indices: Tensor, parameters: list[Tensor
 
 @pytest.mark.parametrize("poison", [torch.inf, torch.nan])
 def test_nothing_leaks_from_what_is_skipped(poison: float) -> None:
-    """Tokens 0 and 5 choose no expert of this rank, token 1 one of two; what is skipped changes no bit of anything."""
+    """Non-finite values of skipped choices change no bit: tokens 0 and 5 choose no local expert, token 1 one of two."""
     indices = torch.tensor([[-1, -1], [0, -1], [1, 0], [3, 1], [-1, 3], [-1, -1]])
     x, weights = torch.randn(6, 16), torch.rand(6, 2)
     parameters = [torch.randn(4, 2 * 8, 16), torch.randn(4, 16, 8)]
-    parameters[0][2] = parameters[1][2] = poison  # an expert that nobody chose
+    parameters[0][2] = parameters[1][2] = poison  # an expert that no token chose
     clean = results(x, weights, indices, parameters)
     x[[0, 5]] = poison
     weights[indices < 0] = poison
@@ -208,10 +209,10 @@ def test_a_token_that_is_not_finite_reaches_its_own_experts_only() -> None:
 def test_routes_are_a_stable_sort_by_expert(
     experts: int, ranks: int, rank: int, tokens: int, chosen: int, skew: float, seed: int
 ) -> None:
-    """Top choices among `experts`, the more popular the lower their number, as one of `ranks` ranks sees them."""
+    """The routes of one of `ranks` ranks equal a stable sort by expert. Choices are skewed towards low expert numbers."""
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
     scores = scores / torch.arange(1, experts + 1) ** skew
-    here = -(-experts // ranks)  # experts of a rank
+    here = -(-experts // ranks)  # experts per rank
     indices = scores.topk(min(chosen, experts), dim=1).indices - rank % ranks * here
     indices = indices.masked_fill((indices < 0) | (indices >= here), -1)
     choices = indices.flatten()
@@ -225,7 +226,7 @@ def test_routes_are_a_stable_sort_by_expert(
 
 
 def test_frozen_experts_cost_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the five products of a backward pass, those that make the gradients of frozen weights are not made."""
+    """Frozen weights cost no products for their own gradients: two forward and two backward products remain."""
     made: list[str] = []
     multiply = experts_op.matmul
     monkeypatch.setattr(experts_op, "matmul", lambda *args, **how: (made.append("x"), multiply(*args, **how))[1])

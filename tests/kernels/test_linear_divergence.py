@@ -1,4 +1,4 @@
-"""The divergence from a teacher, with its gradients, against its definition."""
+"""The divergence from a teacher and its gradients equal the definition."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from optimus.kernels.linear_divergence import SoftTargets, linear_divergence, li
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_loss_and_gradients(monkeypatch: pytest.MonkeyPatch, cap: float | None, temperature: float) -> None:
-    """In several blocks; rows without a target are left out."""
+    """Loss and gradients are right over several blocks of rows; rows without a target do not count."""
     monkeypatch.setattr(module, "_LEAST_ROWS", 7)
     monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 1)
     draws = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Products are right in every form, and the fastest form is chosen, once, where choosing is asked for."""
+"""Products are right in every form; the fastest form is chosen once, if measuring is on."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.kernels.linear import linear, linear_reference
 from optimus.kernels.matmul import FORMS, MatmulForms, MatmulShape, form_of, in_form, matmul
 
-ROUNDS = 6  # one that does not count, and five
+ROUNDS = 6  # one warm-up and five that count
 
 
 def operands(form: str, m: int = 6, l: int = 4, n: int = 5) -> tuple[Tensor, Tensor]:
@@ -19,12 +19,12 @@ def operands(form: str, m: int = 6, l: int = 4, n: int = 5) -> tuple[Tensor, Ten
 
 @pytest.fixture
 def everything_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even the smallest product is timed."""
+    """Makes even the smallest product long enough to be timed."""
     monkeypatch.setattr(module, "_LEAST_WORK", 0)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[str]:
-    """Let every form take the given time; returns what has been timed."""
+    """Makes every form take the given time; returns the growing list of timed forms."""
     timed: list[str] = []
 
     def measure(form: str, a: Tensor, b: Tensor, out: Tensor) -> float:
@@ -53,13 +53,13 @@ def test_the_fastest_form_is_used_and_right(came: str, best: str, monkeypatch: p
     forms.measuring = True
     first = matmul(a, b, forms=forms)
     matmul(a, b, forms=forms)
-    assert used == [came, came]  # until the ranks have agreed
+    assert used == [came, came]  # the first form stays until the ranks have agreed
     forms.choose(forms.timings)
     second = matmul(a, b, out=torch.empty(6, 5), forms=forms)
     torch.testing.assert_close(first, multiply(a, b))
     torch.testing.assert_close(second, first)
     assert used == [came, came, best]
-    assert timed == [*FORMS] * ROUNDS  # in turn, and at the first product alone
+    assert timed == [*FORMS] * ROUNDS  # alternating, at the first product only
 
 
 @pytest.mark.usefixtures("everything_counts")

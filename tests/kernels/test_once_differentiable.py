@@ -1,4 +1,4 @@
-"""Every autograd function of the package refuses a second derivative, which would be wrong and say nothing."""
+"""Every autograd function of the package refuses a second derivative, which would be silently wrong."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ MARK = once_differentiable(lambda ctx: None).__code__
 
 
 def functions() -> list[str]:
-    """`module:class` of every class in the sources that a Function of autograd is a base of."""
+    """Returns `module:class` for every subclass of autograd's Function in the sources."""
     return [
         f"{'.'.join(path.relative_to(PACKAGE.parent).with_suffix('').parts)}:{node.name}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -28,7 +28,7 @@ def functions() -> list[str]:
 
 
 def test_all_are_found() -> None:
-    """Those that exist once their modules have been read are those that the sources name."""
+    """The functions that exist after importing all modules are those found in the sources."""
     named = functions()
     for name in named:
         module = name.partition(":")[0]
@@ -54,7 +54,7 @@ def test_is_marked(name: str) -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    """Where a loss is minimised together with its gradient, autograd would take the gradient for a constant."""
+    """A loss with a gradient penalty is refused: autograd would treat the gradient as a constant."""
     x, w = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     loss = linear_cross_entropy(x, w, torch.arange(4))
     with pytest.raises(UserError, match="create_graph"):

@@ -1,6 +1,6 @@
-"""Every operation's CPU path, and the references: gradients by finite differences, and precision against float64.
+"""Every operation on its CPU path, and the references: gradients by finite differences, precision against float64.
 
-The Triton path is held to the same in `tests/kernels/triton`; real layers' widths are in
+The Triton path has the same tests in `tests/kernels/triton`; real layers' widths are in
 `tests/benchmarks/test_kernels.py`.
 """
 
@@ -22,7 +22,7 @@ from optimus.model.moe.choices import RouterConfig
 from optimus.model.moe.router import Router
 
 Function = Callable[..., Any]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, in the Frobenius norm
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, in Frobenius norm
 TABLE = rotary_table(torch.arange(3, 8), 6, 10_000.0)
 
 
@@ -32,7 +32,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def choices(tokens: int, experts: int, chosen: int, load: str = "random") -> Tensor:
-    """Experts of each token; `load` says which of them are chosen, and which are on other ranks."""
+    """Returns the experts of each token; `load` says how choices are spread and whether some are on other ranks."""
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens))
     if load == "one expert":
         return torch.full((tokens, chosen), experts - 1)
@@ -52,7 +52,8 @@ def expert_inputs(tokens: int, experts: int, chosen: int, hidden: int, intermedi
 
 
 def routed(renormalise: bool) -> Function:
-    """The router: weights, summed probabilities and summed z. The logits are the input: the weight is one."""
+    """Returns a router with the logits as input and the identity as weight; outputs are weights, summed probabilities
+    and summed z."""
 
     def run(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         router = Router(x.shape[1], len(weight), 3, False, RouterConfig(renormalise=renormalise)).to(x.dtype)
@@ -120,7 +121,7 @@ def test_gradients_are_finite_differences(name: str, which: int) -> None:
 
 
 def errors(name: str, ours: Function, reference: Function, inputs: list[Tensor], dtype: torch.dtype) -> list[float]:
-    """Relative errors of outputs and gradients; the reference in float64 has the same, rounded inputs."""
+    """Returns the relative errors of outputs and gradients against float64 with the same rounded inputs."""
     results = []
     for function, leaves in (
         (ours, [x.to(dtype).requires_grad_() for x in inputs]),
@@ -149,7 +150,7 @@ def test_equals_float64(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("load", ["random", "one expert", "empty experts", "other ranks"])
 @pytest.mark.parametrize(("T", "E", "K"), [(150, 9, 3), (70, 11, 6), (40, 64, 8), (1, 7, 3), (0, 7, 3)])
 def test_experts_equal_float64(T: int, E: int, K: int, load: str, dtype: torch.dtype) -> None:
-    """K no power of two, experts that get nothing or everything, no tokens."""
+    """Experts equal float64 for other K than powers of two, experts with no or all tokens, and zero tokens."""
     if load == "one expert":
         K = 1
     of = choices(T, E, K, load)

@@ -1,4 +1,4 @@
-"""The sparse block at the sizes of Mula-7B-A1B's layers on the CPU: what it keeps for the backward pass."""
+"""The sparse block at the sizes of Mula-7B-A1B's layers on the CPU saves the expected bytes for the backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,13 @@ from optimus.step_context import StepContext
 from optimus.testing.memory import tracking
 
 T, H, I, E, K = 1024, 2048, 1024, 64, 8
-KEPT_PER_TOKEN = 40 * 1024  # bytes at most; x 4 KiB, the pre-activation 32 KiB, and rows that pad, weights and indices
+# The most bytes: x 4 KiB, the pre-activation 32 KiB, and padding, weights and indices.
+KEPT_PER_TOKEN = 40 * 1024
 
 
 def layer() -> MoeLayer:
-    """In bf16; zeros, as bytes are counted and a router of zeros chooses the same experts for all, which is made even."""
+    """Returns a block in bf16 with zero weights: only bytes are counted, and forced balance spreads the tokens over the
+    experts."""
     sizes = {"hidden": H, "heads": 1, "intermediate": I, "experts": E, "experts_per_token": K}
     config = ModelConfig.model_validate({"family": "olmoe", "layers": 1, "vocab": 8, **sizes})
     found = MoeLayer(config, force_balanced=True).bfloat16()
@@ -28,7 +30,7 @@ def layer() -> MoeLayer:
 
 
 def kept(layer: Callable[[Tensor], Any], x: Tensor) -> int:
-    """Bytes besides x, the parameters and what it returns that are alive between forward and backward pass."""
+    """Returns the bytes alive between forward and backward pass, without x, parameters and outputs."""
     with tracking() as bytes_alive:
         y, stats = layer(x)
         returned = [y, stats.counts_E, stats.probabilities_E, stats.z]

@@ -1,6 +1,6 @@
-"""Gradients of parameters in bf16 that accumulate in fp32 are not rounded on the way, over several microbatches.
+"""Gradients of bf16 parameters that accumulate in fp32 over several microbatches are not rounded in between.
 
-All numbers are such that nothing but the gradient's own type rounds them: float64 has the same.
+All numbers are chosen so that only the gradient's own type rounds them; float64 gives the same values.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from optimus.parallel.vocabulary import SplitVocabulary, tokens_along
 from optimus.testing import run_ranks
 
 MICROBATCHES, T, H, V = 3, 4, 8, 4
-ROUNDING = 2.0**-23  # of a scaled fp32 gradient, and of its sum: relative
-Loss = Callable[[int, Tensor], Tensor]  # of a microbatch and the parameter
+ROUNDING = 2.0**-23  # relative rounding of a scaled fp32 gradient and of its sum
+Loss = Callable[[int, Tensor], Tensor]  # takes a microbatch's number and the parameter
 
 
 def hidden(number: int, dtype: torch.dtype) -> Tensor:
-    """Small whole numbers [T, H]: sums over the rows of products with quarters have no more than seven bits."""
+    """Returns small whole numbers [T, H]: sums of their products with quarters have at most seven bits."""
     return torch.randint(1, 4, (T, H), generator=torch.Generator().manual_seed(number)).to(dtype)
 
 
@@ -35,7 +35,7 @@ def target(number: int) -> Tensor:
 
 
 def teacher(number: int) -> Tensor:
-    """Certain of the target's successor [T, V]."""
+    """Returns logits [T, V] of a teacher that is certain of the target's successor."""
     return torch.nn.functional.one_hot((target(number) + 1) % V, V) * 2000.0 - 1000.0
 
 
@@ -57,16 +57,16 @@ def true_divergence(number: int, w: Tensor) -> Tensor:
 
 
 def rows(number: int) -> Tensor:
-    """Two tokens, 500 times each."""
+    """Returns two tokens, 500 times each, and one of them once more."""
     return torch.arange(1001) % 2 + number % (V - 1)
 
 
 def norm_input(dtype: torch.dtype) -> Tensor:
-    """Rows that the norm leaves as they are."""
+    """Returns rows that the norm leaves unchanged."""
     return torch.ones(1001, 2, dtype=dtype)
 
 
-# By name: the parameter (in float64), and the loss of a microbatch as it is and as it is defined.
+# name: (the parameter in float64, a microbatch's loss by our operations, the same loss by definition)
 CASES: dict[str, tuple[Tensor, Loss, Loss]] = {
     "output layer": (torch.zeros(V, H), lambda n, w: entropy(n, w) / 3, lambda n, w: true_entropy(n, w) / 3),
     "divergence": (torch.zeros(V, H), lambda n, w: divergence(n, w) / 3, lambda n, w: true_divergence(n, w) / 3),
@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Tensor, Loss, Loss]] = {
 
 
 def accumulated(weight: Tensor, loss: Loss) -> Tensor:
-    """The gradient of all microbatches, in fp32, or as wide as the weight."""
+    """Returns the gradient of all microbatches, in fp32 for bf16 weights and otherwise in the weight's type."""
     parameter = nn.Parameter(weight)
     if weight.dtype == torch.bfloat16:
         parameter.grad_dtype = torch.float32
@@ -113,14 +113,14 @@ def test_fp32_gradients_are_those_of_float64(name: str) -> None:
 
 
 def test_of_several_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their products are rounded, if at all, and not their sum."""
+    """Each block's product is rounded at most; the sum over blocks is not."""
     monkeypatch.setattr(module, "_LEAST_ROWS", 1)
     monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 1)
     test_fp32_gradients_are_those_of_float64("output layer")
 
 
 def test_bf16_gradients_are_rounded_once() -> None:
-    """Where the gradients are to have this type."""
+    """bf16 gradients, if so configured, are rounded once."""
     weight, loss, _ = CASES["output layer"]
     parameter = nn.Parameter(weight.bfloat16())
     loss(0, parameter).backward()
@@ -129,7 +129,7 @@ def test_bf16_gradients_are_rounded_once() -> None:
 
 
 def split() -> float:
-    """The distance of this rank's part of a divided vocabulary."""
+    """Returns the distance of this rank's shard of a divided vocabulary from float64."""
     groups = Groups(Mesh(tp=2))
     tokens = tokens_along(groups, V, "tp_out")
     vocabulary = SplitVocabulary(groups.along("tp_out"), groups.along("tp_in"), tokens, sequence=False)
@@ -147,7 +147,7 @@ def test_of_a_divided_vocabulary() -> None:
 
 
 def test_nothing_looks_for_the_place_of_a_maximum() -> None:
-    """Which takes ten times as long as to find the maximum."""
+    """The loss searches no index of a maximum, which takes ten times as long as the maximum itself."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Operators(TorchDispatchMode):
@@ -164,7 +164,8 @@ def test_nothing_looks_for_the_place_of_a_maximum() -> None:
 
 
 def test_the_normaliser_where_several_tokens_are_likeliest() -> None:
-    """Equal to rounding: the largest logit and the largest probability need not be found at the same one of them."""
+    """The normaliser is right if several tokens share the largest logit, where the largest probability may be another
+    of these tokens."""
     x, w, targets = torch.ones(6, H), torch.ones(V, H) * 3, torch.arange(6) % V
     w[1] = 2.9
     expected = linear_cross_entropy_reference(x.double(), w.double(), targets)

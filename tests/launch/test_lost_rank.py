@@ -1,4 +1,4 @@
-"""A rank is killed or hangs in the middle of a run: the others end with a message, and nothing written is lost."""
+"""A rank is killed or hangs during a run: the other ranks end with a message, and no saved data are lost."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ SAVED = r" \(the run is saved up to step (\d+)\)"
 
 
 def start(config: dict[str, Any], folder: Path, *command: str) -> subprocess.Popen[str]:
-    """`optimus train` on three ranks, by way of `command`, a Python program; its run is at step 12 at least."""
+    """Starts `optimus train` on three ranks with `command`, a Python module; waits until step 12."""
     config["train"]["steps"] = 100_000
     config["checkpoint"] = {"every": 5, "keep": 2}
     file = folder / "run.yaml"
@@ -67,7 +67,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, process: subproces
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether it has not ended; the launcher may be late to read the exit code of one that has."""
+    """Returns whether a process lives. Ended children whose exit code the launcher has not read yet do not count."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -81,7 +81,7 @@ def signal_rank(launcher: subprocess.Popen[str], rank: int, number: signal.Signa
 
 
 def end_of(process: subprocess.Popen[str], folder: Path, seconds: float) -> Sequence[str]:
-    """The errors that it printed when it has ended, and nothing of it is left; kills it when that takes too long."""
+    """Returns the printed errors after the process and its children have ended; kills them after `seconds`."""
     launcher = psutil.Process(process.pid)
     children = launcher.children(recursive=True)
     try:
@@ -99,7 +99,7 @@ def end_of(process: subprocess.Popen[str], folder: Path, seconds: float) -> Sequ
 
 
 def check_resumes(config: dict[str, Any], saved: int) -> None:
-    """Up to step `saved` nothing is lost, and another run, here of one rank, goes on from there."""
+    """Asserts that nothing up to step `saved` is lost, and that a run on one rank resumes there."""
     folder = Path(config["train"]["output"])
     newest = list_checkpoints(folder)[-1]
     assert read_description(newest).step == saved
@@ -115,14 +115,14 @@ def check_resumes(config: dict[str, Any], saved: int) -> None:
 
 @pytest.fixture
 def three_ranks(small_run: dict[str, Any]) -> dict[str, Any]:
-    """The small run, with state in parts on three ranks."""
+    """The small run on three ranks with sharded gradients."""
     small_run["train"] |= {"global_batch": 12, "micro_batch": 2, "precision": "float32"}
     small_run["state"] = {"shard": "gradients"}
     return small_run
 
 
 def listening(process: subprocess.Popen[str]) -> set[str]:
-    """The addresses on which it and its ranks listen."""
+    """Returns the addresses on which the launcher and its ranks listen."""
     launcher = psutil.Process(process.pid)
     found = [each for one in (launcher, *launcher.children(recursive=True)) for each in one.net_connections()]
     return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
@@ -142,7 +142,7 @@ def test_a_killed_rank_ends_the_others(three_ranks: dict[str, Any], tmp_path: Pa
 @pytest.mark.in_turn(0, 1)
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_others_by_the_timeout(three_ranks: dict[str, Any], tmp_path: Path) -> None:
-    """They end then; the launcher kills the hanging one 30 s later."""
+    """The other ranks end at the timeout; the launcher kills the hanging rank 30 s later."""
     three_ranks["resilience"] = {"timeout": 10}
     process = start(three_ranks, tmp_path, "optimus")
     began = time.monotonic()
@@ -153,7 +153,7 @@ def test_a_rank_that_hangs_ends_the_others_by_the_timeout(three_ranks: dict[str,
         if child.environ().get("RANK") in ("0", "2")
     ]
     wait_until(lambda: not any(map(runs, others)), 35, process)
-    assert time.monotonic() - began >= 8  # not before
+    assert time.monotonic() - began >= 8  # not before the timeout
     (message,) = end_of(process, tmp_path, 60)
     parts = re.fullmatch(rf"rank 1 did not answer and was ended; the others stopped: {STOPPED}{SAVED}", message)
     assert parts, message
@@ -184,7 +184,7 @@ def test_a_rank_that_never_comes(small_run: dict[str, Any], tmp_path: Path) -> N
 
 
 def failure(folder: Path, rank: int, code: int, when: int, text: str | None = None) -> ProcessFailure:
-    """What TorchElastic makes of a rank that ended with `code`, and had left `text`."""
+    """Returns TorchElastic's report of a rank that exited with `code` and left `text`."""
     file = folder / f"error{rank}.json"
     if text is not None:
         extra = {"py_callstack": "", "timestamp": str(when)}
@@ -204,7 +204,7 @@ BROKEN = "CollectiveError: step 7: all_reduce failed on rank {}: closed"
             [(-9, 100, None), (2, 100, BROKEN)],
             "rank 0 was lost (killed by SIGKILL); the others stopped: step 7: .* rank 1: closed",
         ),
-        ([(-9, 100, None), (2, 99, BROKEN)], "rank 0 was lost .*"),  # noticed when the second had turned
+        ([(-9, 100, None), (2, 99, BROKEN)], "rank 0 was lost .*"),  # the kill is noticed after rank 1's error
         (
             [(2, 100, BROKEN), (7, 100, None), (-15, 100, None)],
             "rank 1 was lost (exit code 7); .* failed on rank 0: closed",
@@ -219,7 +219,8 @@ BROKEN = "CollectiveError: step 7: all_reduce failed on rank {}: closed"
             "the ranks have lost their connection: step 7: .* failed on rank 1: closed",
         ),
         ([(-15, 100, None), (-15, 100, None)], "rank 0 was lost (killed by SIGTERM)"),
-        ([(-6, 100, None), (-9, 100, None), (-6, 100, None)], "rank 1 was lost (killed by SIGKILL)"),  # by a watchdog
+        # Watchdogs ended ranks 0 and 2
+        ([(-6, 100, None), (-9, 100, None), (-6, 100, None)], "rank 1 was lost (killed by SIGKILL)"),
     ],
 )
 def test_the_cause_is_told_from_its_consequences(
@@ -234,7 +235,7 @@ def test_the_cause_is_told_from_its_consequences(
 
 
 class Stuck:
-    """Points of a stream that has come to the first and never comes to the second."""
+    """Makes events of a stream: the first has passed, and no other ever passes."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -247,7 +248,8 @@ class Stuck:
 def test_a_rank_whose_device_waits_too_long_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It says in which collective, keeps what torch has recorded of them, and ends before its backend aborts it."""
+    """A rank whose device waits too long names the collective, writes torch's flight record, and exits before its
+    backend aborts."""
     ended, codes = threading.Event(), []
     monkeypatch.setattr(program, "_leave", lambda code: (codes.append(code), ended.set()))
     recorder = Recorder()

@@ -1,4 +1,4 @@
-"""A node of a launch: what it says of bad input, and what becomes of ranks that end badly; ranks are scripts here."""
+"""A node of a launch: messages for bad input, and the handling of failed ranks. Ranks are scripts here."""
 
 import json
 import pickle
@@ -40,8 +40,8 @@ from optimus.resilience.exclusion import exclude, excluded
 from optimus.resilience.exits import Exit
 from optimus.resilience.policy import Do
 
-# Does what its node's file says, a word at each start and the last one ever after: it ends with a code, or waits until it is
-# ended; `hold` makes it wait for a file before the next word.
+# Follows the words of its node's file, one per start and the last one ever after: exits with a code, or waits until
+# killed. After `hold`, waits for a file before the next word.
 RANK = """
 import pathlib, sys, time
 orders = pathlib.Path(sys.argv[1])
@@ -69,7 +69,7 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launch sets is taken back."""
+    """Sets variables that a launch changes, so that their former values are restored after the test."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM")
 
@@ -87,7 +87,7 @@ def one(store: TCPStore, tmp_path: Path) -> Launch:
 
 
 class Cluster:
-    """Nodes whose ranks do what they are told."""
+    """Nodes whose ranks follow written orders."""
 
     def __init__(self, pool: ThreadPoolExecutor, store: TCPStore, one: Launch, folder: Path) -> None:
         self._pool, self._store, self._one, self._folder = pool, store, one, folder
@@ -98,7 +98,7 @@ class Cluster:
         self.announced.append((event, detail))
 
     def start(self, *, nodes: int, wait: float = 20.0, max_restarts: int = 5, spares: int = 0, **orders: str) -> None:
-        """Start nodes by name."""
+        """Starts nodes by name."""
         for node, told in orders.items():
             (self._folder / node).write_text(told)
             launch = replace(self._one, node=node, nodes=nodes, spares=spares, wait=wait, max_restarts=max_restarts)
@@ -106,14 +106,14 @@ class Cluster:
             self._futures[node] = self._pool.submit(run_node, launch, command, self.announce)
 
     def wait_for_world(self) -> None:
-        """Until nodes have come together for the first time."""
+        """Waits until the nodes have formed a world for the first time."""
         deadline = time.monotonic() + 30
         while not self._store.check(["optimus/world"]):
             assert time.monotonic() < deadline
             time.sleep(0.1)
 
     def wait_for_spare(self) -> None:
-        """Until one waits, and the others know."""
+        """Waits until one spare waits and the other nodes know of the spare."""
         deadline = time.monotonic() + 30
         while not pickle.loads(b64decode(self._store.get("torch.rendezvous.optimus"))).redundancy_list:
             assert time.monotonic() < deadline
@@ -121,7 +121,7 @@ class Cluster:
         time.sleep(1.5)
 
     def end(self) -> dict[str, Any]:
-        """What each has returned or raised."""
+        """Returns the result, or the exception, of each node."""
         errors = {node: future.exception(60) for node, future in self._futures.items()}
         return {node: errors[node] or future.result() for node, future in self._futures.items()}
 
@@ -138,13 +138,13 @@ def cluster(one: Launch, store: TCPStore, tmp_path: Path) -> Iterator[Cluster]:
 def test_a_run_of_one_node(cluster: Cluster) -> None:
     cluster.start(nodes=1, n0="0")
     assert cluster.end() == {"n0": None}
-    assert cluster.events() == []  # that it has finished is for its ranks to say
+    assert cluster.events() == []  # ranks themselves record that a run has finished
 
 
 def test_a_launch_that_has_ended_is_no_run_that_is_done(
     cluster: Cluster, one: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The store is that of an earlier launch; only who comes too late to a run that has finished ends well."""
+    """A store of an earlier launch is refused. Only a node that comes too late to a finished run ends without an error."""
     cluster.start(nodes=1, n0="0")
     assert cluster.end() == {"n0": None}
     cluster.start(nodes=1, n1="0")
@@ -157,14 +157,14 @@ def test_a_launch_that_has_ended_is_no_run_that_is_done(
 
 
 def test_a_run_that_was_told_to_end_ends_on_all_nodes(cluster: Cluster) -> None:
-    """Its ranks have saved, and say so by their code; nothing is restarted, and no node is at fault."""
+    """A run that was told to end has saved, and its exit code says so: nothing is restarted, and no node is at fault."""
     cluster.start(nodes=2, n0="143", n1="143")
     assert cluster.end() == {"n0": Exit.TERMINATED, "n1": Exit.TERMINATED}
     assert cluster.events() == []
 
 
 def test_the_nodes_of_a_launch_hold_the_folder_together(cluster: Cluster, store: TCPStore, one: Launch) -> None:
-    """Until the last has ended, in spite of restarts; another launch, or what trains alone, is refused."""
+    """The nodes of a launch hold the run folder until the last has ended, through restarts; any other run is refused."""
     cluster.start(nodes=2, n0="3 hold 0", n1="wait 0")
     cluster.wait_for_world()
     holder = living_holder(one.run)
@@ -237,7 +237,7 @@ def test_the_second_crash_is_the_nodes_fault(
 
 
 def test_nobody_is_excluded_where_no_spare_is_left(cluster: Cluster, store: TCPStore, one: Launch) -> None:
-    """The other node waits for a new world when this one decides, and is no spare."""
+    """A node that waits for the next world is no spare, so the faulty node is not excluded."""
     store.add("optimus/crashes/n0", 5)
     cluster.start(nodes=2, n0="3 0", n1="75 0")
     assert cluster.end() == {"n0": None, "n1": None}
@@ -249,8 +249,8 @@ def test_nobody_is_excluded_where_no_spare_is_left(cluster: Cluster, store: TCPS
 def test_nodes_that_leave_at_one_moment_count_a_spare_once(
     one: Launch, store: TCPStore, tmp_path: Path, spares: int
 ) -> None:
-    """Both are at fault, and neither sees yet that the other leaves."""
-    launch = replace(one, nodes=2, spares=spares, keep_alive=(60, 4))  # nothing is heard of the others meanwhile
+    """Two faulty nodes decide before either sees the other leave; each spare is counted for one of them only."""
+    launch = replace(one, nodes=2, spares=spares, keep_alive=(60, 4))  # nodes hear nothing of each other meanwhile
     names = ["n0", "n1", *(f"spare{number}" for number in range(spares))]
     members = [
         module._Member(
@@ -280,7 +280,7 @@ def test_nodes_that_leave_at_one_moment_count_a_spare_once(
 
 @pytest.mark.parametrize("code", [75, 76, 77])
 def test_what_a_rank_has_written_down_itself(cluster: Cluster, one: Launch, code: int) -> None:
-    """Its launcher adds nothing."""
+    """Exit codes 75 to 77 mean that the rank has recorded its own event; the launcher adds none."""
     cluster.start(nodes=1, n0=f"{code} 0")
     assert cluster.end() == {"n0": None}
     assert [event[0] for event in cluster.events()] == ["restart"]
@@ -342,7 +342,7 @@ def test_an_excluded_node(one: Launch) -> None:
 
 def test_clocks_far_apart(one: Launch, store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     module._check_clocks(one, store)
-    for ahead in (-1.5, 1.5):  # 4 s is when a node is dead
+    for ahead in (-1.5, 1.5):  # a node counts as dead after 4 s
         monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda ahead=ahead: time.time() + ahead))
         module._check_clocks(replace(one, node="n1"), store)
     for ahead, how in ((-50, "50 s behind"), (50, "50 s ahead of")):
@@ -353,7 +353,7 @@ def test_clocks_far_apart(one: Launch, store: TCPStore, monkeypatch: pytest.Monk
 
 def test_nobody_answers_at_the_rendezvous(one: Launch) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
+        taken.bind(("127.0.0.1", 0))  # does not listen
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UserError, match=f"no rendezvous answers at {endpoint} .*: start `optimus rendezvous"):
             run_node(replace(one, endpoint=endpoint, wait=0.6), ["true"])
@@ -385,7 +385,7 @@ def test_ports(store: TCPStore) -> None:
 
 
 def listening(pid: int | None = None) -> dict[int, str]:
-    """The ports on which a process listens, with the addresses."""
+    """Returns the ports on which a process listens, with their addresses."""
     found = [each.laddr for each in psutil.Process(pid).net_connections() if each.status == psutil.CONN_LISTEN]
     return {each.port: each.ip for each in found}
 
@@ -408,7 +408,7 @@ def test_a_store_listens_on_the_given_address_alone(store: TCPStore) -> None:
 )
 def test_an_address_at_which_nobody_would_come(monkeypatch: pytest.MonkeyPatch, address: str, message: str) -> None:
     look_up = socket.getaddrinfo
-    names = {"head": "127.0.1.1"}  # as Debian has it
+    names = {"head": "127.0.1.1"}  # as on Debian
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, *args: look_up(names.get(name, name), *args))
     with pytest.raises(UserError, match=message):
         serve(0, address)
@@ -481,7 +481,7 @@ def test_numbers_of_nodes_that_make_no_sense(config: Path, numbers: dict[str, in
 def test_a_check_validates_everything_and_starts_nothing(
     config: Path, small_run: dict[str, Any], tmp_path: Path
 ) -> None:
-    """It needs no store; the data is read as a whole, and the name of an excluded node is refused."""
+    """`--check` needs no store, reads all data, and refuses the name of an excluded node."""
     words = ["launch", str(config), "--check", "--nodes=2", "--spares=1", "--node=n0", "train.micro_batch=2"]
     done = CliRunner().invoke(cli.app, words)
     assert done.exit_code == 0, done.output

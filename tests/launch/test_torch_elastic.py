@@ -1,4 +1,4 @@
-"""The private parts of TorchElastic are as `torch_elastic.py` takes them to be; and what is mended there, is."""
+"""TorchElastic's private parts are as `torch_elastic.py` expects, and its repairs of them work."""
 
 import inspect
 import pickle
@@ -100,9 +100,9 @@ def test_what_is_overridden_is_there_to_be_overridden() -> None:
 
 
 class Nodes:
-    """Some that meet in one store, each in a thread of this process.
+    """Nodes that meet in one store, each in a thread of this process.
 
-    One that sends no heartbeat for `patience` seconds is dead. A busy machine stops all of them for seconds, at times.
+    A node without a heartbeat for `patience` seconds counts as dead. Busy machines may stop all threads for seconds.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, places: int, count: int, wait: float, patience: int) -> None:
@@ -123,17 +123,17 @@ class Nodes:
         self._pool = pool
 
     def join(self, *numbers: int) -> list[Future[Any]]:
-        """They look for a place."""
+        """Makes these nodes look for a place in the world; returns their futures."""
         return [self._pool.submit(self.all[number].next_rendezvous) for number in numbers]
 
     def members(self) -> list[str]:
-        """Who has a place, by what the first that has one knows."""
+        """Returns the nodes that have a place, as the first node knows."""
         return [repr(node) for node in self.all[0]._state_holder.state.participants]
 
 
 @pytest.fixture
 def meet() -> Iterator[Callable[..., Nodes]]:
-    """Makes `Nodes`; at the end none of them runs any more."""
+    """A function that makes `Nodes`; all of them are shut down after the test."""
     made: list[Nodes] = []
     with ThreadPoolExecutor(8) as pool:
 
@@ -171,7 +171,7 @@ def test_spares_do_not_disturb_a_full_world_but_take_a_free_place(meet: Callable
     until(lambda: nodes.all[0].num_nodes_waiting() > 0, "nobody waits for a free place")
     assert nodes.join(0)[0].result(30).world_size == 2
     until(lambda: any(each.done() for each in spares), "no spare takes the place")
-    until(lambda: left_over() == 1, "the other spare is not seen")  # which has gone for the place, too
+    until(lambda: left_over() == 1, "the other spare is not seen")  # both spares applied for the place
     assert len(nodes.members()) == 2
     assert nodes.all[1].member not in nodes.members()
     assert not nodes.dead
@@ -184,7 +184,7 @@ def test_spares_do_not_disturb_a_full_world_but_take_a_free_place(meet: Callable
 
 
 def test_a_spare_that_comes_too_late_for_a_free_place_waits_on(meet: Callable[..., Nodes]) -> None:
-    """Though the time in which a world must come together is over: it has."""
+    """A spare that misses a free place keeps waiting after the world's time limit: the world is complete."""
     nodes = meet(2, 4, wait=4.0)
     for each in nodes.join(0, 1):
         each.result(30)
@@ -207,7 +207,7 @@ def test_who_waits_for_a_new_world_is_no_spare(meet: Callable[..., Nodes]) -> No
     nodes = meet(3, 3)
     for each in nodes.join(0, 1, 2):
         each.result(30)
-    again = nodes.join(1, 2)  # they have lost node 0, which has not noticed yet
+    again = nodes.join(1, 2)  # node 0 has not noticed yet that the others left
     until(lambda: nodes.all[0].num_nodes_waiting() == 2, "nobody waits")
     assert nodes.all[0].spares() == 0
     nodes.join(0)[0].result(30)
@@ -230,7 +230,7 @@ def test_of_a_silent_node_all_are_told_once_and_its_place_is_free(meet: Callable
 
 @pytest.mark.parametrize("leaving", [0, 1], ids=["the first node leaves", "the first node stays"])
 def test_the_first_node_of_every_world_tells_where_its_ranks_meet(meet: Callable[..., Nodes], leaving: int) -> None:
-    """A store of their own, on that node, which no other network reaches."""
+    """The first node of every world hosts a new store for its ranks; the store listens on the loopback address only."""
     nodes = meet(2, 3)
     before = {each.result(30).rank: each.result(30) for each in nodes.join(0, 1)}
     ranks = {number: nodes.all[number]._get_world()[0] for number in (0, 1)}
@@ -250,7 +250,7 @@ def test_the_first_node_of_every_world_tells_where_its_ranks_meet(meet: Callable
 
 
 class Payload:
-    """What runs code when it is unpickled."""
+    """Runs code when unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -261,7 +261,7 @@ class Payload:
 
 @pytest.mark.parametrize("form", ["payload", "payload within", "another thing", "no pickle"])
 def test_what_the_store_holds_runs_nothing(tmp_path: Path, form: str) -> None:
-    """Whoever reaches the store can write to it."""
+    """Values in the store never run code, though anyone with access to the store can write there."""
     state = dynamic._RendezvousState()
     state.participants[Payload(tmp_path / "mark")] = 0
     content = {
@@ -278,7 +278,7 @@ def test_what_the_store_holds_runs_nothing(tmp_path: Path, form: str) -> None:
     assert not (tmp_path / "mark").exists()
     if form.startswith("payload"):
         pickle.loads(content[form])
-        assert (tmp_path / "mark").exists()  # it would have run
+        assert (tmp_path / "mark").exists()  # unpickling would have run the code
 
 
 RANK = """
@@ -300,7 +300,7 @@ class World(NamedTuple):
 
 
 class Agents:
-    """Nodes with agents, whose one rank ends with what a file says when it is there."""
+    """Nodes with agents. Each agent's only rank exits with the code in the node's file, once the file exists."""
 
     def __init__(self, nodes: Nodes, folder: Path) -> None:
         self.worlds: list[tuple[int, World]] = []
@@ -313,7 +313,7 @@ class Agents:
         orders = self._folder / str(number)
 
         def failed(failures: dict[int, ProcessFailure]) -> Do:
-            orders.unlink()  # it is not to fail again
+            orders.unlink()  # fails only once
             (failure,) = failures.values()
             return DECISIONS[failure.exitcode]
 
@@ -330,14 +330,14 @@ class Agents:
         self.ends[number] = agent.until_the_end()
 
     def tell(self, code: int, *numbers: int) -> None:
-        """Their ranks are to end with this code."""
+        """Makes the ranks of these nodes exit with this code."""
         for number in numbers:
             partial = self._folder / f"{number}.partial"
             partial.write_text(str(code))
             partial.rename(self._folder / str(number))
 
     def world(self, number: int) -> list[int]:
-        """The nodes of the world of this number, when there is one, of two nodes each."""
+        """Waits for the world of this number, of two nodes, and returns its nodes."""
         until(lambda: len(self.worlds) >= 2 * number, f"agents do not come together for world {number}")
         found = self.worlds[2 * number - 2 : 2 * number]
         assert len({world.round for _, world in found}) == 1
@@ -347,7 +347,7 @@ class Agents:
 
 
 def test_agents_to_the_end(meet: Callable[..., Nodes], tmp_path: Path) -> None:
-    """Restarted together after a crash; a place is taken when one leaves; and when all is done the spares go, too."""
+    """Agents restart together after a crash, a spare replaces an agent that leaves, and spares end with the job."""
     agents = Agents(meet(2, 4), tmp_path)
     agents.tell(7, agents.world(1)[0])
     bad = agents.world(2)[0]
@@ -368,14 +368,15 @@ def test_an_agent_that_stops_stops_all(meet: Callable[..., Nodes], tmp_path: Pat
     agents.world(1)
     agents.tell(9, 0)
     until(lambda: 0 in agents.ends, "an agent that stops does not end")
-    agents.tell(7, 1)  # its rank has lost the other
+    agents.tell(7, 1)  # its rank fails because the other rank is lost
     until(lambda: 1 in agents.ends, "an agent restarts into a rendezvous that is closed")
     assert agents.ends == {0: Do.STOP, 1: None}
 
 
 @pytest.mark.parametrize("by", [SignalException("told to end", signal.SIGTERM), RuntimeError("an accident")])
 def test_however_an_agent_ends_its_heartbeats_do(meet: Callable[..., Nodes], tmp_path: Path, by: Exception) -> None:
-    """A thread of torch's that still calls the store when Python ends aborts the process."""
+    """An agent's heartbeat thread ends with the agent in any case; a thread that calls the store during Python's exit
+    aborts the process."""
     nodes = meet(1, 1)
 
     name = f"RendezvousKeepAliveTimer_{nodes.all[0]._this_node.local_id}"

@@ -1,4 +1,4 @@
-"""A node that waits says for what, by a clock that the test sets."""
+"""A waiting node says what it waits for, at times of a clock that the test sets."""
 
 import socket
 from pathlib import Path
@@ -16,7 +16,7 @@ from optimus.launch.waiting import Waiting
 
 
 class Clock:
-    """What a `Waiting` says at which second."""
+    """Records the messages of a `Waiting`, each with the second of its appearance."""
 
     def __init__(self) -> None:
         self.now, self.said = 100.0, []  # type: float, list[tuple[float, str]]
@@ -82,10 +82,10 @@ def test_what_a_node_waits_for_in_a_rendezvous() -> None:
 def test_a_launch_without_a_store_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """However long it waits: here every moment is one of those at which it speaks."""
+    """A launch without a store repeats what it waits for; here, at every opportunity."""
     monkeypatch.setattr(module, "Waiting", lambda say: Waiting(say, every=0.0))
     with socket.socket() as taken:
-        taken.bind((LOOPBACK, 0))  # and does not listen
+        taken.bind((LOOPBACK, 0))  # does not listen
         endpoint = f"{LOOPBACK}:{taken.getsockname()[1]}"
         with pytest.raises(UserError, match="no rendezvous answers"):
             run_node(Launch("", run=tmp_path / "run", node="n0", endpoint=endpoint, wait=1.2), ["true"])

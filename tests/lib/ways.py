@@ -1,8 +1,8 @@
 """Runs a command as another machine would: `python tests/lib/ways.py COMMAND...`.
 
-WAY in the environment names the way, one of WAYS. Without it a run of what has turns (SWEEP=turn) has this commit's, and any
-other run none of its own. Results of numerical code differ from processor to processor, as sums are in another order; a test
-that passes on one alone is wrong.
+WAY in the environment selects the way, one of WAYS. Without it, a run of turns (SWEEP=turn) uses this commit's way, and
+any other run changes nothing. Results of numerical code depend on the processor's order of additions, so tests must
+pass in every way.
 """
 
 import os
@@ -21,12 +21,12 @@ from helpers.sweep import PARTS, part_of_sweep
 class Way(NamedTuple):
     summary: str
     environment: Mapping[str, str] = {}
-    before: Sequence[str] = ()  # the command's own words
-    busy: int = 0  # loops that run beside it
+    before: Sequence[str] = ()  # words before the command
+    busy: int = 0  # busy loops beside the command
 
 
 def _without_avx512() -> str:
-    """Those of NumPy's features that this processor has beyond AVX2, as NumPy names them."""
+    """Returns NumPy's names of the features beyond AVX2 that this processor has."""
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
     return " ".join(
@@ -45,7 +45,7 @@ def ways() -> dict[str, Way]:
     return {
         "as-it-is": Way("on this machine as it is"),
         "avx2": Way("as on a processor without AVX-512", avx2),
-        # oneDNN must not know more of the processor: PyTorch packs bf16 for AMX where it does, which these kernels lack.
+        # oneDNN is limited, too: on processors with AMX, PyTorch would pack bf16 for kernels that are missing here.
         "plain": Way(
             "with PyTorch's kernels for any processor",
             {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -57,11 +57,11 @@ def ways() -> dict[str, Way]:
 
 
 def name_of_turn(number: int) -> str:
-    """Each part that has a turn comes in each way after so many commits."""
+    """Returns the way for a commit's number: each part with turns meets each way after enough commits."""
     return [*ways()][number // PARTS % len(ways())]
 
 
-_LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends with us, however we end
+_LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends with its parent process
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def main(command: Sequence[str]) -> int:
     print(f"{asked}: {way.summary}; {again} repeats it", flush=True)
     compiled = {}
     if "ATEN_CPU_CAPABILITY" in way.environment:
-        # What torch.compile keeps is not told apart by it: loops for 8 numbers, compiled again for 16, write over others.
+        # torch.compile's cache ignores this variable, so code for vectors of 8 and of 16 numbers needs separate caches.
         compiled = {"TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"optimus-compiled-{asked}")}
     with busy_loops(way.busy):
         return subprocess.run([*way.before, *command], env={**os.environ, **way.environment, **compiled}).returncode

@@ -1,4 +1,4 @@
-"""Rank arithmetic: both views cover every rank once, groups are what differs on their axes only."""
+"""Rank arithmetic: both views of the mesh cover every rank once; members of a group differ on the group's axes only."""
 
 import itertools
 
@@ -74,7 +74,8 @@ def test_the_outputs_axis_of_a_grid_is_innermost() -> None:
 
 
 def test_experts_and_the_rest_have_different_replicas() -> None:
-    """The groups of EPSO (the Optimus paper, section 3.2): experts over edp, everything else over dp * ep of the paper."""
+    """EPSO's groups (the Optimus paper, section 3.2): experts are replicated over edp, everything else over the paper's
+    dp * ep."""
     mesh = Mesh(dp=8, ep=4)
     assert mesh.edp == 2
     assert mesh.group(1, ("edp",)) == [1, 5]
@@ -91,7 +92,8 @@ def test_twelve_thousand_ranks() -> None:
 
 
 def test_stages_side_by_side() -> None:
-    """Of 8 nodes, two of each stage: blocks of a node follow each other, and replicas are 4 nodes apart."""
+    """Stages lie side by side: 8 nodes with two per stage; neighbouring stages are on neighbouring nodes, and replicas
+    are 4 nodes apart."""
     mesh = Mesh(pp=4, dp=24, ep=12, ranks_per_node=12, pipeline_stride=12)
     assert mesh.group(5, ("pp",)) == [5, 17, 29, 41]
     assert mesh.group(5, ("ep",)) == list(range(12))
@@ -129,7 +131,7 @@ def test_regions_tile_the_parameter() -> None:
 
 @pytest.mark.parametrize("size", [6, 7, 8, 11, 12, 65])
 def test_uneven_parts_differ_by_one(size: int) -> None:
-    """In the order of the ranks, and the first rank's is the largest."""
+    """Uneven shards follow the order of the ranks, differ by at most one row, and the first is the largest."""
     mesh = Mesh(pp=2, tp=6, tp_in=2)
     layout = Layout((size, 4), sharded_dims=((0, "pp"), (0, "tp_out"), (1, "tp_in")), uneven=(0,))
     regions = [layout.region(mesh, rank) for rank in range(mesh.size)]

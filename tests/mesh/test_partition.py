@@ -1,4 +1,4 @@
-"""All ranks divided into groups."""
+"""A partition of all ranks into groups."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Which ranks form groups and which groups cross nodes, checked against the mesh and by hand."""
+"""Groups of ranks, and the groups that cross nodes, agree with the mesh and with results by hand."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_a_grid_in_nodes_of_eight() -> None:
 
 
 def test_groups_that_do_not_fit_nodes() -> None:
-    """Nodes of 3 cut one of four pairs: 2 is in the first, 3 in the second."""
+    """Nodes of 3 ranks cut one of four pairs: rank 2 is on the first node, rank 3 on the second."""
     (pairs,) = [row for row in placement(Mesh(dp=4, tp=2, ranks_per_node=3)) if row.axis == "tp_out"]
     assert (pairs.groups, pairs.crossing) == (4, 1)
 
@@ -37,7 +37,7 @@ def test_one_node_has_no_borders() -> None:
 
 
 def test_the_table() -> None:
-    """The paper's largest run: pp 8 across nodes, ep 12 in the node."""
+    """The printed table of the mesh and its groups: pp 8 across nodes, ep 12 within the node."""
     lines = describe(Mesh(pp=8, dp=24, ep=12, ranks_per_node=12)).splitlines()
     assert lines[0] == "192 ranks on 16 nodes; the last axis varies fastest"
     assert lines[1:3] == [

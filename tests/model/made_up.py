@@ -1,4 +1,4 @@
-"""Made-up: parts of several families that no published one has together."""
+"""A made-up family with parts of several published families."""
 
 from optimus.model.families.common import ATTENTION, BIASES, CONSTANTS, ENDS, EXPERTS, OPTIONAL, RMS, SIZES, affine, mlp
 from optimus.model.families.common import attention as attention_keys

@@ -1,4 +1,4 @@
-"""Batches: their targets, their parts, and documents that do not fit."""
+"""Batches: targets, parts, and documents that do not fit."""
 
 import pytest
 import torch

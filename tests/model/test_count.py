@@ -1,4 +1,4 @@
-"""Numbers of parameters and of operations, against formulas by hand."""
+"""Counts of parameters and of operations agree with formulas by hand."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def small(**fields: object) -> ModelConfig:
 
 
 OLMO, OLMOE = {"family": "olmo"}, {"family": "olmoe", "experts": 8, "experts_per_token": 2}
-HAND = [name for name in preset_names() if name.startswith("mula-")]  # of the two families in the formulas by hand
+HAND = [name for name in preset_names() if name.startswith("mula-")]  # presets covered by the formulas below
 PUBLISHED = {  # parameters of the files on Hugging Face
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -41,7 +41,8 @@ PUBLISHED = {  # parameters of the files on Hugging Face
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
     "deepseek-v3": 671_026_419_200
-    - 58 * 256,  # the biases of its routers are no parameters; nor are layers to predict more
+    # The count has no router biases, which are no parameters, and no layers for multi-token prediction.
+    - 58 * 256,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "olmo-2-1b": 1_484_916_736,
@@ -86,7 +87,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("config", [*MODELS[-4:], *OTHERS.values()], ids=[*IDS[-4:], *OTHERS])
 def test_the_parameters_themselves(config: ModelConfig) -> None:
-    """Every parameter is counted, and every matrix is one that tokens are multiplied with."""
+    """The parameter count covers every parameter, and the FLOP count covers every matrix."""
     with torch.device("meta"):
         model = Transformer(config)
     assert count_parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
@@ -109,7 +110,7 @@ def test_published_models_have_their_published_size(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)])
 def test_active_parameters_as_published(name: str, billions: float) -> None:
-    """Without the look-up of the embedding (gpt-oss-120b & gpt-oss-20b Model Card, table 1)."""
+    """Active parameters without the embedding equal the published ones (gpt-oss-120b & gpt-oss-20b Model Card, table 1)."""
     config = preset(name)
     assert round((count_parameters(config).active - config.vocab * config.hidden) / 1e9, 2) == billions
 
@@ -124,10 +125,10 @@ def test_every_preset_is_counted_here() -> None:
 
 
 def test_scores_within_windows() -> None:
-    """Of four layers, three see 64 positions of 256."""
+    """Windows reduce the operations of attention scores: three of four layers see 64 positions of 256."""
     config = small(family="olmo3", layers=4, window=64)
     whole = small(family="olmo3", layers=4, window=256)
     assert flops_per_token(whole, 256) - flops_per_token(config, 256) == 6.0 * 2 * 32 * 3 * (256 - 64)
     assert flops_per_token(config, 64) == flops_per_token(whole, 64)
     less = forward_flops(whole, 256)["attention"] - forward_flops(config, 256)["attention"]
-    assert less == 2 * 32 * 3 / 4 * (256 - (2 * 64 - 64 * 64 / 256))  # the first 64 positions see half of theirs
+    assert less == 2 * 32 * 3 / 4 * (256 - (2 * 64 - 64 * 64 / 256))  # the first 64 positions see half a window

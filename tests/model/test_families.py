@@ -1,4 +1,4 @@
-"""Families: what their files declare is what the models have, and a new one is a new file."""
+"""Families: models have the parts that their family's file declares; a new family is a new file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_the_key_table_has_every_parameter_once(name: str) -> None:
         kinds |= {".".join("{i}" if part.isdigit() else part for part in parts) for parts in own}
     surplus = set(families()[name].keys) - kinds
     assert kinds <= set(families()[name].keys)
-    assert surplus <= {"blocks.{i}.attention.out.bias"}  # of Qwen 2, which has all biases but this
+    assert surplus <= {"blocks.{i}.attention.out.bias"}  # Qwen 2 has all biases but this one
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -74,7 +74,7 @@ def test_what_a_family_does_not_have_is_refused() -> None:
 def test_a_model_that_transformers_has_not_is_no_export(
     family: str, fields: dict[str, object], message: str, tmp_path: Path
 ) -> None:
-    """But it may be trained. Nothing is written."""
+    """A model without a counterpart in `transformers` may be trained, but its export is refused and writes nothing."""
     with torch.device("meta"):
         model = Transformer(model_of(family, **fields))
     with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""Initial weights: the distribution, and that they depend on seed, name and global position alone."""
+"""Initial weights: their distribution; they depend on seed, name and global position only."""
 
 import math
 
@@ -21,7 +21,7 @@ def filled(
 def test_distribution_is_the_normal_cut_at_three_deviations() -> None:
     n = 1 << 20
     x = filled("embedding", n).double()
-    # Variance of the standard normal cut at c: 1 - 2 c phi(c) / (2 Phi(c) - 1).
+    # Variance of a standard normal distribution truncated at c: 1 - 2 c phi(c) / (2 Phi(c) - 1).
     density, inside = math.exp(-4.5) / math.sqrt(2 * math.pi), math.erf(3 / math.sqrt(2))
     deviation = math.sqrt(1 - 6 * density / inside)
     assert abs(x.mean()) < 5 * deviation / math.sqrt(n)

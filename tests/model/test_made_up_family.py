@@ -1,4 +1,4 @@
-"""A family is a file: with `made_up.py` beside the others alone, its models train, shard, export and are planned."""
+"""One file adds a family: with `made_up.py` among the families, its models train, shard, export and are planned."""
 
 import json
 import os
@@ -40,7 +40,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A copy of the package that has the file."""
+    """A copy of the package with the added file."""
     copy = tmp_path / "package" / "optimus"
     shutil.copytree(Path(optimus.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(FILE, copy / "model" / "families")
@@ -48,7 +48,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def run(package: Path, commands: list[list[str]]) -> list[Any]:
-    """What these commands print, with that package."""
+    """Runs commands with that package and returns their JSON output."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), *sys.path])}
     given = "\n".join(map(json.dumps, commands))
     done = subprocess.run(

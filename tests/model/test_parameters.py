@@ -1,4 +1,4 @@
-"""What modules declare of their parameters."""
+"""Declarations that modules make about their parameters."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ OF_DIM = {
     "choices": 8,
 }
 ROLES = {
-    "embedding.weight": "embedding",  # a tied head's as well
+    "embedding.weight": "embedding",  # also a tied head
     "head.weight": "head",
     "router.weight": "router",
     "experts.gate_up": "expert",
@@ -45,7 +45,7 @@ def test_dims_name_what_the_sizes_are(family: dict[str, object], tied: bool) -> 
 
 
 def test_one_number_says_what_it_scales() -> None:
-    """Or that it scales nothing: whether its gradient is a part of a sum follows from it."""
+    """A parameter of one number must declare the dims that it scales, or none: its gradient may be a partial sum."""
     layer = nn.Module()
     with pytest.raises(
         ValueError, match=r"parameter alpha of Module is a scalar: name the dims that it scales in factor_of"

@@ -1,4 +1,4 @@
-"""PR-MoE against its definition, written out here in float64: no class of it is published.
+"""PR-MoE equals its definition, which is written here in float64 because no class of it is published.
 
 Legend: T tokens of one sequence, H hidden, N heads, D head size, E experts.
 """
@@ -48,7 +48,7 @@ def swiglu(x_TH: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 def reference(model: Transformer, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
-    """(logits, balance loss) of one sequence."""
+    """Returns (logits, balance loss) of one sequence."""
     config, w = model.config, dict(model.named_parameters())
     x_TH = w["embedding.weight"][tokens_T]
     table = rotary_table(torch.arange(len(tokens_T)), config.head_size, config.rope_theta)
@@ -88,7 +88,7 @@ def test_logits_losses_and_gradients_are_those_of_the_definition(name: str) -> N
     logits_TV, balance = reference(model, tokens_T)
     losses = model.losses(tokens_T[None])
     right = F.cross_entropy(logits_TV[:-1], tokens_T[1:]) + balance
-    torch.testing.assert_close(model(tokens_T[None])[0], logits_TV, atol=1e-6, rtol=0)  # positions turn in fp32
+    torch.testing.assert_close(model(tokens_T[None])[0], logits_TV, atol=1e-6, rtol=0)  # rotary positions are in fp32
     torch.testing.assert_close(losses.balance.double(), balance, atol=1e-6, rtol=0)
     expected = torch.autograd.grad(right, list(model.parameters()))
     (losses.cross_entropy + losses.balance).backward()

@@ -1,4 +1,4 @@
-"""Every family against `transformers` on random weights: logits, losses, every gradient, greedy text."""
+"""Every family equals `transformers` on random weights: logits, losses, every gradient, greedy text."""
 
 from collections.abc import Iterator
 
@@ -171,7 +171,7 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Operations this small only lose time to a second thread, much of it on a busy machine."""
+    """Runs torch on one thread: a second one slows down operations this small, mostly on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -179,7 +179,8 @@ def one_thread() -> Iterator[None]:
 
 
 def random_model(config: ModelConfig, seed: int = 1) -> Transformer:
-    """Weights so large that attention and routing are far from uniform; norms' weights far from one, biases from zero."""
+    """Returns a model with large random weights: attention and routing are far from uniform, norms far from one, and
+    biases not zero."""
     model = Transformer(config)
     initialize(model, seed=seed, std=0.15)
     generator = torch.Generator().manual_seed(seed)
@@ -193,7 +194,7 @@ def random_model(config: ModelConfig, seed: int = 1) -> Transformer:
         for buffer in model.buffers():
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
         if config.tie_embeddings:
-            model.embedding.weight.mul_(0.1)  # else every token's most probable successor is the token itself
+            model.embedding.weight.mul_(0.1)  # otherwise every token would predict itself
     return model
 
 
@@ -216,7 +217,7 @@ def rope_parameters(config: ModelConfig) -> dict[str, object]:
 
 
 def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
-    """The same model in `transformers`, built and filled without the code that exports."""
+    """Returns the same model in `transformers`, built and filled without the export."""
     config = model.config
     rope = rope_parameters(config)
     if config.family in ("olmo3", "gemma3_text"):
@@ -230,7 +231,7 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
         "num_key_value_heads": config.kv_heads,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_parameters": rope,
-        "pad_token_id": None,  # else that row of the embedding has no gradient
+        "pad_token_id": None,  # otherwise its embedding row would have no gradient
         "eos_token_id": None,
         "attn_implementation": "eager",
         "intermediate_size": config.intermediate,
@@ -286,7 +287,7 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
 
 
 def in_their_form(model: Transformer, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors named and shaped like our parameters, under the names and shapes of `transformers`' own parameters."""
+    """Yields tensors shaped like our parameters under the names and shapes of `transformers`."""
     for name, tensor in tensors.items():
         whole = fused(model.config.family, name, tensor)
         for each in [whole] if whole else published(model.config.family, name, tensor):
@@ -342,7 +343,7 @@ def test_losses_and_every_gradient_equal(pair: tuple) -> None:
 
 
 def balance_of(twin: "transformers.PreTrainedModel", tokens_BS: Tensor, logits: tuple[Tensor, ...]) -> Tensor:
-    """By its definition, of sigmoid scores that are made to sum to 1 (DeepSeek-V3, equations 17 to 20)."""
+    """Returns the balance loss by definition, from sigmoid scores normalised to sum 1 (DeepSeek-V3, equations 17 to 20)."""
     chosen: list[Tensor] = []
     gates = [module for name, module in twin.named_modules() if name.endswith("mlp.gate")]
     handles = [gate.register_forward_hook(lambda _, __, output: chosen.append(output[2])) for gate in gates]
@@ -357,7 +358,7 @@ def balance_of(twin: "transformers.PreTrainedModel", tokens_BS: Tensor, logits: 
 
 
 def greedy(model: Transformer, prompt_S: Tensor, new: int, cached: bool) -> list[int]:
-    """The continuation that always takes the most probable token, with a cache or by starting over each time."""
+    """Returns the greedy continuation, with a cache or by recomputing every token."""
     tokens, fresh, cache = prompt_S.tolist(), prompt_S.tolist(), KVCache(model.config.layers)
     with torch.no_grad():
         for _ in range(new):
@@ -398,7 +399,7 @@ def test_uniform_routing_gives_every_expert_the_same_number_of_tokens(experts: i
     assert all(len(set(row)) == chosen for row in indices_TK.tolist())
     probabilities_TE = (x_TH @ model.blocks[0].moe.router.weight.T).softmax(-1)
     torch.testing.assert_close(weights_TK, probabilities_TE.gather(1, indices_TK))
-    assert abs(stats.balance_loss() - chosen) < TOLERANCE  # its value for perfectly balanced counts
+    assert abs(stats.balance_loss() - chosen) < TOLERANCE  # the value for perfectly balanced counts
 
 
 def test_learned_routing_differs_from_uniform() -> None:

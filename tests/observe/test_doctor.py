@@ -1,4 +1,4 @@
-"""What `optimus doctor` finds, and what it says to mend."""
+"""The findings of `optimus doctor`, and its proposed cures."""
 
 import json
 from collections import namedtuple

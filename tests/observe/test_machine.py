@@ -1,4 +1,4 @@
-"""Devices by name, peak arithmetic by product."""
+"""Devices by name, and peak rates by product name."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from optimus.observe.machine import describe_machine, find_device, free_memory, 
 
 
 class Accelerator:
-    """Two devices of type xpu, as `torch.accelerator` would tell of them."""
+    """Two devices of type xpu, as `torch.accelerator` describes them."""
 
     is_available = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 2)
@@ -79,7 +79,8 @@ def test_reports_name_what_is_there() -> None:
 
 
 def test_what_an_earlier_run_left_on_a_device_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules refer to each other: they go when somebody collects them, and the allocator keeps their memory."""
+    """Memory of an earlier run counts as free: its modules in reference cycles are collected, and the allocator's cache
+    is emptied."""
     run = torch.nn.Identity()
     run.itself = [run]
     alive, cached = weakref.ref(run), [100]

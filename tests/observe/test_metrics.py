@@ -1,4 +1,4 @@
-"""metrics.jsonl is appended to, cut where a run goes back, and survives a torn last line."""
+"""metrics.jsonl is appended to, truncated when a run goes back, and readable after a torn last line."""
 
 import errno
 from pathlib import Path
@@ -87,11 +87,11 @@ def test_a_full_disk(tmp_path: Path) -> None:
     writer._file = open("/dev/full", "a")  # noqa: SIM115 (the writer closes it)
     with pytest.raises(UserError, match=r"cannot write /dev/full: No space left on device\. Make room, then run again"):
         writer.write({"step": 1, "loss": 1.0})
-    writer.close()  # has been said once
+    writer.close()  # the error is raised only once
 
 
 def test_a_full_disk_under_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread hands the error to a later call, which may be the last."""
+    """TensorBoard's thread raises the disk error in a later call, which may be the last."""
     expected = r"cannot write .*tensorboard: No space left on device\. Make room, then run again with `resume=True`"
     writer = MetricsWriter(tmp_path, config(tensorboard=True), 0)
     (tensorboard,) = (sink._writer for sink in writer._sinks)  # type: ignore[attr-defined]

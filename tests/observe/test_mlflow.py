@@ -1,6 +1,6 @@
-"""MLflow sees one run for a run, however often it is resumed.
+"""MLflow shows one run, however often the run is resumed.
 
-The package is not installed for tests: a stand-in has the calls that are used.
+A stand-in has the calls that are used; the package is not installed for tests.
 """
 
 import sys
@@ -15,14 +15,14 @@ from optimus.errors import UserError
 
 
 class Mlflow(ModuleType):
-    """Remembers what it was asked for; of `lost` calls none is answered."""
+    """Records all calls; calls named `lost` raise an error."""
 
     class MlflowException(Exception):
         pass
 
     def __init__(self, lost: str = "") -> None:
         super().__init__("mlflow")
-        self.__spec__ = SimpleNamespace()  # type: ignore[assignment]  # as found
+        self.__spec__ = SimpleNamespace()  # type: ignore[assignment]  # marks the module as importable
         self.calls: list[tuple[str, Any]] = []
         self.lost = lost
 
@@ -68,7 +68,7 @@ def test_one_run(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
     steps = [what for kind, what in module.calls if kind == "metrics"]
     assert [step for step, _ in steps] == [1, 2, 3]
     assert steps[0][1]["loss"] > 0
-    assert "model_flops_utilization" not in steps[0][1]  # it is null here
+    assert "model_flops_utilization" not in steps[0][1]  # null in these records
     params = dict(what for what in module.calls if what[0] == "params")["params"]
     assert params["train.global_batch"] == "8"
 
@@ -76,7 +76,7 @@ def test_one_run(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_server_that_does_not_answer(
     small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the start it is an error; later it is said once, and the run goes on."""
+    """A server that does not answer is an error at the start; later, one message appears and the run continues."""
     small_run["observe"] |= {"mlflow": "tests"}
     small_run["train"]["stop_at"] = 2
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")

@@ -1,4 +1,4 @@
-"""A webhook or a command is told, and what goes wrong is said and ends nothing."""
+"""A webhook or command receives notifications; its failure gives a message and does not end the run."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""A bar on a terminal, plain lines where there is none."""
+"""A progress bar on a terminal, plain lines elsewhere."""
 
 import os
 import pty
@@ -38,7 +38,7 @@ def test_how_long_it_will_take(capsys: pytest.CaptureFixture[str], monkeypatch: 
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     progress = ProgressBar(every=10)
-    for done in range(41, 101):  # of a resumed run: 40 were done before
+    for done in range(41, 101):  # a run resumed after 40 steps
         progress.update("training", done, 100)
         now += 60
     lines = capsys.readouterr().err.splitlines()
@@ -52,7 +52,7 @@ NOTE = "loss 6.726  123,456 tokens/s  44.4 GB"
 
 
 def pretend_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> None:
-    """Standard error is a terminal, for those who ask."""
+    """Makes standard error look like a terminal."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -60,7 +60,7 @@ def pretend_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> None
 
 
 def bar_of(err: str) -> str:
-    """What the bar's line shows at last."""
+    """Returns the last content of the bar's line."""
     return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", err).rstrip("\n").rpartition("\r")[2]
 
 
@@ -79,7 +79,8 @@ def test_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: py
 def test_the_bar_fits_its_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
-    """Numbers are whole; the last columns are free, as a ^C there would begin a line and leave the bar behind."""
+    """Numbers are complete, and the last columns stay empty: a ^C printed there would start a new line and leave the
+    bar behind."""
     pretend_terminal(monkeypatch, columns)
     with ProgressBar() as progress:
         for done in range(100, 125):
@@ -105,7 +106,7 @@ def test_numbers_of_the_bar(
 
 
 def test_one_bar_at_a_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bars above each other would be redrawn over what a signal's handler writes below them."""
+    """Only one bar is shown: several would be redrawn over the output of a signal handler below them."""
     pretend_terminal(monkeypatch)
     with ProgressBar() as progress:
         for stage in ("first", "second"):
@@ -130,7 +131,7 @@ def test_lines_above_the_bar_are_as_they_are(
 def test_what_is_printed_beside_the_bar_goes_where_it_should(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a user's own hook, where standard output goes to a file."""
+    """Output printed beside the bar, by a user's hook for instance, goes to standard output, which may be a file."""
     pretend_terminal(monkeypatch)
     with ProgressBar() as progress:
         progress.update("training", 1, 2)

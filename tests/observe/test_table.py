@@ -1,4 +1,4 @@
-"""Tables in files and on terminals of any width: whatever is too long for them, nothing is cut."""
+"""Tables in files and on terminals of any width never cut content."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     def show(
         rows: list[dict[str, Any]], columns: int | None = None, title: str = "runs", width: int | None = None
     ) -> str:
-        """The table in a file, or on a terminal of so many columns, without its escape sequences."""
+        """Returns the table as printed into a file, or on a terminal of so many columns, without escape sequences."""
         monkeypatch.setenv("TERM", "xterm-256color")
         monkeypatch.delenv("FORCE_COLOR", raising=False)
         if columns is not None:
@@ -36,13 +36,13 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     ("columns", "form"), [(120, "┃ run "), (80, " run "), (60, " run "), (40, "  tokens per second  123,456"), (20, "")]
 )
 def test_nothing_is_cut_on_a_narrow_terminal(shown: Any, columns: int, form: str) -> None:
-    """Lines between the columns, none, and then rows of keys and values, as there is room."""
+    """A table has lines between its columns, then no lines, then rows of keys and values, as the terminal narrows."""
     out = shown(ROWS, columns)
     assert "…" not in out
     assert all(cell in out for cell in CELLS)
     assert any(line.startswith(form) for line in out.splitlines()), out
     assert ("in all rows: device cpu" in out) == (columns < 120)
-    if columns >= 60:  # a long value of a key is wrapped by the terminal
+    if columns >= 60:  # the terminal itself wraps long values
         assert max(map(len, out.splitlines())) <= columns
 
 
@@ -54,7 +54,7 @@ def test_numbers_and_short_texts_stay_on_one_line(shown: Any) -> None:
 
 
 def test_a_row_is_one_line_of_a_file(shown: Any) -> None:
-    """However long: whoever searches a file finds the row."""
+    """A row is one line in a file, of any length, so that searches find the whole row."""
     long = "words " * 100 + "end"
     assert f"│ one │ {long} │" in shown([{"key": "one", "text": long}])
     assert "\x1b" not in shown(ROWS)
@@ -72,4 +72,4 @@ def test_what_looks_like_markup_is_text(shown: Any) -> None:
 def test_a_title_is_as_long_as_it_is(shown: Any) -> None:
     title = "some/folder/" * 20
     assert shown([{"a": 1}], title=title).splitlines()[0] == title
-    assert shown([{"a": 1}], 80, title=title).splitlines()[0] == title  # the terminal wraps it
+    assert shown([{"a": 1}], 80, title=title).splitlines()[0] == title  # the terminal wraps the title

@@ -1,4 +1,4 @@
-"""The traces of all ranks in one file, and what of a run has a name in it."""
+"""The traces of all ranks in one file, and the named parts of a run in them."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ from helpers.browser import HAS_BROWSER
 from optimus.observe.traces import merge_traces, rank_trace
 from optimus.pipeline.timeline import read_timeline
 
-CLOCK = 0.002  # microseconds: the profiler writes whole nanoseconds
+CLOCK = 0.002  # microseconds; the profiler writes whole nanoseconds
 QUERY = """async sql => {
   const rows = (await app.trace.engine.query(sql)).iter({}), found = [];
   for (; rows.valid(); rows.next()) found.push(rows.get("found"));
@@ -31,7 +31,7 @@ UNIT = "blocks.1.attention_norm (RMSNorm) and blocks.1.attention (Attention)"
 
 class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Logs nothing."""
 
 
 def merged(folder: Path) -> list[dict[str, Any]]:
@@ -42,8 +42,8 @@ def merged(folder: Path) -> list[dict[str, Any]]:
     return list(trace["traceEvents"])
 
 
-# Of each phase of the Trace Event Format (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU) that
-# traces have: its fields besides `ph`, `pid` and `name`.
+# The fields, besides `ph`, `pid` and `name`, of each phase in use of the Trace Event Format:
+# docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 FIELDS = {"X": ("ts", "tid", "dur"), "i": ("ts", "s"), "M": ("args",)} | dict.fromkeys(
     "stfbe", ("ts", "tid", "id", "cat")
 )
@@ -54,8 +54,10 @@ METADATA = {
 
 
 def check_events(events: list[dict[str, Any]]) -> None:
-    """Raise `AssertionError` where they are not in the Trace Event Format, or Perfetto would drop some: slices of a thread
-    that overlap without one being inside the other, and ends of flows that have not begun."""
+    """Asserts that events are in the Trace Event Format and that Perfetto would drop none.
+
+    Perfetto drops slices of a thread that overlap without nesting, and ends of flows that have not begun.
+    """
     slices, begun = defaultdict[Any, list[tuple[float, float, str]]](list), set[Any]()
     for event in events:
         assert {"pid", "name", *FIELDS[event["ph"]]} <= event.keys(), event
@@ -88,7 +90,7 @@ def check_events(events: list[dict[str, Any]]) -> None:
 
 
 def test_ranks_are_rows_on_one_clock(tmp_path: Path) -> None:
-    """Equal numbers of processes and flows of two ranks do not meet; a rank whose trace is elsewhere is named."""
+    """Processes and flows of different ranks stay apart despite equal numbers; a rank without a trace is named."""
     for rank in (0, 2):
         events = [
             {"ph": "X", "name": "f", "pid": 77, "tid": 1, "ts": 5.0, "dur": 1.0},
@@ -105,7 +107,7 @@ def test_ranks_are_rows_on_one_clock(tmp_path: Path) -> None:
     assert [e["id"] for e in events if e["ph"] == "s"] == [9, 2 * 2**40 + 9]
     beside = [
         (e["pid"], e["name"], e["ts"]) for e in events if e["ph"] in "be"
-    ]  # no slice: it ends after that around it
+    ]  # not a slice, because it ends after the enclosing one
     assert beside == [(pid, "beside", ts + pid) for pid in (0, 2000) for ts in (5.5, 6.5)]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 0: GPU 0", 2000: "rank 2", 2001: "rank 2: GPU 0"}
@@ -142,7 +144,7 @@ def test_what_a_step_does_has_names(small_run: dict[str, Any], pipeline: int) ->
 @pytest.mark.in_turn(0, 4)
 @pytest.mark.usefixtures("warm_ranks")
 def test_perfetto_takes_all_of_it(small_run: dict[str, Any], tmp_path: Path) -> None:
-    """Perfetto itself, as it is at ui.perfetto.dev: no event is dropped, none is in error, ranks have their names."""
+    """Perfetto, as at ui.perfetto.dev, drops no event, reports no error, and shows the ranks' names."""
     small_run["observe"]["profile_step"] = small_run["train"]["stop_at"] = 2
     optimus.train(small_run, ranks=2)
     import viztracer

@@ -1,6 +1,7 @@
-"""Weights & Biases sees one run for a run, however often it is resumed; what it lacks is said before anything is made.
+"""Weights & Biases shows one run, however often the run is resumed; missing requirements are reported before anything
+is created.
 
-The module is not installed for tests: a stand-in has the calls that are used, as version 0.31 answers them.
+A stand-in has the calls that are used, with the answers of version 0.31; the module is not installed for tests.
 """
 
 import sys
@@ -34,13 +35,13 @@ class Run:
 
 
 class Wandb(ModuleType):
-    """Has a key, or not; remembers the runs that it was asked for."""
+    """A stand-in with or without a key, which records its runs."""
 
     Error = type("Error", (Exception,), {})
 
     def __init__(self, key: bool, mode: str = "online") -> None:
         super().__init__("wandb")
-        self.__spec__ = SimpleNamespace()  # type: ignore[assignment]  # as found
+        self.__spec__ = SimpleNamespace()  # type: ignore[assignment]  # marks the module as importable
         self.key, self.mode = key, mode
         self.runs: list[Run] = []
 
@@ -57,7 +58,7 @@ class Wandb(ModuleType):
 
 
 class OldWandb(Wandb):
-    """Version 0.17: `login` raises where it cannot ask."""
+    """A stand-in for version 0.17, whose `login` raises an error if no prompt is possible."""
 
     def login(self, *, verify: bool) -> bool:  # type: ignore[override]
         raise self.Error("api_key not configured (no-tty)")
@@ -81,7 +82,7 @@ def test_a_resume_goes_on_in_the_same_run(wandb: Wandb, small_run: dict[str, Any
     assert (first.options["id"], first.options["resume"]) == (None, "allow")
     assert (second.options["id"], second.options["resume"]) == (first.id, "allow")
     assert [[record["step"] for record in run.records] for run in wandb.runs] == [[1, 2], [3, 4, 5, 6]]
-    assert first.metrics == [("*", "step")]  # so that a step may come twice, after a rollback
+    assert first.metrics == [("*", "step")]  # a step may come twice, after a rollback
     assert first.finished
     assert second.finished
 
@@ -126,7 +127,7 @@ def test_no_key_is_needed_offline(small_run: dict[str, Any], monkeypatch: pytest
 
 
 def test_it_is_not_installed(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "wandb", None)  # makes the import fail
     with pytest.raises(UserError, match=r"observe\.wandb is set but Weights & Biases is not installed: .*wandb"):
         optimus.train(asking(small_run), check=True)
 

@@ -1,4 +1,4 @@
-"""The fused update against its definition and against torch's optimizer."""
+"""The fused AdamW update equals its definition and torch's optimizer."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_equals_torch_over_several_steps(update: object) -> None:
 
 
 def test_the_first_step_by_hand() -> None:
-    """Whatever the gradient, the first step is lr * (sign + decay): the bias corrections cancel the moments' factors."""
+    """The first step is lr * (sign + decay) for any gradient: the bias corrections cancel the moments' factors."""
     weight, m, v = torch.tensor([2.0, -3.0]), torch.zeros(2), torch.zeros(2)
     update(RULE, 1, 0.5, weight, torch.tensor([4.0, -1e-3]), m, v)
     torch.testing.assert_close(weight, torch.tensor([2 * 0.95 - 0.5, -3 * 0.95 + 0.5]), rtol=1e-4, atol=0)

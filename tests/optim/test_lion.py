@@ -1,4 +1,4 @@
-"""Lion against the paper's algorithm."""
+"""Lion equals the paper's algorithm."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ RULE = Lion(beta1=0.9, beta2=0.99, weight_decay=0.3)
 
 
 def algorithm_2(weight: Tensor, m: Tensor, gradient: Tensor, lr: float) -> tuple[Tensor, Tensor]:
-    """In its lines and order."""
+    """Returns (weight, m) by the paper's algorithm 2, line by line."""
     c = 0.9 * m + (1 - 0.9) * gradient
     weight = weight - lr * (torch.sign(c) + 0.3 * weight)
     m = 0.99 * m + (1 - 0.99) * gradient
@@ -24,7 +24,7 @@ def test_equals_the_algorithm_over_several_steps() -> None:
     expected = weight.double(), m.double()
     for step in range(1, 9):
         gradient = torch.randn(1003, generator=generator).bfloat16()
-        gradient[:3] = 0  # the first time, its sign is zero as well
+        gradient[:3] = 0  # at the first step, the sign is zero as well
         RULE.update(OptimizerStep(step, 0.1 / step, gradient_scale=0.5), Tile(weight, gradient, [m], copy))
         expected = algorithm_2(*expected, 0.5 * gradient.double(), 0.1 / step)
         for ours, theirs in zip((weight, m), expected):

@@ -1,4 +1,4 @@
-"""Muon against torch's, and against its definition in float64."""
+"""Muon equals torch's, and its definition in float64."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ def test_equals_torch_over_several_steps(shape: tuple[int, ...]) -> None:
 
 
 def definition(weight: Tensor, momentum: Tensor, gradient: Tensor, lr: float) -> tuple[Tensor, Tensor]:
-    """Of one matrix in float64; Jordan's iteration in its form of a polynomial of the singular values."""
+    """Returns (weight, momentum) of one matrix in float64; Jordan's iteration is a polynomial of the singular values."""
     momentum = 0.95 * momentum + 0.05 * gradient
     left, values, right = torch.linalg.svd(0.05 * gradient + 0.95 * momentum, full_matrices=False)
     values = values / values.square().sum().sqrt()
@@ -52,10 +52,12 @@ def definition(weight: Tensor, momentum: Tensor, gradient: Tensor, lr: float) ->
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2**-9), (None, 2**-24)])
 def test_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype | None, rounding: float) -> None:
-    """A product in bf16 is rounded by 2^-9 of each element, at random. Each of the five steps rounds three of them, and
-    what was rounded before a step is multiplied by the slope of its polynomial, 3.4 at most but about 1 near the end: the
-    whole update is wrong by some roundings of its norm (5 to 8, over many shapes), of which 12 are allowed. A coefficient
-    that is wrong by 1 % makes 12 to 80, a step more or less 150. The fp32 weight is rounded as well."""
+    """Muon equals its definition within 12 roundings of the update's norm (5 to 8 were measured over many shapes).
+
+    A bf16 product randomly rounds each element by 2^-9. Each of the five iterations rounds three products, and
+    multiplies earlier errors by its polynomial's slope: at most 3.4, and about 1 near the end. A coefficient wrong by
+    1 % would cause 12 to 80 roundings; one iteration more or less, 150. The fp32 weight is rounded, too.
+    """
     weight_NRC, momentum_NRC = random(*shape), torch.zeros(shape)
     copy_NRC = None if dtype is None else torch.empty(shape, dtype=dtype)
     for step in range(1, 4):
@@ -72,7 +74,7 @@ def test_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype | None
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_iteration_in_float64(shape: tuple[int, ...]) -> None:
-    """Exactly the polynomial of the singular values."""
+    """The iteration in float64 is the polynomial of the singular values to 1e-10."""
     x_NRC = random(*shape).double()
     zeros = torch.zeros(shape[1:], dtype=torch.float64)
     step = torch.stack([definition(zeros, zeros, x, 1.0)[0] for x in x_NRC])
@@ -81,7 +83,7 @@ def test_the_iteration_in_float64(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 64, 64), (2, 64, 256), (2, 256, 64)])
 def test_singular_values_are_near_one(shape: tuple[int, ...]) -> None:
-    """Of matrices whose own lie between 1 and 10."""
+    """Orthogonalised singular values are between 0.6 and 1.3, for matrices with singular values between 1 and 10."""
     left_NRr, _, right_NrC = torch.linalg.svd(random(*shape), full_matrices=False)
     x_NRC = left_NRr * torch.linspace(1, 10, 64) @ right_NrC
     values = torch.linalg.svdvals(orthogonalise(x_NRC.bfloat16()).float())
@@ -90,7 +92,8 @@ def test_singular_values_are_near_one(shape: tuple[int, ...]) -> None:
 
 
 def test_no_gradient_leaves_the_decay() -> None:
-    """No division by a norm of zero, also where only one of the matrices has none."""
+    """A zero gradient leaves the weight decay only, also for one of several matrices; there is no division by a zero
+    norm."""
     weight_NRC, gradient_NRC = random(2, 8, 8), random(2, 8, 8)
     gradient_NRC[0] = 0
     expected = 0.99 * weight_NRC[0]
@@ -100,14 +103,15 @@ def test_no_gradient_leaves_the_decay() -> None:
 
 
 def test_a_matrix_in_parts_is_updated_as_the_whole() -> None:
-    """A rank has a few of its columns; scale and norm are those of the whole."""
+    """A shard of a matrix (some columns on this rank) gets its part of the whole matrix's update, including scale and
+    norm."""
     whole_NRC, gradient_NRC = random(2, 16, 48), random(2, 16, 48, seed=1)
     part_NRC, part = whole_NRC[..., 16:32].clone(), gradient_NRC[..., 16:32]
 
     def gathered(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         all_NRC = gradient_NRC * (1 - 0.95**2)
         torch.testing.assert_close(x, all_NRC[..., 16:32])
-        assert function(all_NRC[:0]).shape == (0, 16, 48)  # where there are more ranks than matrices
+        assert function(all_NRC[:0]).shape == (0, 16, 48)  # there may be more ranks than matrices
         return function(all_NRC)[..., 16:32]
 
     RULE.update(OptimizerStep(1, 0.01), Tile(part_NRC, part, [torch.zeros_like(part)], matrix_function=gathered))

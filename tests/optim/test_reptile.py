@@ -1,4 +1,4 @@
-"""Reptile steps: back to a share of the way, around any rule; kept in checkpoints like every buffer of a rule."""
+"""Reptile steps interpolate back to the weights of the last period, around any rule; checkpoints keep their buffer."""
 
 import copy
 from pathlib import Path
@@ -39,7 +39,8 @@ def test_every_third_update_goes_back_to_a_share_of_the_way() -> None:
 
 
 def test_a_run_is_that_of_shorter_ones_put_together(small_run: dict[str, Any], tmp_path: Path) -> None:
-    """With a share of 1 nothing changes; with another, the weights after the period are on the way between the two ends."""
+    """A step of 1 changes nothing; with a smaller one, the weights after the period lie between those at its start and
+    end."""
 
     def run(name: str, **optimizer: Any) -> Path:
         tree = copy.deepcopy(small_run)
@@ -50,7 +51,7 @@ def test_a_run_is_that_of_shorter_ones_put_together(small_run: dict[str, Any], t
 
     plain, whole, part = run("plain"), run("whole", reptile_every=3, reptile_step=1.0), run("part", reptile_every=3)
     losses = [[record["loss"] for record in read_metrics(each)] for each in (plain, whole, part)]
-    assert losses[0] == losses[1] == losses[2]  # those before the step
+    assert losses[0] == losses[1] == losses[2]  # losses before the Reptile step
     begun = copy.deepcopy(small_run)
     begun["train"] |= {"output": str(tmp_path / "begun"), "precision": "float32", "steps": 1}
     begun["lr_schedule"] = {"name": "constant", "lr": 1e-30, "warmup_steps": 0}

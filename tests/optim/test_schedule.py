@@ -51,7 +51,7 @@ def test_inverse_sqrt_halves_with_four_times_the_steps() -> None:
     found = rates("inverse-sqrt", steps=4000)
     assert found[79] == pytest.approx(0.5)
     assert found[319] == pytest.approx(0.25)
-    assert found[-1] == 0.1  # the minimum, which the root of 1 / 200 is below
+    assert found[-1] == 0.1  # the minimum, which is above the root of 1 / 200
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,6 @@ def test_corner_lengths() -> None:
     assert rates(warmup_steps=0)[-1] == pytest.approx(0.1)
     assert rates("inverse-sqrt", warmup_steps=0)[0] == 1.0
     assert rates(steps=20)[-1] == 1.0  # all warm-up
-    assert rates(steps=10)[-1] == 0.5  # the run ends within it
+    assert rates(steps=10)[-1] == 0.5  # the run ends during the warm-up
     assert rates(steps=21)[-1] == pytest.approx(0.1)
     assert learning_rate(LrSchedule("cosine", 1.0, 0.1, 20, 100), 500) == pytest.approx(0.1)

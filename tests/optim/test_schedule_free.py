@@ -1,4 +1,4 @@
-"""Schedule-free AdamW against the paper's algorithm."""
+"""Schedule-free AdamW equals the paper's algorithm."""
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ STEPS, WARMUP, LR = 20, 5, 0.01
 
 
 def loss_gradient(y: Tensor) -> Tensor:
-    """Of a quadratic loss whose curvatures are far apart."""
+    """Returns the gradient of a quadratic loss with very different curvatures."""
     return torch.logspace(-3, 1, y.numel(), dtype=y.dtype) * (y - 1)
 
 
 def algorithm_1(x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Its lines and order: (y, x, z) of every step, y being where the gradient of that step is taken."""
+    """Returns (y, x, z) of every step by the paper's algorithm 1, line by line; y is where the step takes its gradient."""
     z, v, squares, found = x, torch.zeros_like(x), 0.0, []
     for t in range(1, STEPS + 1):
         y = (1 - 0.9) * z + 0.9 * x
@@ -32,7 +32,7 @@ def algorithm_1(x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def test_equals_the_algorithm_with_a_warm_up() -> None:
-    """In float64, but for the gradients, which a rule takes in fp32."""
+    """The rule equals the algorithm in float64, except for gradients, which the rule takes in fp32."""
     x = torch.randn(1003, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     kept, copy, counters = (
         [torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)],
@@ -51,7 +51,8 @@ def test_equals_the_algorithm_with_a_warm_up() -> None:
 
 
 def test_what_is_computed_with_is_what_an_update_leaves() -> None:
-    """After a checkpoint is read, training goes on from the same weights in 16 bits; before any update, from the weights."""
+    """`computed` restores the 16-bit weights of the last update after a checkpoint is read; before any update, it
+    copies the weights."""
     x, gradient = torch.randn(2, 1003, generator=torch.Generator().manual_seed(0))
     kept, (copy, computed) = list(torch.empty(2, 1003)), torch.empty(2, 1003, dtype=torch.bfloat16)
     counters = {"weight_sum": 0.0}

@@ -1,4 +1,4 @@
-"""Where the Triton kernels are tested: on the accelerator if there is one, in bf16 too; else in Triton's interpreter."""
+"""Fixtures for Triton kernels, which run on the accelerator if there is one, otherwise in Triton's interpreter."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from optimus.kernels import backend, devices
 from optimus.kernels.devices import CHIPS
 
 NATIVE = torch.accelerator.is_available()
-HALF = torch.bfloat16 if NATIVE else torch.float16  # the interpreter is wrong for bf16 and says nothing
+HALF = torch.bfloat16 if NATIVE else torch.float16  # the interpreter is silently wrong for bf16
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -30,13 +30,13 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations run as kernels, on a CPU too; but not in float64, in which references are."""
+    """Makes operations use kernels on any device, except in float64, the type of references."""
     monkeypatch.setattr(backend, "use_triton", lambda x: x.dtype != torch.float64)
 
 
 @pytest.fixture(autouse=True)
 def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter, mended for NumPy 2.4 (triton issue 9171): its loop bounds are arrays of one element."""
+    """Repairs Triton 3.6's interpreter for NumPy 2.4 (triton issue 9171), where loop bounds are arrays of one element."""
     if NATIVE:
         return
     assert os.environ.get("TRITON_INTERPRET") == "1", "tests/conftest.py asks for the interpreter"
@@ -52,8 +52,8 @@ def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def by_descriptors() -> Callable[[], AbstractContextManager[None]]:
-    """Within, tiles are read by descriptors where widths allow it, and three programs go through all of them. An accelerator
-    reads as it does."""
+    """A context in which the interpreter reads tiles by descriptors, where widths allow it, with three programs. An
+    accelerator is left as it is."""
     chip = CHIPS["sm_90"]._replace(processors=3)
     return nullcontext if NATIVE else partial(mock.patch.object, devices, "chip_of", return_value=chip)
 
@@ -62,7 +62,7 @@ def by_descriptors() -> Callable[[], AbstractContextManager[None]]:
 def reading(
     request: pytest.FixtureRequest, by_descriptors: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[str]:
-    """How tiles are read."""
+    """The way in which tiles are read."""
     with by_descriptors() if request.param == "descriptors" else nullcontext():
         yield request.param
 
@@ -74,7 +74,7 @@ def generator(device: torch.device) -> torch.Generator:
 
 @pytest.fixture
 def random(device: torch.device, generator: torch.Generator) -> Callable[..., Tensor]:
-    """random(*shape, dtype=...): normal numbers on the device."""
+    """random(*shape, dtype=...) returns normal numbers on the device."""
 
     def make(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
@@ -84,7 +84,8 @@ def random(device: torch.device, generator: torch.Generator) -> Callable[..., Te
 
 @pytest.fixture
 def close() -> Callable[[Tensor, Tensor], None]:
-    """close(ours, expected): in relative Frobenius norm, 1e-5 in fp32 and 1e-2 in 16 bits; `expected` is float64."""
+    """close(ours, expected) asserts a relative error (Frobenius norm) of at most 1e-5 in fp32 and 1e-2 in 16 bits;
+    `expected` is float64."""
 
     def check(ours: Tensor, expected: Tensor) -> None:
         assert expected.dtype == torch.float64
@@ -97,7 +98,7 @@ def close() -> Callable[[Tensor, Tensor], None]:
 
 @pytest.fixture
 def same_function(close: Callable[[Tensor, Tensor], None]) -> Callable[..., None]:
-    """same_function(ours, reference, inputs, *rest): output and all gradients equal those of the reference in float64."""
+    """same_function(ours, reference, inputs, *rest) asserts that output and gradients equal the float64 reference."""
 
     def check(ours: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: list[Tensor], *rest: Any) -> None:
         results = []

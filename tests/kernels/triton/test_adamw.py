@@ -1,4 +1,4 @@
-"""AdamW's kernel against the update written line by line, in float64."""
+"""AdamW's kernel equals the update written line by line in float64."""
 
 from collections.abc import Callable
 

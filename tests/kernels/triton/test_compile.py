@@ -1,7 +1,7 @@
-"""All kernels compile for every chip within its shared memory and registers, on a machine that has none.
+"""All kernels compile for every chip within its shared memory and registers, on a machine without any of the chips.
 
-What is compiled is kept by a hash of the sources (`helpers.compiled`). Another Triton than the installed one is that of the
-folder OPTIMUS_TRITON, as `pip install --target` makes it.
+Results are cached by a hash of the sources (`helpers.compiled`). The folder in OPTIMUS_TRITON, made by `pip install
+--target`, may hold another Triton version.
 """
 
 import os
@@ -19,8 +19,8 @@ OTHERS = {
     "_rms_norm_backward", "_rotate", "_sum_rows", "_swiglu", "_swiglu_backward", "_softmax_gradient", "_adamw",
     "_compress", "_expand", "_square_sum",
 }  # fmt: skip
-# What lies in order is read and written many bytes at a time, not element by element, which a mask that may end anywhere
-# makes of it. The narrowest access of kernels that do nothing else; others read at least something so.
+# STREAMS has the narrowest access, in bytes, of kernels that only stream contiguous memory. Masks with arbitrary ends
+# would cause access element by element. Kernels of READ_WIDE have at least one wide read.
 STREAMS = {"_adamw": 8, "_swiglu": 8, "_swiglu_backward": 8}
 READ_WIDE = {
     "_compress",
@@ -42,7 +42,7 @@ def check(target: str, triton: str | None) -> None:
         product = row["name"] in PRODUCTS and row["type"] == "bfloat16"
         assert row["shared"] <= chip.shared_memory, row
         assert row["registers"] <= chip.registers, row
-        # The assembler of some versions puts a single register aside where many are free.
+        # Assemblers of some versions spill a single register although many are free.
         assert row["spilled"] <= (0 if row["name"] in PRODUCTS else 4), f"registers do not suffice: {row}"
         assert not product or row[MATRIX[target]], f"no matrix instructions: {row}"
         assert not product or bool(row["tma"]) == chip.tma, f"tiles by the copying unit, or not: {row}"
@@ -56,15 +56,13 @@ def check_widths(row: dict[str, Any]) -> None:
     loads, stores = ({int(size): count for size, count in row[what].items()} for what in ("loads", "stores"))
     if (least := STREAMS.get(row["name"])) is not None:
         assert min(*loads, *stores) >= least, f"scalar: {row}"
-    if (
-        row["name"] == "_adamw"
-    ):  # weight, m and v in 16 bytes, once or twice a thread; the gradient and the copy are narrower
+    if row["name"] == "_adamw":  # 16 bytes of weight, m and v once or twice per thread; gradient and copy are narrower
         assert loads == stores, row
         assert loads[16] >= 3, row
         assert sum(loads.values()) <= 7, row
     if row["name"] in READ_WIDE:
         assert max(loads) >= 8, f"scalar: {row}"
-    if row["name"] == "_sum_parts":  # all results of a thread at once
+    if row["name"] == "_sum_parts":  # stores all results of a thread at once
         assert sum(stores.values()) == 1, f"scalar: {row}"
 
 

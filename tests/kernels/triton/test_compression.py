@@ -1,4 +1,4 @@
-"""Compression and expansion by bits as kernels: what the masks of pruned chunks do, to the bit."""
+"""The kernels for compression and expansion by bit masks equal the masks of pruned chunks to the bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The stages as one function: output and all gradients against the definition, over the awkward cases."""
+"""All stages as one function: output and all gradients equal the definition, in edge cases."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -31,9 +31,9 @@ class Case(NamedTuple):
     K: int
     H: int
     I: int
-    first: int = 0  # of the experts that are here, of E + first + after
+    first: int = 0  # the first local expert, of E + first + after experts
     after: int = 0
-    candidates: int | None = None  # experts that may be chosen, from the first on
+    candidates: int | None = None  # number of experts that tokens may choose, from the first on
 
 
 CASES = {
@@ -64,7 +64,7 @@ def tile_sizes(
 
 
 def inputs_of(case: Case, random: Random, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """(local indices, [x, weights, gate_up, down])."""
+    """Returns (local indices, [x, weights, gate_up, down])."""
     experts = case.first + case.E + case.after
     scores = random(case.T, experts, dtype=torch.float32)[:, : case.candidates]
     indices = scores.topk(case.K).indices - case.first
@@ -74,7 +74,7 @@ def inputs_of(case: Case, random: Random, dtype: torch.dtype) -> tuple[Tensor, l
 
 
 def results(inputs: list[Tensor], indices: Tensor, choices: int | None = None) -> list[Tensor]:
-    """Output and gradients of x, weights, gate_up and down."""
+    """Returns the output and the gradients of x, weights, gate_up and down."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     y = expert_mlp(leaves[0], leaves[1], indices, *leaves[2:], choices=choices)
     return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
@@ -101,8 +101,11 @@ def test_equals_the_definition(
 def test_biases_and_clamps(
     name: str, dtype: torch.dtype, tile_sizes: None, random: Random, same_function: Callable[..., None]
 ) -> None:
-    """As gpt-oss has them; a third of what is clamped is beyond the limits. Both see the pre-activation as it is stored:
-    what is rounded across a limit, where the gradient jumps, is one in a thousand, and no error of the kernel's."""
+    """Biases and clamps as in gpt-oss are right; a third of the values are clamped.
+
+    The reference also clamps the stored, rounded pre-activation: one value in a thousand is rounded across a limit,
+    where the gradient jumps.
+    """
     indices, inputs = inputs_of(CASES[name], random, dtype)
     bias = random(len(inputs[2]), inputs[2].shape[1], dtype=dtype)
 
@@ -129,9 +132,11 @@ def test_twice_the_same_bits(random: Random, dtype: torch.dtype, reading: str) -
 def test_as_many_rows_as_there_are_choices_here(
     name: str, dtype: torch.dtype, tile_sizes: None, random: Random
 ) -> None:
-    """Where their number is known, there is room for no more, and the numbers are the same but for the order of sums: other
-    tiles are other products for NumPy, whose order depends on the processor. A weight's gradient sums over the rows of its
-    expert, after products of H and I elements forward, and as many backward."""
+    """A known number of local choices limits the memory; results differ by the order of additions only.
+
+    Other tiles give other products in NumPy, whose order depends on the processor. A weight's gradient sums over its
+    expert's rows, after two forward and two backward products.
+    """
     case = CASES[name]
     indices, inputs = inputs_of(case, random, dtype)
     known = results(inputs, indices, int((indices >= 0).sum()))
@@ -141,7 +146,7 @@ def test_as_many_rows_as_there_are_choices_here(
 
 
 def test_weights_may_be_gone_when_their_last_gradient_is_added(random: Random, dtype: torch.dtype) -> None:
-    """As those of sharded parameters are."""
+    """Weights may be freed before their last gradient is added, as sharded parameters are."""
     indices, inputs = inputs_of(CASES["plain"], random, dtype)
     x, weights, *parameters = (value.requires_grad_() for value in inputs)
     _, x_grad, *_ = results(inputs, indices)
@@ -161,7 +166,7 @@ def test_weights_may_be_gone_when_their_last_gradient_is_added(random: Random, d
 
 
 class RecordingBuffer(GradientBuffer):
-    """A buffer with something in it; notes what it is asked."""
+    """A buffer with initial contents that records its calls."""
 
     def __init__(self, buffer: Tensor, step: StepContext | None = None) -> None:
         super().__init__(step)
@@ -205,7 +210,8 @@ def test_gradients_are_added_to_buffers(
 
 
 def test_gradients_that_are_deferred(random: Random, dtype: torch.dtype) -> None:
-    """The same bits as at once; until then the buffers are told to expect something, and nothing is added."""
+    """Deferred gradients have the same bits; before their addition, the buffers are only told that gradients will
+    follow."""
     indices, inputs = inputs_of(CASES["sizes that no tile divides, K = 3"], random, dtype)
     found, step = [], StepContext()
     for later in (False, True):
@@ -228,11 +234,11 @@ def test_gradients_that_are_deferred(random: Random, dtype: torch.dtype) -> None
 def test_nothing_leaks_from_what_is_skipped(
     poison: float, dtype: torch.dtype, reading: str, random: Random, device: torch.device
 ) -> None:
-    """Tokens 0 and 5 choose no expert of this rank, token 1 one of two; what is skipped changes no bit of anything."""
+    """Non-finite values of skipped choices change no bit: tokens 0 and 5 choose no local expert, token 1 one of two."""
     indices = torch.tensor([[-1, -1], [0, -1], [1, 0], [3, 1], [-1, 3], [-1, -1]], device=device)
     shapes = [(6, 16), (6, 2), (4, 32, 16), (4, 16, 16)]
     inputs = [random(*shape, dtype=dtype) for shape in shapes]
-    inputs[2][2] = inputs[3][2] = poison  # an expert that nobody chose
+    inputs[2][2] = inputs[3][2] = poison  # an expert that no token chose
     clean = results(inputs, indices)
     inputs[0][[0, 5]] = poison
     inputs[1][indices < 0] = poison
@@ -268,12 +274,12 @@ def test_saved_for_backward_are_x_z_weights_and_the_index(random: Random) -> Non
         expert_mlp(x, weights, indices, *parameters)
     of_tokens = sum(saved.values()) - sum(p.nbytes for p in parameters)
     index = 2 * case.K * 4  # bytes of a token's choices and positions
-    table = 4 * (case.E + 1) + 8 * case.T * case.K  # at most: a tile for every row
+    table = 4 * (case.E + 1) + 8 * case.T * case.K  # at most one tile per row
     assert of_tokens <= case.T * (4 * (case.H + case.K * 2 * case.I + case.K) + index) + table
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses what makes the host wait for values on the device."""
+    """Refuses operators that make the host wait for the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "_unique2", "equal", "is_nonzero")

@@ -1,4 +1,4 @@
-"""Stages 4 and 5, and their backward passes, each against a product of float64 matrices row by row."""
+"""Stages 4 and 5 and their backward passes equal float64 products row by row."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ from optimus.kernels.triton.token_index import TokenIndex, token_index
 from optimus.kernels.triton.tuning import Tiles
 from optimus.testing.trial import trial
 
-T, K, E = 60, 3, 4  # expert 2 is chosen by nobody
+T, K, E = 60, 3, 4  # no token chooses expert 2
 
 Close = Callable[[Tensor, Tensor], None]
 Random = Callable[..., Tensor]
@@ -27,7 +27,7 @@ Random = Callable[..., Tensor]
 
 @pytest.fixture(autouse=True)
 def small_tiles() -> Iterator[None]:
-    """So that these small products have several tiles each way."""
+    """Makes tiles small, so that these small products have several tiles in each direction."""
     small = Tiles(rows=16, columns=16, inner=16, warps=4, stages=2)
     halved = small._replace(columns=32)
     with ExitStack() as stack:
@@ -38,12 +38,12 @@ def small_tiles() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def sizes(reading: str) -> tuple[int, int]:
-    """(H, I), neither a multiple of a tile; descriptors want multiples of 8."""
+    """(H, I), not multiples of a tile; descriptors need multiples of 8."""
     return (41, 40) if reading == "pointers" else (72, 40)
 
 
 class Rows(NamedTuple):
-    """The routed rows: their index, and of each its token, its expert and its choice."""
+    """The routed rows: the index; and token, expert and choice of each row."""
 
     routes: TokenIndex
     token_P: Tensor
@@ -61,12 +61,12 @@ def rows(device: torch.device, generator: torch.Generator) -> Rows:
 
 
 def padded(x: Tensor) -> Tensor:
-    """Rows as the stages hand them on: room for all choices, of which the rest is garbage."""
+    """Returns rows in the stages' format: room for all choices, filled with NaN."""
     return torch.cat([x, torch.full((T * K - len(x), x.shape[1]), torch.nan, dtype=x.dtype, device=x.device)])
 
 
 def per_expert(a: Tensor, b: Tensor, expert_P: Tensor) -> Tensor:
-    """float64 [E, M, N]: the sum of the outer products of each expert's rows."""
+    """Returns the float64 sum [E, M, N] of the outer products of each expert's rows."""
     return torch.stack([a[expert_P == e].double().T @ b[expert_P == e].double() for e in range(E)])
 
 
@@ -137,7 +137,7 @@ def test_weight_gradients(
     random: Random,
     close: Close,
 ) -> None:
-    """Written whatever was there, or added to it; in fp32 also where the rows are of 16 bits."""
+    """Weight gradients overwrite any former contents or add to them; fp32 buffers accept rows of 16 bits."""
     H, I = sizes
     up = projection == "up"
     of_tokens, of_rows = random(T, H, dtype=dtype), random(len(rows.token_P), 2 * I if up else I, dtype=dtype)

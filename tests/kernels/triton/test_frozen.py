@@ -1,4 +1,4 @@
-"""Frozen weights: the other gradients are what they were."""
+"""Frozen weights leave all other gradients unchanged."""
 
 import pytest
 import torch

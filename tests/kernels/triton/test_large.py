@@ -1,4 +1,4 @@
-"""What only a real chip can show: sizes beyond 2^31 elements, and outputs whose memory held something before."""
+"""Checks that need a real chip: sizes beyond 2^31 elements, and outputs in memory with former contents."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,7 +16,7 @@ H, I, E = 2048, 1024, 4
 
 @pytest.fixture(autouse=True)
 def poisoned(device: torch.device) -> Iterator[None]:
-    """Fresh memory is not a number."""
+    """Fills fresh memory with NaN."""
     if device.type == "cpu" or chip_of(device).memory < 60 << 30:
         pytest.skip("no accelerator with 60 GiB of memory")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -31,7 +31,7 @@ def gradients(inputs: list[Tensor], indices: Tensor) -> list[Tensor]:
 
 
 def test_rows_beyond_32_bits(device: torch.device, random: Callable[..., Tensor]) -> None:
-    """Of many equal parts, each has the results of one; the pre-activations are more than 2^31."""
+    """Many equal parts each have the results of one part, with more than 2^31 pre-activations."""
     parts, tokens = 80, 8192
     indices = torch.rand(tokens, E, device=device).topk(2).indices
     few = [random(tokens, H, dtype=torch.bfloat16), random(tokens, 2, dtype=torch.bfloat16)]

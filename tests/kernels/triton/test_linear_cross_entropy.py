@@ -1,4 +1,4 @@
-"""Output layer and loss against the definition."""
+"""Output layer and loss equal the definition."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def test_equals_the_definition(
     monkeypatch.setattr(kernels, "_COLUMNS", columns)
     target = torch.arange(23, device=device) * 4
     ours, expected = [], []
-    inputs = [random(23, 16, dtype=dtype), random(101, 16, dtype=dtype) / 4]  # logits that bf16 holds well
+    inputs = [random(23, 16, dtype=dtype), random(101, 16, dtype=dtype) / 4]  # small logits, which bf16 represents well
     for function, leaves, out in (
         (linear_cross_entropy, [x.clone().requires_grad_() for x in inputs], ours),
         (linear_cross_entropy_reference, [x.double().requires_grad_() for x in inputs], expected),
@@ -45,12 +45,13 @@ def test_equals_the_definition(
 
 
 def test_the_gradient_is_scaled_in_fp32(dtype: torch.dtype, device: torch.device, random: Random) -> None:
-    """By a third, as with three microbatches: rounded to bf16 first it would make every element 0.2 % too large."""
+    """The gradient is scaled in fp32: a third (as for three microbatches) rounded to bf16 first would make every
+    element 0.2 % too large."""
     leaves = [random(*shape, dtype=dtype).requires_grad_() for shape in ((64, 32), (101, 32))]
     target = torch.arange(64, device=device)
     whole = torch.autograd.grad(linear_cross_entropy(*leaves, target), leaves)
     third = torch.autograd.grad(linear_cross_entropy(*leaves, target) / 3, leaves)
-    chance = 5e-4 if dtype == torch.bfloat16 else 1e-4  # what is left of each element's own rounding
+    chance = 5e-4 if dtype == torch.bfloat16 else 1e-4  # bound on the mean of the elements' own roundings
     for a, b in zip(whole, third):
         assert abs(float((3 * b.double() * a.double()).sum() / a.double().square().sum()) - 1) < chance
 
@@ -65,6 +66,6 @@ def test_without_gradients_the_same_loss(device: torch.device, random: Random) -
 
 
 def test_hopeless_targets_are_exact(device: torch.device) -> None:
-    """A target whose probability is below what fp32 holds still has the right, large loss."""
+    """A target whose probability fp32 cannot represent has the right, large loss."""
     x, w = torch.full((1, 1), 300.0, device=device), torch.tensor([[1.0], [0.0]], device=device)
     assert linear_cross_entropy(x, w, torch.tensor([1], device=device)).item() == 300.0

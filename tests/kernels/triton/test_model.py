@@ -1,4 +1,4 @@
-"""A whole model on the Triton path: the same loss, gradients and optimizer step as on PyTorch's."""
+"""A whole model on the Triton path has the losses, gradients and optimizer step of PyTorch's path."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ pytest.importorskip("triton")
 
 SIZES: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 24, "vocab": 97}
 EXPERTS: dict[str, Any] = {"family": "olmoe", "experts": 5, "experts_per_token": 3}
-# Eps is as large as gradients that are rounded off: else what is all but 0 makes steps of the size of others, either way.
+# Eps is as large as rounding errors of gradients; otherwise near-zero gradients would give full steps of random sign.
 RULE = AdamW(beta1=0.9, beta2=0.95, eps=3e-5, weight_decay=0.1)
 
 
 def step(config: ModelConfig, force_balanced: bool, device: torch.device) -> list[Tensor]:
-    """The losses, every gradient, and every parameter after one step."""
+    """Returns the losses, all gradients, and all parameters after one step."""
     model = Transformer(config, force_balanced)
     initialize(model, seed=1, std=0.15)
     model.to(device)

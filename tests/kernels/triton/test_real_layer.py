@@ -1,6 +1,6 @@
-"""The experts at the sizes of Mula-7B-A1B's layers: result, gradients, and what is kept for the backward pass.
+"""The experts at the sizes of Mula-7B-A1B's layers: result, gradients, and bytes saved for the backward pass.
 
-In the interpreter time goes by elements that are read or written: few tokens, and few of their experts are here.
+The interpreter's time grows with the elements read or written, so it gets few tokens and few local experts.
 """
 
 import gc
@@ -24,8 +24,8 @@ NATIVE = torch.accelerator.is_available()
 DTYPE = torch.bfloat16 if NATIVE else torch.float16
 H, I, E, K = 2048, 1024, 64 if NATIVE else 8, 8
 T = 256 if NATIVE else 3
-HERE = list(range(E)) if NATIVE else [2, 7]  # experts that may be chosen; a token's other choices are other ranks'
-KEPT_PER_TOKEN = 40 * 1024  # bytes at most, of which x is 4 KiB and the pre-activation 32 KiB
+HERE = list(range(E)) if NATIVE else [2, 7]  # experts that tokens may choose; all others are on other ranks
+KEPT_PER_TOKEN = 40 * 1024  # at most; x is 4 KiB of it and the pre-activation 32 KiB
 
 Random = Callable[..., Tensor]
 Close = Callable[[Tensor, Tensor], None]
@@ -33,7 +33,7 @@ Close = Callable[[Tensor, Tensor], None]
 
 @pytest.fixture(autouse=True)
 def large_tiles() -> Iterator[None]:
-    """In the interpreter, where every program costs."""
+    """Makes tiles large for the interpreter, in which every program costs time."""
     with ExitStack() as stack:
         for kernel in () if NATIVE else ("up", "down", "down_backward", "up_backward", "weight_gradient"):
             rows = 512 if kernel == "weight_gradient" else 16
@@ -42,7 +42,7 @@ def large_tiles() -> Iterator[None]:
 
 
 def inputs_of(random: Random) -> list[Tensor]:
-    """[x, weights, gate_up, down]; experts that nobody chooses have zeros."""
+    """Returns [x, weights, gate_up, down] with zeros for unchosen experts."""
     x, weights = random(T, H, dtype=DTYPE), random(T, K, dtype=DTYPE)
     gate_up, down = x.new_zeros(E, 2 * I, H), x.new_zeros(E, H, I)
     gate_up[HERE] = random(len(HERE), 2 * I, H, dtype=DTYPE) / 50
@@ -51,7 +51,7 @@ def inputs_of(random: Random) -> list[Tensor]:
 
 
 def choices(device: torch.device) -> Tensor:
-    """Places in `HERE`, -1 for other ranks' experts."""
+    """Returns positions in `HERE`; -1 for experts of other ranks."""
     place = torch.rand(T, max(K, len(HERE)), generator=torch.Generator().manual_seed(3)).argsort(-1)[:, :K]
     return place.masked_fill(place >= len(HERE), -1).to(device)
 
@@ -77,11 +77,11 @@ def test_equals_the_definition(device: torch.device, random: Random, close: Clos
 
 
 def test_kept_for_the_backward_pass(device: torch.device, random: Random) -> None:
-    """Besides the parameters, which are there anyway."""
+    """Saved memory besides the parameters stays within its bound."""
     x, weights, gate_up, down = inputs_of(random)
     indices = torch.tensor([*HERE, -1], device=device)[choices(device)]
     with tracking() as alive:
         y = expert_mlp(x, weights, indices, gate_up, down)
-        gc.collect()  # what the interpreter refers to in circles
+        gc.collect()  # collects reference cycles of the interpreter
         kept = alive.current - y.nbytes + x.nbytes + weights.nbytes
     assert 36 * 1024 * T < kept <= KEPT_PER_TOKEN * T

@@ -1,4 +1,4 @@
-"""RMSNorm's kernels against the definition."""
+"""RMSNorm's kernels equal the definition."""
 
 from collections.abc import Callable
 

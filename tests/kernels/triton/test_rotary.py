@@ -1,4 +1,4 @@
-"""The rotary kernel against the product of complex numbers."""
+"""The rotary kernel equals a product of complex numbers."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,8 @@ def test_equals_the_definition(
 
 
 def test_reads_views_of_a_projection(device: torch.device, random: Random) -> None:
-    """Queries are part of one long row; and attention gives gradients with heads before positions."""
+    """Strided views are read correctly: queries inside a longer row, and attention's gradients with heads before
+    positions."""
     table = rotary_table(torch.arange(6, device=device), 8, 10_000.0)
     q = random(2, 6, 3, 4, 8, dtype=torch.float32)[:, :, 1]
     assert rotary(q, table).equal(rotary(q.contiguous(), table))

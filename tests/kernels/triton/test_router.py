@@ -1,4 +1,4 @@
-"""The router's kernel against softmax, top-k and the sums of the losses in float64."""
+"""The router's kernel equals softmax, top-k and the sums of the losses in float64."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def reference(logits_TE: Tensor, K: int, forced_T: Tensor | None, renormalise: b
 
 
 def total(routed: Routed) -> Tensor:
-    """A scalar on which every output that has a gradient bears."""
+    """Returns a scalar that depends on every differentiable output."""
     weights, probabilities = routed.weights_TK.double(), routed.probabilities_E.double()
     w_weight, p_weight = (
         torch.linspace(-1, 2, x.numel(), dtype=x.dtype, device=x.device).view_as(x) for x in (weights, probabilities)
@@ -42,7 +42,7 @@ def test_equals_the_definition(
     T: int, E: int, K: int, uniform: bool, renormalise: bool, dtype: torch.dtype, device: torch.device,
     generator: torch.Generator, close: Close,
 ) -> None:  # fmt: skip
-    # No two logits of a token are equal, also in 16 bits.
+    # All logits of a token are different, also in 16 bits.
     order = torch.rand(T, E, generator=generator, device=device).argsort(-1)
     logits = ((order - E / 2) * 2.0 ** (4 - E.bit_length())).to(dtype).requires_grad_()
     expected_logits = logits.detach().double().requires_grad_()
@@ -58,12 +58,12 @@ def test_equals_the_definition(
     close(ours.weights_TK, expected.weights_TK)
     (grad,) = torch.autograd.grad(total(ours), logits)
     (expected_grad,) = torch.autograd.grad(total(expected), expected_logits)
-    if E > 1 or renormalise:  # the only expert's probability is always 1
+    if E > 1 or renormalise:  # the probability of a single expert is always 1
         close(grad, expected_grad)
 
 
 def test_weights_sum_to_1_where_all_chosen_probabilities_are_0(device: torch.device) -> None:
-    """Those of a token that is forced to experts whose probabilities fp32 does not hold."""
+    """Weights sum to 1 for a token that is forced to experts whose probabilities fp32 cannot represent."""
     logits = torch.tensor([[300.0, 0.0, 1.0, 0.0]], device=device, requires_grad=True)
     routed = router(logits, 2, forced_T=torch.tensor([1], device=device), renormalise=True)
     torch.testing.assert_close(routed.weights_TK.detach().cpu(), W)
@@ -78,7 +78,7 @@ def test_of_equals_the_first_is_chosen(device: torch.device) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_what_is_not_a_number_shows_but_stays_in_its_token(device: torch.device, random: Random) -> None:
-    """The health check must see it; the index kernels must not be led out of bounds."""
+    """NaN logits give NaN weights for their token only, so the health check sees them; indices stay in bounds."""
     logits = random(4, 5, dtype=torch.float32)
     clean = router(logits, 2)
     logits[1] = torch.nan

@@ -1,4 +1,4 @@
-"""The kernel of the sum of squares against float64."""
+"""The kernel for the sum of squares equals float64."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -17,7 +17,7 @@ Random = Callable[..., Tensor]
 
 @pytest.mark.parametrize("size", [3 * 8192 + 17, 8192, 1, 0])
 def test_is_as_exact_as_its_type(size: int, dtype: torch.dtype, random: Random) -> None:
-    """Squares are all positive, so that a sum of n has at most n roundings of each: in float64 none that shows."""
+    """A float64 sum of n positive squares is off by at most n roundings."""
     x = random(size, dtype=dtype)
     found, expected = square_sum(x), x.double().square().sum()
     assert found.dtype == torch.float64
@@ -25,7 +25,7 @@ def test_is_as_exact_as_its_type(size: int, dtype: torch.dtype, random: Random) 
 
 
 def test_where_there_is_no_float64_a_tree_adds_up(random: Random) -> None:
-    """Of 8,192 in 13 steps, and their sums in at most as many again as there are programs."""
+    """Without float64, a tree adds 8,192 squares in 13 steps; one more step per program adds the partial sums."""
     x, programs = random(5 * 8192, dtype=torch.float32), 5
     with mock.patch.object(operation, "square_dtype", return_value=torch.float32):
         found = square_sum(x)
@@ -35,7 +35,7 @@ def test_where_there_is_no_float64_a_tree_adds_up(random: Random) -> None:
 
 
 def test_neither_the_largest_nor_the_smallest_squares_are_lost(device: torch.device) -> None:
-    """They would not fit fp32."""
+    """Squares that fp32 cannot represent, large or small, are kept."""
     x = torch.tensor([1e30, 1e-30], device=device)
     assert square_sum(x[:1]) == x[0].double() ** 2
     assert square_sum(x[1:]) == x[1].double() ** 2

@@ -1,4 +1,4 @@
-"""SwiGLU's kernels against the definition."""
+"""SwiGLU's kernels equal the definition."""
 
 from collections.abc import Callable
 from functools import partial

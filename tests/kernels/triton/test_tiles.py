@@ -1,4 +1,4 @@
-"""The search for the fastest tiles, which needs the kernels to run."""
+"""The search for the fastest tiles, which runs the kernels."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_every_kernel_has_a_row_and_the_table_stays_as_it_was(
     assert [row["kernel"] for row in rows] == [*products, *products, "weight_gradient"]
     assert [row["rows"] for row in rows[:-1]] == [128] * 5 + [64] * 5
     for row in rows:
-        if row["kernel"] != "all four":  # no time is left for more than the present choice
+        if row["kernel"] != "all four":  # time suffices for the present choice only
             assert row["tried"] == 1
             assert row["tflops"] == row["present_tflops"]
     assert math.isclose(rows[4]["ms"], sum(row["ms"] for row in rows[:4]))
@@ -35,7 +35,7 @@ def test_every_kernel_has_a_row_and_the_table_stays_as_it_was(
 
 
 def test_what_is_not_compiled_in_time_is_left_out(device: torch.device) -> None:
-    """The present choice is not: it is first, and compiled where it is timed."""
+    """Tiles not compiled in time are left out, except the present choice, which comes first and is compiled when timed."""
     layer = tiles.Layer(MODEL, 8, torch.float32, device)
     candidates = tiles._candidates(layer)
     few = {key: of_kernel[:2] for key, of_kernel in candidates.items()}

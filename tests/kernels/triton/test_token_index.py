@@ -1,4 +1,4 @@
-"""Stages 2 and 3 against a stable sort."""
+"""Stages 2 and 3 equal a stable sort."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from optimus.kernels.triton.token_index import token_index
 
 
 def check(indices_TK: Tensor, experts: int, row_tile: int) -> None:
-    """Counts, rows, inverse and tiles are those of a stable sort of the choices that are of these experts."""
+    """Asserts that counts, rows, inverse and tiles are those of a stable sort of the local choices."""
     choices = indices_TK.flatten()
     here = (choices >= 0) & (choices < experts)
     order = torch.where(here, choices, experts).argsort(stable=True)[: int(here.sum())]
@@ -44,7 +44,7 @@ def check(indices_TK: Tensor, experts: int, row_tile: int) -> None:
 
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # in the interpreter shrinking takes minutes
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking would take minutes in the interpreter
 )  # fmt: skip
 @given(
     experts=st.integers(1, 256), ranks=st.integers(1, 12), rank=st.integers(0, 11), tokens=st.integers(0, 150),
@@ -55,11 +55,11 @@ def test_as_a_stable_sort(
     device: torch.device, experts: int, ranks: int, rank: int, tokens: int, chosen: int, skew: float, seed: int,
     row_tile: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Top choices among `experts`, the more popular the lower their number, as one of `ranks` ranks sees them."""
+    """The index of one of `ranks` ranks equals a stable sort by expert. Choices are skewed towards low expert numbers."""
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
     scores = scores / torch.arange(1, experts + 1) ** skew
     indices_TK = scores.topk(min(chosen, experts), dim=1).indices
-    here = -(-experts // ranks)  # experts of a rank
+    here = -(-experts // ranks)  # experts per rank
     check((indices_TK - rank % ranks * here).to(device, dtype), here, row_tile)
 
 

@@ -1,4 +1,4 @@
-"""Tiles fit the product and the chip."""
+"""Chosen tiles fit the product and the chip."""
 
 import pytest
 import torch

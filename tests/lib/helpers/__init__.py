@@ -1,1 +1,1 @@
-"""What several tests use; `tests/lib` is on their path (pyproject.toml)."""
+"""Helpers of several tests; `tests/lib` is on the path of tests (pyproject.toml)."""

@@ -1,4 +1,4 @@
-"""A page as its user has it: in headless Chromium, wide and narrow, by keyboard, and by the rules of axe-core."""
+"""Checks a page as users see it: in headless Chromium, wide and narrow, by keyboard, and by the rules of axe-core."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ needs_browser = pytest.mark.skipif(
     not HAS_BROWSER,
     reason="needs chromium (Debian's package `chromium`) and axe-playwright-python (`make install-dev`)",
 )
-_RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}  # text contrast is among wcag2aa
+_RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}  # wcag2aa includes text contrast
 _LOOK = """async () => {
   await new Promise(done => requestAnimationFrame(() => setTimeout(done)));  // until a new width is drawn
   const inked = ({ width, height }, number, all) => {
@@ -38,10 +38,11 @@ _FOCUSED = """() => {
 def opened(
     chromium: Any, page: Path, widths: Sequence[int] = (1280, 390), scheme: str = "light"
 ) -> tuple[Any, dict[str, Any]]:
-    """The page in a window of each of these widths, light or dark, and what it shows in the last one.
+    """Opens the page in a window of each of these widths, light or dark; returns the page and its contents in the last
+    one.
 
-    Fails where its console says anything, it asks for anything, it is wider than its window, a chart is empty, and in the
-    last width where a rule of axe-core is broken, or Tab does not come to every control in the order in which they stand.
+    Fails if the console shows a message, the page requests anything or is wider than its window, or a chart is empty.
+    In the last width, also fails if a rule of axe-core is broken, or Tab does not reach every control in order.
     """
     from axe_playwright_python.sync_playwright import Axe
 

@@ -1,9 +1,9 @@
-"""Every kernel compiled ahead of time for a chip that this machine does not have: what the interpreter does not notice.
+"""Compiles every kernel ahead of time for a chip that this machine lacks, which finds errors that the interpreter
+misses.
 
-Compiling needs no device once Triton is told for which to compile, and kernels are stopped before they are launched. A
-process that interprets cannot compile, so it happens in another: this file as a program. What was found is kept in `build/`
-by a hash of the kernels and Triton's version: a second time costs nothing. `python tests/lib/helpers/compiled.py` prints the
-table of all chips.
+Compilation needs no device once Triton knows the target, and kernels are stopped before their launch. A process that
+interprets kernels cannot compile any, so this file runs as a program. Results are cached in `build/` by a hash of the
+kernels and Triton's version. `python tests/lib/helpers/compiled.py` prints the table of all chips.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _COUNTS = {
 
 
 def compiled(target: str, triton: str | None = None) -> list[dict[str, Any]]:
-    """A row per kernel and variant; `triton` is a folder with another Triton than the installed one."""
+    """Returns a row per kernel and variant; `triton` is a folder with another Triton version."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [p for p in (triton, str(ROOT), environment.get("PYTHONPATH")) if p]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -56,7 +56,7 @@ def _sources() -> str:
 
 
 def compile_only(target: str) -> list[dict[str, Any]]:
-    """Make every launch from here on compile its kernel for `target` and go no further; returns the growing list of them."""
+    """Makes every later launch only compile its kernel for `target`; returns the growing list of rows."""
     import torch
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -107,7 +107,7 @@ def compile_only(target: str) -> list[dict[str, Any]]:
         row["constants"] = {k: v for k, v in options.items() if k.isupper()}
         rows[kernel.hash] = row
         found.append(row)
-        if folder := os.environ.get("OPTIMUS_DUMP"):  # to look at
+        if folder := os.environ.get("OPTIMUS_DUMP"):  # keeps the code for inspection
             for stage in ("ttgir", "ptx" if nvidia else "amdgcn"):
                 Path(folder, f"{len(found):02}{row['name']}.{stage}").write_text(kernel.asm[stage], encoding="utf-8")
 
@@ -120,7 +120,7 @@ def compile_only(target: str) -> list[dict[str, Any]]:
 
 
 def accesses(code: str, nvidia: bool, what: str) -> dict[str, int]:
-    """How many instructions read (`load`) or write (`store`) global memory, by bytes of a thread."""
+    """Returns the number of instructions that read (`load`) or write (`store`) global memory, by bytes per thread."""
     if nvidia:
         name = {"load": "ld", "store": "st"}[what]
         found = re.findall(rf"\b{name}\.global\S*?(?:\.v(\d))?\.b(\d+)", code)
@@ -139,7 +139,7 @@ def _number(pattern: str, text: str) -> int:
 
 
 def run_experts() -> None:
-    """The sparse block at the widths of OLMoE and the largest Mula, at ones that no tile divides, and in fp32."""
+    """Runs the sparse block at the widths of OLMoE and the largest Mula, at widths that no tile divides, and in fp32."""
     import torch
     from torch import Tensor
 
@@ -161,7 +161,7 @@ def run_experts() -> None:
         y = expert_mlp(x, weights, torch.zeros(T, K, dtype=torch.int64), *parameters, buffers, **more)
         y.sum().backward()
 
-    layer(2048, 1024, torch.float32)  # as chunks have gradients
+    layer(2048, 1024, torch.float32)  # fp32 gradients, as in chunks
     layer(3072, 1536, torch.float32)
     layer(2048, 1024, None)
     layer(2048, 1024, torch.bfloat16)
@@ -171,7 +171,7 @@ def run_experts() -> None:
 
 
 def run_others() -> None:
-    """The other kernels at the widths of OLMoE."""
+    """Runs the other kernels at the widths of OLMoE."""
     import torch
     from torch import Tensor
 
@@ -199,7 +199,7 @@ def run_others() -> None:
     activation(empty(T, 2 * I), "silu", gated=True).sum().backward()
     for cap in (None, 30.0):
         linear_cross_entropy(empty(T, 32), empty(50_304, 32), torch.zeros(T, dtype=torch.int64), cap=cap).backward()
-    size = 157 * ALIGN  # as all chunks are divided; no number of whole programs
+    size = 157 * ALIGN  # the alignment of all chunks; not a multiple of a program's elements
     weight, m, v = (torch.empty(size) for _ in range(3))
     gradient, copy = torch.empty(2, size, dtype=torch.bfloat16)
     adamw((0.9, 0.95, 1e-8, 0.1), 3, 1e-3, weight, gradient, m, v, 1.0, copy)
@@ -209,7 +209,7 @@ def run_others() -> None:
 
 
 def table() -> str:
-    """Shared memory, registers and spills of the widest variant of each kernel, by chip."""
+    """Returns the shared memory, registers and spills of the widest variant of each kernel, by chip."""
     cells: dict[str, dict[str, str]] = {}
     for target in TARGETS:
         for row in compiled(target):

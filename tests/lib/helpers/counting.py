@@ -1,4 +1,4 @@
-"""A hook as a user would write it, to be named in a configuration."""
+"""A hook as users write it, named in a configuration."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import optimus
 
 
 class Counting(optimus.Hook):
-    """Counts the steps of a run, whatever processes do them."""
+    """Counts the steps of a run, across all its processes."""
 
     def __init__(self) -> None:
         self.steps = 0

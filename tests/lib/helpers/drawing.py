@@ -1,4 +1,4 @@
-"""Random combinations of all that says how work and state are divided, each decided by a number."""
+"""Random combinations of all options that divide work and state; a number decides each combination."""
 
 import itertools
 import math
@@ -11,32 +11,31 @@ from optimus.mesh import Mesh
 from optimus.pipeline.schedules import schedules
 from optimus.state.plan import shard_groups
 
-SIZES = {"hidden": 16, "layers": 2, "heads": 4, "vocab": 59}  # tokens that no number of ranks divides evenly
+SIZES = {"hidden": 16, "layers": 2, "heads": 4, "vocab": 59}  # number of tokens that no number of ranks divides evenly
 SPARSE = {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "moe": SIZES | SPARSE,
     "tied": SIZES | SPARSE | {"experts_per_token": 3, "tie_embeddings": True},
-    "dense": SIZES
-    | {"family": "qwen3", "intermediate": 48, "vocab": 56},  # with norms that have weights, four in a block
+    "dense": SIZES | {"family": "qwen3", "intermediate": 48, "vocab": 56},  # four norms with weights per block
     "tied dense": SIZES | {"family": "olmo", "intermediate": 32, "layers": 3, "tie_embeddings": True},
     "thirds": SPARSE | {"hidden": 24, "layers": 2, "heads": 6, "vocab": 53, "experts": 6},
 }
-NESTED: dict[str, list[dict[str, int]]] = {  # of four ranks and more
+NESTED: dict[str, list[dict[str, int]]] = {  # for four ranks or more
     "gradients": [{"gradients": 2}, {"gradients": 1, "optimizer": 2}],
     "parameters": [{"parameters": 2}, {"parameters": 2, "gradients": 2}, {"parameters": 1, "gradients": 2}],
 }
-RANKS = {1: (1, 2, 4, 4, 8), 2: (1, 2, 2, 4), 4: (1, 1, 1, 2)}  # that share a stage, by ranks of the pipeline
+RANKS = {1: (1, 2, 4, 4, 8), 2: (1, 2, 2, 4), 4: (1, 1, 1, 2)}  # ranks that share a stage, by number of pipeline stages
 
 
 def config_of(model: str, **sections: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a short run of one of `MODELS`, with `sections` added or in the place of its own."""
-    # Not 1e-8: where gradients are hardly more than what rounding leaves, it would make their noise as large as any. In the
-    # first step an update is lr g / (|g| + eps): an error of 1e-9 in a g of about 0 moves a weight by 1e-9 lr / eps.
+    """Returns the configuration of a short run of one of `MODELS`; `sections` replace or add sections."""
+    # The first update is lr g / (|g| + eps), so an error of 1e-9 in a g near 0 moves a weight by 1e-9 lr / eps. The
+    # usual eps of 1e-8 would let rounding errors of tiny gradients become large updates.
     return short_run(MODELS[model], context=24, optimizer={"eps": 3e-5}) | sections
 
 
 def short_run(model: dict[str, Any], *, context: int, **sections: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of ten steps of a model, in fp32 and chunks of which there are several."""
+    """Returns the configuration of ten steps of a model, in fp32 and with several chunks."""
     sizes = {"steps": 10, "global_batch": 16, "micro_batch": 2, "sequence_length": context}
     return {
         "model": dict(model),
@@ -48,20 +47,18 @@ def short_run(model: dict[str, Any], *, context: int, **sections: dict[str, Any]
 
 
 class Draw:
-    """Choices that a number decides, and what they make of the configuration."""
+    """Choices that a number decides, and the configuration overrides of the choices."""
 
     def __init__(self, number: int) -> None:
-        self._random = random.Random(
-            3_000 + number
-        )  # from where on the first few meet everything that is asked of them
+        self._random = random.Random(3_000 + number)  # a first seed for which few draws cover all options
         self.overrides: list[str] = []
 
     def of(self, *options: Any) -> Any:
-        """One of `options`, with nothing said about it."""
+        """Draws one of `options`, without an override."""
         return self._random.choice(options)
 
     def set(self, key: str, *options: Any) -> Any:
-        """One of `options`, for `key`."""
+        """Draws one of `options` and sets `key` to the value."""
         chosen = self.of(*options)
         text = str(chosen).lower() if isinstance(chosen, bool) else str(chosen).replace(" ", "").replace("'", "")
         self.overrides.append(f"{key}={text}")
@@ -69,12 +66,13 @@ class Draw:
 
 
 def drawn(number: int) -> tuple[str, Layout]:
-    """A model and a layout; the number decides everything."""
+    """Returns a model and a layout; the number decides everything."""
     draw = Draw(number)
     model = draw.of(*MODELS)
     shape = MODELS[model]
     pipeline = draw.of(1, 1, 2) if model == "thirds" else draw.of(1, 1, 2, 2, 4, 4)
-    here = draw.of(3, 6 // pipeline) if model == "thirds" else draw.of(*RANKS[pipeline])  # ranks that share a stage
+    # Number of ranks that share a stage.
+    here = draw.of(3, 6 // pipeline) if model == "thirds" else draw.of(*RANKS[pipeline])
     grids = [(m, n) for m in (1, 2, 3, 4) for n in (1, 2, 3) if here % (m * n) == 0 == shape["heads"] % m]
     outputs, inputs = draw.of((1, 1), *grids)
     tensor = outputs * inputs
@@ -106,12 +104,12 @@ def drawn(number: int) -> tuple[str, Layout]:
 
 
 def passes(model: str, layout: Layout) -> float:
-    """What a step of a draw costs a rank: its blocks, each with each microbatch."""
+    """Returns a rank's cost of a step: the number of its blocks times microbatches."""
     said = dict(override.split("=", 1) for override in layout.overrides)
     pipeline = int(said.get("parallel.pipeline", 1))
     outputs, _, inputs = said.get("parallel.tensor", "1").strip("[]").partition(",")
     together = pipeline * int(said.get("parallel.context", 1)) * int(outputs) * int(inputs or 1)
-    sequences = 16 * together // layout.ranks  # of a data rank
+    sequences = 16 * together // layout.ranks  # sequences per data rank
     said_number = said.get("parallel.microbatches", sequences // int(said["train.micro_batch"]))
     microbatches = sequences if said_number == "auto" else int(said_number)
     layers = int(said.get("model.layers", MODELS[model]["layers"]))
@@ -119,7 +117,7 @@ def passes(model: str, layout: Layout) -> float:
 
 
 def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[int]) -> int:
-    """Draws all about the pipeline, and returns the number of layers. `sequences` of a step are for these ranks."""
+    """Draws all options of the pipeline; returns the number of layers. These ranks train `sequences` per step."""
     draw.set("parallel.pipeline", ranks)
     stages = ranks * _draw_order(draw, ranks, max(microbatches))
     if "parallel.executor=scheduled" in draw.overrides:
@@ -134,14 +132,14 @@ def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[in
     number = draw.of(*(n for n in microbatches if n >= least))
     if draw.of(True, False):
         draw.set("train.micro_batch", sequences // number)
-    else:  # what train.micro_batch says is an upper limit then
+    else:  # train.micro_batch is an upper limit here
         draw.set("train.micro_batch", sequences)
         draw.set("parallel.microbatches", number, number, "auto")
     return layers
 
 
 def _draw_order(draw: Draw, ranks: int, most: int) -> int:
-    """Draws who decides the order, and what order, of at most so many microbatches; returns the stages per rank."""
+    """Draws an executor and a schedule for at most `most` microbatches; returns the stages per rank."""
     if draw.set("parallel.executor", "scheduled", "scheduled", "message-driven") == "message-driven":
         per_rank: int = draw.set("parallel.stages_per_rank", 1, 2)
         cap = draw.of(None, "number", "list", "list")
@@ -210,7 +208,8 @@ def _experts(draw: Draw) -> dict[str, int]:
 
 
 def _limit_shard_ranks(draw: Draw, mesh: Mesh) -> None:
-    """Where they do not divide those along the data axis of the experts, over which the state is to be shared: to these."""
+    """Replaces shard ranks that do not divide the experts' data axis, if state is sharded over that axis, by all its
+    ranks."""
     if "state.shard_over=data" not in draw.overrides:
         return
     over_data = StateConfig(shard="optimizer", shard_over="data")
@@ -222,26 +221,28 @@ def _limit_shard_ranks(draw: Draw, mesh: Mesh) -> None:
 
 
 def _draw_rule(draw: Draw) -> None:
-    """Draws the update rule. Lion's step is as long where a gradient is nothing but rounding, so its steps are short."""
+    """Draws the update rule. Lion moves fully even if a gradient is all rounding error, so its learning rate is small."""
     if draw.set("optimizer.name", "adamw", "muon", "muon", "lion", "schedule-free") == "lion":
         draw.set("lr_schedule.lr", 2e-6)
         draw.set("lr_schedule.min_lr", 2e-6)
 
 
 def _draw_frozen(draw: Draw) -> None:
-    """Draws what is frozen: nothing, all before some block, a later block, or something of every block."""
+    """Draws the frozen parameters: none, all before some block, a later block, or some of every block."""
     draw.set("train.freeze", [], [], ["embedding", "blocks.0.*"], ["blocks.1.*"], ["blocks.*.attention.*"])
 
 
 def _draw_pruning(draw: Draw, shape: dict[str, Any]) -> None:
-    """Draws what is pruned and when: by magnitude before the first step, at random later; by magnitude later ranks might
-    find other masks, as of two weights of nearly the same magnitude rounding decides which is larger."""
+    """Draws targets and steps of pruning. Magnitude decides only before the first step, later masks are random.
+
+    After training steps, rounding could decide between weights of nearly equal magnitude, differently on other ranks.
+    """
     kind = draw.of(None, None, "first", "later", "twice")
     muon, frozen = (
         "optimizer.name=muon" in draw.overrides,
         next(each.removeprefix("train.freeze=") for each in draw.overrides if each.startswith("train.freeze=")),
     )
-    targets = {  # that are trained, by rules that can go on with what is left of them
+    targets = {  # trained parameters whose rules can continue on their unpruned part
         "[]": "[matrix,embedding]",
         "[embedding,blocks.0.*]": "[blocks.1.attention.out.weight]",
         "[blocks.1.*]": "[embedding,blocks.0.attention.*.weight]",
@@ -261,17 +262,15 @@ def _draw_pruning(draw: Draw, shape: dict[str, Any]) -> None:
 
 
 def _draw_residency(draw: Draw) -> None:
-    """Draws where state is kept, and how much of it on the device all the same."""
+    """Draws the offload of state, and the part that stays on the device."""
     residency = draw.set("state.offload", "none", "optimizer", "all", "disk")
     fetched = residency in ("all", "disk")
-    if fetched and "state.reshard_after_forward=false" in draw.overrides:  # the cache keeps what it can
+    if fetched and "state.reshard_after_forward=false" in draw.overrides:  # the cache decides which parameters stay
         draw.overrides.remove("state.reshard_after_forward=false")
     if fetched or (
         "state.shard=parameters" in draw.overrides and "state.reshard_after_forward=false" not in draw.overrides
     ):
-        draw.set(
-            "state.cache", 40, "auto"
-        )  # 40 are few: chunks of 500 elements are up to 60, of which a module uses 30
+        draw.set("state.cache", 40, "auto")  # a small cache: 500-element chunks fill up to 60, and a module uses 30
     if residency != "none":
         draw.set("state.resident_fraction", 0.0, 0.4, "auto")
         draw.set("state.update_on", "auto", "device", "host")
@@ -288,7 +287,7 @@ def _draw_recomputation(draw: Draw, feed_forward: str, layers: int) -> None:
 
 
 def _draw_blocks(draw: Draw, ranks: int, together: int) -> None:
-    """Draws how many of the `ranks` of a stage lie beside each other."""
+    """Draws the pipeline stride: the number of a stage's `ranks` that lie side by side."""
     said = dict(override.split("=", 1) for override in draw.overrides)
     experts = int(said.get("parallel.expert", 1)) * int(said.get("parallel.expert_tensor", 1))
     least = math.lcm(together, experts)
@@ -298,5 +297,5 @@ def _draw_blocks(draw: Draw, ranks: int, together: int) -> None:
 
 
 def combinations_of(*options: str) -> list[list[str]]:
-    """All subsets but the empty one."""
+    """Returns all subsets except the empty one."""
     return [list(chosen) for n in range(1, len(options) + 1) for chosen in itertools.combinations(options, n)]

@@ -1,4 +1,4 @@
-"""Every layout gives the same numbers: train the same batches on ranks in some layout and in one process, and compare."""
+"""Every layout gives the same numbers: trains the same batches on ranks in a layout and in one process, and compares."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from optimus.testing.steps import Steps
 from optimus.training.pruning import choose_masks
 from optimus.training.step import StepResult
 
-# What says how the numbers are computed, but not which: one process needs none of it.
+# Sections that change how numbers are computed, but not the numbers; the single process needs none of them.
 _LAYOUT: dict[str, Any] = {
     "parallel": True,
     "state": True,
@@ -28,8 +28,8 @@ _LAYOUT: dict[str, Any] = {
 
 
 class Layout(NamedTuple):
-    """A number of ranks, what is changed in the configuration (`key=value`, as on the command line), and the ranks of a
-    node, by default all."""
+    """A number of ranks, overrides of the configuration (`key=value`, as on the command line), and the ranks per node,
+    by default all."""
 
     ranks: int
     overrides: Sequence[str] = ()
@@ -37,10 +37,10 @@ class Layout(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What some steps of training came to."""
+    """The result of some steps of training."""
 
     steps: list[StepResult]
-    tensors: dict[str, Tensor]  # the whole state, as a checkpoint would hold it
+    tensors: dict[str, Tensor]  # the whole state, as in a checkpoint
 
 
 def assert_same_as_one_process(
@@ -52,12 +52,13 @@ def assert_same_as_one_process(
     timeout: float = 120.0,
     device: str = "cpu",
 ) -> None:
-    """Assert that `steps` steps of `config` in every layout have one process's losses, gradient norms and final weights.
+    """Asserts that `steps` steps of `config` in every layout have one process's losses, gradient norms and final
+    weights.
 
-    `rtol` bounds the relative error of the losses and norms of every step, and of each final parameter as a whole (norm of
-    the difference over norm of the parameter). No data are read: the batches are random tokens. A layout with several data
-    ranks is compared with one process that has the same microbatches, since they define the balance loss. The ranks are on
-    `device`, the phantom perhaps, which they share; the one process is on the CPU.
+    `rtol` bounds the relative error of the losses and norms of every step, and of each final parameter as a whole (norm
+    of the difference over norm of the parameter). No data are read: the batches are random tokens. A layout with
+    several data ranks is compared with one process with the same microbatches, which define the balance loss. The ranks
+    share `device`, which may be the phantom; the single process runs on the CPU.
 
     Raises `AssertionError` naming the layout, the number and both values.
     """
@@ -79,10 +80,10 @@ def assert_same_as_one_process(
 
 
 def train_steps(config: Mapping[str, Any], steps: int, per_node: int | None = None, device: str = "cpu") -> Trained:
-    """Train on this rank's part of random batches; the whole state is on rank 0 only."""
+    """Trains on this rank's part of random batches; the result has the whole state on rank 0 only."""
     torch.compiler.set_stance(
         "default" if device == "cpu" else "force_eager"
-    )  # updates on the host: seconds to compile
+    )  # compiling the host's update takes seconds
     trained = Steps(config, per_node, device)
     prune_as_configured(trained)
     results = []
@@ -93,7 +94,7 @@ def train_steps(config: Mapping[str, Any], steps: int, per_node: int | None = No
 
 
 def prune_as_configured(trained: Steps) -> None:
-    """What a run would do of its section `pruning` after the steps that are done."""
+    """Prunes, after the finished steps, as a run does for its section `pruning`."""
     config, state, step = trained.config, trained.state, trained.done
     pruning = config.pruning
     if pruning is None or step not in pruning.at:
@@ -107,7 +108,7 @@ def prune_as_configured(trained: Steps) -> None:
 
 
 def compare(found: Trained, right: Trained, where: str, rtol: float) -> None:
-    """Raise `AssertionError` naming the first number that differs by more than `rtol` (relative)."""
+    """Raises `AssertionError` naming the first number that differs by more than `rtol` (relative)."""
     for number, (a, b) in enumerate(zip(found.steps, right.steps, strict=True), start=1):
         for name in (each for each in StepResult._fields if each != "source_losses"):
             x, y = getattr(a, name), getattr(b, name)
@@ -116,5 +117,5 @@ def compare(found: Trained, right: Trained, where: str, rtol: float) -> None:
     for key, tensor in found.tensors.items():
         if key.startswith("model."):
             y = right.tensors[key]
-            error = float((tensor - y).norm() / (y.norm() or 1.0))  # of zeros (frozen ones, an unused bias): absolute
+            error = float((tensor - y).norm() / (y.norm() or 1.0))  # absolute for zeros, such as an unused bias
             assert error <= rtol, f"{where}: {key} differs by {error:.2g} after {len(found.steps)} steps"

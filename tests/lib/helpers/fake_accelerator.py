@@ -1,16 +1,16 @@
 """A fake accelerator in pure Python: real runs on a device whose tensors have shapes, types and memory, but no numbers.
 
-Tensors of the device (`fake_device.py`) are FakeTensors of PyTorch's Python PrivateUse1 backend, those of the host are real;
-ranks are those of the `fake` process group, so that this process is any one of any number. Kernels of Triton are not
-launched. So a step of training takes a second, whatever the model, and shows
+The device's tensors (`fake_device.py`) are FakeTensors of PyTorch's Python PrivateUse1 backend; host tensors are real.
+Ranks belong to the `fake` process group, so this process can be any rank of any number. Triton kernels are not
+launched. A training step of any model takes about a second and shows
 
-- a tensor of the host among the device's, which raises as it would there, and memory that is used after it was released;
-- what makes the host wait (`Wait`): numbers that are read, copies that are not from or to pinned memory beside the rest;
-- launches, by phase; bytes of the device, now and at most; collectives, process groups; which devices are touched.
+- host tensors among device tensors, which raise an error as on a real device, and use of released memory;
+- reasons for which the host waits (`Wait`): numbers read, copies that are not asynchronous from or to pinned memory;
+- launches by phase; bytes on the device, current and peak; collectives; process groups; devices touched.
 
-Numbers, the order of streams and communication are not there to be wrong. Numbers that the host reads are 0 or 1.
+Numbers, the order of streams and communication are not simulated. Numbers that the host reads are 0 or 1.
 
-A process that has it never loses it again: it is one of its own.
+A process never loses the device again, so tests run it in processes of their own.
 """
 
 import os
@@ -48,12 +48,13 @@ from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.schedule import Action, Kind
 from optimus.testing.memory import resizes
 
-_NO_FLASH = {"PVC"}  # torch has no flash attention that gives log-sum-exps there
+# Chips for which torch has no flash attention with log-sum-exps.
+_NO_FLASH = {"PVC"}
 
 
 @cache
 def _install() -> None:
-    """Give this process the device and its ranks for the rest of its life."""
+    """Gives this process the device and its ranks for the rest of its life."""
     install_device()
     _stub_groups()
     _stub_dispatch()
@@ -61,7 +62,7 @@ def _install() -> None:
 
 
 def _stub_groups() -> None:
-    """Objects that ranks tell each other are those of this one, and groups are of the `fake` backend."""
+    """Replaces object collectives by this rank's own object, and makes all groups of the `fake` backend."""
     dist.Backend.backend_capability["fake"] = ["cpu", NAME]
     dist.Backend.default_device_backend_map[NAME] = "fake"
     make = dist.new_group
@@ -73,7 +74,7 @@ def _stub_groups() -> None:
     begin = dist.init_process_group
 
     def init_process_group(backend: Any = None, rank: int | None = None, world_size: int = 0, **_: Any) -> None:
-        """Whatever the backend; by default as a launcher says."""
+        """Starts the `fake` backend in place of any other; rank and size default to a launcher's environment."""
         if rank is None:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         begin("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
@@ -89,7 +90,7 @@ def _stub_groups() -> None:
 
 
 def _stub_dispatch() -> None:
-    """Experts are chosen equally often."""
+    """Makes the dispatcher choose all experts equally often."""
     exchange = AllToAllDispatch.exchange
 
     def exchange_evenly(
@@ -101,7 +102,7 @@ def _stub_dispatch() -> None:
         counts: ExchangeCounts,
         *overlapped: Any,
     ) -> Tensor:
-        """Every rank sends and gets as many rows, and experts are chosen equally often."""
+        """Makes every rank send and receive equally many rows, with equally many for every expert."""
         if is_here(x_TH):
             (tokens, chosen), ranks = weights_TK.shape, self.group.size
             rows = round(tokens * copies(self.experts_per_rank * ranks, ranks, chosen) / ranks)
@@ -122,10 +123,10 @@ def _stub_dispatch() -> None:
 
 
 def _stub_messages() -> None:
-    """They come in the order of a real run."""
+    """Makes messages arrive in the order of a real run."""
 
     def choose(self: MessageDrivenExecutor) -> Any:
-        """As the first rank of its team does."""
+        """Chooses actions as the first rank of its team."""
         while (action := self._ready.choose()) is None:
             self._take_in()
         return action
@@ -133,7 +134,7 @@ def _stub_messages() -> None:
     execute = MessageDrivenExecutor.run
 
     def execute_in_order(self: MessageDrivenExecutor) -> Any:
-        """No gradient comes for what has not been computed."""
+        """Delays each gradient until its forward pass has run."""
         links, trace = self._links, self._computing.trace
         start = links.start_receive
 
@@ -154,7 +155,7 @@ def _stub_messages() -> None:
 
 
 class _Flash(torch.autograd.Function):
-    """Attention by the operators of flash attention, as torch makes of it on such a device."""
+    """Attention by the flash attention operators, as torch runs on such a device."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -172,7 +173,8 @@ class _Flash(torch.autograd.Function):
 
 @contextmanager
 def _with_flash(of_blocks: bool) -> Iterator[None]:
-    """torch's choice of attention, which asks for devices that it knows; `of_blocks`, too, whose log-sum-exps are needed."""
+    """Replaces torch's choice of attention, which only knows real devices; `of_blocks` covers attention blocks, which
+    need log-sum-exps."""
 
     def fits(q: Tensor, *_: Any) -> bool:
         return of_blocks and q.device.type == NAME and q.shape[-1] % 8 == 0
@@ -199,8 +201,8 @@ def _with_flash(of_blocks: bool) -> Iterator[None]:
 def fake_accelerator(
     chip: str = "H200", *, devices: int = 1, ranks: int = 1, rank: int = 0, agrees: bool = False
 ) -> Iterator[FakeAccelerator]:
-    """Inside, this process has `devices` of this chip (of `PROPERTIES`), and is one of so many ranks. Where it `agrees`,
-    whatever is compared on it is the same."""
+    """Gives this process, within the context, `devices` devices of a chip (of `PROPERTIES`), as one of `ranks` ranks.
+    Comparisons of device numbers are true if it `agrees`."""
     _install()
     chips._chip.cache_clear()
     made = FakeAccelerator(PROPERTIES[chip], devices, agrees)
@@ -210,9 +212,8 @@ def fake_accelerator(
     try:
         if ranks > 1:
             dist.init_process_group(rank=rank, world_size=ranks)
-        plain = mock.patch.object(
-            adamw, "_compiled", return_value=None
-        )  # the host's update: a compiler has other modes
+        # The host's update is not compiled: torch.compile would run under modes of its own.
+        plain = mock.patch.object(adamw, "_compiled", return_value=None)
         with _with_flash(chip not in _NO_FLASH), plain, made, resizes(made.memory, made.memory.knows):
             yield made
     finally:

@@ -1,6 +1,6 @@
-"""The device of the fake accelerator: its operators and what they are counted for, and what torch asks of a device.
+"""The device of the fake accelerator: its operators with their counts, and the interface that torch requires.
 
-`fake_accelerator.py` says what it is for.
+`fake_accelerator.py` describes the purpose.
 """
 
 import sys
@@ -24,7 +24,7 @@ from optimus.testing.memory import Allocations
 NAME = "fakegpu"
 
 
-# Of what a rank gets, as torch describes it; where torch says less of a maker's devices, so do these.
+# Properties of a rank's device as torch reports them, with the same gaps as torch's for a maker's devices.
 PROPERTIES: dict[str, dict[str, Any]] = {
     "A100": {
         "name": "NVIDIA A100-SXM4-80GB", "total_memory": 80 << 30, "multi_processor_count": 108, "warp_size": 32,
@@ -45,26 +45,26 @@ PROPERTIES: dict[str, dict[str, Any]] = {
 
 
 class Wait(NamedTuple):
-    """The host has waited for the device."""
+    """A wait of the host for the device."""
 
     what: str
-    place: str  # in this package
+    place: str  # line in this package
     phase: str
 
 
 class Upload(NamedTuple):
-    """The device has been given something of the host's."""
+    """A copy of host data to the device."""
 
-    place: str  # in this package
-    beside: bool  # from pinned memory, and the host has gone on
+    place: str  # line in this package
+    beside: bool  # asynchronous, from pinned memory
 
 
 class ReleasedMemoryError(Exception):
-    """Memory of the device has been used that had been released."""
+    """The use of device memory after its release."""
 
 
 class _FakeTensors(FakeTensorMode):
-    """For several threads: while one is in a kernel, tensors have their device for the others."""
+    """A FakeTensorMode for several threads: tensors keep their device in other threads while one is inside a kernel."""
 
     def __init__(self) -> None:
         self._here = threading.local()
@@ -80,10 +80,10 @@ class _FakeTensors(FakeTensorMode):
 
 
 class FakeAccelerator(TorchDispatchMode):
-    """What happens on the fake devices of this process, while it is entered; see the module's text.
+    """Records the events on the fake devices of this process while active, as the module's docstring describes.
 
-    `waits`, `uploads`, `launches` by (phase, kernel or operator), `collectives` and `touched`, the devices, are since
-    `forget`. Where it `agrees`, comparisons of its numbers hold.
+    `waits`, `uploads`, `launches` by (phase, kernel or operator), `collectives` and `touched` (the devices) count from
+    the last `forget`. Comparisons of its numbers are true if it `agrees`.
     """
 
     def __init__(self, properties: dict[str, Any], devices: int = 1, agrees: bool = False) -> None:
@@ -96,26 +96,26 @@ class FakeAccelerator(TorchDispatchMode):
         self.launches: Counter[tuple[str, str]] = Counter()
         self.collectives: Counter[str] = Counter()
         self.touched: set[int] = set()
-        self.groups: list[int] = []  # sizes of the process groups that were made
-        self.now = 0  # the device that is selected
+        self.groups: list[int] = []  # sizes of the process groups made
+        self.now = 0  # index of the selected device
         self.phase = ""
         self._fake = _FakeTensors()
-        self._pinned: set[int] = set()  # storages of the host
-        self._lock = threading.RLock()  # FakeTensorMode is for one thread at a time, autograd has one of its own
+        self._pinned: set[int] = set()  # storages of host memory
+        self._lock = threading.RLock()  # FakeTensorMode is for one thread at a time, but autograd has its own
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
     def forget(self) -> None:
-        """Count anew."""
+        """Resets all counts."""
         self.waits, self.uploads, self.touched = [], [], set()
         self.launches.clear()
         self.collectives.clear()
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Name what is done inside."""
+        """Names the phase of the work inside the context."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -123,11 +123,11 @@ class FakeAccelerator(TorchDispatchMode):
             self.phase = before
 
     def waited(self, what: str) -> None:
-        """The host has waited."""
+        """Records that the host has waited."""
         self.waits.append(Wait(what, _place(), self.phase))
 
     def launched(self, kernel: str, tensors: Sequence[Any]) -> None:
-        """A kernel of Triton: all its tensors must be on the device that is selected, and have memory."""
+        """Records a Triton kernel's launch; asserts that all its tensors are on the selected device and have memory."""
         for name, each in tensors:
             if isinstance(each, Tensor):
                 if not is_here(each):
@@ -144,7 +144,7 @@ class FakeAccelerator(TorchDispatchMode):
         with self._lock:
             if function.namespace == "prim":  # such as the device of a tensor
                 return function(*args, **kwargs)
-            if torch.is_inference_mode_enabled() and function._can_decompose():  # else autograd has done so
+            if torch.is_inference_mode_enabled() and function._can_decompose():  # otherwise autograd has decomposed
                 with self:
                     return function.decompose(*args, **kwargs)
             return self._dispatch(function, args, kwargs)
@@ -176,8 +176,8 @@ class FakeAccelerator(TorchDispatchMode):
         return self.run(function, *args, **kwargs)
 
     def run(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """What an operator gives on the device."""
-        if "generator" in kwargs:  # which no number is drawn of
+        """Returns an operator's result on the device, and counts its memory."""
+        if "generator" in kwargs:  # no number is drawn
             kwargs = kwargs | {"generator": None}
         known = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, FakeTensor)}
         with self._fake:
@@ -193,7 +193,7 @@ class FakeAccelerator(TorchDispatchMode):
         return result
 
     def empty(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor of the device of `like`, whose numbers nobody has."""
+        """Returns a tensor without numbers on the device of `like`."""
         make = torch.ops.aten.empty.memory_format
         made: Tensor = self.run(make, list(shape), dtype=dtype or like.dtype, device=like.device)
         return made
@@ -210,19 +210,20 @@ class FakeAccelerator(TorchDispatchMode):
         return self._agrees
 
     def _counted(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """An operator whose result's size is known on the device alone: half of what it may be, so that loops end."""
+        """Returns the result of an operator whose size only the device knows: half of the largest size, so that loops
+        end."""
         x = args[0]
         self.waited(str(function))
         if function is torch.ops.aten.nonzero.default:
             return self.empty([x.numel() // 2, x.dim()], x, torch.int64)
-        if function is torch.ops.aten._unique2.default:  # (numbers, where each is, how often)
+        if function is torch.ops.aten._unique2.default:  # numbers, positions, counts
             half = [x.numel() // 2]
             return self.empty(half, x), self.empty(x.shape, x, torch.int64), self.empty(half, x, torch.int64)
         if function is torch.ops.aten.masked_select.default:
             return self.empty([x.numel() // 2], x)
         if function is torch.ops.aten.bincount.default:
             return self.empty([kwargs.get("minlength", args[2] if len(args) > 2 else 0)], x, torch.int64)
-        return self.empty([16 * x.numel()], x)  # repeat_interleave: so many of each
+        return self.empty([16 * x.numel()], x)  # repeat_interleave
 
     def _indexed(self, function: Any, args: Any, kwargs: Any) -> Tensor:
         x, indices = args[0], args[1]
@@ -241,7 +242,7 @@ class FakeAccelerator(TorchDispatchMode):
         if there.type == NAME and is_here(x):
             self.launches[self.phase, str(function)] += 1
             return self.run(function, *args, **kwargs)
-        if there.type == NAME:  # from the host, which goes on when its memory has been read
+        if there.type == NAME:  # a host tensor; the host continues once its memory is read
             beside = kwargs.get("non_blocking", False) and x.untyped_storage()._cdata in self._pinned
             self.uploads.append(Upload(_place(), beside))
             return self.run(torch.ops.aten.empty.memory_format, list(x.shape), dtype=dtype, device=there)
@@ -264,7 +265,7 @@ class FakeAccelerator(TorchDispatchMode):
         return into.zero_() if host is into else into
 
     def _added_wide(self, function: Any, args: Any, kwargs: Any) -> Tensor:
-        """What the CPU's torch has no shapes for."""
+        """Stands in for an operator without a shape rule on the CPU's torch."""
         for each in (*args[:3], kwargs["out"]):
             _check_memory(str(function), each)
         self.launches[self.phase, str(function)] += 1
@@ -274,7 +275,7 @@ class FakeAccelerator(TorchDispatchMode):
     # ---- The machine ----
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """As a device module has it: (free, all)."""
+        """Returns (free, total) bytes, as a device module does."""
         self.touched.add(self.now if device is None else torch.device(device).index or 0)
         return self.properties.total_memory - self.memory.current, self.properties.total_memory
 
@@ -295,7 +296,7 @@ _READ: dict[str, Callable[..., Any]] = {
 
 
 def is_here(x: Tensor) -> bool:
-    """Whether it is on a fake device."""
+    """Returns whether a tensor is on a fake device."""
     return x.device.type == NAME
 
 
@@ -306,14 +307,14 @@ def _check_memory(what: str, x: Tensor) -> None:
 
 @cache
 def _gives_views(function: Any) -> bool:
-    """Whether an operator reads and writes nothing."""
+    """Returns whether an operator only makes views."""
     schema = function._schema
     writes = any(each.is_write for each in schema.arguments)
     return not writes and any(each.alias_info is not None for each in schema.returns)
 
 
 def _place() -> str:
-    """The line of this package that is at work."""
+    """Returns the innermost line of this package in the call stack."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -327,7 +328,7 @@ def _place() -> str:
 
 
 class _Stream:
-    """A stream that orders nothing."""
+    """A stream without any order."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.device = torch.device(NAME, machine().now) if device is None else torch.device(device)
@@ -349,7 +350,7 @@ class _Stream:
 
 
 class _Generator(torch.Generator):
-    """Of numbers that are never drawn."""
+    """A generator from which no number is drawn."""
 
     def __new__(cls, device: Any = "cpu") -> "_Generator":
         return super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)  # type: ignore[call-arg]
@@ -370,7 +371,7 @@ class _Event:
 
 
 class _Module:
-    """`torch.fakegpu`."""
+    """The module `torch.fakegpu`."""
 
     def is_initialized(self) -> bool:
         return True
@@ -423,23 +424,23 @@ class _Module:
 
 @cache
 def entered() -> list[FakeAccelerator]:
-    """Those of this process, the one in use last."""
+    """Returns the fake accelerators of this process; the last one is in use."""
     return []
 
 
 def machine() -> FakeAccelerator:
-    """The one in use."""
+    """Returns the fake accelerator in use."""
     return entered()[-1]
 
 
 @cache
 def install_device() -> None:
-    """Give this process the device for the rest of its life."""
+    """Gives this process the device for the rest of its life."""
     module = _Module()
     _setup_privateuseone_for_python_backend(NAME, backend_module=module)
     torch.set_num_threads(1)
-    torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor([...], device=...) goes past all modes
-    # What this package asks of torch's modules at call time.
+    torch._C._set_only_lift_cpu_tensors(True)  # otherwise torch.tensor([...], device=...) escapes all modes
+    # Functions of torch that this package calls by their module.
     put(torch, Stream=_Stream, Event=_Event, Generator=_Generator)
     put(
         torch.accelerator,
@@ -454,11 +455,11 @@ def install_device() -> None:
     )
     put(FakeTensor, tolist=lambda self: self.cpu().tolist())  # one copy, as on any device
     put(Tensor, record_stream=lambda self, stream: None)
-    _operators().impl("addmm.dtype_out", lambda *_, **__: None, "PrivateUse1")  # it has one
+    _operators().impl("addmm.dtype_out", lambda *_, **__: None, "PrivateUse1")  # the real device has this operator
     _stub_triton()
     run = threading.Thread.run
 
-    def run_in_mode(self: threading.Thread) -> None:  # modes are a thread's
+    def run_in_mode(self: threading.Thread) -> None:  # modes belong to a thread
         with machine() if entered() else nullcontext():
             run(self)
 
@@ -466,7 +467,7 @@ def install_device() -> None:
 
 
 def put(owner: Any, **functions: Any) -> None:
-    """Give a module or a class these functions in the place of its own."""
+    """Replaces functions of a module or a class."""
     for name, function in functions.items():
         setattr(owner, name, function)
 

@@ -8,7 +8,7 @@ LATENT = {"keys": 8, "rotary": 4, "value": 6}
 
 
 def needed(name: str) -> dict[str, object]:
-    """What a model of the family needs besides sizes."""
+    """Returns the fields, besides sizes, that a model of the family needs."""
     fields = families()[name].fields
     windows = {"window": 8} if "window" in fields else {}
     given = {"head_size": 16} if "head_size" in fields else {}

@@ -1,4 +1,4 @@
-"""Operations with weights, of which any may be frozen."""
+"""Operations with weights, any of which may be frozen."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from optimus.kernels.rms_norm import rms_norm
 
 Operation = Callable[..., Tensor]
 
-# By name: the operation and the shapes of its inputs, weights behind the input.
+# name: (operation, shapes of its inputs: the input first, then the weights)
 OPERATIONS: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {
     "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), [(6, 16), (16,)]),
     "linear": (linear, [(6, 16), (8, 16)]),
@@ -29,7 +29,7 @@ OPERATIONS: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {
 
 
 def gradients(name: str, device: torch.device, frozen: int | None = None) -> tuple[list[Tensor | None], int]:
-    """(The gradients of all inputs but the `frozen` one, floating-point operations of the products)."""
+    """Returns (gradients of all inputs but the `frozen` one, floating-point operations of the products)."""
     function, shapes = OPERATIONS[name]
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
@@ -41,7 +41,7 @@ def gradients(name: str, device: torch.device, frozen: int | None = None) -> tup
 
 
 def check_frozen(name: str, device: torch.device) -> list[int]:
-    """Assert that what is not frozen gets the gradients that it gets otherwise; returns the operations left out for each
+    """Asserts that all other gradients are unchanged if one input is frozen; returns the operations saved for each
     input."""
     whole, most = gradients(name, device)
     found = []

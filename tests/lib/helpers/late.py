@@ -1,4 +1,4 @@
-"""Updates that begin when somebody waits for them, and not before: who reads state without a wait reads what was."""
+"""Updates that start only when waited for: code that reads state without a wait reads old values."""
 
 import threading
 from collections import deque
@@ -11,7 +11,7 @@ from optimus.state.transfers import Job, Transfers
 
 
 class LateTransfers(Transfers):
-    """Those of a CPU, whose worker is given an update when that one, or one behind it, is waited for; by any thread."""
+    """Transfers of a CPU that start an update when that update, or a later one, is waited for by any thread."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -20,7 +20,7 @@ class LateTransfers(Transfers):
 
     @property
     def under_way(self) -> int:
-        """Updates that nobody has waited for yet."""
+        """The number of updates that nobody has waited for yet."""
         return len(self._queued)
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:

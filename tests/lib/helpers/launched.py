@@ -1,5 +1,5 @@
-"""Runs on several ranks without their launcher: where a test is not about it, kept processes are ranks in milliseconds, of
-which each started as a program takes seconds of imports."""
+"""Runs on several ranks without their launcher. Cached processes become ranks in milliseconds; programs would import
+for seconds."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from optimus.testing import run_ranks
 
 
 def launched(config: str, resume: bool, ranks: int, holder: str, hooks: Sequence[Any] = ()) -> int:
-    """In the place of `optimus.launch.local.start_ranks`; raises `RankError` for what a launcher would explain."""
+    """Stands in for `optimus.launch.local.start_ranks`; raises `RankError` for failures that a launcher would explain."""
     return run_ranks(_rank, ranks, config, resume, holder, hooks)[0]
 
 
@@ -22,5 +22,6 @@ def _rank(config: str, resume: bool, holder: str, hooks: Sequence[Any]) -> int:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     environment = mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()})
-    with environment, mock.patch.object(program, "_ranks_together", return_value=nullcontext()):  # they are
+    # These processes have a process group already.
+    with environment, mock.patch.object(program, "_ranks_together", return_value=nullcontext()):
         return program.run_rank(config, resume, holder=holder, users=hooks)

@@ -1,4 +1,4 @@
-"""Masks that no weights have been looked at for."""
+"""Random masks, independent of the weights."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from optimus.state.model_state import ModelState
 
 
 def random_masks(state: ModelState, share: float, seed: int = 0) -> dict[str, Tensor]:
-    """Packed bits of this rank's parts that leave about such a share of everything that may be pruned."""
+    """Returns packed bits of this rank's shards that keep about `share` of all prunable elements."""
     generator = torch.Generator().manual_seed(seed)
     slots = {slot.name: slot for chunk in state.chunks for slot in chunk.plan.slots}
     return {

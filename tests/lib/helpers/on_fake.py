@@ -1,6 +1,7 @@
-"""`python -m helpers.on_fake MODULE ARGUMENTS...`: a module as a program on the fake accelerator.
+"""Runs a module as a program on the fake accelerator: `python -m helpers.on_fake MODULE ARGUMENTS...`.
 
-Where it starts ranks, this process is the first of them. As the device has no numbers, whatever is compared is the same.
+A module that starts ranks runs as the first of them. Comparisons of results are true, because the device has no
+numbers.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""A chunk in any order of what may happen to it, held to a plain calculation.
+"""Checks a chunk against a plain calculation under random orders of events.
 
-What is begun beside the training, a copy, a collective, an update, is done as late as it may be, and what it reads and
-writes is found to have been left alone until then. All numbers are small multiples of powers of two: every sum is exact.
+Background work (copies, collectives, updates) happens as late as possible, and asserts that its operands have not been
+touched until then. All numbers are small multiples of powers of two, so every sum is exact.
 """
 
 import random
@@ -32,12 +32,12 @@ RATE = 0.25
 
 
 class Race(Exception):
-    """Something has been touched that was under way."""
+    """A change of memory that background work was using."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Total(UpdateRule):
-    """Moves against the sum of all gradients so far."""
+    """A rule that moves weights against the sum of all gradients so far."""
 
     kinds = ("total",)
 
@@ -48,7 +48,7 @@ class Total(UpdateRule):
 
 
 class Late(NamedTuple):
-    """A copy that is made when it is waited for."""
+    """A copy that happens when waited for."""
 
     target: Tensor
     source: Tensor
@@ -70,14 +70,14 @@ class Late(NamedTuple):
 
 
 class LateTransfers(Transfers):
-    """Updates are made in a thread that is not in a hurry, or when they are waited for."""
+    """Transfers whose updates run in a slow thread, or when waited for."""
 
     def __init__(self, threads: bool, drawn: random.Random) -> None:
         super().__init__(torch.device("cpu"))
         self._threads, self._drawn = threads, drawn
 
     def resize(self, tensor: Tensor, size: int) -> None:
-        """The memory stays, and whoever reads it finds NaN."""
+        """Keeps the memory and fills it with NaN, which readers would see."""
         tensor.data.fill_(torch.nan)
 
     def up(self, target: Tensor, source: Tensor) -> Handle:
@@ -110,7 +110,7 @@ class LateTransfers(Transfers):
 
 
 class LateGroup:
-    """Two ranks, this the first: the gradients of the other are zero, its weights stay as they are."""
+    """The first of two ranks; the other has zero gradients and constant weights."""
 
     watch = None
 
@@ -153,7 +153,7 @@ class LateGroup:
 
 @dataclass
 class Case:
-    """How the chunk is kept."""
+    """The way in which a chunk is sharded, stored and pruned."""
 
     options: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
@@ -203,11 +203,11 @@ CASES = [
 
 
 class Abandoned(Exception):
-    """A step ends before its end."""
+    """Raised to end a step early."""
 
 
 class Order:
-    """One chunk, from its beginning to its end, in a random order of events."""
+    """A chunk's whole life, in a random order of events."""
 
     def __init__(self, case: Case, seed: int, threads: bool, chunk: ModuleType, placement: ModuleType) -> None:
         self.case, self.drawn, self.threads = case, random.Random(seed), threads
@@ -238,7 +238,7 @@ class Order:
         self.updates = 0
 
     def _numbers(self, most: int = 4) -> Tensor:
-        """Of the whole chunk, small whole numbers; zero between the parameters."""
+        """Returns small whole numbers for the whole chunk, zero between the parameters."""
         found = torch.zeros(self.chunk.plan.size)
         for slot in self.chunk.plan.slots:
             count = slot.end - slot.start
@@ -255,7 +255,7 @@ class Order:
         return self.drawn.random() < share
 
     def run(self, steps: int = 3) -> None:
-        """From the beginning to the end. Raises what the chunk does, and `AssertionError` where it has other numbers."""
+        """Runs the steps; raises errors of the chunk, and `AssertionError` for wrong numbers."""
         with self.saver:
             for _ in range(steps):
                 try:
@@ -286,7 +286,7 @@ class Order:
             return
         chunk.gradients.clear()
         chunk.skip()
-        if self._maybe(0.2):  # once more
+        if self._maybe(0.2):  # a second time changes nothing
             chunk.gradients.clear()
         self.sum, passes = torch.zeros(chunk.plan.size), self.drawn.choice([0, 1, 1, 2, 3])
         early, deferred = self._maybe(0.3), list[tuple[int, list[Callable[[], None]]]]()
@@ -319,7 +319,7 @@ class Order:
         expected = float(own.double().square().sum())
         assert abs(float(square) - expected) <= 8 * torch.finfo(torch.float64).eps * expected, (
             "the norm"
-        )  # of three tiles
+        )  # over three tiles
         if self._maybe(0.05):
             raise Abandoned
         if self._maybe(0.2):
@@ -332,7 +332,7 @@ class Order:
         self.weight[part] -= RATE * self.total[part]
 
     def _backward(self, number: int, deferred: list[tuple[int, list[Callable[[], None]]]]) -> None:
-        """A backward pass to all parameters or some, by kernels or by autograd."""
+        """Runs a backward pass to all or some parameters, by kernels or by autograd."""
         gradient, names = self._numbers(3), [*self.parameters]
         self.drawn.shuffle(names)
         if self._maybe(0.2):
@@ -375,7 +375,7 @@ class Order:
         return torch.from_numpy(np.unpackbits(self.masks[name].numpy(), count=count, bitorder="little")).float()
 
     def _use(self) -> None:
-        """The whole parameters are here, and right."""
+        """Asserts that the gathered parameters are right."""
         self.chunk.whole.gather()
         for name, view in self.chunk.views(self.weight).items():
             assert torch.equal(self.parameters[name].detach(), view.to(self.case.compute)), "what is computed with"
@@ -383,7 +383,8 @@ class Order:
     # ---- What may come at any time ----
 
     def _anything(self, used: bool = False) -> None:
-        """`used`: the parameters are not needed any more in this step, and gradients may be in their place."""
+        """Runs some random events within a step. `used` means that the step needs no parameters any more, and gradients
+        may take their memory."""
         whole = self.chunk.whole
         for event in self.drawn.sample(
             [whole.reshard, whole.start_gather, whole.wait, self._hold], self.drawn.randint(0, 2)
@@ -392,7 +393,7 @@ class Order:
                 event()
 
     def _between(self) -> None:
-        """Between two steps."""
+        """Runs some random events between two steps."""
         chunk = self.chunk
         events = [
             self._hold,
@@ -412,7 +413,7 @@ class Order:
             self._compare(states)
 
     def _write(self) -> None:
-        """Load other weights, as a checkpoint does."""
+        """Loads other weights, as from a checkpoint."""
         if not self.trained:
             return
         part = self.chunk.dense_extent
@@ -442,7 +443,7 @@ class Order:
             assert torch.equal(self.chunk.dense_part(states["total"]), total), "what is kept"
 
     def _hold(self) -> None:
-        """A copy is made beside the training."""
+        """Starts a copy beside the training, and blocks updates until the copy is made."""
         if not self.trained:
             return
         for each in self.saved:
@@ -469,7 +470,7 @@ class Order:
             chunk.block_update_until(Handle(lambda: None if copied.is_set() else copy()), weights)
 
     def _prune(self) -> None:
-        """Some elements more."""
+        """Prunes some more elements."""
         for name in self.drawn.sample([*SHAPES], 2):
             count = int(np.prod(SHAPES[name]))
             keeps = torch.tensor([self._maybe(0.7) for _ in range(count)])

@@ -1,12 +1,12 @@
-"""Pages of the documentation as lists of what a reader does: commands with what they print, programs, files to write.
+"""Parses pages of the documentation into steps of a reader: commands with their output, programs, files to write.
 
-The language of a fenced block says what it is:
+The language of a fenced block gives its kind:
 
-- `sh`: commands, a line each; one that ends with a backslash goes on in the next, a here-document to its end;
-- `console`: commands after `$ `, and what they print; before the first `$ `, more of what the step before it has printed;
+- `sh`: commands, a line each; a backslash at the end continues a line, and a here-document extends to its end;
+- `console`: commands after `$ ` with their output; output before the first `$ ` belongs to the step before;
 - `python`: a program;
-- under `<!-- file: NAME -->`: a file to write, whatever the language;
-- anything else: to be read.
+- below `<!-- file: NAME -->`: a file to write, in any language;
+- any other: text to read.
 """
 
 import re
@@ -17,23 +17,24 @@ from typing import Literal
 _FILE = re.compile(r"<!-- file: (\S+) -->")
 _HERE = re.compile(r"<<'?(\w+)'?")
 _NUMBERS = re.compile(r"(?:-?\d[\d.,]*(?:e[-+]?\d+)?[\s,]*)+")
-_TIME_LEFT = re.compile(r"\s+about [\d.,]+ (?:s|min|h|d) left, until [\d:-]+(?: \d\d:\d\d)?$")  # said where it is long
+# Appears if the remaining time is long.
+_TIME_LEFT = re.compile(r"\s+about [\d.,]+ (?:s|min|h|d) left, until [\d:-]+(?: \d\d:\d\d)?$")
 _UNITS = re.compile(r"\b[KMG]i?B\b|(?<= 0 )(?:[KMBT]|ms|s|min|h|d)\b")
 
 
 @dataclass
 class Step:
-    """Something that a reader does at `line` of a page; `shown` is what it says will be printed."""
+    """A step of a reader at `line` of a page; `shown` is the output on the page."""
 
     kind: Literal["command", "python", "file"]
     text: str
     line: int
-    name: str = ""  # of a file
+    name: str = ""  # the file's name
     shown: list[str] = field(default_factory=list)
 
 
 def steps(page: Path) -> list[Step]:
-    """All that the page tells a reader to do, in order. A block without a language is an error: is it a command, or not?"""
+    """Returns all steps of a page in order. A block without a language is an error, because its kind is unknown."""
     found: list[Step] = []
     lines = page.read_text(encoding="utf-8").splitlines()
     number, name = 0, ""
@@ -60,7 +61,7 @@ def steps(page: Path) -> list[Step]:
 
 
 def commands(block: list[str]) -> list[str]:
-    """Each with all of its lines."""
+    """Returns the commands, each with all its lines."""
     found: list[str] = []
     rest = iter(block)
     for line in rest:
@@ -87,13 +88,12 @@ def add_transcript(found: list[Step], block: list[str], line: int) -> None:
 
 
 def masked(text: str) -> str:
-    """Without what may differ: numbers, thousands and millions, units of memory and time, how long progress says that it
-    will still take, the width of columns."""
+    """Returns the text without variable parts: numbers, units of memory and time, time left, and column widths."""
     return " ".join(_UNITS.sub("", _NUMBERS.sub(" 0 ", _TIME_LEFT.sub("", text))).split())
 
 
 def missing(shown: list[str], printed: str) -> str | None:
-    """The first line that is shown but was not printed after those before it; `...` stands for any others."""
+    """Returns the first line shown on the page that is not printed in order; `...` stands for any lines."""
     lines = iter(map(masked, printed.splitlines()))
     for text in shown:
         if text.strip() != "..." and masked(text) not in lines:

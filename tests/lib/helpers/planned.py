@@ -1,4 +1,4 @@
-"""What a rank will hold, planned on meta tensors: no memory and no process group, for any number of ranks."""
+"""The state that a rank will hold, planned on meta tensors without memory or process groups, for any number of ranks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,16 +20,16 @@ def resolved(
     unpruned: Mapping[str, float] | None = None,
     **facts: Any,
 ) -> ResolvedRun:
-    """The run on such a machine, by default of processors that compute in fp32 alone."""
+    """Returns the resolved run on such a machine, by default with processors that only compute in fp32."""
     known = {"device": "cpu", "bfloat16": Bfloat16(False, "made up")} | facts
     return resolve(config, Facts(ranks, per_node or ranks, **known), RunInputs(sequences, unpruned=unpruned or {}))
 
 
 def planned_chunks(config: RunConfig, ranks: int, rank: int, **facts: Any) -> list[ChunkPlan]:
-    """The chunks of `rank` of `ranks`."""
+    """Returns the chunks of rank `rank` of `ranks`."""
     return resolved(config, ranks, **facts).chunk_plans(rank)
 
 
 def state_bytes(config: RunConfig, ranks: int, rank: int) -> dict[str, int]:
-    """Bytes that `rank` of `ranks` will hold at rest, by kind (parameters, gradients, master, moments)."""
+    """Returns the bytes that rank `rank` of `ranks` will hold at rest, by kind (parameters, gradients, master, moments)."""
     return bytes_by_kind(planned_chunks(config, ranks, rank))

@@ -1,4 +1,4 @@
-"""Update rules as the configuration has them by default."""
+"""Update rules with the configuration's defaults."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ SCHEDULE_FREE = ScheduleFree(beta1=_BETA1, beta2=_BETA2, eps=_CONFIG.eps, weight
 def plan_chunks(
     layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: StateSpec
 ) -> list[ChunkPlan]:
-    """The chunks of `rank`, divided and placed."""
+    """Returns the chunks of `rank`, divided and placed."""
     return place_chunks(divide_chunks(layouts, mesh, rank, options, recipe), options, recipe)
 
 
 def recipe(compute: torch.dtype = torch.float32) -> StateSpec:
-    """AdamW for every parameter."""
+    """Returns a state with AdamW for every parameter."""
     return StateSpec(compute, defaultdict(lambda: ADAMW))

@@ -1,7 +1,7 @@
-"""What NCCL does when a rank is lost, on CPUs: handles whose `wait` never raises, and a watchdog that aborts the process.
+"""A backend of torch.distributed that behaves on CPUs as NCCL does when a rank is lost.
 
-A backend of torch.distributed over Gloo. As with a device, to wait for a collective returns at once, and what it gives is
-there only when `synchronize` returns, which it never does where a peer is lost.
+The backend wraps Gloo. As on a device, waiting for a collective returns at once and never raises; results are complete
+when `synchronize` returns, which never happens if a peer is lost. A watchdog aborts the process.
 """
 
 import os
@@ -20,13 +20,13 @@ from optimus.comm import device_waits
 
 NAME = "silent"
 LIBRARY = Path(__file__).resolve().parents[1]
-# Of programs whose ranks on CPUs have this backend.
+# The path for programs whose ranks on CPUs use this backend.
 PYTHONPATH = os.pathsep.join(map(str, [LIBRARY / "silent", LIBRARY]))
 _POLL = 0.005  # seconds
 
 
 class _Work:
-    """A collective that has been begun."""
+    """A collective under way."""
 
     def __init__(self, inner: Any, stream: "Stream") -> None:
         self._inner, self._stream = inner, stream
@@ -34,14 +34,14 @@ class _Work:
         self.began = time.monotonic()
 
     def wait(self, *_: Any) -> bool:
-        """The device's stream waits."""
+        """Makes the device's stream wait."""
         self._stream.enqueue(self)
         if self._stream.blocking:
             self._stream.synchronize()
         return True
 
     def is_completed(self) -> bool:
-        """Never, where it has failed."""
+        """Returns whether the collective is complete; a failed one never is."""
         if self.failed or not self._inner.is_completed():
             return False
         try:
@@ -52,7 +52,7 @@ class _Work:
 
 
 class _Point:
-    """When all that had been begun was over."""
+    """An event, complete when all collectives before it are."""
 
     def __init__(self, works: Sequence[_Work]) -> None:
         self._works = works
@@ -70,8 +70,8 @@ class _Point:
 
 
 class Stream:
-    """That of a process. Its watchdog aborts it where a collective is not over after `aborts` seconds, or `lost` where a
-    peer is lost, by default as many; where it is `blocking`, the host waits with it."""
+    """The stream of a process. The watchdog aborts the process if a collective takes longer than `aborts` seconds, or
+    `lost` seconds (by default equal) after the loss of a peer. A `blocking` stream makes the host wait."""
 
     def __init__(self, aborts: float, lost: float | None = None, *, blocking: bool = False) -> None:
         self.blocking = blocking
@@ -79,11 +79,11 @@ class Stream:
         self._watchdog: threading.Thread | None = None
         self._lock = threading.Lock()
         self._begun: list[_Work] = []
-        self._told: list[_Work] = []  # to wait for
+        self._told: list[_Work] = []  # collectives that the stream waits for
         self._points: list[_Point] = []
 
     def begin(self, inner: Any) -> _Work:
-        """A collective beside it."""
+        """Starts a collective beside the stream."""
         work = _Work(inner, self)
         with self._lock:
             self._begun.append(work)
@@ -93,19 +93,19 @@ class Stream:
         return work
 
     def enqueue(self, work: _Work) -> None:
-        """What comes is after this one."""
+        """Makes later work on the stream wait for a collective."""
         with self._lock:
             self._told.append(work)
 
     def mark(self) -> _Point:
-        """A point on it."""
+        """Records an event on the stream."""
         with self._lock:
             self._told = [work for work in self._told if not work.is_completed()]
             self._points.append(_Point(list(self._told)))
             return self._points[-1]
 
     def synchronize(self) -> None:
-        """The host waits for the device; for ever, where a peer is lost."""
+        """Makes the host wait for the device; forever if a peer is lost."""
         point = self.mark()
         while not point.query():
             time.sleep(_POLL)
@@ -122,7 +122,7 @@ class Stream:
 
 
 def _begins(name: str) -> Any:
-    """As torch begins one."""
+    """Returns a method that starts a collective, for torch to call."""
 
     def begin(self: "SilentGroup", *given: Any, **named: Any) -> _Work:
         return self.stream.begin(getattr(self.gloo, name)(*given, **named))
@@ -139,7 +139,7 @@ class SilentGroup(dist.ProcessGroup):
         self.stream = stream
 
     def getBackendName(self) -> str:
-        """As torch asks for it."""
+        """Returns the backend's name for torch."""
         return NAME
 
     allreduce = _begins("allreduce")
@@ -159,14 +159,14 @@ def _register(stream: Stream) -> None:
 
 
 def silent_group(ranks: Sequence[int], aborts: float) -> SilentGroup:
-    """A process group of this backend; all of `ranks` call."""
+    """Returns a process group of this backend; all of `ranks` must call."""
     _register(Stream(aborts))
     made: SilentGroup = dist.new_group(list(ranks), backend=NAME)
     return made
 
 
 class _HostWaits(device_waits.DeviceWaits):
-    """The host waits with the device, as where it reads a number."""
+    """Device waits that block the host as well, as reading a number does."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream.mark)
@@ -178,7 +178,7 @@ class _HostWaits(device_waits.DeviceWaits):
 
 
 def be_that_of_cpus() -> None:
-    """Of this process, whose watchdog is as quick as NCCL's where a peer is lost."""
+    """Makes this backend the one for CPUs in this process, with a watchdog as quick as NCCL's after a peer's loss."""
     stream = Stream(60.0, lost=0.1, blocking=True)
     _register(stream)
     dist.Backend.default_device_backend_map["cpu"] = NAME

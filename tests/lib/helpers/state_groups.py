@@ -20,7 +20,7 @@ from optimus.step_context import StepContext
 
 
 def groups_for(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> Groups:
-    """Those along the axes of the mesh, and those among which the state is sharded."""
+    """Returns the groups along the axes of the mesh, and those that shard the state."""
     groups = Groups(mesh)
     groups.make(state_divisions(mesh, layouts, options))
     return groups
@@ -35,12 +35,12 @@ def model_state(
     recipe: StateSpec,
     **more: Any,
 ) -> ModelState:
-    """That of a model which is one stage."""
+    """Returns the state of a model with one stage."""
     divided = {0: divide_chunks(layouts, groups.mesh, groups.rank, options, recipe)}
     return ModelState(module, layouts, groups, options, divided, recipe=recipe, **more)
 
 
 def gather_units(model: Transformer, gathering: ParameterPrefetcher, recompute: tuple[str, ...] = ()) -> None:
-    """Have the parameters of each unit gathered, and their gradients go to their buffers."""
+    """Makes each unit gather its parameters, and send their gradients to the gradient buffers."""
     replace_all(model, {"gradients": always(gathering.gradient_buffers)})
     Recompute(Recomputation(recompute), StepContext(), gathering.unit).arrange([model.blocks], units_of(model))

@@ -1,10 +1,11 @@
-"""Cases of which each commit tests a part: too many for every run of the tests, and alike, or long.
+"""Selects cases for each commit: sweeps with too many, similar or slow cases for every run of the tests.
 
-Of cases that pytest makes of several parameters, the marker `swept` keeps a covering array, which has each value of each
-parameter. The others, those of `in_turns`, and tests that are marked `in_turn` have turns: each commit tests one in so many.
-SWEEP in the environment says what is run: without it, as `make test` does, whatever has no turn; `turn` (`make sweep-part`)
-what this commit has, and a part of the rest, as another machine would run it (tests/lib/ways.py); `3/10` the fourth of ten
-parts, which together are all that have turns, and a tenth of the rest; `all` (`make test-full`) all.
+The marker `swept` keeps a covering array of a test's parameter values. The other cases, cases of `in_turns`, and tests
+marked `in_turn` have turns: each commit tests a fraction of them.
+
+SWEEP in the environment selects: unset (`make test`), everything without a turn; `turn` (`make sweep-part`), this
+commit's turns and a part of the rest, in one of the ways of tests/lib/ways.py; `3/10`, the fourth of ten parts of all
+turns and a tenth of the rest; `all` (`make test-full`), everything.
 """
 
 import itertools
@@ -21,24 +22,25 @@ import pytest
 from helpers.covering import covering
 
 T = TypeVar("T")
-PARTS = 10  # of what no covering array has
-TURNS = 1200  # commits after which all turns have come: a multiple of every number of commits that has turns
+PARTS = 10  # parts of the cases outside a covering array
+# Commits after which all turns have come: a multiple of every number of commits per turn.
+TURNS = 1200
 
 
 class Part(NamedTuple):
-    """A part of all turns, the one that commits whose number leaves `number` when divided by `of` test."""
+    """A part of all turns, tested by commits whose number is congruent to `number` modulo `of`."""
 
     number: int
     of: int
 
     def has(self, turn: int, of: int) -> bool:
-        """Returns whether some commit of the part tests what has this turn of so many."""
+        """Returns whether some commit of the part tests turn `turn` of `of`."""
         assert TURNS % of == 0, f"choose a divisor of {TURNS}, not {of}"
         return (turn - self.number) % math.gcd(of, self.of) == 0
 
 
 def part_of_sweep(sweep: str | None) -> Part:
-    """The part that a value of SWEEP names, by default this commit's."""
+    """Returns the part that a value of SWEEP names, by default this commit's."""
     number, slash, of = (sweep or "").partition("/")
     if not slash:
         return Part(commit_number() % TURNS, TURNS)
@@ -48,25 +50,26 @@ def part_of_sweep(sweep: str | None) -> Part:
 
 
 def in_turns(cases: Sequence[Any], commits: int = PARTS, always: int = 0) -> list[Any]:
-    """For `parametrize`: the cases, of which a commit tests one in so many; the first `always` have no turn."""
+    """Returns the cases for `parametrize`; a commit tests one in `commits`, except the first `always`, which have no
+    turn."""
     rows = [case if type(case) is tuple else (case,) for case in cases]
     turns = [pytest.mark.in_turn(number % commits, commits) for number in range(len(rows) - always)]
     return [pytest.param(*row, marks=marks) for row, marks in zip(rows, [*[()] * always, *turns])]
 
 
 def part_of(cases: Sequence[T], parts: int = PARTS) -> Sequence[T]:
-    """Of what one test goes through, this commit's part: one in so many, others with each commit; all in a sweep of all."""
+    """Returns this commit's part of the cases within one test, one in `parts`; all cases in a sweep of all."""
     sweep = os.environ.get("SWEEP")
     return cases if sweep == "all" else part(cases, parts, part_of_sweep(sweep))
 
 
 def part(cases: Sequence[T], parts: int, here: Part) -> Sequence[T]:
-    """Those of a part."""
+    """Returns the cases of a part."""
     return [case for number, case in enumerate(cases) if here.has(number % parts, parts)]
 
 
 def chosen(items: Sequence[Any], sweep: str | None) -> list[Any]:
-    """Of the collected tests those that this value of SWEEP asks for: see `swept` and `in_turn` in pyproject.toml."""
+    """Returns the collected tests that this value of SWEEP selects; see `swept` and `in_turn` in pyproject.toml."""
     if sweep not in (None, "turn", "all") and "/" not in sweep:
         raise pytest.UsageError(
             f"SWEEP={sweep}: say turn, for what this commit has in turn, a part such as 3/10, or all"
@@ -75,7 +78,7 @@ def chosen(items: Sequence[Any], sweep: str | None) -> list[Any]:
         return [*items]
     own = part_of_sweep(sweep)
     by_function: dict[Any, list[Any]] = {}
-    having, here = set[Any](), set[Any]()  # a turn; and this commit's
+    having, here = set[Any](), set[Any]()  # tests with a turn; this commit's tests
     for item in items:
         if (turn := item.get_closest_marker("in_turn")) is not None:
             having.add(item)
@@ -95,15 +98,15 @@ def chosen(items: Sequence[Any], sweep: str | None) -> list[Any]:
 
 
 def covered(cases: Sequence[Mapping[str, Any]], *names: str, together: int = 1) -> set[int]:
-    """Numbers of the cases of a covering array: it has every value of the parameters `names`, by default of all; of so many
-    `together`, where some case has them."""
+    """Returns the indices of cases in a covering array of all values of the parameters `names` (by default all), or of
+    all existing combinations of `together` values."""
     asked = [[(name, case[name]) for name in names or sorted(case)] for case in cases]
     return {*covering([[*itertools.combinations(values, min(together, len(values)))] for values in asked])}
 
 
 @cache
 def commit_number() -> int:
-    """Its number; without git 0."""
+    """Returns the number of the commit, or 0 without git."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return int(subprocess.run(git, capture_output=True, text=True, check=True).stdout, 16)

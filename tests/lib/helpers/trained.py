@@ -1,4 +1,4 @@
-"""One rank's run, without a launcher."""
+"""The run of one rank without a launcher."""
 
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ CPU = torch.device("cpu")
 
 
 def trainer_of(config: RunConfig | dict[str, Any] | Path, resume: bool = False, **more: Any) -> Trainer:
-    """As `build_trainer`, on the CPU."""
+    """Calls `build_trainer` on the CPU."""
     return build_trainer(config if isinstance(config, RunConfig) else load_config(config), CPU, resume, **more)
 
 
 def train_here(config: RunConfig | dict[str, Any] | Path, resume: bool = False, **more: Any) -> Trainer:
-    """Train to the end; `more` is as `build_trainer` has it."""
+    """Trains to the end; `more` are arguments of `build_trainer`."""
     trainer = trainer_of(config, resume, **more)
     if trainer.groups.rank == 0:
         record_start(trainer.run, trainer.progress.step)

@@ -1,4 +1,4 @@
-"""The whole state of a model, put together from the parts of all ranks, as a checkpoint would hold it."""
+"""The whole state of a model, assembled from the shards of all ranks as in a checkpoint."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ from optimus.state.model_state import ModelState
 
 
 def whole_state(state: ModelState, *, everywhere: bool = True) -> dict[str, Tensor]:
-    """Copies of the global tensors by key (`model.*`, `adamw.m.*`, `adamw.v.*`), on rank 0 alone unless `everywhere`.
+    """Returns copies of the global tensors by key (`model.*`, `adamw.m.*`, `adamw.v.*`), on rank 0 alone unless
+    `everywhere`.
 
     All ranks must call.
     """

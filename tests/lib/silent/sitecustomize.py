@@ -1,4 +1,4 @@
-"""Python reads this as it starts where PYTHONPATH names its folder: ranks on CPUs then have the silent backend."""
+"""Gives ranks on CPUs the silent backend: Python runs this module at its start if PYTHONPATH has its folder."""
 
 from helpers.silent_backend import be_that_of_cpus
 

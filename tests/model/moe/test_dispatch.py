@@ -1,4 +1,5 @@
-"""The dispatcher's interface: the layer uses what it is given, and local numbers name this rank's experts only."""
+"""The dispatcher's interface: the layer uses the dispatcher it is given, and local indices name this rank's experts
+only."""
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ def test_the_layer_calls_its_dispatch_with_its_experts() -> None:
 
 
 def test_the_experts_are_called_as_a_module() -> None:
-    """So that hooks on them run."""
+    """The experts are called as a module, so that hooks on them run."""
     moe, calls = layer(), []
     moe.experts.register_forward_pre_hook(lambda *_: calls.append("before"))
     moe(torch.randn(1, 3, 8))

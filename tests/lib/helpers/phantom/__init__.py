@@ -1,7 +1,7 @@
-"""The phantom: an accelerator of host memory, streams that are threads, and exact rules (`device.cpp` says which).
+"""The phantom: an accelerator with host memory, threads as streams, and exact rules (see `device.cpp`).
 
-`on_phantom` runs a function where the phantom is this process's accelerator. It is built once for each version of its source
-and of torch.
+`on_phantom` runs a function with the phantom as this process's accelerator. Each version of the source and of torch is
+built once.
 """
 
 import atexit
@@ -28,11 +28,11 @@ _SOURCE = Path(__file__).with_name("device.cpp")
 
 
 class FaultError(AssertionError):
-    """The phantom was used as no accelerator may be."""
+    """A use of the phantom that a real accelerator does not allow."""
 
 
 def library() -> Path:
-    """The phantom, compiled; skips the test where there is no compiler."""
+    """Returns the compiled phantom; skips the test if there is no compiler."""
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("the phantom device needs g++ and Linux")
@@ -72,8 +72,8 @@ def _libraries() -> list[str]:
 
 
 def load(built: Path) -> ModuleType:
-    """Make the phantom this process's accelerator, for good; returns its controls."""
-    import torch._meta_registrations  # the shapes of results, of operations that have them in Python alone
+    """Makes the phantom this process's accelerator for good; returns its controls."""
+    import torch._meta_registrations  # shapes of operators that have Python rules only
 
     spec = importlib.util.spec_from_file_location("phantom", built)
     assert spec is not None
@@ -103,20 +103,20 @@ def load(built: Path) -> ModuleType:
     }
     device.__dict__.update(given)
     torch._register_device_module("phantom", device)
-    torch.empty(0, device="phantom")  # torch 2.11 waits for no device that it has not initialised
-    atexit.register(torch.accelerator.synchronize)  # its threads must not outlive what they use
+    torch.empty(0, device="phantom")  # torch 2.11 does not wait for a device before its initialisation
+    atexit.register(torch.accelerator.synchronize)  # its threads must end before the memory is freed
     return controls
 
 
 def check() -> None:
-    """Raise `FaultError` for what has been done wrong since this was asked last."""
+    """Raises `FaultError` for rule violations since the last check."""
     torch.accelerator.synchronize()
     if faults := torch.get_device_module("phantom").controls.faults():
         raise FaultError("\n".join(faults))
 
 
 def on_phantom(fn: Callable[..., T], ranks: int, *args: Any, timeout: float = 240.0) -> list[T]:
-    """As `run_ranks`, where every rank has the phantom of a process of its own; faults are raised."""
+    """Runs as `run_ranks`, with each rank in its own process with the phantom; raises faults."""
     return run_ranks(_with_phantom, ranks, library(), fn, args, timeout=timeout, kept=False)
 
 
