@@ -1,7 +1,7 @@
-"""Profiles of the frameworks whose published speeds and memory the planner is checked with (`profiles.yaml`).
+"""Profiles of the frameworks whose published speeds and memory test the planner (`profiles.yaml`).
 
-Each has one constant, `speed`, that is fitted to what has been measured with it; everything else is a property that its
-documentation states.
+Each has one constant, `speed`, which is fitted to measurements of the framework; every other value is a property that
+its documentation states.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ from optimus.section import Section
 
 
 class FrameworkProfile(Profile):
-    """One framework: what the planner multiplies with, and what decides its memory alone."""
+    """One framework: the planner's factors, and properties that affect its memory alone."""
 
     about: str = Field(description="What it is, and where its properties are stated.")
     attention: float = Field(1.0, ge=0, le=1)
@@ -48,7 +48,7 @@ class _File(Section):
 
 @cache
 def load_profile(name: str) -> FrameworkProfile:
-    """That of a framework by name. Raises `UserError` when it is not known."""
+    """Returns the profile of a framework. Raises `UserError` for an unknown name."""
     known = read_section(Path(__file__).with_name("profiles.yaml"), _File).profiles
     if name not in known:
         raise UserError(f"framework '{name}' is not known; {nearest(name, known)}")

@@ -1,6 +1,6 @@
 """Both executors run every computation once with its own messages, in the given order or within the cap.
 
-They send the bytes that the schedule needs and no more. Timed waits give the step times of the simulator.
+Executors send the bytes that the schedule needs and no more. Timed waits give the step times of the simulator.
 """
 
 import random

@@ -124,7 +124,7 @@ def shares(name: str) -> list[float]:
 
 @pytest.mark.parametrize(("name", "error"), [("perlmutter", 0.10), ("frontier", 0.10), ("alps", 0.15)])
 def test_weak_scaling_of_axonn(name: str, error: float) -> None:
-    """One constant a machine is fitted."""
+    """One constant is fitted for each machine."""
     predicted, measured = shares(name), [share for _, _, share in MEASURED[name]]
     print([round(each, 1) for each in predicted])
     assert median(abs(a / b - 1) for a, b in zip(predicted, measured)) < error

@@ -210,7 +210,7 @@ def test_what_is_on_a_disk_is_read_by_two_threads(
 ) -> None:
     """Two threads read from a disk into buffers of their own.
 
-    One writes a checkpoint while the other draws an early-bird ticket or validates.
+    The first thread writes a checkpoint while the second draws an early-bird ticket or validates.
     """
     found = []
     for residency in ("disk", None):
