@@ -58,8 +58,8 @@ Way = Callable[[Path, float], tuple[float, float, float]]
 
 
 def run(
-    ranks: Annotated[int, Option(help="Ranks that load a model which all of them hold.")] = 4,
-    rounds: Annotated[int, Option(help="Rounds, the contestants taking turns.")] = 2,
+    ranks: Annotated[int, Option(help="Ranks that load a model; every rank holds the whole model.")] = 4,
+    rounds: Annotated[int, Option(help="Rounds in which the contestants take turns.")] = 2,
     precision: Precision = "auto",
     model: Mapping[str, Any] = LARGE,
     loaded: Mapping[str, Any] = SMALL,
@@ -93,7 +93,7 @@ def run(
     }
     tables = {
         "loading": loading,
-        "who writes, on paper: 4 nodes of 12 ranks": nodes,
+        "computed bytes of each node: 4 nodes of 12 ranks": nodes,
         "optimus bench checkpoint": saving,
     }
     return Result(saving, ratios, {"loading": loading, "nodes": nodes}, tables)

@@ -38,7 +38,7 @@ SELECTED: Mapping[str, tuple[Shape, Links]] = {
     "4x4, 1 ms": (Shape(4, 4), SLOW),
     "8x8, four adapters of 200 Gb/s": (Shape(8, 8), SLINGSHOT),
 }
-"""Groups and links among whose algorithms is chosen after a measurement at few sizes."""
+"""Groups and links for which an algorithm is chosen after measurements at few sizes."""
 
 
 class Case(NamedTuple):
@@ -65,9 +65,9 @@ BOTH: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 def run(
     write: Annotated[
         Path | None,
-        Option(help="Instead: measure every algorithm here, and write the table into this machine file."),
+        Option(help="Only measure every algorithm on this machine, and write the table into this machine file."),
     ] = None,
-    ranks: Annotated[int, Option(help="With --write: ranks of a node, as for `optimus bench machine`.")] = 4,
+    ranks: Annotated[int, Option(help="Ranks of a node for --write, as for `optimus bench machine`.")] = 4,
 ) -> Result | None:
     """Returns a row for each algorithm in each case, the ratios, and a row for each machine of the selection.
 
@@ -85,7 +85,7 @@ def run(
     ratios["selector.mean_loss"] = statistics.mean(row["mean_loss"] for row in choices)
     ratios["selector.worst_loss"] = max(row["worst_loss"] for row in choices)
     tables = {
-        "seconds lost by choosing after measurements at 6 sizes, as a share of the best": choices,
+        "loss from choosing after measurements at 6 sizes, relative to the best algorithm's seconds": choices,
         "optimus bench collectives": rows,
     }
     return Result(rows, ratios, {"choices": choices}, tables)

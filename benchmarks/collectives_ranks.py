@@ -135,7 +135,7 @@ def _run(job: Job, tag: int) -> tuple[list[Step], float]:
     found = torch.stack(blocks)[:, 0] if job.kind == "all_gather" else out_E
     right = torch.arange(1.0, ranks + 1) if job.kind == "all_gather" else torch.full_like(out_E, _sum(rank, ranks))
     if not torch.equal(found, right):
-        raise RuntimeError(f"{job}: rank {rank} has got {found.tolist()}")
+        raise RuntimeError(f"{job}: rank {rank} has the wrong result {found.tolist()}")
     return (link.program if isinstance(link, Recorded) else []), took
 
 

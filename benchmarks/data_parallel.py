@@ -55,9 +55,9 @@ class Contestant(NamedTuple):
 
 def run(
     model: Annotated[str, Option(help="Preset.")] = "mula-tiny-moe",
-    steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 8,
+    steps: Annotated[int, Option(help="Timed steps of a contestant in a round.")] = 8,
     rounds: Rounds = 2,
-    gradients: Annotated[GradientDtype, Option(help="Type in which all reduce their gradients.")] = "float32",
+    gradients: Annotated[GradientDtype, Option(help="Type in which all contestants reduce gradients.")] = "float32",
     precision: Precision = "auto",
     rank_counts: Sequence[int] = (2, 4),
     sequences: int = 8,
@@ -76,7 +76,7 @@ def run(
     chosen = decided(precision)
     who, left_out = competing(gradients, chosen)
     if left_out:
-        print(f"left out, as they do not compute in {chosen}: {', '.join(left_out)}")
+        print(f"left out, because they cannot compute in {chosen}: {', '.join(left_out)}")
     for ranks in rank_counts:
         shape: dict[str, Any] = {"micro_batch": sequences, "precision": chosen}
         configs = {

@@ -49,16 +49,20 @@ class Part(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check and measure Optimus on the accelerator of this machine.")
     parser.add_argument("--output", type=Path, default=Path("gpu-check"), help="folder of the results")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels for what this Python lacks")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for packages that this Python lacks")
     parser.add_argument(
-        "--rehearse", choices=("cpu", "fake"), nargs="?", const="cpu", help="tiny sizes, on this device"
+        "--rehearse",
+        choices=("cpu", "fake"),
+        nargs="?",
+        const="cpu",
+        help="run every part with tiny sizes, on this device",
     )
-    parser.add_argument("--part", action="append", help="only this part; repeat for more")
+    parser.add_argument("--part", action="append", help="run only this part; repeat for more")
     arguments = parser.parse_args()
     chip, rehearse = accelerator(), arguments.rehearse
     if chip is None and rehearse is None:
         rehearse = "cpu"
-        print("gpu-check: no accelerator here: a rehearsal on the CPU, whose figures mean nothing")
+        print("gpu-check: this machine has no accelerator: a rehearsal on the CPU follows, whose figures mean nothing")
     if rehearse == "fake":
         chip = FAKE
     out = arguments.output.resolve()
@@ -150,7 +154,7 @@ def accelerator() -> str | None:
         import torch
     except ImportError:
         sys.exit(
-            f"gpu-check: {sys.executable} has no PyTorch: name one that has, as in `make gpu-check PYTHON=python3`"
+            f"gpu-check: {sys.executable} has no PyTorch: choose a Python that has, as in `make gpu-check PYTHON=python3`"
         )
     if not torch.accelerator.is_available():
         return None
@@ -164,12 +168,12 @@ def unpack(wheels: Path, site: Path) -> None:
     installed."""
     files = sorted(wheels.glob("*.whl"))
     if not files:
-        sys.exit(f"gpu-check: no *.whl in {wheels}: put wheels there, or leave WHEELS out")
+        sys.exit(f"gpu-check: no *.whl in {wheels}: put wheels into the folder, or leave WHEELS out")
     here = f"cp{sys.version_info.major}{sys.version_info.minor}"
     for file in files:
         python, abi = file.stem.split("-")[-3:-1]
         if "py3" not in python and here not in python.split(".") and abi != "abi3":
-            print(f"gpu-check: {file.name} is not for this Python, {here}: left out")
+            print(f"gpu-check: {file.name} is not for this Python ({here}) and is left out")
             continue
         with zipfile.ZipFile(file) as wheel:
             wheel.extractall(site)
@@ -184,14 +188,16 @@ def require_packages() -> None:
     missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         names = " ".join(missing)
-        sys.exit(f"gpu-check: {sys.executable} lacks {names}: install, or put wheels in a folder and say WHEELS=folder")
+        sys.exit(
+            f"gpu-check: {sys.executable} lacks {names}: install, or put wheels into a folder and pass WHEELS=folder"
+        )
 
 
 def run(part: Part, chip: str | None, out: Path, environment: dict[str, str], until: float) -> str:
     """Runs one part until `until`, prints its output and keeps it in a file; returns a line about its end."""
     missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
     if missing or (part.on_chip and chip is None):
-        return f"skipped: {f'no {missing[0]} here or among the wheels' if missing else 'no accelerator'}"
+        return f"skipped: {f'{missing[0]} is neither installed nor among the wheels' if missing else 'no accelerator'}"
     log, began = out / f"{part.name}.txt", time.monotonic()
     print(f"gpu-check: {part.name}, {until - began:.0f} s at most", flush=True)
     with log.open("w", encoding="utf-8") as file:

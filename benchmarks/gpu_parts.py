@@ -238,7 +238,7 @@ def options(sizes: Sizes) -> dict[str, Any]:
         with mock.patch.object(backend, "_runs_triton", return_value=False):
             expected = losses(f"{name}-plain", small, [], 8)
         rows.append(_compared(name, partial(losses, name, small, [], 8), expected))
-    print_table(rows, "losses with an option against those without; of a family with kernels against those without")
+    print_table(rows, "losses with and without an option; losses of a family with and without kernels")
     _all_equal(rows)
     return {"equal": len(rows), "not reached": len(left)}
 
@@ -315,9 +315,7 @@ def main() -> int:
     parser.add_argument("name", choices=PARTS)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="for the part's own work, where it can be shortened"
-    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of the part, if it can be shortened")
     parser.add_argument("--rehearse", action="store_true")
     asked = parser.parse_args()
     sizes = Sizes(find_device("auto", "the device"), asked.output, asked.work, asked.rehearse, asked.seconds)

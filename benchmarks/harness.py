@@ -26,7 +26,7 @@ T = TypeVar("T")
 Row = dict[str, Any]
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-Rounds = Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")]
+Rounds = Annotated[int, typer.Option(help="Rounds in which the contestants take turns.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")]
 Plot = Annotated[
     Path | None,
@@ -45,9 +45,9 @@ class Result:
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the JSON document."""
     tables: Mapping[str, Sequence[Row]] | None = None
-    """What is printed, by title; by default the rows."""
+    """The printed tables by title; by default the rows."""
     name: str | None = None
-    """In the document, where it is not that of the command."""
+    """The name in the document, if it differs from that of the command."""
 
     def publish(self, name: str) -> dict[str, Any]:
         """Prints tables and ratios; returns the JSON document."""

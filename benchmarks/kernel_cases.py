@@ -291,7 +291,7 @@ def _transformers_experts(model: ModelConfig) -> dict[str, Callable[..., Tensor]
         from transformers import OlmoeConfig
         from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
     except ImportError:
-        raise UserError(f"the experts are compared with those of transformers: {how_to_install('bench')}") from None
+        raise UserError(f"the experts of transformers are the comparison: {how_to_install('bench')}") from None
 
     def implementation(name: str) -> Callable[..., Tensor]:
         config = OlmoeConfig(

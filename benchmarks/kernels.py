@@ -46,18 +46,18 @@ _OUT_OF_THE_RACE = 3.0  # times the fastest plain implementation in the warm-up:
 
 
 def run(
-    model: Annotated[str, Option(help="Preset whose layers' sizes are used.")] = "mula-7b-a1b",
+    model: Annotated[str, Option(help="Preset that gives the sizes of the layers.")] = "mula-7b-a1b",
     tokens: Annotated[int, Option(help="Tokens of a microbatch.")] = 1024,
     context: Annotated[int, Option(help="Tokens of a sequence.")] = 1024,
     microbatches: Annotated[int, Option(help="Microbatches of a training step.")] = 4,
     dtype: Annotated[
         Literal["auto", "bf16", "fp32"],
-        Option(help="Type of activations and weights; auto: that of a run on this machine."),
+        Option(help="Type of activations and weights; auto takes that of a run on this machine."),
     ] = "auto",
     device: Device = "auto",
     rounds: Rounds = 5,
     tune: Annotated[
-        bool, Option("--tune", help="Instead: find the fastest tiles of the experts' products on an accelerator.")
+        bool, Option("--tune", help="Only find the fastest tiles of the experts' products on an accelerator.")
     ] = False,
 ) -> Result:
     """Returns a row for each kernel, and ratios. A step has `microbatches` and one update of the optimizer.
@@ -139,7 +139,7 @@ def row_of(case: Case, relative_error: float | None, sizes: Sizes, rounds: int) 
         "relative_error": relative_error,
     }
     if relative_error is not None and not relative_error <= TOLERANCE[sizes.dtype]:
-        return row | {"plain": "ours is wrong: not timed"}
+        return row | {"plain": "our result is wrong, so it is not timed"}
     sizes.buffers.clear()
     for parameter in case.inputs:
         if isinstance(parameter, nn.Parameter):

@@ -52,9 +52,9 @@ class Layout(NamedTuple):
 
 
 def run(
-    model: Annotated[str, Option(help="Preset that is trained.")] = "mula-tiny",
-    ranks: Annotated[list[int] | None, Option(help="Numbers of ranks; by default 4 and 8.")] = None,
-    rounds: Annotated[int, Option(help="Rounds, the layouts taking turns.")] = 1,
+    model: Annotated[str, Option(help="Preset to train.")] = "mula-tiny",
+    ranks: Annotated[list[int] | None, Option(help="Number of ranks; repeat for more. Default: 4 and 8.")] = None,
+    rounds: Annotated[int, Option(help="Rounds in which the layouts take turns.")] = 1,
     overrides: Sequence[str] = _OVERRIDES,
     sequences: int = 8,
     context: int = 1024,
@@ -98,7 +98,7 @@ def time_layouts(plans: Sequence[Plan], steps: int, rounds: int) -> list[Layout]
                     layouts[i] = layout._replace(seconds=min(seconds, layout.seconds))
             except ProcessException as error:  # the planner said that the layout runs, so any error is a failure
                 layouts[i] = layout._replace(failure=str(error).strip().splitlines()[-1])
-        print(f"{plans[0].job.mesh.size} ranks, {len(plans)} layouts: {number + 1} of {rounds + 1} rounds", flush=True)
+        print(f"{plans[0].job.mesh.size} ranks, {len(plans)} layouts: round {number + 1} of {rounds + 1}", flush=True)
     return layouts
 
 

@@ -73,19 +73,19 @@ def run(
     ] = None,
     tokens: Annotated[
         list[int] | None,
-        Option(help="Tokens per pass. Repeat for more. Default: 1024; accelerator: 8192, 16384."),
+        Option(help="Tokens of a pass. Repeat for more. Default: 1024; on an accelerator 8192 and 16384."),
     ] = None,
     load: Annotated[
         list[str] | None,
-        Option(help="learned, uniform, zipf or one-hot: how tokens spread. Repeat for more. Default: learned."),
+        Option(help="Spread of the tokens: learned, uniform, zipf or one-hot. Repeat for more. Default: learned."),
     ] = None,
     dtype: Annotated[
-        list[str] | None, Option(help="bf16 or fp32. Repeat for more. Default: that of a run here.")
+        list[str] | None, Option(help="bf16 or fp32. Repeat for more. Default: the type of a run on this machine.")
     ] = None,
     device: Device = "auto",
-    threads: Annotated[int, Option(help="CPU threads; with one, times are those of the process.")] = 1,
+    threads: Annotated[int, Option(help="CPU threads. With one, times are process times.")] = 1,
     rounds: Annotated[
-        int | None, Option(help="Rounds, the contestants taking turns. Default: 3; accelerator: 30.")
+        int | None, Option(help="Rounds in which the contestants take turns. Default: 3; on an accelerator 30.")
     ] = None,
     plot: Plot = None,
 ) -> Result:

@@ -94,12 +94,12 @@ def fewest_loads(layers: int, choice: Choice, microbatches: int = 1) -> int:
 
 
 def run(
-    layers: Annotated[int, Option(help="Layers of 64 M parameters whose whole state the device has room for.")] = 24,
+    layers: Annotated[int, Option(help="Layers of 64 M parameters whose whole state fits on the device.")] = 24,
     forward_ms: Annotated[
-        float, Option(help="Milliseconds of a layer's forward pass; the backward pass takes two.")
+        float, Option(help="Milliseconds of a layer's forward pass; the backward pass takes twice as long.")
     ] = 20,
-    link: Annotated[float, Option(help="GB/s of the link, each way.")] = 25,
-    updates: Annotated[float, Option(help="Billion elements/s that the host updates.")] = 2.2,
+    link: Annotated[float, Option(help="Rate of the link in GB/s, each way.")] = 25,
+    updates: Annotated[float, Option(help="Rate of updates on the host, in billion elements/s.")] = 2.2,
 ) -> Result:
     """Returns rows of each size with our choice and with Elixir's rule, and the traffic of FSDP2 beside ours.
 
@@ -111,7 +111,9 @@ def run(
     Raises `UserError` for a device that holds too few layers.
     """
     if layers < _BLOCKS:
-        raise UserError(f"--layers {layers}: a device that holds fewer than {_BLOCKS} blocks hides no fetch: take more")
+        raise UserError(
+            f"--layers {layers}: a device that holds fewer than {_BLOCKS} blocks hides no fetch: give more layers"
+        )
     machine = Machine(_STATE * layers, forward_ms / 1e3, link * 1e9, updates * 1e9)
     rows = [
         {"size": size, "contestant": name, **_measure(machine, round(size * layers), rule)}

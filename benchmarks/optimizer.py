@@ -50,8 +50,8 @@ class Measured(NamedTuple):
 
 
 def run(
-    ranks: Annotated[int, Option(help="Data-parallel ranks at most; a power of two up to 8.")] = 4,
-    steps: Annotated[int, Option(help="Timed steps of either way of sharding.")] = 15,
+    ranks: Annotated[int, Option(help="Most data-parallel ranks, a power of two up to 8.")] = 4,
+    steps: Annotated[int, Option(help="Timed steps of each kind of sharding.")] = 15,
     model: ModelConfig = _MODEL,
 ) -> Result:
     """Returns two rows, standard and EPSO, for every dp and ep that are powers of two up to `ranks`.

@@ -50,9 +50,9 @@ class Point(NamedTuple):
     link: float = 0.1
     jitter: float = 0.2
     live: float = 2.0
-    """Most live activations of message-driven execution, and of the deeper warm-up, as a multiple of 1F1B's."""
+    """The most live activations of message-driven execution and of the deeper warm-up, as a multiple of 1F1B's."""
     imbalance: float = 1.0
-    """Factor on the times of stage 1."""
+    """A factor on the times of stage 1."""
 
     def costs(self, seed: int) -> Costs:
         times = tuple(self.imbalance if stage == 1 else 1.0 for stage in range(self.stages))
@@ -85,10 +85,10 @@ POINTS = {
 
 def run(
     microbatches: Annotated[int, Option(help="Microbatches of a step of timed waits.")] = 64,
-    forward_ms: Annotated[float, Option(help="Timed wait that stands for a forward pass.")] = 10.0,
-    seeds: Annotated[int, Option(help="Draws of the jitter that are measured.")] = 3,
-    rounds: Annotated[int, Option(help="Rounds of each, the contestants taking turns; the best counts.")] = 2,
-    steps: Annotated[int, Option(help="Timed training steps of us and of torch.")] = 10,
+    forward_ms: Annotated[float, Option(help="Milliseconds of the wait that stands for a forward pass.")] = 10.0,
+    seeds: Annotated[int, Option(help="Number of measured draws of the jitter.")] = 3,
+    rounds: Annotated[int, Option(help="Rounds in which the contestants take turns; the best round counts.")] = 2,
+    steps: Annotated[int, Option(help="Timed training steps of Optimus and of torch.")] = 10,
     points: Mapping[str, Point] = POINTS,
     ranks: Sequence[int] = (2, 4),
 ) -> Result:

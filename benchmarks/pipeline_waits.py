@@ -28,7 +28,7 @@ class Contestant(NamedTuple):
     name: str
     schedule: Schedule
     caps: tuple[int, ...] | None = None
-    """Of message-driven execution: the most live activations per stage. None: the schedule is followed."""
+    """The most live activations of each stage in message-driven execution, or None to follow the schedule."""
 
 
 class Job(NamedTuple):

@@ -18,8 +18,8 @@ def show(found: Comparison, *, constants: Sequence[dict[str, Any]] = ()) -> dict
     sources, memory, fitting = found.sources(), found.memory(), found.out_of_memory()
     print_table([{"memory": name, **errors} for name, errors in memory.items()], "memory of a rank")
     if constants:
-        print_table(constants, "the constant of each program")
-    print(f"runs that fit and that do not: {fitting['right']} told rightly, {fitting['wrong']} wrongly")
+        print_table(constants, "the constant of each framework")
+    print(f"whether runs fit: {fitting['right']} predicted rightly, {fitting['wrong']} wrongly")
     print(f"rows left out: {len(found.left_out)}")
     return publish(
         "planner",

@@ -31,7 +31,7 @@ _LAYERS, _EXPERTS, _EVERY = 16, 64, 10  # of the long run; the last is its `obse
 def run(
     records: Annotated[int, Option(help="Steps of the long run.")] = 100_000,
     steps: Annotated[int, Option(help="Steps of `mula-tiny-moe`.")] = 20,
-    rounds: Annotated[int, Option(help="Pages that are written.")] = 3,
+    rounds: Annotated[int, Option(help="Number of pages to write.")] = 3,
     precision: Precision = "auto",
 ) -> Result:
     """Returns a row: the page, and the share of CPU time of the expert load in a step that writes it, and in one of

@@ -32,15 +32,15 @@ _FAULTS: dict[str, FaultPlan] = {
     "a link is cut": FaultPlan().cut(2, _FAULT_STEP),
     "NaN on one node": FaultPlan().nan(1, _FAULT_STEP),
     "NaN on all nodes": FaultPlan().nan(0, _FAULT_STEP).nan(1, _FAULT_STEP).nan(2, _FAULT_STEP),
-    f"a rank hangs (blamed after {_HANG:g} s)": FaultPlan().hang(2, _FAULT_STEP),
+    f"a rank hangs (found after {_HANG:g} s)": FaultPlan().hang(2, _FAULT_STEP),
 }
 _LAYOUTS = (("data", ["state.shard=gradients"]), ("tensor", ["parallel.tensor=2"]), ("expert", ["parallel.expert=2"]))
 
 
 def run(
-    model: Annotated[str, Option(help="Preset that is trained while it is watched.")] = "mula-tiny-moe",
-    steps: Annotated[int, Option(help="Steps that are counted.")] = 6,
-    faults: Annotated[bool, Option(help="Whether to lose nodes in the lab, too.")] = True,
+    model: Annotated[str, Option(help="Preset of the watched run.")] = "mula-tiny-moe",
+    steps: Annotated[int, Option(help="Steps to measure.")] = 6,
+    faults: Annotated[bool, Option(help="Also lose nodes in the lab.")] = True,
     precision: Precision = "auto",
 ) -> Result:
     """Returns rows of costs, and a table of recoveries; without `faults` no lab runs."""

@@ -25,8 +25,8 @@ WINDOW = 20  # steps over which losses are averaged
 def main() -> None:
     parser = argparse.ArgumentParser(description="Loss of a run and of its restart from weights alone.")
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]) / "asyncio")
-    parser.add_argument("--before", type=int, default=300, help="Steps before the weights are taken.")
-    parser.add_argument("--after", type=int, default=200, help="Steps after them.")
+    parser.add_argument("--before", type=int, default=300, help="Steps before the restart.")
+    parser.add_argument("--after", type=int, default=200, help="Steps after the restart.")
     parser.add_argument("--precision", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--plot", type=Path, default=Path("restart.png"))
     parser.add_argument("--output", type=Path, default=None)

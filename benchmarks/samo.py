@@ -50,8 +50,8 @@ class Measured(NamedTuple):
 
 
 def run(
-    ranks: Annotated[int, Option(help="Data-parallel ranks at most; a power of two.")] = 4,
-    steps: Annotated[int, Option(help="Timed steps of either form.")] = 9,
+    ranks: Annotated[int, Option(help="Most data-parallel ranks, a power of two.")] = 4,
+    steps: Annotated[int, Option(help="Timed steps of each form.")] = 9,
     model: ModelConfig = _MODEL,
 ) -> Result:
     """Returns two rows, dense and pruned, for 1, 2, 4 ... ranks.

@@ -139,7 +139,7 @@ class SimulatedDevice(Transfers):
         began = self.now
         turn.advance()
         if not turn:
-            raise RuntimeError("nothing stands behind a copy: so no computation would wait for it")
+            raise RuntimeError("no turn follows a copy, so no computation would wait for the copy")
         ended, self.now = self.now, began
         turn.add(lambda: Handle(lambda: self._reach(ended)))
 
@@ -156,9 +156,9 @@ class SimulatedDevice(Transfers):
             if not arrived:
                 arrived = True
                 if not _equal(kept, source):
-                    raise Race("the source of a copy has been changed under it")
+                    raise Race("the source of a copy changed during the copy")
                 if not target.isnan().all():
-                    raise Race("the destination of a copy has been written to under it")
+                    raise Race("the destination of a copy was written during the copy")
                 target.data.copy_(kept)
 
         return Handle(wait)
@@ -219,7 +219,7 @@ class SimulatedDevice(Transfers):
                 update.work()
             if self._update_bytes and self._carried != [update.elements * each for each in self._update_bytes]:
                 raise RuntimeError(
-                    f"an update of {update.elements} elements carries {self._carried} bytes there and back"
+                    f"an update of {update.elements} elements moves {self._carried}, not {self._update_bytes} bytes each"
                 )
             update.made.set_result(None)
         except BaseException as error:

@@ -39,7 +39,7 @@ class Contestant(NamedTuple):
 
 def run(
     model: Annotated[str, Option(help="Dense preset.")] = "mula-tiny",
-    steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 10,
+    steps: Annotated[int, Option(help="Timed steps of a contestant in a round.")] = 10,
     rounds: Rounds = 3,
     precision: Precision = "auto",
     sequences: int = 8,

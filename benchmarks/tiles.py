@@ -73,7 +73,7 @@ def run(
     """
     config = preset(model)
     if config.experts is None:
-        raise UserError(f"--model {model} has no experts, whose products --tune is about: choose another")
+        raise UserError(f"--model {model} has no experts, whose products --tune times: choose another")
     chip = find_device(device, "--device")
     if chip.type == "cpu":
         raise UserError("--tune times Triton's tiles on an accelerator: this machine has none, or --device says cpu")

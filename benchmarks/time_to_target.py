@@ -124,13 +124,14 @@ class Found(NamedTuple):
 
 def run(
     text: Annotated[
-        Path | None, Option(help="Text, a file or folder as for prepare. Default: some of Python's library.")
+        Path | None,
+        Option(help="File or folder of text, as for `optimus prepare`. Default: a part of Python's library."),
     ] = None,
     runs: Annotated[
         Path | None,
-        Option(help="Add each finished run to this file (JSON lines), and take from it those that it has."),
+        Option(help="File (JSON lines) of finished runs: its runs are not repeated, and others are added."),
     ] = None,
-    quick: Annotated[bool, Option("--quick", help="A few steps and one seed, to see that it works.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Take only a few steps with one seed, as a trial.")] = False,
 ) -> Result:
     """Returns rows (a contestant on a model), ratios, and two profiles (`tokens`, `seconds`), whose rows are
     contestants.

@@ -54,7 +54,7 @@ Contestant = Callable[[RunConfig, Path, int], Trained]
 
 def run(
     model: Annotated[str, Option(help="Preset.")] = "mula-tiny-moe",
-    steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 8,
+    steps: Annotated[int, Option(help="Timed steps of a contestant in a round.")] = 8,
     rounds: Rounds = 3,
     precision: Precision = "auto",
     share: bool = True,
@@ -70,7 +70,7 @@ def run(
         config = prepared(model, Path(folder), batch, chosen)
         who, left_out = contestants(config)
         if left_out:
-            print(f"left out, as they do not compute in {chosen}: {', '.join(left_out)}")
+            print(f"left out, because they cannot compute in {chosen}: {', '.join(left_out)}")
         outputs = (Path(folder) / f"run-{number}" for number in count())
         checked = {name: train(config, next(outputs), _CHECKED).cross_entropies for name, train in who.items()}
         for number in range(_CHECKED):
@@ -92,7 +92,7 @@ def run(
     tables = {"optimus bench train": rows}
     if share:
         timed = kernels.run(model=model, tokens=2048, context=256, dtype=SHORT[chosen]).rows
-        tables["each kernel's share of the step, with plain PyTorch and with ours"] = kernels.shares(timed)
+        tables["each kernel's share of the step, with plain PyTorch and with our kernels"] = kernels.shares(timed)
     return Result(rows, ratios, {"precision": chosen, "left_out": left_out}, tables=tables)
 
 
@@ -209,7 +209,7 @@ def trainer(experts: str, how: str) -> Contestant:
         mine = InOrder(
             model=hf, args=arguments, train_dataset=_Rows(config, steps), callbacks=[Clock()], optimizers=rates
         )
-        assert mine.model_accepts_loss_kwargs, "its losses of microbatches are means, not parts of the step's"
+        assert mine.model_accepts_loss_kwargs, "the losses of its microbatches are means, not parts of the step's loss"
         mine.train()
         by_step = torch.stack(entropies).view(steps, microbatches).sum(1).tolist()
         norms = [entry["grad_norm"] for entry in mine.state.log_history if "grad_norm" in entry]

@@ -27,14 +27,14 @@ Type = Literal["float32", "bfloat16"]
 SHORT: dict[Type, Literal["fp32", "bf16"]] = {"float32": "fp32", "bfloat16": "bf16"}  # names of `harness.DTYPES`
 Precision = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    Option(help="Type of the computation of all contestants; auto: that of a run on this machine."),
+    Option(help="Compute type of all contestants; auto takes that of a run on this machine."),
 ]
 
 BY_HEART: dict[str, Any] = {
     "optimizer": {"clip_during_warmup": True},
     "lr_schedule": {"name": "constant", "lr": 1e-3, "warmup_steps": 0},
 }
-"""Sections for contestants that learn one batch by heart: losses that agree show that all did the same work."""
+"""Sections for contestants that learn one batch by heart. Equal losses show that all did the same work."""
 
 _M_MMAP_THRESHOLD = -3  # mallopt's name for it
 

@@ -27,7 +27,7 @@ from optimus.config.models import models
 
 FOLDER = Path(__file__).parent
 
-# The keys that people change, and what other programs call them.
+# The keys that people change, and their names in other trainers.
 TEN = {
     "model": "architecture",
     "data.path": "dataset",
@@ -43,12 +43,13 @@ TEN = {
 
 
 def pages() -> dict[str, str]:
-    """Name and text of every generated page. Raises `UserError` when an example is no longer a valid configuration."""
+    """Returns the text of every generated page by name. Raises `UserError` for an example that is no valid
+    configuration."""
     return {path.name: page(path) for path in sorted((FOLDER / "templates").glob("*.md"))}
 
 
 def page(template: Path) -> str:
-    """A template with its generated parts."""
+    """Returns a template with its generated parts."""
     parts: dict[str, Callable[[], str]] = {
         "ten keys": ten_keys,
         "keys": keys,
@@ -69,7 +70,7 @@ def page(template: Path) -> str:
 
 
 def ten_keys() -> str:
-    """A table of the keys that people change."""
+    """Returns a table of the keys that people change."""
     rows = []
     for path, elsewhere in TEN.items():
         key, kind, default, meaning = _row(path, _field(path))
@@ -87,12 +88,12 @@ def _field(path: str) -> FieldInfo:
 
 
 def keys() -> str:
-    """A heading and a table for each section of the configuration."""
+    """Returns a heading and a table for each section of the configuration."""
     return "\n".join(map(_section, RunConfig.model_fields.items()))
 
 
 def _section(item: tuple[str, FieldInfo]) -> str:
-    """A heading and a table: of a section's keys, or of the one key that is no section."""
+    """Returns a heading and a table: of a section's keys, or of the one key that is no section."""
     name, field = item
     section = field.annotation
     head = ["Key", "Type", "Default", "Meaning"]
@@ -124,7 +125,7 @@ def _row(path: str, field: FieldInfo) -> list[str]:
 
 
 def _type(annotation: Any) -> str:
-    """A type in words: `integer or null`, `cosine or constant`, `list of number`."""
+    """Returns a type in words: `integer or null`, `cosine or constant`, `list of number`."""
     arguments = typing.get_args(annotation)
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
@@ -142,7 +143,7 @@ def _type(annotation: Any) -> str:
 
 
 def _limits(field: FieldInfo) -> str:
-    """The bounds of a number and the length of a list, such as ` > 0`; nothing where there are none."""
+    """Returns the bounds of a number and the length of a list, such as ` > 0`, or an empty text without bounds."""
     limits = []
     for limit in field.metadata:
         if isinstance(limit, annotated_types.Gt):
@@ -155,12 +156,12 @@ def _limits(field: FieldInfo) -> str:
 
 
 def _value(value: Any) -> str:
-    """A default as one would write it in YAML."""
+    """Returns a default in YAML."""
     return yaml.safe_dump(value, default_flow_style=True).split("\n")[0]
 
 
 def presets() -> str:
-    """A table of the presets."""
+    """Returns a table of the presets."""
     head = "Preset|Family|Parameters|Active|Layers|Hidden|Heads|Intermediate|Experts|Top-k|Vocabulary|lr_schedule"
     return _table(head.split("|"), [_preset(row) for row in models()])
 
@@ -193,9 +194,9 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def commands() -> str:
-    """A heading, a usage line and a table of options for each command; a line for each benchmark."""
+    """Returns a heading, a usage line and a table of options for each command, and a line for each benchmark."""
     everything = dict(parsed())
-    name = "optimus bench machine"  # what a user needs; the others compare
+    name = "optimus bench machine"  # a command for users; the other benchmarks are comparisons
     here = {path: each for path, each in everything.items() if path == name or not path.startswith("optimus bench ")}
     rows = [[f"`{path}`", _summary(each)] for path, each in everything.items() if path not in here]
     bench = typer.main.get_command(cli.app).commands["bench"]
@@ -204,7 +205,7 @@ def commands() -> str:
 
 
 def parsed(group: Any = None, name: str = "optimus") -> Iterator[tuple[str, Any]]:
-    """Name and parser of each command, those of groups too."""
+    """Yields the name and the parser of each command, those of groups too."""
     for own, command in (group or typer.main.get_command(cli.app)).commands.items():
         if hasattr(command, "commands"):
             yield from parsed(command, f"{name} {own}")
@@ -213,7 +214,7 @@ def parsed(group: Any = None, name: str = "optimus") -> Iterator[tuple[str, Any]
 
 
 def options_of(command: Any) -> dict[str, Any]:
-    """The options of a command by their names, but for those that all have."""
+    """Returns the options of a command by their names, without those of every command."""
     found = {option: param for param in command.params for option in (*param.opts, *param.secondary_opts)}
     return {name: param for name, param in found.items() if name.startswith("-") and name not in ("--json", "--help")}
 
@@ -242,7 +243,7 @@ def _command(name: str, command: Any) -> str:
 
 
 def _placeholder(kind: Any) -> str:
-    """What follows an option of this type: `N`, `PATH`, `slurm|pbs`."""
+    """Returns the placeholder of an option's value by its type: `N`, `PATH`, `slurm|pbs`."""
     arguments = [each for each in typing.get_args(kind) if each is not types.NoneType]
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(map(str, arguments))
@@ -255,7 +256,7 @@ def _placeholder(kind: Any) -> str:
 
 
 def functions() -> str:
-    """Signature and docstring of everything that `import optimus` offers, then of what only `optimus.api` has."""
+    """Returns signature and docstring of everything that `import optimus` offers, then of the rest of `optimus.api`."""
     rest = set(api.__all__) - set(optimus.__all__)
     names = [f"optimus.{name}" for name in sorted(optimus.__all__, key=str.lower)]
     return "\n".join(map(_function, [*names, *(f"optimus.api.{name}" for name in sorted(rest))]))
@@ -273,7 +274,7 @@ def _function(path: str) -> str:
 
 
 def _signature(name: str, value: Any) -> str:
-    """As the source has it: how types are printed depends on the version of Python."""
+    """Returns the signature in the source's words, because printed types depend on the version of Python."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
     if isinstance(node, ast.ClassDef):
         (made,) = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"] or [
@@ -286,7 +287,7 @@ def _signature(name: str, value: Any) -> str:
         return f"class {name}({ast.unparse(made.args)})"
     assert isinstance(node, ast.FunctionDef)
     for argument in (*node.args.args, *node.args.kwonlyargs):
-        if isinstance(argument.annotation, ast.Constant):  # a type that is imported for its name only
+        if isinstance(argument.annotation, ast.Constant):  # a type that is only imported for annotations
             argument.annotation = ast.parse(str(argument.annotation.value), mode="eval").body
     assert node.returns is not None
     line = f"{name}({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}"
@@ -311,7 +312,7 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def main() -> None:
-    """Write the pages."""
+    """Writes the pages."""
     for name, text in pages().items():
         (FOLDER / name).write_text(text, encoding="utf-8")
 

@@ -1,8 +1,8 @@
-"""The whole way of a model on text that every machine has: Python's own standard library.
+"""The whole life of a small model, on Python's own standard library, which every machine has.
 
-Prepares data with a tokenizer trained on it, trains `mula-tiny-moe` for about three minutes, measures bits per byte on
-files it has not seen against the untrained model, writes some Python, exports to Hugging Face format. Everything goes to
-`demo/`; nothing is downloaded. Run it with `make demo`.
+The script prepares data with a tokenizer trained on that text, and trains `mula-tiny-moe` for about three minutes. Then
+it measures bits per byte on validation files against the untrained model, writes some Python, and exports to Hugging
+Face format. Everything goes to `demo/`; nothing is downloaded. Run the script with `make demo`.
 """
 
 import json
@@ -22,7 +22,7 @@ CONTEXT, GLOBAL_BATCH, MICRO_BATCH = 256, 16, 8
 def main() -> None:
     began = time.monotonic()
     if ROOT.exists():
-        shutil.rmtree(ROOT)  # this script's own folder, made anew by every run
+        shutil.rmtree(ROOT)  # this script's own folder, which every run makes again
     say("1. Text, of Python's standard library, to training data, with a tokenizer of 4,096 entries trained on it")
     run("sample-text", "--output", ROOT / "text")
     run("prepare", ROOT / "text" / "train", "--output", ROOT / "data", "--train-tokenizer", 4096, "--context", CONTEXT)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def steps_in(seconds: float) -> int:
-    """How many steps this machine takes in `seconds`, from a few steps of a trial run."""
+    """Returns the steps that this machine takes in `seconds`, measured in a short trial run."""
     trial = ROOT / "trial"
     run("train", write_config(ROOT / "trial.yaml", trial, steps=12), quiet=True)
     times = sorted(json.loads(line)["step_seconds"] for line in (trial / "metrics.jsonl").read_text().splitlines())
@@ -65,7 +65,7 @@ def steps_in(seconds: float) -> int:
 
 
 def write_config(path: Path, output: Path, steps: int) -> Path:
-    """The run's configuration; the preset brings the learning rate."""
+    """Writes the run's configuration; the preset gives the learning rate."""
     path.write_text(
         f"""model: mula-tiny-moe
 data: {{path: {ROOT / "data"}}}
@@ -79,7 +79,7 @@ observe: {{log_every: 50}}
 
 
 def run(*words: object, quiet: bool = False) -> None:
-    """Run one `optimus` command and show it as one would type it; `quiet` shows neither it nor its output."""
+    """Runs one `optimus` command, and prints the command as a user types it; `quiet` hides the command and its output."""
     command = ["optimus", *map(str, words)]
     if not quiet:
         print(f"\n$ {shlex.join(command)}", flush=True)
@@ -90,7 +90,7 @@ def run(*words: object, quiet: bool = False) -> None:
 
 
 def unigram_entropy() -> float:
-    """Entropy of the training tokens' frequencies, in nats: the loss of a model that knows nothing of context."""
+    """Returns the entropy of the training tokens' frequencies, in nats: the loss of a model without context."""
     import numpy as np
 
     counts = sum(

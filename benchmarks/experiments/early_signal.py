@@ -22,7 +22,9 @@ def run(experiment: Experiment) -> Result:
     """Train on books and wiki, and evaluate the tasks of the folder `eval` beside the corpora."""
     tasks = experiment.corpus.parent / "eval"
     if not tasks.is_dir():
-        raise UserError(f"{tasks} is not there: the tasks of this experiment lie in a folder eval beside the corpora")
+        raise UserError(
+            f"{tasks} does not exist: put the tasks of this experiment into a folder eval beside the corpora"
+        )
     prepared = experiment.prepared(["books", "wiki"])
     steps = experiment.steps(_TOKENS)
     every = 1 if experiment.quick else steps // _CHECKPOINTS

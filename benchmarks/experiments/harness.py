@@ -184,9 +184,9 @@ def command(name: str, function: Callable[[Experiment], Result]) -> None:
 
     def main(
         corpus: Annotated[Path, typer.Option(help="Folder of corpora, NAME.jsonl.gz or NAME.jsonl.")],
-        folder: Annotated[Path, typer.Option(help="Where data and runs are kept.")] = Path("experiments"),
-        seeds: Annotated[int, typer.Option(help="Seeds of every configuration.")] = 2,
-        quick: Annotated[bool, typer.Option("--quick", help="A few steps, to see that it works.")] = False,
+        folder: Annotated[Path, typer.Option(help="Folder of data and runs.")] = Path("experiments"),
+        seeds: Annotated[int, typer.Option(help="Number of seeds of every configuration.")] = 2,
+        quick: Annotated[bool, typer.Option("--quick", help="Take only a few steps, as a trial.")] = False,
         output: Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")] = None,
     ) -> None:
         try:

@@ -179,7 +179,7 @@ def _books(experiment: Experiment) -> list[str]:
         return experiment.documents("books")
     except UserError as error:
         library = Path(sysconfig.get_paths()["stdlib"])
-        print(f"{error}. Instead: the text of Python's library, {library}")
+        print(f"{error}. The experiment reads Python's library instead, {library}")
         return [path.read_text(encoding="utf-8", errors="replace") for path in sorted(library.glob("*.py"))]
 
 

@@ -20,7 +20,7 @@ from optimus.section import Section
 class FrameworkProfile(Profile):
     """One framework: the planner's factors, and properties that affect its memory alone."""
 
-    about: str = Field(description="What it is, and where its properties are stated.")
+    about: str = Field(description="Description of the framework, and sources of its properties.")
     attention: float = Field(1.0, ge=0, le=1)
     passes: float = Field(1.0, gt=0)
     overlap_tensor: float = Field(0.0, ge=0, le=1)
@@ -28,18 +28,18 @@ class FrameworkProfile(Profile):
     collectives: Algorithm = "ring"
     copies: Literal["expert", "rank", "node", "levels"] = "rank"
     attention_before: bool = False
-    """Whether its attention kernel was written for the generation of accelerators before."""
+    """True for an attention kernel of the previous generation of accelerators."""
     passes_eager: float | None = Field(None, gt=0)
-    """`passes` where it runs without its compiler; None: it has none."""
-    masks: bool = Field(False, description="Whether it stores the masks of dropout.")
+    """`passes` without the compiler, or None without a compiler."""
+    masks: bool = Field(False, description="Store the masks of dropout.")
     logits: float = Field(6.0, ge=0, description="Bytes per logit at the end of the forward pass.")
     whole_gradients: bool = False
-    """Whether gradients stay whole between microbatches where sharded parameters do."""
+    """True if gradients stay whole between microbatches as long as sharded parameters do."""
     late_gradients: bool = False
-    """Whether gradients are allocated as the backward pass makes them, and freed by the step."""
+    """True if the backward pass allocates gradients one by one and the step frees them."""
     fragments: float = Field(1.0, ge=1)
-    """Memory that activations take in the allocator, to their bytes; 1: as it counts allocations."""
-    fixed: float = Field(0.0, ge=0, description="Bytes besides, such as those of the device's context and of NCCL.")
+    """Ratio of the allocator's memory of activations to their bytes; 1 counts allocations."""
+    fixed: float = Field(0.0, ge=0, description="Other bytes, such as those of the device's context and of NCCL.")
 
 
 class _File(Section):
