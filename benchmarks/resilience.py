@@ -55,7 +55,7 @@ def run(
     return Result(costs, ratios, {"recoveries": recoveries}, tables)
 
 
-# ---- What watching costs ----
+# ---- The cost of watching ----
 
 
 def _cost(model: str, layout: str, overrides: list[str], steps: int) -> Row:

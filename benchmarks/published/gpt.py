@@ -76,9 +76,8 @@ def bigscience_a100(row: Row, source: str) -> Case:
         precision=precision,
     )
     flops = flops_with_recomputation(model, setting.context)
-    if "earlier formula" in row.text(
-        "notes"
-    ):  # 8 FLOPs per parameter of the blocks; reproduces the rows with both figures
+    # The earlier formula counts 8 FLOPs per parameter of the blocks, and reproduces the rows with both figures.
+    if "earlier formula" in row.text("notes"):
         flops = 96.0 * model.layers * model.hidden**2
     oom = row.flag("oom")
     return Case(

@@ -90,7 +90,7 @@ def test_on_a_node_and_where_nodes_are_unlike_nothing_changes(place: StridedGrou
         assert len({collective_seconds(kind, 1e6, place, CPUS, by) for by in both}) == 1
 
 
-# ---- By what was measured ----
+# ---- With measurements ----
 
 
 def test_a_table_says_which_algorithm_and_how_long() -> None:

@@ -67,7 +67,7 @@ def steps_of(rule: str, residency: str | None, disk: Path, done: int = 2, *more:
     return steps
 
 
-# ---- Who reads ----
+# ---- Readers ----
 
 
 def masks_chosen(steps: Steps, folder: Path) -> dict[str, Tensor]:

@@ -148,7 +148,9 @@ OPTIONS = {
     "pruning.indices": ("int32", "bits"),
 }
 VALUES = {f"{option}={value}" for option, values in OPTIONS.items() for value in values}
-PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.drop_duplicates: what it meets is in `PAIRS`
+# Options that the pairs take as drawn; `factors` adds the others. Few draws give moe.drop_duplicates, so `PAIRS` has
+# its pairs.
+PAIRED = (
     "parallel.sequence",
     "parallel.overlap",
     "parallel.context_method",

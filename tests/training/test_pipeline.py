@@ -126,7 +126,7 @@ def test_a_number_that_does_not_divide_is_refused(overrides: tuple[str, ...], me
         with_microbatches(config_of("parallel.microbatches=7", *overrides), 4)
 
 
-# ---- Where the stages are ----
+# ---- Places of the stages ----
 
 
 def test_stages_go_there_and_back_for_zbv() -> None:
@@ -186,7 +186,7 @@ def test_the_schedule_has_the_stages_of_the_placement() -> None:
         assert [place.rank_of(stage) for stage in stages] == [schedule.rank_of(stage) for stage in stages]
 
 
-# ---- What cannot be ----
+# ---- Refused configurations ----
 
 
 @pytest.mark.parametrize(

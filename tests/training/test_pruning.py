@@ -526,7 +526,7 @@ def test_ties_and_signed_zeros() -> None:
     assert magnitudes(None, torch.tensor([-0.0])).view(torch.int32).item() == 0  # type: ignore[arg-type]
 
 
-# ---- What cannot be ----
+# ---- Refused configurations ----
 
 
 @pytest.mark.parametrize(
