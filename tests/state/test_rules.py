@@ -11,7 +11,7 @@ from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
 from optimus.testing.traffic import counting
 
-# States of matrices and of other parameters
+# Moments of matrices and of other parameters
 KEPT = {"adamw": (2, 2), "lion": (1, 1), "muon": (1, 2), "schedule-free": (2, 2)}
 LEVELS = ("none", "optimizer", "gradients", "parameters")
 

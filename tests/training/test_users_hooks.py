@@ -456,7 +456,7 @@ def test_the_first_failure_is_the_runs_and_a_later_one_is_heard(
 
 
 def test_the_step_of_a_failure_is_the_one_that_was_to_come(small_run: dict[str, Any], hooks: str) -> None:
-    """The message keeps the backticks of a user's code, which mark no arguments of ours."""
+    """The error names the step that was to come, and turns the backticks of a user's message into quotes."""
     with pytest.raises(
         UserError, match=r"step 3: the hook .* failed in before_step: ValueError: 'ranks' is too 'steps'"
     ):
