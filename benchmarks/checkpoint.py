@@ -1,14 +1,16 @@
-"""Checkpoints at once, beside the training and by DCP; loading once or on every rank; bytes, and who writes them.
+"""Checkpoints written synchronously, asynchronously and by DCP; loading by one rank or by all; bytes of each node.
 
-Saving: one process trains a dense model of some 300 million parameters, whose state takes 12 bytes per parameter on disk. In
-turns: steps undisturbed, a checkpoint at once, one beside the training, and the same tensors by DCP's `save` and
-`async_save`. The stall is the time for which training waits (in calls, and where the optimizer waits for a copy); the steps'
-own slowing down, as the writing thread takes its part of cores, memory and disk, is a column of its own.
+Saving: one process trains a dense model of some 300 million parameters, whose state takes 12 bytes per parameter on
+disk. Steps without a checkpoint, a synchronous checkpoint, an asynchronous one, and the same tensors by DCP's `save`
+and `async_save` take turns. The stall is the time for which training waits, in calls and for the copies of the state.
+The slowdown of the steps is a column of its own, as the writing thread takes a part of the cores, the memory and the
+disk.
 
-Loading: ranks that all hold the whole model load it, read once and sent or read by all; from a disk whose cache has been
-dropped, and from a file server that gives all ranks together a fixed rate, which stands for the file system of a cluster.
+Loading: ranks that all hold the whole model load it. Either one rank reads and sends, or all ranks read. Files lie on a
+disk without cache, or on a file server with a fixed rate for all ranks together, as the file system of a cluster has.
 
-Nodes: who would write how much of a model on 4 nodes, 12-way model-parallel in each (the Optimus paper, section 4).
+Nodes: the bytes that each of 4 nodes would write of a model that is 12-way model-parallel in each node (the Optimus
+paper, section 4).
 """
 
 import fcntl
@@ -50,24 +52,27 @@ from optimus.training.step import training_step
 
 LARGE = {"family": "olmo", "hidden": 1024, "layers": 12, "heads": 16, "intermediate": 4096, "vocab": 50304}
 SMALL = {"family": "olmo", "hidden": 512, "layers": 8, "heads": 8, "intermediate": 2048, "vocab": 16384}
-_SERVER = 500e6  # bytes per second that the file server gives to all ranks together
-Way = Callable[[Path, float], tuple[float, float, float]]  # of saving: stall, what steps took longer, all; seconds
+_SERVER = 500e6  # bytes per second of the file server, for all ranks together
+# Saves to a folder, given the seconds of a plain step; returns the seconds of stall, of slower steps, and of all
+Way = Callable[[Path, float], tuple[float, float, float]]
 
 
 def run(
-    ranks: Annotated[int, Option(help="Ranks that load a model which all of them hold.")] = 4,
-    rounds: Annotated[int, Option(help="Rounds, the contestants taking turns.")] = 2,
+    ranks: Annotated[int, Option(help="Ranks that load a model; every rank holds the whole model.")] = 4,
+    rounds: Annotated[int, Option(help="Rounds in which the contestants take turns.")] = 2,
     precision: Precision = "auto",
     model: Mapping[str, Any] = LARGE,
     loaded: Mapping[str, Any] = SMALL,
 ) -> Result:
-    """Rows of saving `model`; of loading `loaded` and of nodes in further tables; and ratios.
+    """Returns rows of saving `model`, tables of loading `loaded` and of nodes, and ratios.
 
-    `async.stall_vs_sync`: the stall of a checkpoint beside the training over the time of one at once. `async.steps_vs_sync`:
-    what steps took longer beside it, over the same. `save.vs_dcp`: DCP's time over ours, both at once. `model_only.bytes`:
-    bytes of the weights' checkpoint over those of the full one. `broadcast.vs_all_read`: the time to load where every rank
-    reads over that where one does, from the file server; `broadcast.vs_all_read_disk`: from the disk here.
-    `nodes.largest_share`: the most bytes that a node writes, scattered, over the mean.
+    - `async.stall_vs_sync`: the stall of an asynchronous checkpoint over the time of a synchronous one.
+    - `async.steps_vs_sync`: the slowdown of steps during an asynchronous checkpoint, over the same.
+    - `save.vs_dcp`: DCP's time over ours, both synchronous.
+    - `model_only.bytes`: the bytes of a checkpoint of weights over those of a full one.
+    - `broadcast.vs_all_read`: the time to load from the file server if every rank reads, over that if one reads.
+    - `broadcast.vs_all_read_disk`: the same ratio for the disk of this machine.
+    - `nodes.largest_share`: the most bytes that a node writes, scattered, over the mean.
     """
     chosen = f"train.precision={decided(precision)}"
     with tempfile.TemporaryDirectory(prefix="optimus-bench-") as folder:
@@ -88,7 +93,7 @@ def run(
     }
     tables = {
         "loading": loading,
-        "who writes, on paper: 4 nodes of 12 ranks": nodes,
+        "computed bytes of each node: 4 nodes of 12 ranks": nodes,
         "optimus bench checkpoint": saving,
     }
     return Result(saving, ratios, {"loading": loading, "nodes": nodes}, tables)
@@ -133,7 +138,7 @@ def _saving(model: Mapping[str, Any], precision: str, rounds: int, folder: str) 
         return found
 
     turns = {way: partial(turn, save) for way, save in ways.items()}
-    seen = take_turns(turns, rounds, warm_up=1)  # the first time, host memory is fetched
+    seen = take_turns(turns, rounds, warm_up=1)  # the first turn allocates host memory
     parameters = sum(slot.end - slot.start for chunk in state.chunks for slot in chunk.plan.slots)
     rows = []
     for way, times in seen.items():
@@ -154,7 +159,7 @@ def _saving(model: Mapping[str, Any], precision: str, rounds: int, folder: str) 
 
 
 def _whole(save: Callable[[Path], object], place: Path, undisturbed: float) -> tuple[float, float, float]:
-    """All of it while training waits."""
+    """Saves while training waits; returns stall, slowdown of steps, and seconds in all."""
     began = time.perf_counter()
     save(place)
     seconds = time.perf_counter() - began
@@ -199,7 +204,7 @@ def _dcp_async(
 
 
 def _bytes(state: ModelState, config: RunConfig, folder: Path) -> dict[str, int]:
-    """Of either kind of checkpoint, the whole folder."""
+    """Returns the bytes of a full checkpoint's folder and of one with weights alone."""
     found = {}
     for kind in ("full", "weights"):
         place = folder / "checkpoints" / kind
@@ -238,7 +243,7 @@ def _loading(model: Mapping[str, Any], precision: str, rounds: int, folder: str)
 
 
 def _load(state: ModelState, config: RunConfig, place: Path, way: Any, *, served: bool) -> tuple[float, int, int]:
-    """Seconds from a common start to the end on all ranks, bytes that this rank read, ranks that read."""
+    """Returns the seconds until all ranks have loaded, the bytes that this rank read, and the number of reading ranks."""
     _drop_cache(place)
     dist.barrier()
     _CountingReader.lengths, _CountingReader.lock = [], place.parent / "server.lock" if served else None
@@ -249,7 +254,7 @@ def _load(state: ModelState, config: RunConfig, place: Path, way: Any, *, served
 
 
 class _CountingReader(Reader):
-    """Counts what this rank reads from files of tensors; with a lock, one rank reads at a time, at the server's rate."""
+    """A reader that counts the bytes of tensors. A lock lets one rank read at a time, at the server's rate."""
 
     lengths: ClassVar[list[int]] = []
     lock: ClassVar[Path | None] = None
@@ -273,7 +278,7 @@ def _drop_cache(place: Path) -> None:
 
 
 def _nodes() -> list[Row]:
-    """Bytes per node, on paper, of a full checkpoint of two models on 48 ranks of 4 nodes, nothing being sharded."""
+    """Returns the computed bytes of each node for a full, unsharded checkpoint of two models on 48 ranks of 4 nodes."""
     rows = []
     cases: list[tuple[str, Any, str]] = [
         ("dense", LARGE | {"hidden": 3072, "heads": 24, "intermediate": 9216}, "parallel.tensor=12"),

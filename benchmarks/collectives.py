@@ -1,8 +1,7 @@
-"""Exchanges on two levels against those in which every rank sends to every other one, and the choice among algorithms.
+"""Two-level collectives against direct ones and rings, and the choice among the algorithms.
 
-Real Gloo ranks carry out the schedules, and note what they send and wait for; times are those of the events that follow on
-the given links (`comm/costs.py`), so that they are exact whatever else the machine does. Some are held back by real waits,
-as a check.
+Gloo ranks run the schedules and record what they send and wait for. Times are those of the events that follow on the
+given links (`comm/costs.py`), so other programs do not change them. As a check, timed waits hold some messages back.
 """
 
 import math
@@ -25,7 +24,7 @@ from optimus.plan.measure.collectives import measure
 from optimus.plan.measure.ranks import run_fresh
 
 _KB = 1024
-_WAITS = 3  # of which the fastest counts
+_WAITS = 3  # runs, of which the fastest counts
 
 ADAPTER_EACH = Links(between=Link(50e-6, 1.25e9 / 4), adapters=4)
 ONE_ADAPTER = Links()
@@ -39,11 +38,11 @@ SELECTED: Mapping[str, tuple[Shape, Links]] = {
     "4x4, 1 ms": (Shape(4, 4), SLOW),
     "8x8, four adapters of 200 Gb/s": (Shape(8, 8), SLINGSHOT),
 }
-"""Groups and links among whose algorithms is chosen after a measurement at few sizes."""
+"""Groups and links for which an algorithm is chosen after measurements at few sizes."""
 
 
 class Case(NamedTuple):
-    """A collective in a group; `against` is the algorithm that the chosen one is compared with."""
+    """A collective in a group. The chosen algorithm is compared with `against`."""
 
     name: str
     shape: Shape
@@ -66,14 +65,14 @@ BOTH: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 def run(
     write: Annotated[
         Path | None,
-        Option(help="Instead: measure every algorithm here, and write the table into this machine file."),
+        Option(help="Only measure every algorithm on this machine, and write the table into this machine file."),
     ] = None,
-    ranks: Annotated[int, Option(help="With --write: ranks of a node, as for `optimus bench machine`.")] = 4,
+    ranks: Annotated[int, Option(help="Ranks of a node for --write, as for `optimus bench machine`.")] = 4,
 ) -> Result | None:
-    """A row for each algorithm in each case, the ratios, and a row for each machine of the selector.
+    """Returns a row for each algorithm in each case, the ratios, and a row for each machine of the selection.
 
-    A ratio is how much faster the algorithm is that is chosen by default, of the two kinds where it is less. With `write`
-    None on all ranks of torchrun but the first.
+    A ratio is the speed-up of the default algorithm, for the slower of both kinds of collectives. With `write` only the
+    first rank of torchrun returns a result.
     """
     if write is not None:
         measured = measure(ranks, user_path(write))
@@ -86,7 +85,7 @@ def run(
     ratios["selector.mean_loss"] = statistics.mean(row["mean_loss"] for row in choices)
     ratios["selector.worst_loss"] = max(row["worst_loss"] for row in choices)
     tables = {
-        "seconds lost by choosing after measurements at 6 sizes, as a share of the best": choices,
+        "loss from choosing after measurements at 6 sizes, relative to the best algorithm's seconds": choices,
         "optimus bench collectives": rows,
     }
     return Result(rows, ratios, {"choices": choices}, tables)
@@ -103,7 +102,7 @@ def _faster(rows: Sequence[Row], case: Case, kind: CollectiveKind) -> float:
 
 
 def contestants(case: Case, kind: CollectiveKind) -> Iterator[Job]:
-    """Every rank to every other one, a ring, and what is chosen by default: whole, and in the pieces that it goes in."""
+    """Yields the direct algorithm, a ring and the default one: as one piece, and in the pieces of a run."""
     chosen = default(kind, case.shape, case.size, case.links)
     for algorithm in dict.fromkeys(["direct", "ring", chosen]):
         for number in sorted({1, pieces(algorithm, case.shape, case.size)}):
@@ -111,7 +110,7 @@ def contestants(case: Case, kind: CollectiveKind) -> Iterator[Job]:
 
 
 def exact(cases: Sequence[Case]) -> Iterator[Row]:
-    """Rows of what ranks have sent and waited for, by events on the links; and of Gloo's own, whose messages nobody sees."""
+    """Yields rows of recorded messages, timed by events on the links, and of Gloo's own algorithms by their costs."""
     jobs = [(case, job) for case in cases for kind in BOTH for job in contestants(case, kind)]
     (ranks,) = {case.shape.ranks for case in cases}
     for (case, job), programs in zip(jobs, zip(*run_fresh(run_jobs, ranks, [job for _, job in jobs]))):
@@ -123,12 +122,12 @@ def exact(cases: Sequence[Case]) -> Iterator[Row]:
 
 
 def timed(programs: Sequence[Sequence[Step]], case: Case) -> float:
-    """Seconds until the last rank has done its program."""
+    """Returns the seconds until the last rank has finished its program."""
     return max(simulate(programs, case.shape, case.links))
 
 
 def held_back(case: Case) -> Iterator[Row]:
-    """Rows of messages that are held back by waits until they should come."""
+    """Yields rows of collectives whose messages timed waits hold back."""
     jobs = [job._replace(links=case.links) for kind in BOTH for job in contestants(case, kind)]
     found = run_fresh(run_jobs, case.shape.ranks, jobs * _WAITS)
     took = [max(seconds for _, seconds in ranks) for ranks in zip(*found)]
@@ -154,9 +153,10 @@ def _row(case: Case, job: Job, took: float) -> Row:
 
 
 def selections(noise: float = 0.0) -> Iterator[Row]:
-    """What is lost by choosing after measurements at sizes 16 times apart, each the median of 5 with this relative noise.
+    """Yields the loss from choosing after few measurements, for each machine.
 
-    Rows of each machine: seconds of the chosen algorithm over those of the best, less one, at 19 sizes.
+    Sizes are 16 times apart, and each measurement is the median of 5 with this relative noise. The loss is the time of
+    the chosen algorithm over that of the best, less one, at 19 sizes.
     """
     draw = random.Random(0)
     sizes = [2.0**power for power in range(10, 29)]

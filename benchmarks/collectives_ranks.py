@@ -1,7 +1,7 @@
-"""Collectives on real ranks whose links are stood in for: by a note of what each sends and waits for, or by timed waits.
+"""Collectives on real ranks with simulated links: ranks record what they send and wait for, or wait for a given time.
 
-The executor is the real one (`comm/exchange.py`), and so are the processes and the messages; only how long a message takes
-is made up, so that two cores can show what nodes would do. Tensors are small and counted as large ones.
+The executor (`comm/exchange.py`), the processes and the messages are real. Only the times of messages are made up, so
+that two cores can show the behaviour of nodes. Tensors are small and count as large ones.
 """
 
 import time
@@ -20,11 +20,11 @@ from optimus.comm.links import Links
 from optimus.comm.schedules import Shape
 from optimus.comm.scratch import Scratch
 
-_ELEMENTS = 64  # of a block, each a word of 4 bytes
+_ELEMENTS = 64  # elements of a block, of 4 bytes each
 
 
 class Job(NamedTuple):
-    """A collective of a tensor that is counted as `size` bytes, in so many pieces; on `links` whose times are waited for."""
+    """A collective of a tensor that counts as `size` bytes, in `pieces`; times on `links` are waited for."""
 
     algorithm: str
     kind: CollectiveKind
@@ -35,12 +35,12 @@ class Job(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Bytes as which one that is sent is counted."""
+        """Returns the bytes for which a sent byte counts."""
         return self.size / (self.shape.ranks * _ELEMENTS * 4)
 
 
 class _UnderWay:
-    """Messages to be waited for; those that come in may carry a stamp: from when on, and for how many seconds."""
+    """Messages that are waited for. A received message may carry a stamp: its earliest start and its seconds."""
 
     def __init__(self, works: Sequence[Any], comes: bool, stamp_2: Tensor | None = None) -> None:
         self._works, self.comes, self.stamp_2 = works, comes, stamp_2
@@ -51,7 +51,7 @@ class _UnderWay:
 
 
 class Recorded(Channel):
-    """Notes what is sent and waited for: the program of this rank, of which `costs.simulate` finds the time."""
+    """Records the sends and waits of this rank as a program, whose time `costs.simulate` finds."""
 
     def __init__(self, job: Job, tag: int) -> None:
         super().__init__(range(job.shape.ranks), None, tag, Scratch())
@@ -73,16 +73,17 @@ class Recorded(Channel):
 
 
 class HeldBack(Channel):
-    """Links that take the time that they should: a message carries when it comes, and its receive waits until then.
+    """Holds messages back: a message carries its time of arrival, for which the receive waits.
 
-    For processes of one machine, whose `time.perf_counter` is one clock, and for nodes with an adapter for each rank.
+    The processes must share one clock (`time.perf_counter` of one machine), and the simulated nodes have an adapter for
+    each rank.
     """
 
     def __init__(self, job: Job, tag: int, rank: int) -> None:
         super().__init__(range(job.shape.ranks), None, tag, Scratch())
         assert job.links is not None
         self._links, self._per, self._scale, self._rank = job.links, job.shape.per, job.scale, rank
-        self._out, self._in = [0.0, 0.0], [0.0, 0.0]  # when links on the node and between nodes are free
+        self._out, self._in = [0.0, 0.0], [0.0, 0.0]  # times at which links on the node and between nodes are free
         self._kept: list[Tensor] = []
 
     def send(self, tensor: Tensor, peer: int) -> Any:
@@ -111,9 +112,9 @@ class HeldBack(Channel):
 
 
 def run_jobs(jobs: Sequence[Job]) -> list[tuple[list[Step], float]]:
-    """On every rank of a process group: this rank's program in each of the jobs, and its seconds.
+    """Returns this rank's program of each job, and its seconds.
 
-    The program is empty where times are waited for. Raises `RuntimeError` where a collective gives anything wrong.
+    The program is empty if times are waited for. Raises `RuntimeError` if a collective gives wrong results.
     """
     return [_run(job, tag) for tag, job in enumerate(jobs, 1)]
 
@@ -134,12 +135,12 @@ def _run(job: Job, tag: int) -> tuple[list[Step], float]:
     found = torch.stack(blocks)[:, 0] if job.kind == "all_gather" else out_E
     right = torch.arange(1.0, ranks + 1) if job.kind == "all_gather" else torch.full_like(out_E, _sum(rank, ranks))
     if not torch.equal(found, right):
-        raise RuntimeError(f"{job}: rank {rank} has got {found.tolist()}")
+        raise RuntimeError(f"{job}: rank {rank} has the wrong result {found.tolist()}")
     return (link.program if isinstance(link, Recorded) else []), took
 
 
 def _filled(kind: CollectiveKind, rank: int, ranks: int) -> Tensor:
-    """Blocks [ranks, E] of a rank: to be gathered, its own; to be added, all."""
+    """Returns the blocks [ranks, E] of a rank: its own block for an all-gather, all blocks for a reduce-scatter."""
     blocks_RE = torch.zeros(ranks, _ELEMENTS)
     if kind == "all_gather":
         blocks_RE[rank] = rank + 1
@@ -149,5 +150,5 @@ def _filled(kind: CollectiveKind, rank: int, ranks: int) -> Tensor:
 
 
 def _sum(rank: int, ranks: int) -> float:
-    """Of the block of `rank` over the ranks."""
+    """Returns the sum of the block of `rank` over the ranks."""
     return ranks * rank + ranks * (ranks - 1) / 2

@@ -16,21 +16,21 @@ from optimus.disk import user_path
 BENCHMARKS = {
     "train": "Training speed against the Hugging Face Trainer on the same model and data.",
     "tokenise": "Tokenisation speed against `tokenizers.encode_batch` on the same cores.",
-    "data": "Padding of best-fit rows, attention within documents, and the time of a mixture's batches and places.",
+    "data": "Padding of best-fit rows, attention within documents, and times of a mixture's batches and places.",
     "data-parallel": "Data-parallel training against torch DDP and FSDP2, and DeepSpeed where installed, on 2 and 4 ranks.",
     "tensor-parallel": "Tensor-parallel training on 2 ranks against torch's parallelize_module (DTensor).",
     "pipeline": "Message-driven pipelines against 1F1B, and schedules against torch.distributed.pipelining.",
-    "moe": "The sparse block, forward and backward, against transformers' and every kernel package that is installed.",
+    "moe": "The sparse block, forward and backward, against that of transformers and every installed kernel package.",
     "optimizer": "Optimizer step with expert parallelism: the standard sharded optimizer against EPSO.",
     "samo": "Pruned chunks against dense ones: bytes at rest and sent, and the time of an update with compression.",
     "offload": "Models of 0.5 to 8 times a simulated device: our choice and Elixir's rule; bytes moved against FSDP2's.",
     "time-to-target": "Tokens and seconds until update rules have AdamW's final loss, each at its best learning rate.",
-    "kernels": "Every operation of a training step: correct, how fast against plain PyTorch, and its share of the step.",
-    "collectives": "Collectives on two levels against direct ones and rings, on simulated links; the choice among them.",
-    "checkpoint": "Checkpoints at once, beside the training and by DCP; loading once or on every rank; bytes per node.",
-    "resilience": "What watching for faults costs, and seconds from a fault until the run goes on.",
-    "report": "Seconds and bytes of the page of a long run; the share of a step that the loads of its experts take.",
-    "layouts": "The planner's ranking of layouts against the clock's, on this machine, which is measured first.",
+    "kernels": "Every operation of a training step: correctness, speed against plain PyTorch, and share of the step.",
+    "collectives": "Two-level collectives against direct ones and rings, on simulated links; the choice among them.",
+    "checkpoint": "Synchronous, asynchronous and DCP checkpoints; loading once or on every rank; bytes per node.",
+    "resilience": "The cost of watching for faults, and seconds from a fault until the run continues.",
+    "report": "Seconds and bytes of the page of a long run; the share of a step's time that the expert load takes.",
+    "layouts": "The planner's ranking of layouts against the measured one, on this machine.",
 }
 
 
@@ -62,7 +62,7 @@ def bench_planner(
     ] = None,
     fit: Annotated[
         bool,
-        typer.Option("--fit", help="Also fit each program's constant to these rows, and to random halves of them."),
+        typer.Option("--fit", help="Also fit each framework's constant to these rows, and to random halves of them."),
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.")] = None,
 ) -> Report:

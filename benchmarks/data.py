@@ -1,7 +1,8 @@
-"""What data costs: rows that best-fit packing fills, attention within documents, batches of a mixture, and any place of it.
+"""Costs of data: padding of best-fit rows, attention within documents, batches of a mixture, and the search for a
+place.
 
-Every input is a corpus, prepared apart with one tokenizer. Attention is measured on rows of the concatenated documents:
-forward and backward passes, once over whole rows and once within documents, in turns. Times are those of the processor.
+Every input is a corpus, prepared separately with one tokenizer. Attention runs on rows of the concatenated documents:
+forward and backward passes over whole rows and within documents take turns. Times are those of the processor.
 """
 
 import statistics
@@ -29,9 +30,9 @@ from optimus.kernels.attention import causal_attention
 from optimus.kernels.documents import document_attention
 from optimus.model import Batch
 
-_ROWS, _HEADS, _HEAD = 4, 4, 64  # of attention
-_TOKENS = 1 << 13  # of a batch of the loader
-_PLACES, _SOURCES = 10**9, 50  # that are sought
+_ROWS, _HEADS, _HEAD = 4, 4, 64  # of the measured attention
+_TOKENS = 1 << 13  # tokens of a loader's batch
+_PLACES, _SOURCES = 10**9, 50  # places of the searched mixture, and its sources
 
 
 def run(
@@ -40,9 +41,13 @@ def run(
     context: Annotated[int, Option(help="Tokens of a row.")] = 2048,
     rounds: Rounds = 3,
 ) -> Result:
-    """A row for each input. `data.most_padding` is the largest share of padding, `data.least_attention` the smallest ratio
-    of the times within documents and over whole rows; `data.batch_ms` (8,192 tokens of all inputs, with borders of
-    documents) and `data.seek_ms` (of a place among 10^9 of 50 sources) are medians."""
+    """Returns a row for each input, and ratios.
+
+    - `data.most_padding`: the largest share of padding.
+    - `data.least_attention`: the smallest ratio of the times within documents and over whole rows.
+    - `data.batch_ms`: the median time of a batch of 8,192 tokens of all inputs, with borders of documents.
+    - `data.seek_ms`: the median time of finding a place among 10^9 of 50 sources.
+    """
     rows, loaded = list[Row](), list[Shards]()
     with tempfile.TemporaryDirectory() as temporary:
         for path in map(user_path, inputs):
@@ -64,7 +69,7 @@ def run(
 
 
 def _attention(shards: Shards, rounds: int) -> Row:
-    """Seconds over whole rows and within documents, and their ratio."""
+    """Returns the seconds over whole rows and within documents, and their ratio."""
     tokens_BS = shards.rows(0, min(_ROWS, shards.instances)).astype(np.int64)
     documents = Batch(torch.from_numpy(tokens_BS), document_BS=torch.from_numpy(documents_BS(tokens_BS, shards.eos_id)))
     borders = documents.documents()
@@ -87,7 +92,7 @@ def _attention(shards: Shards, rounds: int) -> Row:
 
 
 def _batch_ms(loaded: Sequence[Shards], batches: int = 100) -> float:
-    """Of a batch of a mixture of all."""
+    """Returns the median time of a batch of a mixture of all sources."""
     sources, batch = [MixedSource(each.folder.name, each) for each in loaded], max(1, _TOKENS // loaded[0].context)
     phase = DataPhase(0, batch, sources, Mixture([*range(1, len(sources) + 1)]), documents=True)
     with TokenLoader([phase]) as loader:
@@ -95,7 +100,7 @@ def _batch_ms(loaded: Sequence[Shards], batches: int = 100) -> float:
 
 
 def _seek_ms(times: int = 100) -> float:
-    """Of one place among many of many sources."""
+    """Returns the median time of finding one place in a mixture of many sources."""
     draws = np.random.default_rng(1)
     mixture = Mixture(draws.integers(1, 10**7, _SOURCES).tolist())
     places = [np.array([place]) for place in draws.integers(0, _PLACES, times).tolist()]

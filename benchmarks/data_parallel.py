@@ -1,14 +1,15 @@
 """Data-parallel training against torch DDP and FSDP2, and DeepSpeed where installed, on 2 and 4 ranks.
 
-Contestants compete by what they shard: nothing (ddp), optimizer state (zero1), gradients too (zero2), parameters too
-(zero3); `data_parallel_rivals` says who they are. They start from the same weights and learn the same batch by heart, so
-their losses must agree, which is checked first. Each turn is in fresh processes.
+Contestants compete by their sharding: of nothing (ddp), optimizer state (zero1), gradients too (zero2), parameters too
+(zero3). `data_parallel_rivals` describes them. All start from the same weights and learn the same batch by heart, so
+their losses must agree, which is checked first. Each turn runs in fresh processes.
 
-Measured per contestant and number of ranks: tokens per second of the median step of the best round; bytes sent per rank and
-step, which went over the loopback interface, the least of the rounds (what other programs send there counts too); peak
-memory: how far the resident set of a rank's process grew, the largest of the ranks, in a turn of its own.
+A row has the tokens per second of the median step of the best round, the bytes that a rank sends in a step over the
+loopback interface, and the peak memory. The bytes are the least of the rounds, as other programs may send there too.
+The peak is the largest growth of a rank's resident set, in a turn of its own.
 
-All compute in one precision. Those that know bf16 alone are left out of a comparison in fp32, and named.
+All contestants compute in one precision. A contestant that has bf16 alone is left out of a comparison in fp32, and
+named.
 """
 
 import statistics
@@ -35,7 +36,7 @@ from benchmarks.training import (
 )
 from optimus.plan.measure.ranks import run_fresh
 
-WARM_UP = 2  # steps of each turn that are not counted
+WARM_UP = 2  # steps of each turn before the timed ones
 SAME_LOSS = {"float32": 1e-4, "bfloat16": 1e-3}  # relative
 _SHARD = {"ddp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}  # what each mode shards
 
@@ -43,7 +44,7 @@ GradientDtype = Literal["float32", "bfloat16"]
 
 
 class Contestant(NamedTuple):
-    """`side` is who it stands for in the names of ratios; it computes in the type `only`, or in any."""
+    """A contestant. Ratios call it `side`; it computes in the type `only`, or in any type."""
 
     mode: str
     side: str
@@ -54,19 +55,20 @@ class Contestant(NamedTuple):
 
 def run(
     model: Annotated[str, Option(help="Preset.")] = "mula-tiny-moe",
-    steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 8,
+    steps: Annotated[int, Option(help="Timed steps of a contestant in a round.")] = 8,
     rounds: Rounds = 2,
-    gradients: Annotated[GradientDtype, Option(help="Type in which all reduce their gradients.")] = "float32",
+    gradients: Annotated[GradientDtype, Option(help="Type in which all contestants reduce gradients.")] = "float32",
     precision: Precision = "auto",
     rank_counts: Sequence[int] = (2, 4),
     sequences: int = 8,
     context: int = 256,
 ) -> Result:
-    """A row per number of ranks and contestant, and our tokens per second over those of each rival's best contestant in
-    the same mode, for the worst number of ranks: `ddp.vs_torch`, `zero1.vs_torch` (fp32 gradients only), `zero2.vs_fsdp2`,
-    `zero3.vs_fsdp2`, and `zero*.vs_deepspeed` where DeepSpeed is installed.
+    """Returns a row for each number of ranks and contestant, and ratios of speed.
 
-    `sequences` of `context` tokens are each rank's batch, one microbatch.
+    A ratio divides our tokens per second by those of a rival's best contestant in the same mode, at the worst number of
+    ranks: `ddp.vs_torch`, `zero1.vs_torch` (fp32 gradients only), `zero2.vs_fsdp2`, `zero3.vs_fsdp2`, and
+    `zero*.vs_deepspeed` where DeepSpeed is installed. Each rank's batch is one microbatch of `sequences` of `context`
+    tokens.
     """
     if rivals.DEEPSPEED is None:
         print("DeepSpeed is not installed: its rows are left out")
@@ -74,7 +76,7 @@ def run(
     chosen = decided(precision)
     who, left_out = competing(gradients, chosen)
     if left_out:
-        print(f"left out, as they do not compute in {chosen}: {', '.join(left_out)}")
+        print(f"left out, because they cannot compute in {chosen}: {', '.join(left_out)}")
     for ranks in rank_counts:
         shape: dict[str, Any] = {"micro_batch": sequences, "precision": chosen}
         configs = {
@@ -92,14 +94,14 @@ def run(
 
 
 def competing(gradients: GradientDtype, precision: Type) -> tuple[list[Contestant], list[str]]:
-    """(Who competes in this precision, the names of those that do not know it)."""
+    """Returns the contestants that have this precision, and the names of the others."""
     known = contestants(gradients)
     who = [each for each in known if each.only in (None, precision)]
     return who, [each.name for each in known if each not in who]
 
 
 def contestants(gradients: GradientDtype) -> list[Contestant]:
-    """Who reduces gradients in this type; without DeepSpeed where it is not installed."""
+    """Returns the contestants that reduce gradients in this type, without DeepSpeed where it is not installed."""
     found = [Contestant(mode, "optimus", "optimus", rivals.ours) for mode in _SHARD]
     if gradients == "float32":
         found.append(Contestant("ddp", "torch", "torch DDP, fp32 weights", rivals.ddp_cast))
@@ -116,7 +118,7 @@ def contestants(gradients: GradientDtype) -> list[Contestant]:
 
 
 def sections(mode: str, ranks: int, gradients: GradientDtype) -> dict[str, Any]:
-    """Of the configuration."""
+    """Returns the sections of the configuration."""
     state = {"shard": _SHARD[mode], "gradient_dtype": gradients}
     return {**BY_HEART, "parallel": {"data": ranks}, "state": state}
 
@@ -128,7 +130,7 @@ def _loss(seen: Sequence[Turn] | Sequence[Trial]) -> float:
 def _row(
     who: Contestant, ranks: int, precision: Type, tokens: int, rounds: list[list[Turn]], trials: list[Trial]
 ) -> Row:
-    """`rounds` hold the turn of every rank."""
+    """Returns the row of a contestant. `rounds` hold the turn of every rank."""
     return {
         "mode": who.mode,
         "ranks": ranks,
@@ -143,13 +145,13 @@ def _row(
 
 
 def compare(rows: list[Row]) -> list[Row]:
-    """Rows of one number of ranks with `optimus_over_it`: our tokens per second over each contestant's."""
+    """Adds `optimus_over_it` to the rows of one number of ranks: our tokens per second over each contestant's."""
     ours = {row["mode"]: row["tokens_per_second"] for row in rows if row["side"] == "optimus"}
     return [{**row, "optimus_over_it": ours[row["mode"]] / row["tokens_per_second"]} for row in rows]
 
 
 def ratios(rows: list[Row]) -> dict[str, float]:
-    """The least of `optimus_over_it` by mode and rival: against its best contestant, at its best number of ranks."""
+    """Returns the least `optimus_over_it` by mode and rival: against its best contestant, at its best number of ranks."""
     found: dict[str, float] = {}
     for row in rows:
         if row["side"] != "optimus":

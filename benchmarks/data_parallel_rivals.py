@@ -1,13 +1,13 @@
-"""One training step by each data-parallel machinery: ours, PyTorch's and DeepSpeed's, for `bench data-parallel`.
+"""One training step with ours, PyTorch's and DeepSpeed's data parallelism, for `bench data-parallel`.
 
-All train the same `Transformer` with the same kernels on the same `losses`, in fp32, or in bf16 with fp32 master weights
-and moments, with the same type of reduced gradients; only the machinery between them differs. A function here makes the
-model and its machinery on this rank and returns the step. Ours clips and checks its gradients, and averages its losses over
-the ranks; the rivals clip their gradients and read the loss of their own rank.
+All train the same `Transformer` with the same kernels on the same `losses`: in fp32, or in bf16 with fp32 master
+weights and moments, with one type of reduced gradients. Each function makes the model and its data parallelism on this
+rank, and returns the step. Our step clips and checks its gradients, and averages its losses over the ranks; the rivals
+clip their gradients and read the loss of their own rank.
 
-DDP reduces gradients in the type of the parameters. For fp32 gradients they are fp32, and in bf16 the forward pass casts
-them once per step, as autocast's cache of weights does (the kernels are autograd functions of their own, which autocast
-does not reach). For bf16 gradients they are bf16, and fp32 master weights are kept beside them.
+DDP reduces gradients in the type of the parameters. For fp32 gradients, parameters are fp32, and in bf16 the forward
+pass casts them once per step, as autocast's cache of weights does. (Autocast does not reach the kernels, which are
+autograd functions of their own.) For bf16 gradients, parameters are bf16 and have fp32 master weights.
 """
 
 from importlib import import_module
@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it in their first step, which would count as memory of theirs
+import torch._dynamo  # optimizers import it in their first step, whose memory would count as theirs
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,7 +39,7 @@ DEEPSPEED = import_module("deepspeed") if find_spec("deepspeed") else None
 
 
 def ours(config: RunConfig) -> Step:
-    """Our training step, sharded as `config.state` says."""
+    """Returns our training step, sharded by `config.state`."""
     groups = Groups(mesh_of(config, dist.get_world_size()))
     model, state = build(config, groups)
     state.initialize(config.train.seed, config.model.init_std)
@@ -53,13 +53,13 @@ def ours(config: RunConfig) -> Step:
 
 
 def ddp_cast(config: RunConfig) -> Step:
-    """DistributedDataParallel over fp32 parameters that the forward pass casts, for bf16; AdamW on the parameters."""
+    """Returns the step of DistributedDataParallel with AdamW on fp32 parameters, which a bf16 forward pass casts."""
     module = _ddp(_cast(_objective(config), config))
     return torch_step(_backward_of(module), list(module.parameters()), _adamw(module, config), config)
 
 
 def ddp_masters(config: RunConfig) -> Step:
-    """DistributedDataParallel over bf16 parameters; AdamW on fp32 copies, which are copied back after each step."""
+    """Returns the step of DistributedDataParallel over bf16 parameters, with AdamW on fp32 master weights."""
     plain = _objective(config)
     masters = [parameter.detach().clone() for parameter in plain.parameters()]
     module = _ddp(plain.bfloat16())
@@ -68,7 +68,8 @@ def ddp_masters(config: RunConfig) -> Step:
 
 
 def zero_redundancy(config: RunConfig) -> Step:
-    """DDP as in `ddp_cast` with ZeroRedundancyOptimizer: each rank updates whole parameters of its own (ZeRO-1)."""
+    """Returns the step of `ddp_cast` with ZeroRedundancyOptimizer: each rank updates whole parameters of its own
+    (ZeRO-1)."""
     module = _ddp(_cast(_objective(config), config))
     optimizer = ZeroRedundancyOptimizer(
         module.parameters(), optimizer_class=torch.optim.AdamW, fused=True, **settings(config)
@@ -77,10 +78,11 @@ def zero_redundancy(config: RunConfig) -> Step:
 
 
 def fsdp2(config: RunConfig, *, reshard_after_forward: bool) -> Step:
-    """FSDP2, a unit per block and one for the rest, made on the meta device as its users are told to.
+    """Returns the step of FSDP2, with a unit for each block and one for the rest, made on the meta device as
+    recommended.
 
-    `reshard_after_forward=False` keeps whole parameters until the backward pass (ZeRO-2), else they are gathered again
-    (ZeRO-3). In fp32 with fp32 gradients there is no policy of mixed precision.
+    `reshard_after_forward=False` keeps whole parameters until the backward pass (ZeRO-2); otherwise FSDP2 gathers them
+    again (ZeRO-3). fp32 with fp32 gradients needs no policy of mixed precision.
     """
     compute, reduce = DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype]
     with torch.device("meta"):
@@ -101,7 +103,7 @@ def fsdp2(config: RunConfig, *, reshard_after_forward: bool) -> Step:
 
 
 def deepspeed(config: RunConfig, *, stage: int) -> Step:
-    """DeepSpeed's engine at a stage of ZeRO, its optimizer torch's fused AdamW."""
+    """Returns the step of DeepSpeed's engine at a stage of ZeRO, with torch's fused AdamW."""
     module = _objective(config)
     gradients = {"float32": "fp32", "bfloat16": "bf16"}[config.state.gradient_dtype]
     assert DEEPSPEED is not None
@@ -130,7 +132,7 @@ def deepspeed(config: RunConfig, *, stage: int) -> Step:
 
 
 class _Objective(nn.Module):
-    """A forward pass to what is minimised, since these machineries hook into `forward`."""
+    """A module whose forward pass gives the objective, because these libraries hook into `forward`."""
 
     def __init__(self, model: Transformer, config: RunConfig) -> None:
         super().__init__()
@@ -142,7 +144,7 @@ class _Objective(nn.Module):
 
 
 class _CastWeights(nn.Module):
-    """`_Objective` on bf16 copies of its fp32 parameters, whose gradients arrive in fp32."""
+    """`_Objective` with bf16 copies of its fp32 parameters, whose gradients arrive in fp32."""
 
     def __init__(self, module: _Objective) -> None:
         super().__init__()
@@ -154,12 +156,12 @@ class _CastWeights(nn.Module):
 
 
 def _cast(module: _Objective, config: RunConfig) -> nn.Module:
-    """`module`, which computes as configured."""
+    """Returns `module`, which computes in the configured precision."""
     return module if config.train.precision == "float32" else _CastWeights(module)
 
 
 def _objective(config: RunConfig) -> _Objective:
-    """Initialised, in fp32."""
+    """Returns the initialised objective in fp32."""
     model = Transformer(config.model, config.moe.force_balanced)
     initialize(model, config.train.seed, config.model.init_std)
     return _Objective(model, config)
@@ -170,7 +172,7 @@ def _ddp(module: nn.Module) -> nn.Module:
 
 
 def _initialize_shards(model: nn.Module, config: RunConfig) -> None:
-    """Each rank fills its rows of every parameter."""
+    """Fills this rank's rows of every parameter."""
     for name, declared in declarations(model):
         parameter = model.get_parameter(name)
         assert isinstance(parameter, DTensor)
@@ -216,7 +218,7 @@ def torch_step(
     config: RunConfig,
     masters: list[Tensor] | None = None,
 ) -> Step:
-    """A step that clips and updates weights after `backward`, or else fp32 masters of them."""
+    """Returns a step that runs `backward`, clips, and updates the weights, or their fp32 master weights."""
 
     def step(tokens_BS: Tensor) -> float:
         loss = backward(tokens_BS)

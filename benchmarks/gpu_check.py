@@ -1,15 +1,18 @@
-"""Everything that a machine with one accelerator can say, in one call of some ten minutes, the most valuable first.
+"""Checks and measures Optimus on a machine with one accelerator, in one call of some ten minutes, the most valuable
+first.
 
-`make gpu-check OUT=folder`: what the machine can do; the kernels' tests with the real compiler, in bf16 as well; real steps,
-beside what the planner says of them; a trace; losses against the CPU's; options of state and all families; layouts with
-several ranks on the device; the sparse block and every other operation against rivals; the fastest tiles; the Trainer of
-`transformers`. Tables, JSON, plots go to the folder and, as one archive, beside it; a summary is printed last. A part that
-fails or takes too long does not stop the others; the exit code says whether all went well. Without an accelerator, or with
---rehearse, every part has tiny sizes: on the CPU, or with `--rehearse fake` on the fake accelerator, which has no numbers
-but runs what a real one would.
+`make gpu-check OUT=folder` runs these parts: the machine file; the kernels' tests with the real compiler, in bf16 too;
+real steps beside the planner's prediction; a trace; losses against the CPU's; options of state and all families;
+layouts with several ranks on the device; the sparse block and every other operation against rivals; the fastest tiles;
+the Trainer of `transformers`.
 
-Packages that this Python lacks are taken from a folder of wheels, if one is given, for this call only; nothing is installed
-and nothing downloaded. This file needs the standard library alone.
+Tables, JSON and plots go to the folder and, as one archive, beside it; a summary is printed last. A part that fails or
+takes too long does not stop the others, and the exit code tells whether all succeeded. Without an accelerator, or with
+--rehearse, every part has tiny sizes: on the CPU, or with `--rehearse fake` on the fake accelerator, which has no
+numbers but runs the code of a real one.
+
+Packages that this Python lacks come from a folder of wheels, for this call only; nothing is installed or downloaded.
+This file needs the standard library alone.
 """
 
 import argparse
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# What every part imports besides torch, by module name.
+# packages that every part imports besides torch, by module name
 PACKAGES = {
     "pydantic": "pydantic", "pydantic_core": "pydantic-core", "annotated_types": "annotated-types",
     "typing_inspection": "typing-inspection", "typer": "typer", "yaml": "pyyaml", "rich": "rich", "psutil": "psutil",
@@ -38,24 +41,28 @@ FAKE = "fakegpu"  # the device of tests/lib/helpers/fake_device.py
 class Part(NamedTuple):
     name: str
     words: list[str]  # arguments of Python
-    seconds: int  # at most
+    seconds: int  # the limit
     needs: tuple[str, ...] = ()  # modules besides PACKAGES
-    on_chip: bool = False  # whether it says nothing without an accelerator
+    on_chip: bool = False  # the part needs an accelerator
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check and measure Optimus on the accelerator of this machine.")
     parser.add_argument("--output", type=Path, default=Path("gpu-check"), help="folder of the results")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels for what this Python lacks")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for packages that this Python lacks")
     parser.add_argument(
-        "--rehearse", choices=("cpu", "fake"), nargs="?", const="cpu", help="tiny sizes, on this device"
+        "--rehearse",
+        choices=("cpu", "fake"),
+        nargs="?",
+        const="cpu",
+        help="run every part with tiny sizes, on this device",
     )
-    parser.add_argument("--part", action="append", help="only this part; repeat for more")
+    parser.add_argument("--part", action="append", help="run only this part; repeat for more")
     arguments = parser.parse_args()
     chip, rehearse = accelerator(), arguments.rehearse
     if chip is None and rehearse is None:
         rehearse = "cpu"
-        print("gpu-check: no accelerator here: a rehearsal on the CPU, whose figures mean nothing")
+        print("gpu-check: this machine has no accelerator: a rehearsal on the CPU follows, whose figures mean nothing")
     if rehearse == "fake":
         chip = FAKE
     out = arguments.output.resolve()
@@ -76,7 +83,7 @@ def main() -> int:
         until = time.monotonic()
         ended = {}
         for part in chosen:
-            # And what those before have left of theirs. Where it rehearses, other work may be in the way.
+            # Time that earlier parts have left is added. A rehearsal may share the machine with other work.
             until += part.seconds * (1 if rehearse is None else 10)
             ended[part.name] = run(part, chip, out, environment, until)
     archive = out.with_name(f"{out.name}.tar.gz")
@@ -94,7 +101,7 @@ def main() -> int:
 
 
 def parts(chip: str | None, out: Path, work: Path, rehearse: bool) -> list[Part]:
-    """In the order of their value; the seconds of all are ten minutes."""
+    """Returns the parts in the order of their value; their seconds add up to ten minutes."""
     program = ["-m", "helpers.on_fake"] if chip == FAKE else ["-m"]
 
     def own(name: str, seconds: int, needs: tuple[str, ...] = (), on_chip: bool = False) -> Part:
@@ -142,12 +149,12 @@ def parts(chip: str | None, out: Path, work: Path, rehearse: bool) -> list[Part]
 
 
 def accelerator() -> str | None:
-    """The type of this machine's accelerator; ends the program where there is no PyTorch."""
+    """Returns the type of this machine's accelerator, or ends the program if PyTorch is missing."""
     try:
         import torch
     except ImportError:
         sys.exit(
-            f"gpu-check: {sys.executable} has no PyTorch: name one that has, as in `make gpu-check PYTHON=python3`"
+            f"gpu-check: {sys.executable} has no PyTorch: choose a Python that has, as in `make gpu-check PYTHON=python3`"
         )
     if not torch.accelerator.is_available():
         return None
@@ -157,37 +164,40 @@ def accelerator() -> str | None:
 
 
 def unpack(wheels: Path, site: Path) -> None:
-    """Make the packages of the wheels importable from `site`; their needs must be among them or here already."""
+    """Makes the packages of the wheels importable from `site`. Their requirements must be among the wheels or
+    installed."""
     files = sorted(wheels.glob("*.whl"))
     if not files:
-        sys.exit(f"gpu-check: no *.whl in {wheels}: put wheels there, or leave WHEELS out")
+        sys.exit(f"gpu-check: no *.whl in {wheels}: put wheels into the folder, or leave WHEELS out")
     here = f"cp{sys.version_info.major}{sys.version_info.minor}"
     for file in files:
         python, abi = file.stem.split("-")[-3:-1]
         if "py3" not in python and here not in python.split(".") and abi != "abi3":
-            print(f"gpu-check: {file.name} is not for this Python, {here}: left out")
+            print(f"gpu-check: {file.name} is not for this Python ({here}) and is left out")
             continue
         with zipfile.ZipFile(file) as wheel:
             wheel.extractall(site)
-    for data in site.glob("*.data"):  # where a wheel says what goes to the same place
+    for data in site.glob("*.data"):  # files that a wheel installs to the same folder
         for kind in ("purelib", "platlib"):
             for path in (data / kind).glob("*"):
                 path.rename(site / path.name)
 
 
 def require_packages() -> None:
-    """End the program, naming what is missing, unless all that every part imports is there."""
+    """Ends the program with the names of missing packages, unless every package that all parts import is installed."""
     missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         names = " ".join(missing)
-        sys.exit(f"gpu-check: {sys.executable} lacks {names}: install, or put wheels in a folder and say WHEELS=folder")
+        sys.exit(
+            f"gpu-check: {sys.executable} lacks {names}: install, or put wheels into a folder and pass WHEELS=folder"
+        )
 
 
 def run(part: Part, chip: str | None, out: Path, environment: dict[str, str], until: float) -> str:
-    """Run one part, for no longer than `until`; what it prints is shown and kept in a file. How it ended, in a line."""
+    """Runs one part until `until`, prints its output and keeps it in a file; returns a line about its end."""
     missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
     if missing or (part.on_chip and chip is None):
-        return f"skipped: {f'no {missing[0]} here or among the wheels' if missing else 'no accelerator'}"
+        return f"skipped: {f'{missing[0]} is neither installed nor among the wheels' if missing else 'no accelerator'}"
     log, began = out / f"{part.name}.txt", time.monotonic()
     print(f"gpu-check: {part.name}, {until - began:.0f} s at most", flush=True)
     with log.open("w", encoding="utf-8") as file:
@@ -208,7 +218,7 @@ def run(part: Part, chip: str | None, out: Path, environment: dict[str, str], un
 
 
 def figures(report: Path) -> str:
-    """The numbers of a part's report."""
+    """Returns the numbers of a part's report."""
     if not report.exists():
         return ""
     ratios = json.loads(report.read_text(encoding="utf-8"))["ratios"]

@@ -1,7 +1,7 @@
 """The parts of `make gpu-check` that are no command of their own; `gpu_check.py` runs each as a program.
 
-`python -m benchmarks.gpu_parts NAME --output FOLDER --work FOLDER [--rehearse]`: prints what it finds and writes it to
-NAME.json in the first folder; what only later parts need goes to the second. A rehearsal has tiny sizes.
+`python -m benchmarks.gpu_parts NAME --output FOLDER --work FOLDER [--rehearse]` prints the findings of a part and
+writes them to NAME.json in the first folder; inputs of later parts go to the second. A rehearsal has tiny sizes.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
 from optimus.observe.report import print_table
 
-_WARM_UP = 3  # steps that are not counted
+_WARM_UP = 3  # steps before the timed ones
 _TOLERANCE = 0.02  # of losses in bf16, relative
-_CORES = 8  # of a small model on the CPU: a machine may show more than it gives
-_LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and what makes the layout
+_CORES = 8  # threads of a small model on the CPU; a machine may report more cores than it gives
+_LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks and overrides of each layout
     "expert 2, all-to-all": (2, ["parallel.expert=2"]),
     "data 2, parameters sharded": (2, ["state.shard=parameters"]),
     "tensor 2": (2, ["parallel.tensor=2"]),
@@ -44,7 +44,7 @@ _LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and what makes the layo
     "data 2, tensor 2": (4, ["parallel.tensor=2"]),
     "pipeline 2, expert 2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
 }
-_OPTIONS: dict[str, list[str]] = {  # of one process, whose numbers are those without them
+_OPTIONS: dict[str, list[str]] = {  # options of one process that must not change its numbers
     "update on the device": ["state.offload=optimizer", "state.update_on=device"],
     "update on the host": ["state.offload=optimizer", "state.update_on=host"],
     "cache of three": ["state.offload=all", "state.cache=3"],
@@ -58,7 +58,7 @@ _OPTIONS: dict[str, list[str]] = {  # of one process, whose numbers are those wi
 
 
 class Sizes(NamedTuple):
-    """What a part is given."""
+    """The device, folders and limits of a part."""
 
     device: torch.device
     output: Path
@@ -71,7 +71,7 @@ class Sizes(NamedTuple):
         return {**resolve_model(name)["model"], "layers": 2 if self.rehearse else layers}
 
     def run(self, name: str, model: dict[str, Any], batch: int, context: int, **more: Any) -> dict[str, Any]:
-        """The configuration of a run of its own folder, on prepared text."""
+        """Returns the configuration of a run in a folder of its own, on prepared text."""
         if self.rehearse:
             batch, context = 2, 64
         observe = {"tensorboard": False, "report": False, "log_every": 1} | more.pop("observe", {})
@@ -79,7 +79,7 @@ class Sizes(NamedTuple):
         return tree(model, batch, context, data=self.data(context), output=self.work / name, **sections)
 
     def data(self, context: int) -> Path:
-        """Python's own sources, tokenised with a vocabulary learned from them."""
+        """Prepares Python's own sources with a tokenizer trained on them."""
         folder = self.work / f"data-{context}"
         if not folder.exists():
             sources = Path(sysconfig.get_paths()["stdlib"])
@@ -89,7 +89,7 @@ class Sizes(NamedTuple):
 
 
 def machine(sizes: Sizes) -> dict[str, Any]:
-    """The machine file of the planner, and the ceilings of one large product and one large copy."""
+    """Measures the planner's machine file, and the rates of one large product and one large copy."""
     from optimus.plan.measure.machine import measure, write
     from optimus.plan.measure.timing import Extent
 
@@ -110,7 +110,7 @@ def machine(sizes: Sizes) -> dict[str, Any]:
 
 
 def step(sizes: Sizes) -> dict[str, Any]:
-    """Steps of 8 layers of the 7B shape with 16k tokens: speed and peak memory, and what the planner says of them."""
+    """Measures speed and peak memory of 8 layers of the 7B shape with 16k tokens, beside the planner's predictions."""
     from optimus.config import load_config
     from optimus.plan.job_builder import as_configured, asked
     from optimus.plan.prediction import predict
@@ -136,7 +136,7 @@ def step(sizes: Sizes) -> dict[str, Any]:
 
 
 def _without_saving() -> AbstractContextManager[Any]:
-    """Within, runs write no checkpoint at their end: of such a model 50 GB."""
+    """Returns a context in which runs write no final checkpoint, which would take 50 GB."""
     from optimus.training.trainer import Trainer
 
     return mock.patch.object(Trainer, "save")
@@ -144,7 +144,7 @@ def _without_saving() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _timed_update(device: torch.device) -> Iterator[dict[str, list[float]]]:
-    """Seconds of each step's gradient norm and of its update, the device waited for before and after."""
+    """Yields the seconds of each step's gradient norm and update, with the device synchronized before and after."""
     from optimus.state.model_state import ModelState
 
     watch = Stopwatch(device)
@@ -168,12 +168,12 @@ def _timed_update(device: torch.device) -> Iterator[dict[str, list[float]]]:
 
 
 def trace(sizes: Sizes) -> dict[str, Any]:
-    """One step in full: its longest kernels, and how long the device had nothing to do."""
+    """Traces one step; returns its longest kernels and the idle time of the device."""
     with _without_saving():
         optimus.train(sizes.run("trace", sizes.model(4), 8, 2048, observe={"profile_step": 3}), ["train.stop_at=3"])
     (path,) = (sizes.work / "trace").glob("**/trace-rank-0.json")
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    of_device = any(event.get("cat") == "kernel" for event in events)  # else operators of the host
+    of_device = any(event.get("cat") == "kernel" for event in events)  # otherwise operators of the host
     kind = "kernel" if of_device else "cpu_op"
     spans = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") == kind)
     busy, until, totals = 0.0, 0.0, dict[str, list[float]]()
@@ -190,9 +190,9 @@ def trace(sizes: Sizes) -> dict[str, Any]:
 
 
 def curve(sizes: Sizes) -> dict[str, Any]:
-    """Losses on the device in bf16 against those on the CPU in fp32, and of a run that was broken off and resumed.
+    """Compares losses on the device in bf16 with those on the CPU in fp32, and a resumed run with an unbroken one.
 
-    Raises `RuntimeError` where they differ by more than rounding.
+    Raises `RuntimeError` if they differ by more than rounding.
     """
     model, steps = resolve_model("mula-tiny-moe")["model"], 8 if sizes.rehearse else 40
 
@@ -215,8 +215,10 @@ def curve(sizes: Sizes) -> dict[str, Any]:
 
 
 def options(sizes: Sizes) -> dict[str, Any]:
-    """Losses of one process do not depend on where its state is and what it recomputes; those of small models of all
-    families, of as many as the time allows, not on the kernels."""
+    """Checks that losses do not depend on options of state and recomputation, nor on the kernels of any family.
+
+    The part tests as many families as the time allows, with small models.
+    """
     model, steps = resolve_model("mula-tiny-moe")["model"], 3 if sizes.rehearse else 6
     end = time.monotonic() + sizes.seconds
 
@@ -236,17 +238,17 @@ def options(sizes: Sizes) -> dict[str, Any]:
         with mock.patch.object(backend, "_runs_triton", return_value=False):
             expected = losses(f"{name}-plain", small, [], 8)
         rows.append(_compared(name, partial(losses, name, small, [], 8), expected))
-    print_table(rows, "losses with an option against those without; of a family with kernels against those without")
+    print_table(rows, "losses with and without an option; losses of a family with and without kernels")
     _all_equal(rows)
     return {"equal": len(rows), "not reached": len(left)}
 
 
 def _compared(name: str, losses: Callable[[], list[float]], expected: list[float]) -> Row:
-    """How far they are from those expected, or why there are none."""
+    """Returns the difference from the expected losses, or the error that prevented a comparison."""
     began = time.monotonic()
     try:
         off: float | str = apart(losses(), expected)
-    except Exception as error:  # one that fails tells nothing of the others
+    except Exception as error:  # the other rows are still of use
         off = f"{type(error).__name__}: {error}".splitlines()[0]
     equal = isinstance(off, float) and off <= _TOLERANCE
     return {"what": name, "off": off, "equal": equal, "seconds": time.monotonic() - began}
@@ -258,7 +260,7 @@ def _all_equal(rows: list[Row]) -> None:
 
 
 def layouts(sizes: Sizes) -> dict[str, Any]:
-    """Every layout with 2 to 4 ranks that share the device has the losses of one process; as many as the time allows."""
+    """Checks that layouts of 2 to 4 ranks on one device have the losses of one process, as many as the time allows."""
     model, steps = resolve_model("mula-tiny-moe")["model"], 3 if sizes.rehearse else 6
     device = "cpu" if sizes.device.type == "cpu" else f"{sizes.device.type}:0"
     rows: list[Row] = []
@@ -283,7 +285,7 @@ def layouts(sizes: Sizes) -> dict[str, Any]:
 
 
 def tiles(sizes: Sizes) -> dict[str, Any]:
-    """The fastest tiles of the experts' products, next to those that are preferred now."""
+    """Searches the fastest tiles of the experts' products, and compares them with the present ones."""
     from benchmarks import tiles
     from optimus.model.architecture import ModelConfig
 
@@ -296,7 +298,7 @@ def tiles(sizes: Sizes) -> dict[str, Any]:
 
 
 def trainer(sizes: Sizes) -> dict[str, Any]:
-    """A few steps against the Trainer of transformers."""
+    """Runs a few steps against the Trainer of transformers."""
     from benchmarks import train
 
     few: dict[str, Any] = {"steps": 1, "batch": 1} if sizes.rehearse else {"steps": 8}
@@ -313,9 +315,7 @@ def main() -> int:
     parser.add_argument("name", choices=PARTS)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="for the part's own work, where it can be shortened"
-    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of the part, if it can be shortened")
     parser.add_argument("--rehearse", action="store_true")
     asked = parser.parse_args()
     sizes = Sizes(find_device("auto", "the device"), asked.output, asked.work, asked.rehearse, asked.seconds)

@@ -1,8 +1,8 @@
-"""What all benchmarks share: contestants take turns, each is checked first, and a result is tables, ratios and JSON.
+"""The harness of benchmarks: contestants take turns, each is checked first, and a result is tables, ratios and JSON.
 
-A benchmark is a module with a function `run` that returns a `Result`; `commands.py` lists it. Those parameters of `run` that
-are annotated with `typer.Option` or `typer.Argument` are the options of its command. Contestants take turns, round after
-round, so that a machine that slows down or speeds up does so for all.
+A benchmark is a module with a function `run` that returns a `Result`; `commands.py` lists it. Parameters of `run` that
+are annotated with `typer.Option` or `typer.Argument` are the options of its command. Contestants take turns in rounds,
+so that a change of the machine's speed affects all of them.
 """
 
 import time
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Row = dict[str, Any]
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-Rounds = Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")]
+Rounds = Annotated[int, typer.Option(help="Rounds in which the contestants take turns.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")]
 Plot = Annotated[
     Path | None,
@@ -38,19 +38,19 @@ Plot = Annotated[
 
 @dataclass(frozen=True)
 class Result:
-    """What a benchmark has found. A ratio that is None does not exist here."""
+    """The result of a benchmark. A ratio that is None does not exist on this machine."""
 
     rows: list[Row]
     ratios: Mapping[str, float | None] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the JSON document."""
     tables: Mapping[str, Sequence[Row]] | None = None
-    """What is printed, by title; by default the rows."""
+    """The printed tables by title; by default the rows."""
     name: str | None = None
-    """In the document, where it is not that of the command."""
+    """The name in the document, if it differs from that of the command."""
 
     def publish(self, name: str) -> dict[str, Any]:
-        """Print tables and ratios; returns the JSON document."""
+        """Prints tables and ratios; returns the JSON document."""
         name = self.name or name
         for title, rows in ({f"optimus bench {name}": self.rows} if self.tables is None else self.tables).items():
             print_table(rows, title)
@@ -60,7 +60,7 @@ class Result:
 
 
 def take_turns(contestants: Mapping[K, Callable[[], T]], rounds: int, *, warm_up: int = 0) -> dict[K, list[T]]:
-    """What each contestant gives in each of the rounds, those that warm up not counted."""
+    """Returns the results of each contestant in the rounds, without those of the warm-up."""
     seen: dict[K, list[T]] = {name: [] for name in contestants}
     for number in range(-warm_up, rounds):
         for name, turn in contestants.items():
@@ -71,7 +71,8 @@ def take_turns(contestants: Mapping[K, Callable[[], T]], rounds: int, *, warm_up
 
 
 def check_agreement(found: Mapping[str, float], within: float) -> None:
-    """Raises `RuntimeError` unless all contestants' numbers, such as losses, are those of the first, relatively."""
+    """Raises `RuntimeError` unless all contestants' numbers, such as losses, are within this relative distance of the
+    first."""
     first, right = next(iter(found.items()))
     for name, value in found.items():
         if not apart([value], [right]) <= within:
@@ -79,19 +80,19 @@ def check_agreement(found: Mapping[str, float], within: float) -> None:
 
 
 def apart(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference between numbers, such as losses of steps."""
+    """Returns the largest relative difference between numbers, such as losses of steps."""
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest, over pairs of tensors, in the Frobenius norm."""
+    """Returns the largest relative error of pairs of tensors, in the Frobenius norm."""
     return max(
         ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() for a, b in zip(found, expected)
     )
 
 
 class Stopwatch:
-    """Seconds of the process with one CPU thread, which other work slows least; else of the wall."""
+    """Measures process seconds with one CPU thread, which other programs slow least, and otherwise wall seconds."""
 
     def __init__(self, device: torch.device, threads: int = 1) -> None:
         self._accelerator = device.type != "cpu"
@@ -103,7 +104,7 @@ class Stopwatch:
         return self._now()
 
     def time(self, function: Callable[[], object], repeats: int = 1) -> float:
-        """Seconds of a call, the mean of several in a row."""
+        """Returns the seconds of a call, as the mean of `repeats` calls."""
         began = self.read()
         for _ in range(repeats):
             function()
@@ -112,7 +113,7 @@ class Stopwatch:
 
 @contextmanager
 def cpu_threads(count: int) -> Iterator[None]:
-    """So many threads for operations on the CPU; with one the processor time is the whole time."""
+    """Sets the number of CPU threads; with one, the process time is the whole time."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -122,5 +123,5 @@ def cpu_threads(count: int) -> Iterator[None]:
 
 
 def preset(name: str) -> ModelConfig:
-    """The model of a preset. Raises `UserError` for an unknown one."""
+    """Returns the model of a preset. Raises `UserError` for an unknown one."""
     return model_config_from(resolve_model(name)["model"], name)

@@ -1,7 +1,7 @@
-"""The operations of a training step at the sizes of a model's layers, each with the plain way of doing it.
+"""The operations of a training step at the sizes of a model's layers, each with its plain implementation.
 
-The plain way is what `transformers` does, operation by operation in the working type; for the experts all its
-implementations, of which the fastest counts. The same functions, given float64, are the references.
+The plain implementation is that of `transformers`, operation by operation in the working type. For the experts, the
+fastest of all implementations of `transformers` counts. The same functions in float64 are the references.
 
 Legend: B batch, S sequence, T = B * S tokens, H hidden, N heads, D head size, I intermediate, E experts, K experts per
 token, V vocabulary.
@@ -36,7 +36,7 @@ from optimus.optim.rule import OptimizerStep, Tile
 Function = Callable[..., tuple[Tensor, ...]]
 
 _RULE, _STEP, _LR = AdamW(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1), 3, 1e-4
-_STATE_ELEMENTS = 1 << 24  # parameters updated by one timed optimizer step at most; its time is in proportion
+_STATE_ELEMENTS = 1 << 24  # most parameters of one timed optimizer step, whose time is proportional
 _WEIGHT_STD = 0.02  # of the model's initial weights
 _FUSED = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -46,33 +46,33 @@ _FUSED = {
 
 
 class Case(NamedTuple):
-    """One operation. Functions take `inputs` and give all outputs that gradients come from."""
+    """One operation. Functions take `inputs` and return all outputs that have gradients."""
 
     kernel: str
     shape: str
     calls: float  # forward and backward passes in a step of one microbatch
-    inputs: list[Tensor]  # leaves; those that are parameters are `nn.Parameter`
+    inputs: list[Tensor]  # leaves; parameters are `nn.Parameter`
     ours: Function
-    plain: dict[str, Function]  # contestants by name; none where our model calls the library as any other would
+    plain: dict[str, Function]  # contestants by name; none where our model calls the library itself
     reference: Function | None  # None where nothing is ours
     flops: float = 0.0  # of forward and backward pass; 0: bound by memory
-    bytes: float = 0.0  # that they must move at the least; 0: bound by arithmetic
-    in_place: bool = False  # of the step's end, without a backward pass
+    bytes: float = 0.0  # the least to move; 0: bound by arithmetic
+    in_place: bool = False  # an operation of the step's end, without a backward pass
 
 
 class Sizes(NamedTuple):
-    """Where and on how much the operations work."""
+    """The model, the sizes and the device of the operations."""
 
     model: ModelConfig
     tokens: int
     context: int  # tokens of a sequence
     dtype: torch.dtype
     device: torch.device
-    buffers: dict[nn.Parameter, GradientBuffer]  # of weights, by those for whom gradients shall accumulate
+    buffers: dict[nn.Parameter, GradientBuffer]  # of weights whose gradients accumulate
 
 
 def cases(sizes: Sizes) -> Iterator[Callable[[], Case]]:
-    """What makes each case, in the order of a step; one at a time, as their tensors may fill the memory."""
+    """Yields the maker of each case in the order of a step, one at a time because their tensors may fill the memory."""
     model = sizes.model
     makers = [_embedding, _qkv, _attention, _rotary, _output_projection, _linear_cross_entropy, _norm, _adamw]
     makers += (
@@ -108,7 +108,7 @@ def _embedding(sizes: Sizes) -> Case:
 
 
 def _product(sizes: Sizes, kernel: str, inputs: int, outputs: int) -> Case:
-    """A projection of every layer."""
+    """Returns the case of a projection of every layer."""
     T = sizes.tokens
     return Case(
         kernel, f"{T}x{inputs} by {inputs}x{outputs}", sizes.model.layers,
@@ -140,7 +140,7 @@ def _heads(sizes: Sizes) -> tuple[int, int, int, int]:
 
 
 def _attention(sizes: Sizes) -> Case:
-    """As torch chooses among its fused kernels, beside each of them that the accelerator has."""
+    """Returns the case of attention: torch's choice of a fused kernel, beside each kernel of the accelerator."""
     shape = _heads(sizes)
     inputs = [_activation(sizes, *shape) for _ in range(3)]
 
@@ -172,7 +172,7 @@ def _runs(way: Function, inputs: Sequence[Tensor]) -> bool:
 
 
 def _rotary(sizes: Sizes) -> Case:
-    """Of queries and keys."""
+    """Returns the case of rotary positions of queries and keys."""
     shape = _heads(sizes)
     table = rotary_table(torch.arange(sizes.context, device=sizes.device), shape[-1], sizes.model.rope_theta)
     cos_SD, sin_SD = (torch.cat([t, t], -1)[:, None].to(sizes.dtype) for t in table)
@@ -207,7 +207,7 @@ def _rms_norm(sizes: Sizes) -> Case:
 
 
 def _qk_norm(sizes: Sizes) -> Case:
-    """Of queries and keys as they lie in the projection."""
+    """Returns the case of the norms of queries and keys, which lie in one projection."""
     T, H, eps = sizes.tokens, sizes.model.hidden, sizes.model.norm_eps
 
     def of_both(norm: Callable[..., Tensor]) -> Function:
@@ -228,10 +228,10 @@ def _expert_counts(model: ModelConfig) -> tuple[int, int]:
 
 
 def _router(sizes: Sizes) -> Case:
-    """With its projection and the sums that its losses are made of.
+    """Returns the case of the router, with its projection and the sums of its losses.
 
-    The weight picks logits out of the input, no two of a token equal and all exact in 16 bits, so that every way of
-    computing them makes the same choices.
+    The weight picks logits out of the input. A token's logits differ and are exact in 16 bits, so that every
+    implementation makes the same choices.
     """
     T, H, (E, K) = sizes.tokens, sizes.model.hidden, _expert_counts(sizes.model)
     router = Router(H, E, K, False, RouterConfig.from_config(sizes.model)).to(sizes.device, sizes.dtype)
@@ -254,7 +254,7 @@ def _router(sizes: Sizes) -> Case:
 
 
 def _plain_router(x_TH: Tensor, w_EH: Tensor, *, K: int, renormalise: bool) -> tuple[Tensor, ...]:
-    """(weights, summed probabilities, summed z); counts are made and thrown away, as they have no gradient."""
+    """Returns (weights, summed probabilities, summed z). Counts are computed and dropped, as they have no gradient."""
     logits_TE = F.linear(x_TH, w_EH)
     p_TE = logits_TE.softmax(-1, dtype=compute_dtype(x_TH.dtype))
     weights_TK, indices_TK = p_TE.topk(K, -1)
@@ -265,7 +265,7 @@ def _plain_router(x_TH: Tensor, w_EH: Tensor, *, K: int, renormalise: bool) -> t
 
 
 def _experts(sizes: Sizes) -> Case:
-    """The chosen experts' layers and their weighted sum; every token chooses at random."""
+    """Returns the case of the experts' layers and their weighted sum, with random choices."""
     T, H, I, (E, K) = sizes.tokens, sizes.model.hidden, sizes.model.intermediate, _expert_counts(sizes.model)
     indices_TK = torch.rand(T, E, device=sizes.device).topk(K).indices
     weights_TK = torch.rand(T, K, device=sizes.device).softmax(-1).to(sizes.dtype).requires_grad_()
@@ -286,12 +286,12 @@ def _experts(sizes: Sizes) -> Case:
 
 
 def _transformers_experts(model: ModelConfig) -> dict[str, Callable[..., Tensor]]:
-    """Those of its implementations that need no copy of a weight matrix per routed row."""
+    """Returns the implementations of `transformers` that copy no weight matrix for each routed row."""
     try:
         from transformers import OlmoeConfig
         from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
     except ImportError:
-        raise UserError(f"the experts are compared with those of transformers: {how_to_install('bench')}") from None
+        raise UserError(f"the experts of transformers are the comparison: {how_to_install('bench')}") from None
 
     def implementation(name: str) -> Callable[..., Tensor]:
         config = OlmoeConfig(
@@ -301,7 +301,7 @@ def _transformers_experts(model: ModelConfig) -> dict[str, Callable[..., Tensor]
             num_experts_per_tok=model.experts_per_token,
         )
         config._experts_implementation = name
-        with torch.device("meta"):  # the parameters are given with every call
+        with torch.device("meta"):  # every call passes the parameters
             experts = OlmoeExperts(config)
 
         def run(x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -334,7 +334,7 @@ def _linear_cross_entropy(sizes: Sizes) -> Case:
 
 
 def _norm(sizes: Sizes) -> Case:
-    """Of the gradients, which are in fp32; as `clip_grad_norm_` makes it, in fp32, and in float64, by what torch has."""
+    """Returns the case of the norm of fp32 gradients, summed in fp32 as by `clip_grad_norm_`, and in float64."""
     parameters = count_parameters(sizes.model).total
     n = min(parameters, _STATE_ELEMENTS)
     plain = {"float64": _one(square_sum_reference), "fp32": _one(lambda x: torch.linalg.vector_norm(x).square())}
@@ -345,7 +345,7 @@ def _norm(sizes: Sizes) -> Case:
 
 
 def _adamw(sizes: Sizes) -> Case:
-    """fp32 state, gradients as well, and the new weights in the working type where that is another."""
+    """Returns the case of AdamW: fp32 state and gradients, and new weights in the working type unless that is fp32."""
     parameters = count_parameters(sizes.model).total
     n = min(parameters, _STATE_ELEMENTS)
     weight, gradient, m, v = torch.randn(4, n, device=sizes.device)

@@ -1,11 +1,12 @@
-"""Every operation of the training step, ours against the plain way, and what share of the step each takes.
+"""Every operation of the training step against its plain implementation, and its share of the step.
 
-First each is held to its float64 reference, on few tokens and at the layer's real widths; what is not equal to it is not
-timed. Then forward and backward pass are timed with gradients accumulating, as in training: the contestants take turns,
-round after round, and the fastest round counts (a plain way that takes several times as long as another is left out). On a
-CPU that is processor time with one thread. A kernel's time times its calls in a step, over the sum for all kernels, is its
-share: before, with the plain way of everything, and after, with ours.
-Sums of tensors and copies between the operations are in no share.
+Each operation is first checked against its float64 reference, on few tokens and at the layer's real widths; an
+incorrect one is not timed. Then forward and backward passes are timed with accumulating gradients, as in training.
+Contestants take turns, and the fastest round counts. Plain implementations several times slower than another are left
+out. Times on a CPU are process seconds of one thread.
+
+A kernel's share is its time, multiplied by its calls in a step, over the sum of all kernels: before, with every plain
+implementation, and after, with ours. Shares exclude sums of tensors and copies between the operations.
 """
 
 import gc
@@ -38,31 +39,32 @@ from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.observe.machine import find_device
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, in the Frobenius norm
-_CHECK_TOKENS, _CHECK_EXPERTS = 64, 16  # float64 is slow: as many as make no difference to what is checked
-_SAMPLE = 0.02  # seconds that a timed sample lasts at least
-_WARM_UP = 2  # passes of each contestant beforehand
-_OUT_OF_THE_RACE = 3.0  # times the fastest plain way, in the warm-up: some take minutes a pass
+_CHECK_TOKENS, _CHECK_EXPERTS = 64, 16  # float64 is slow; these numbers suffice for the check
+_SAMPLE = 0.02  # least seconds of a timed sample
+_WARM_UP = 2  # passes of each contestant before the timed ones
+_OUT_OF_THE_RACE = 3.0  # times the fastest plain implementation in the warm-up: some take minutes a pass
 
 
 def run(
-    model: Annotated[str, Option(help="Preset whose layers' sizes are used.")] = "mula-7b-a1b",
+    model: Annotated[str, Option(help="Preset that gives the sizes of the layers.")] = "mula-7b-a1b",
     tokens: Annotated[int, Option(help="Tokens of a microbatch.")] = 1024,
     context: Annotated[int, Option(help="Tokens of a sequence.")] = 1024,
     microbatches: Annotated[int, Option(help="Microbatches of a training step.")] = 4,
     dtype: Annotated[
         Literal["auto", "bf16", "fp32"],
-        Option(help="Type of activations and weights; auto: that of a run on this machine."),
+        Option(help="Type of activations and weights; auto takes that of a run on this machine."),
     ] = "auto",
     device: Device = "auto",
     rounds: Rounds = 5,
     tune: Annotated[
-        bool, Option("--tune", help="Instead: find the fastest tiles of the experts' products on an accelerator.")
+        bool, Option("--tune", help="Only find the fastest tiles of the experts' products on an accelerator.")
     ] = False,
 ) -> Result:
-    """A row per kernel. A step has `microbatches` and one update of the optimizer. Ratios, with `cpu` or `gpu` in front:
-    `cpu.<kernel>.vs_plain`, the fastest plain way over ours in time, and `cpu.step.vs_plain`, of the sum over a step.
+    """Returns a row for each kernel, and ratios. A step has `microbatches` and one update of the optimizer.
 
-    Raises `UserError` when the sequences do not divide the tokens, when the device is not there, or for an unknown preset.
+    Ratios begin with `cpu` or `gpu`: `cpu.<kernel>.vs_plain` is the time of the fastest plain implementation over ours,
+    and `cpu.step.vs_plain` the ratio of the sums over a step. Raises `UserError` if the sequences do not divide the
+    tokens, and for an unknown device or preset.
     """
     chosen = DTYPES[SHORT[decided("auto", device)] if dtype == "auto" else dtype]
     if tune:
@@ -86,7 +88,7 @@ def run(
 
 
 def check(sizes: Sizes) -> dict[str, float]:
-    """The relative error of each kernel's outputs and gradients, whichever is largest, against float64."""
+    """Returns each kernel's largest relative error of outputs and gradients against float64."""
     model = sizes.model
     if model.experts is not None and model.experts_per_token is not None:
         fewer = max(model.experts_per_token, min(model.experts, _CHECK_EXPERTS))
@@ -103,7 +105,7 @@ def check(sizes: Sizes) -> dict[str, float]:
 
 
 def error(function: Function, case: Case) -> float:
-    """The largest relative error of a way of doing `case`, over its outputs and gradients."""
+    """Returns the largest relative error of an implementation of `case` over its outputs and gradients."""
     assert case.reference is not None
     found, expected = (
         _results(way, [_leaf(x, wide) for x in case.inputs], case.in_place)
@@ -137,7 +139,7 @@ def row_of(case: Case, relative_error: float | None, sizes: Sizes, rounds: int) 
         "relative_error": relative_error,
     }
     if relative_error is not None and not relative_error <= TOLERANCE[sizes.dtype]:
-        return row | {"plain": "ours is wrong: not timed"}
+        return row | {"plain": "our result is wrong, so it is not timed"}
     sizes.buffers.clear()
     for parameter in case.inputs:
         if isinstance(parameter, nn.Parameter):
@@ -163,7 +165,7 @@ def row_of(case: Case, relative_error: float | None, sizes: Sizes, rounds: int) 
 
 
 def _seconds(case: Case, ways: dict[str, Function], device: torch.device, rounds: int) -> dict[str, float]:
-    """Of one forward and backward pass each, the fastest round."""
+    """Returns the seconds of one forward and backward pass of each implementation, in the fastest round."""
     gradients = None
     if not case.in_place:
         gradients = [_output_gradient(y.detach()) for y in case.ours(*case.inputs)]
@@ -173,7 +175,7 @@ def _seconds(case: Case, ways: dict[str, Function], device: torch.device, rounds
     for name, run in passes.items():
         try:
             warm[name] = min(watch.time(run) for _ in range(_WARM_UP))
-        except RuntimeError as error:  # too little memory, or a type that it does not take: grouped_mm of float32
+        except RuntimeError as error:  # too little memory, or an unsupported type, as float32 for grouped_mm
             if name == "ours":
                 raise
             first = str(error).partition("\n")[0] or type(error).__name__
@@ -188,7 +190,7 @@ def _seconds(case: Case, ways: dict[str, Function], device: torch.device, rounds
 
 
 def _pass(case: Case, way: Function, gradients: list[Tensor] | None) -> Callable[[], None]:
-    """A forward and a backward pass, after which the parameters' gradients stay and those of activations do not."""
+    """Returns a forward and backward pass that keeps the parameters' gradients and drops those of activations."""
 
     def run() -> None:
         outputs = way(*case.inputs)
@@ -203,7 +205,7 @@ def _pass(case: Case, way: Function, gradients: list[Tensor] | None) -> Callable
 
 
 def saved_bytes(way: Function, case: Case) -> int:
-    """Bytes of what the forward pass keeps for the backward pass, its inputs included and parameters left out."""
+    """Returns the bytes that the forward pass saves for the backward pass, with its inputs and without parameters."""
     parameters = {x.untyped_storage().data_ptr() for x in case.inputs if isinstance(x, nn.Parameter)}
     kept: dict[int, int] = {}
 
@@ -220,7 +222,7 @@ def saved_bytes(way: Function, case: Case) -> int:
 
 
 def _shares_and_ratios(rows: list[Row], device: str) -> dict[str, float]:
-    """Write every kernel's part of the step into the rows; return the ratios."""
+    """Adds every kernel's share of the step to the rows, and returns the ratios."""
     timed = [row for row in rows if "ours_ms" in row]
     totals = {}
     for way, when in (("plain", "before"), ("ours", "after")):
@@ -232,7 +234,7 @@ def _shares_and_ratios(rows: list[Row], device: str) -> dict[str, float]:
 
 
 def shares(rows: list[Row]) -> list[Row]:
-    """Of the rows of `run`, what says where the time of a step goes; the largest share first."""
+    """Returns the columns of `rows` with the shares of a step, the largest share first."""
     columns = ("kernel", "calls_per_step", "percent_before", "percent_after", "vs_plain")
     timed = sorted((row for row in rows if "ours_ms" in row), key=lambda row: -row["percent_before"])
     return [{column: row[column] for column in columns} for row in timed]

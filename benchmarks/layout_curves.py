@@ -1,8 +1,8 @@
-"""Train the same model on the same text in different layouts and lay their loss curves over each other.
+"""Trains one model on one text in different layouts, and plots their loss curves over each other.
 
-`python -m benchmarks.layout_curves --text FOLDER --plot curves.png --output curves.json` (as in the sources' figures 3.8 and
-7.7). Without --text, Python's own sources are the text. The first layout is one process; of every other the largest
-difference from it is printed.
+`python -m benchmarks.layout_curves --text FOLDER --plot curves.png --output curves.json` (as in the sources' figures
+3.8 and 7.7). Without --text, Python's own sources are the text. The first layout is one process; every other layout's
+largest difference from the first is printed.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def curve(folder: Path, number: int, ranks: int, steps: int, overrides: list[str]) -> list[float]:
-    """The loss of every step."""
+    """Trains a layout, and returns the loss of every step."""
     output = folder / f"run-{number}"
     config: dict[str, Any] = {
         "model": MODEL,
@@ -85,7 +85,7 @@ def curve(folder: Path, number: int, ranks: int, steps: int, overrides: list[str
 
 
 def compare(curves: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """A row per layout, with the largest relative difference of any step's loss from one process's."""
+    """Returns a row for each layout, with the largest relative difference of a step's loss from that of one process."""
     right = next(iter(curves.values()))
     return [
         {
@@ -100,7 +100,7 @@ def compare(curves: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:
-    """All curves in one panel, and below it their differences from the first."""
+    """Draws all curves in one panel, and their differences from the first in another."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,10 +1,12 @@
-"""The planner's ranking of layouts against that of the clock, on this machine (the dissertation on AxoNN, figure 5.2).
+"""The planner's ranking of layouts against the measured one, on this machine (the AxoNN dissertation, figure 5.2).
 
-The machine is measured as `optimus bench machine` does it, the planner asked for every division of the ranks that a small
-model allows, each with the schedule, microbatch, sharding and recomputation that it would choose; then all of them are
-trained for a few steps. They take turns, round after round, each in fresh processes; a layout's time is that of the median
-step of its best round. What counts is how many of the planner's best ten are among the ten that are fastest, that no layout
-fails which the planner says fits, and that it is never far from the memory that a rank takes.
+The machine is measured as by `optimus bench machine`. The planner lists every division of the ranks that a small model
+allows, each with the schedule, microbatch, sharding and recomputation that it chooses. All these layouts are then
+trained for a few steps. Layouts take turns in rounds, each in fresh processes; the median step of a layout's best round
+counts.
+
+The result is the number of the planner's best ten among the ten fastest, the layouts that fail although the planner
+says that they fit, and the error of the predicted memory of a rank.
 """
 
 import math
@@ -34,14 +36,14 @@ from optimus.plan.prediction import Plan
 from optimus.plan.proposal import config_of
 from optimus.plan.search import search
 
-_BEST = 10  # that are compared, as in the figure
-_LONG = 6.0  # seconds after which a turn is over
-_WARM_UP = 1  # steps of a turn that are not counted
-_OVERRIDES = ("model.layers=8", "model.heads=8", "model.vocab=2048")  # so that ranks can divide it in many ways
+_BEST = 10  # layouts that are compared, as in the figure
+_LONG = 6.0  # seconds after which a turn ends
+_WARM_UP = 1  # steps of a turn before the timed ones
+_OVERRIDES = ("model.layers=8", "model.heads=8", "model.vocab=2048")  # allow many divisions of the ranks
 
 
 class Layout(NamedTuple):
-    """A plan beside the seconds of its median step in its best round; `failure` says what went wrong instead."""
+    """A plan with the seconds of its median step in its best round, or with the reason of its failure."""
 
     plan: Plan
     seconds: float = math.inf
@@ -50,16 +52,19 @@ class Layout(NamedTuple):
 
 
 def run(
-    model: Annotated[str, Option(help="Preset that is trained.")] = "mula-tiny",
-    ranks: Annotated[list[int] | None, Option(help="Numbers of ranks; by default 4 and 8.")] = None,
-    rounds: Annotated[int, Option(help="Rounds, the layouts taking turns.")] = 1,
+    model: Annotated[str, Option(help="Preset to train.")] = "mula-tiny",
+    ranks: Annotated[list[int] | None, Option(help="Number of ranks; repeat for more. Default: 4 and 8.")] = None,
+    rounds: Annotated[int, Option(help="Rounds in which the layouts take turns.")] = 1,
     overrides: Sequence[str] = _OVERRIDES,
     sequences: int = 8,
     context: int = 1024,
     steps: int = 3,
 ) -> Result:
-    """A row per layout; for each number of ranks how many of the best ten are among the fastest ten, the median error of the
-    step time, and how many failed; and the machines that were measured."""
+    """Returns a row for each layout, ratios for each number of ranks, and the measured machines.
+
+    The ratios are the number of the best ten among the fastest ten, the median error of the step time, and the
+    failures.
+    """
     rows: list[Row] = []
     ratios: dict[str, float] = {}
     machines: dict[str, Any] = {}
@@ -78,7 +83,7 @@ def run(
 
 
 def time_layouts(plans: Sequence[Plan], steps: int, rounds: int) -> list[Layout]:
-    """Train with each plan's layout, and once more for its memory. One that fails is not tried again."""
+    """Trains each plan's layout in every round, and once more for its memory. A layout that fails is not tried again."""
     layouts = [Layout(plan) for plan in plans]
     for number in range(rounds + 1):
         for i, layout in enumerate(layouts):
@@ -91,14 +96,14 @@ def time_layouts(plans: Sequence[Plan], steps: int, rounds: int) -> list[Layout]
                 else:
                     seconds = max(run_fresh(_turn, ranks, own, steps))
                     layouts[i] = layout._replace(seconds=min(seconds, layout.seconds))
-            except ProcessException as error:  # whatever it is, the planner had said that it runs
+            except ProcessException as error:  # the planner said that the layout runs, so any error is a failure
                 layouts[i] = layout._replace(failure=str(error).strip().splitlines()[-1])
-        print(f"{plans[0].job.mesh.size} ranks, {len(plans)} layouts: {number + 1} of {rounds + 1} rounds", flush=True)
+        print(f"{plans[0].job.mesh.size} ranks, {len(plans)} layouts: round {number + 1} of {rounds + 1}", flush=True)
     return layouts
 
 
 def _turn(config: RunConfig, steps: int) -> float:
-    """On one rank: seconds of the median step, of as many as take no longer than is worth while for a slow layout."""
+    """Returns the seconds of the median step on one rank; slow layouts take fewer steps."""
     step, tokens_BS = ours(config), own_tokens(config)
     for _ in range(_WARM_UP):
         step(tokens_BS)
@@ -108,13 +113,13 @@ def _turn(config: RunConfig, steps: int) -> float:
         began = perf_counter()
         step(tokens_BS)
         slowest = torch.tensor(perf_counter() - began)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks stop after the same step
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks stop after the same step
         times.append(slowest.item())
     return statistics.median(times)
 
 
 def rows_of(layouts: Sequence[Layout]) -> list[Row]:
-    """A row for each, the fastest first."""
+    """Returns a row for each layout, the fastest first."""
     ranked = sorted(layouts, key=lambda layout: layout.seconds)
     by_plan = {id(plan): number for number, plan in enumerate((layout.plan for layout in layouts), start=1)}
     rows = []
@@ -137,7 +142,7 @@ def rows_of(layouts: Sequence[Layout]) -> list[Row]:
 
 
 def name_of(job: Job) -> str:
-    """The sizes of the axes that have more than one rank, and what else the planner has chosen."""
+    """Returns the axes with more than one rank, and the planner's other choices."""
     mesh, parallel = job.mesh, job.parallel
     sizes = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp_in": mesh.tp_in, "tp_out": mesh.tp_out, "ep": mesh.ep}
     parts = [f"{axis}{size}" for axis, size in (sizes | {"etp": mesh.etp}).items() if size > 1]
@@ -147,7 +152,10 @@ def name_of(job: Job) -> str:
 
 
 def ratios_of(layouts: Sequence[Layout]) -> dict[str, float]:
-    """How the planner did on one number of ranks; `layouts` are in its order. Raises `UserError` where none of them ran."""
+    """Returns the ratios of one number of ranks; `layouts` are in the planner's order.
+
+    Raises `UserError` if no layout ran.
+    """
     name = f"layouts.{layouts[0].plan.job.mesh.size}_ranks"
     ran = [layout for layout in layouts if layout.failure is None]
     if not ran:

@@ -1,12 +1,12 @@
-"""The sparse block, router included, against every implementation that a user could take instead.
+"""The sparse block with its router against every implementation that users could take instead.
 
-All contestants get the same weights, inputs and upstream gradient, and the same choice of experts (`moe_inputs`). First each
-is checked against float64, on a CPU on few tokens; who is wrong is named and not timed. Then they take turns, and large
-square products are timed in the same rounds, as what the machine can do. A contestant's time is its best round on the CPU,
-where all disturbance adds, and the median on an accelerator.
+All contestants get the same weights, inputs and upstream gradient, and the same choice of experts (`moe_inputs`). Each
+is first checked against float64, on few tokens on a CPU; an incorrect one is named and not timed. Then contestants take
+turns together with large square products, which show the peak rate of the machine. A contestant's time is its best
+round on the CPU, where every disturbance adds time, and the median on an accelerator.
 
-Timed are the forward pass, as in training; forward and backward with gradients that accumulate, as they do in all but the
-first microbatch of a step and always in chunks; and with gradients made afresh.
+Three kinds of passes are timed: the forward pass of training; forward and backward with accumulating gradients, as in
+all but the first microbatch of a step and always in chunks; and forward and backward with new gradients.
 """
 
 import statistics
@@ -31,14 +31,14 @@ from optimus.errors import UserError, nearest
 from optimus.observe.machine import find_device
 
 _TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}
-_CHECKED = 128  # tokens on a CPU, where float64 takes long; all on an accelerator
-_PRODUCT = 2048, 8192  # rows and columns of the product that shows what the machine can do: on a CPU, an accelerator
-_HOPELESS = 10, 5.0  # times slower than ours, and seconds: on a CPU such a contestant has one pass
+_CHECKED = 128  # tokens on a CPU, where float64 is slow; all tokens on an accelerator
+_PRODUCT = 2048, 8192  # rows and columns of the product that shows the peak rate: on a CPU, on an accelerator
+_HOPELESS = 10, 5.0  # times slower than ours, and seconds: on a CPU a contestant beyond both has one pass
 
 
 @dataclass
 class _Entry:
-    """A contestant, and what is known of it. Without a block it is out of the race, `note` says why."""
+    """A contestant and its measurements. A contestant without a block is out of the race for the reason in `note`."""
 
     name: str
     ours: bool
@@ -73,25 +73,25 @@ def run(
     ] = None,
     tokens: Annotated[
         list[int] | None,
-        Option(help="Tokens per pass. Repeat for more. Default: 1024; accelerator: 8192, 16384."),
+        Option(help="Tokens of a pass. Repeat for more. Default: 1024; on an accelerator 8192 and 16384."),
     ] = None,
     load: Annotated[
         list[str] | None,
-        Option(help="learned, uniform, zipf or one-hot: how tokens spread. Repeat for more. Default: learned."),
+        Option(help="Spread of the tokens: learned, uniform, zipf or one-hot. Repeat for more. Default: learned."),
     ] = None,
     dtype: Annotated[
-        list[str] | None, Option(help="bf16 or fp32. Repeat for more. Default: that of a run here.")
+        list[str] | None, Option(help="bf16 or fp32. Repeat for more. Default: the type of a run on this machine.")
     ] = None,
     device: Device = "auto",
-    threads: Annotated[int, Option(help="CPU threads; with one, times are those of the process.")] = 1,
+    threads: Annotated[int, Option(help="CPU threads. With one, times are process times.")] = 1,
     rounds: Annotated[
-        int | None, Option(help="Rounds, the contestants taking turns. Default: 3; accelerator: 30.")
+        int | None, Option(help="Rounds in which the contestants take turns. Default: 3; on an accelerator 30.")
     ] = None,
     plot: Plot = None,
 ) -> Result:
-    """Rows, one per case and contestant and for the large products, and `ratios` of them. A case is printed when it is done.
+    """Returns a row for each case and contestant and for the large products, and ratios. Prints each case at its end.
 
-    Raises `UserError` for a shape, load, type or device that is not there, and for counts below 1.
+    Raises `UserError` for an unknown shape, load, type or device, and for counts below 1.
     """
     target = find_device(device, "--device")
     on_cpu = target.type == "cpu"
@@ -137,7 +137,7 @@ def _run_case(case: _Case, weights: Weights, gradients: Weights) -> list[Row]:
 
 
 def _enter(name: str, make: Make, setting: Setting, want: Expected, case: _Case) -> _Entry:
-    """Make a contestant and check it."""
+    """Makes a contestant and checks it."""
     entry = _Entry(name, ours=make is Ours)
     with _out_if_failed(entry):
         entry.block = make(setting)
@@ -149,7 +149,7 @@ def _enter(name: str, make: Make, setting: Setting, want: Expected, case: _Case)
 
 @contextmanager
 def _out_if_failed(entry: _Entry) -> Iterator[None]:
-    """A rival that fails is out; that we do is an error like any other."""
+    """Takes a rival that fails out of the race; an error of our own block is raised."""
     try:
         yield
     except LeftOut as reason:
@@ -162,7 +162,7 @@ def _out_if_failed(entry: _Entry) -> Iterator[None]:
 
 
 def _first_pass(entries: list[_Entry], inputs: Inputs, case: _Case) -> None:
-    """Count memory. Who takes so long on a CPU that its rounds would be all the benchmark has this one pass as its time."""
+    """Measures memory in one pass, which is also the time of a contestant that is too slow for rounds on a CPU."""
     ours = None
     for entry in entries:
         with _out_if_failed(entry):
@@ -179,7 +179,7 @@ def _first_pass(entries: list[_Entry], inputs: Inputs, case: _Case) -> None:
 
 
 def _take_turns(entries: list[_Entry], inputs: Inputs, case: _Case) -> dict[str, list[float]]:
-    """The rounds, after some that warm up; seconds of the large products."""
+    """Runs the rounds after a warm-up; returns the seconds of the large products."""
     size = _PRODUCT[not case.on_cpu]
     a, b, out = torch.randn(3, size, size, device=case.device).to(DTYPES[case.dtype])
     passes = {entry.name: partial(_time_passes, entry, inputs, case.watch) for entry in entries}
@@ -197,7 +197,7 @@ def _take_turns(entries: list[_Entry], inputs: Inputs, case: _Case) -> dict[str,
 
 
 def _time_passes(entry: _Entry, inputs: Inputs, watch: Stopwatch) -> dict[str, float]:
-    """Seconds of each kind of pass; none of a contestant that is out, or now fails."""
+    """Returns the seconds of each kind of pass, or nothing for a contestant that is out or fails."""
     with _out_if_failed(entry):
         if entry.block is not None:
             return {kind: time_pass(watch, entry.block, inputs, kind) for kind in KINDS}
@@ -243,13 +243,13 @@ def _matmul_row(name: str, seconds: list[float], case: _Case) -> Row:
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """What the rows say of ours, under `<place>.<shape>.<type>.`; each the worst of the token counts.
+    """Returns the ratios of our block, named `<place>.<shape>.<type>.`, each for the worst token count.
 
-    `vs_best_rival`: time of the fastest contestant but ours over our time, forward and backward with accumulating
-    gradients; `fresh.vs_best_rival` and `forward.vs_best_rival` of the other two; `vs_module_list` of that contestant alone,
-    `vs_transformers` of the fastest that `transformers` 5 itself offers; `tflops`; `share_of_matmul`, of the rate of the
-    faster large product. All these with the learned load or, where it was not measured, the uniform; for every load
-    `<load>.vs_best_rival`.
+    - `vs_best_rival`: the time of the fastest rival over ours, forward and backward with accumulating gradients.
+    - `fresh.vs_best_rival` and `forward.vs_best_rival`: the same for the other two kinds of passes.
+    - `vs_module_list` and `vs_transformers`: against the module list alone, and against the fastest of `transformers` 5.
+    - `tflops` and `share_of_matmul`: our rate, and its share of the faster large product's rate.
+    - `<load>.vs_best_rival`: for every load. The other ratios are for the learned load, or else for the uniform one.
     """
     found: dict[str, float] = {}
     for place, shape, dtype in dict.fromkeys((row["place"], row["shape"], row["dtype"]) for row in rows):
@@ -269,7 +269,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _worst(cases: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The least of each, of those that all cases have."""
+    """Returns the least of each ratio that all cases have."""
     names = [name for name in cases[0] if all(name in case for case in cases)] if cases else []
     return {name: min(case[name] for case in cases) for name in names}
 

@@ -1,8 +1,8 @@
-"""What the benchmark of the sparse block computes on: shapes, weights, and inputs that are routed as asked.
+"""Inputs of the benchmark of the sparse block: shapes, weights, and tokens with a given routing.
 
-The load is in the data, so that every contestant's own router, unchanged, makes the same choices: each token belongs to a
-pattern, an input feature per pattern is set for its tokens, and the router's column for that feature holds what the pattern
-adds to the logits of the experts. With `learned` nothing is added and random logits spread the tokens nearly evenly.
+The data determine the load, so that every contestant's own router makes the same choices. Each token belongs to a
+pattern, which sets one input feature. The router's column for that feature holds the pattern's addition to the logits
+of the experts. The load `learned` adds nothing: random logits spread the tokens nearly evenly.
 
 Legend: T tokens, H hidden, I intermediate, J = 2 I, E experts, K experts per token, P patterns.
 """
@@ -19,9 +19,10 @@ from optimus.config import preset_names
 from optimus.errors import UserError, nearest
 
 LOADS = ("learned", "uniform", "zipf", "one-hot")
-_FORBIDDEN = -16.0  # added to a logit it leaves a probability of 1e-7
-_FLAG = 8.0  # of an input: large, that weights may be small, by which the input's gradient multiplies its rounding
-_KEEP_APART = 2.0  # between the last expert chosen and the first not, in roundings of the logit
+_FORBIDDEN = -16.0  # added to a logit, leaves a probability of 1e-7
+# Of an input: large, so that the router's weights, which multiply rounding errors of the input's gradient, stay small
+_FLAG = 8.0
+_KEEP_APART = 2.0  # least distance of the last chosen expert from the next one, in roundings of the logit
 
 
 class Shape(NamedTuple):
@@ -37,7 +38,8 @@ class Shape(NamedTuple):
         return "/".join(map(str, self[1:]))
 
     def flops(self, tokens: int) -> int:
-        """Of the experts' products, forward and backward: three matrices, three products each, 2 operations a term."""
+        """Returns the FLOPs of the experts, forward and backward: three matrices, three products each, 2 operations a
+        term."""
         return 18 * tokens * self.experts_per_token * self.hidden * self.intermediate
 
 
@@ -50,9 +52,9 @@ class Weights(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What goes in and what comes back."""
+    """The input of a pass, and the gradient of its output."""
 
-    x_TH: Tensor  # a leaf that wants a gradient
+    x_TH: Tensor  # a leaf with a gradient
     y_grad_TH: Tensor
 
     def first(self, tokens: int) -> "Inputs":
@@ -63,9 +65,9 @@ _SHAPES = {"olmoe": Shape("olmoe", 2048, 1024, 64, 8), "small": Shape("small", 5
 
 
 def parse_shape(text: str) -> Shape:
-    """`olmoe` (2048/1024/64/8), `small` (512/256/32/4), a preset with experts, or hidden/intermediate/experts/chosen.
+    """Returns the shape of `olmoe` (2048/1024/64/8), `small` (512/256/32/4), a preset with experts, or H/I/E/K.
 
-    Raises `UserError` on anything else.
+    H/I/E/K is hidden/intermediate/experts/chosen. Raises `UserError` for any other text.
     """
     if text in _SHAPES:
         return _SHAPES[text]
@@ -85,7 +87,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def make_weights(shape: Shape, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Random weights that keep the size of activations; the same for the same seed of torch."""
+    """Returns random weights that keep the size of activations, equal for equal seeds of torch."""
 
     def normal(*size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device).normal_(std=size[-1] ** -0.5)
@@ -97,14 +99,14 @@ def make_weights(shape: Shape, dtype: torch.dtype, device: torch.device) -> Weig
 
 
 def make_inputs(shape: Shape, weights: Weights, tokens: int, load: str) -> tuple[Weights, Inputs]:
-    """Inputs and weights, the router's changed, with which `tokens` tokens are routed as `load` says.
+    """Returns weights with a changed router, and inputs, that route `tokens` tokens by `load`.
 
     - `learned`: by random logits, nearly balanced.
     - `uniform`: token t to experts t*K ... t*K + K-1 modulo E, as with `Router(force_balanced=True)`.
-    - `zipf`: as learned, the logit of expert e lowered by log(e + 1), so that odds fall as 1, 1/2, 1/3 ...
+    - `zipf`: as learned, with the logit of expert e lowered by log(e + 1), so that odds fall as 1, 1/2, 1/3 ...
     - `one-hot`: every token to experts 0 ... K-1.
 
-    A token that might be routed elsewhere by another order of rounding is drawn anew.
+    Tokens that another order of rounding might route elsewhere are drawn again.
     """
     router_EH = weights.router_EH.clone()
     bias_PE, pattern_T = _patterns(shape, tokens, load)
@@ -125,7 +127,7 @@ def make_inputs(shape: Shape, weights: Weights, tokens: int, load: str) -> tuple
 
 
 def _patterns(shape: Shape, tokens: int, load: str) -> tuple[Tensor, Tensor]:
-    """What each pattern adds to the logits, and each token's pattern."""
+    """Returns each pattern's addition to the logits, and each token's pattern."""
     experts, chosen = shape.experts, shape.experts_per_token
     nobody_else = torch.zeros(tokens, dtype=torch.long)
     if load == "learned":
@@ -140,7 +142,7 @@ def _patterns(shape: Shape, tokens: int, load: str) -> tuple[Tensor, Tensor]:
 
 
 def _undecided(logits_TE: Tensor, chosen: int) -> Tensor:
-    """Whether a token's last choice and the next best expert are too close to call."""
+    """Returns, for each token, whether its last chosen expert and the next one are too close to distinguish."""
     if chosen == logits_TE.shape[1]:
         return torch.zeros(len(logits_TE), dtype=torch.bool, device=logits_TE.device)
     last_T, next_T = logits_TE.float().topk(chosen + 1).values[:, -2:].unbind(1)

@@ -1,6 +1,6 @@
-"""Kernel packages for an accelerator that take part in the benchmark of the sparse block where they are installed.
+"""Kernel packages for accelerators that take part in the benchmark of the sparse block where they are installed.
 
-They leave the router to their user, and get OLMoE's.
+These packages leave the router to their user, and get OLMoE's.
 
 Legend: T tokens, H hidden, I intermediate, J = 2 I, E experts, K experts per token, R = T * K routed rows.
 """
@@ -21,7 +21,7 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # of x, we
 
 
 def contestants(device: torch.device) -> dict[str, Make]:
-    """All that can run on such a device, by name and version; ours first."""
+    """Returns all contestants for a device by name and version, ours first."""
     makers: dict[str, Make] = {"optimus": Ours}
     makers |= {f"transformers {experts}": in_transformers(experts) for experts in ("eager", "grouped_mm", "batched_mm")}
     makers["module list"] = module_list
@@ -41,7 +41,7 @@ def _version(package: str) -> str:
 
 
 def _installed(module: str) -> Any:
-    """The module; raises `LeftOut` where its package is not there."""
+    """Imports a module. Raises `LeftOut` if its package is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -51,7 +51,7 @@ def _installed(module: str) -> Any:
 
 
 def _routed(setting: Setting, experts: Experts) -> Block:
-    """The block that `experts` and OLMoE's router make."""
+    """Returns the block of `experts` and OLMoE's router."""
     router, gate_up, down = parameters = [nn.Parameter(weight) for weight in setting.weights]
 
     def call(x_TH: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def _sonic(setting: Setting) -> Block:
 
 
 class MegaBlocks(Block):
-    """MegaBlocks' dropless block with grouped products. It holds the weights in a layout of its own: as copies."""
+    """MegaBlocks' dropless block with grouped products, which copies the weights to a layout of its own."""
 
     def __init__(self, setting: Setting) -> None:
         arguments = _installed("megablocks.layers.arguments").Arguments
@@ -150,6 +150,6 @@ class MegaBlocks(Block):
 
 
 def _own_layout(weights: Weights) -> list[Tensor]:
-    """Gate, up and down, each as [E * I, H]."""
+    """Returns gate, up and down, each as [E * I, H]."""
     gate_EIH, up_EIH = weights.gate_up_EJH.chunk(2, 1)
     return [matrices.flatten(0, 1).contiguous() for matrices in (gate_EIH, up_EIH, weights.down_EHI.mT)]

@@ -1,4 +1,4 @@
-"""How the benchmark of the sparse block judges a contestant: against float64, in memory, in time.
+"""Measurements of a contestant of the sparse block: errors against float64, memory and time.
 
 Legend: T tokens, H hidden, E experts, K experts per token.
 """
@@ -15,12 +15,12 @@ from benchmarks.moe_inputs import Inputs, Weights
 from benchmarks.moe_rivals import Block, route
 from optimus.testing.memory import tracking
 
-Kind = Literal["forward", "accumulating", "fresh"]  # the last two: forward and backward
+Kind = Literal["forward", "accumulating", "fresh"]  # the last two kinds are forward and backward
 KINDS: tuple[Kind, ...] = ("forward", "accumulating", "fresh")
 
 
 class Expected(NamedTuple):
-    """What a block should give, computed in float64; gradients of weights are kept in fp32."""
+    """The outputs and gradients that a block should give, computed in float64; gradients of weights are kept in fp32."""
 
     inputs: Inputs
     y_TH: Tensor
@@ -32,18 +32,18 @@ class Errors(NamedTuple):
     """Relative Frobenius distances."""
 
     output: float
-    gradient: float  # the largest: of x, router, gate and up, down
+    gradient: float  # the largest error of x, router, gate and up, down
 
 
 class Memory(NamedTuple):
-    """Bytes of one pass, beyond weights, their gradients and what goes in."""
+    """Bytes of one pass besides weights, their gradients and the input."""
 
-    peak: int  # at most, forward and backward
-    saved: int  # kept from forward to backward, the input included: every block keeps it
+    peak: int  # during forward and backward
+    saved: int  # from forward to backward, with the input, which every block saves
 
 
 def expected(weights: Weights, inputs: Inputs, chosen: int) -> Expected:
-    """The definition of the block, expert by expert. Which experts are chosen is taken from the type that is measured."""
+    """Computes the block by definition, expert by expert, with the choices of the measured type."""
     x_TH, x_of_router_TH = (inputs.x_TH.detach().double().requires_grad_() for _ in range(2))
     router_EH = weights.router_EH.double().requires_grad_()
     _, indices_TK = route(inputs.x_TH.detach(), weights.router_EH, chosen)
@@ -70,7 +70,7 @@ def _grad(leaf: Tensor) -> Tensor:
 
 
 def check(block: Block, want: Expected, gradients: Weights) -> Errors:
-    """One pass that adds to `gradients`, which hold what is expected already, so that twice as much must come out."""
+    """Runs one pass that adds to `gradients`, which hold the expected values, so that the pass must double them."""
     for gradient, one in zip(gradients, want.gradients):
         gradient.copy_(one)
     _ready(block, want.inputs, "accumulating")
@@ -82,7 +82,7 @@ def check(block: Block, want: Expected, gradients: Weights) -> Errors:
 
 
 def _distance(got: Tensor, times: int, want: Tensor) -> float:
-    """|got - times * want| / |want|, in pieces, as another copy of all weights would be large; infinite where got is NaN."""
+    """Returns |got - times * want| / |want|, in pieces to avoid copies of all weights, or infinity for NaN."""
     away = size = 0.0
     for a, b in zip(got.chunk(64), want.chunk(64)):
         away += float(torch.linalg.vector_norm(a.to(b.dtype) - times * b)) ** 2
@@ -91,7 +91,7 @@ def _distance(got: Tensor, times: int, want: Tensor) -> float:
 
 
 def _ready(block: Block, inputs: Inputs, kind: Kind) -> None:
-    """The gradient of the input is always made anew, as a layer's is."""
+    """Prepares a pass. The gradient of the input is always new, as a layer's is."""
     inputs.x_TH.grad = None
     block.begin(accumulating=kind != "fresh")
 
@@ -104,20 +104,20 @@ def _pass(block: Block, inputs: Inputs, kind: Kind) -> Tensor:
 
 
 def time_pass(watch: Stopwatch, block: Block, inputs: Inputs, kind: Kind) -> float:
-    """Seconds of a pass."""
+    """Returns the seconds of a pass."""
     _ready(block, inputs, kind)
     began = watch.read()
     y_TH = _pass(block, inputs, kind)
     seconds = watch.read() - began
-    del y_TH  # and what was saved for a backward pass
-    block.begin(accumulating=True)  # lets go of gradients that were made
+    del y_TH  # frees also the activations saved for a backward pass
+    block.begin(accumulating=True)  # frees new gradients
     return seconds
 
 
 def memory(block: Block, inputs: Inputs) -> Memory:
-    """Of one pass with accumulating gradients.
+    """Returns the memory of one pass with accumulating gradients.
 
-    On an accelerator what its allocator has given out; on the CPU the tensors that operators return (`testing.memory`).
+    An accelerator's allocator counts its bytes; on the CPU, tensors of operators are counted (`testing.memory`).
     """
     _ready(block, inputs, "accumulating")
     input_bytes = inputs.x_TH.nbytes

@@ -1,4 +1,4 @@
-"""How the benchmark of the sparse block shows its result: a table per case, and a plot."""
+"""Output of the benchmark of the sparse block: a table for each case, and a plot."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,27 +19,27 @@ _SHOWN = {
     "error": "error",
     "note": "note",
 }
-_BAR, _GAP = 0.32, 1.2  # inches: of height for a bar, and for a case's title and axis
+_BAR, _GAP = 0.32, 1.2  # inches: the height of a bar, and that of a case's title and axis
 
 
 def print_case(rows: Sequence[Row]) -> None:
-    """Print the rows of one case."""
+    """Prints the rows of one case."""
     first = rows[0]
     title = f"{first['shape']} ({first['dimensions']}) {first['dtype']}, {first['tokens']} tokens, {first['load']} load"
     print_table([{shown: row.get(key) for key, shown in _SHOWN.items()} for row in rows], title)
 
 
 def print_machine() -> None:
-    """Print what was measured with."""
+    """Prints the machine and the versions of the packages."""
     machine, packages = describe_machine(), versions("torch", "transformers", "triton")
     chips = dict.fromkeys([machine["cpu"], *machine["accelerators"]])
     print(", ".join([*chips, *(f"{name} {packages[name]}" for name in ("torch", "transformers", "triton"))]))
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG: TFLOP/s of forward and backward of every contestant, a panel per case, a line at the large products'.
+    """Writes a PNG with a panel for each case: TFLOP/s of every contestant, and a line for the large product's rate.
 
-    Raises `UserError` when the file cannot be written.
+    Raises `UserError` if the file cannot be written.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The contestants of the benchmark of the sparse block: ours, and what a user could take in its place.
+"""Contestants of the benchmark of the sparse block: ours, and implementations that users could take instead.
 
 All hold the same weights, in the same memory unless their layout differs, and add their gradients to the same buffers.
 
@@ -20,35 +20,35 @@ from optimus.observe.machine import free_memory
 
 
 class LeftOut(Exception):
-    """A contestant cannot take part; `str(error)` says why."""
+    """Raised for a contestant that cannot take part; `str(error)` is the reason."""
 
 
 class Setting(NamedTuple):
-    """What a contestant is made for."""
+    """The inputs of the maker of a contestant."""
 
     shape: Shape
-    tokens: int  # at most, per pass
+    tokens: int  # the most in a pass
     weights: Weights
     gradients: Weights  # buffers
 
 
 class Block:
-    """One contestant. Called on x_TH it gives y_TH; `begin` says what happens to the gradients of the next pass."""
+    """A contestant, which computes y_TH from x_TH; `begin` prepares the gradients of the next pass."""
 
     def __init__(self, call: Callable[[Tensor], Tensor], parameters: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """`parameters`: each with the buffer, of its shape, that its gradient is added to."""
+        """Pairs each of `parameters` with the buffer, of its shape, to which its gradient is added."""
         self._call, self._parameters = call, parameters
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         return self._call(x_TH)
 
     def begin(self, *, accumulating: bool) -> None:
-        """Gradients are there and are added to, or are not and are made."""
+        """Sets the gradients to the buffers, or to None for a pass with new gradients."""
         for parameter, buffer in self._parameters:
             parameter.grad = buffer if accumulating else None
 
     def collect(self) -> None:
-        """Add to the common buffers what has accumulated elsewhere, if anything has."""
+        """Adds gradients that have accumulated elsewhere to the common buffers."""
 
 
 Make = Callable[[Setting], Block]
@@ -60,7 +60,7 @@ def _model(shape: Shape) -> ModelConfig:
 
 
 class Ours(Block):
-    """`MoeLayer`, its experts' gradients going where they accumulate through gradient buffers, as in training."""
+    """`MoeLayer`, whose experts accumulate gradients in gradient buffers, as in training."""
 
     def __init__(self, setting: Setting) -> None:
         weights, gradients = setting.weights, setting.gradients
@@ -83,7 +83,7 @@ class Ours(Block):
 
 
 def in_transformers(experts: str, *, compiled: bool = False) -> Make:
-    """`OlmoeSparseMoeBlock` with this experts implementation."""
+    """Returns the maker of `OlmoeSparseMoeBlock` with this implementation of experts."""
 
     def make(setting: Setting) -> Block:
         if experts == "batched_mm":
@@ -105,7 +105,7 @@ def in_transformers(experts: str, *, compiled: bool = False) -> Make:
         parameters = [nn.Parameter(weight) for weight in setting.weights]
         block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = parameters
         if compiled:
-            torch.compiler.reset()  # it gives up compiling what it has compiled for many other shapes
+            torch.compiler.reset()  # compilation would stop after many other shapes
         call = torch.compile(block, dynamic=False) if compiled else block
         return Block(lambda x_TH: call(x_TH[None])[0], list(zip(parameters, setting.gradients)))
 
@@ -113,9 +113,9 @@ def in_transformers(experts: str, *, compiled: bool = False) -> Make:
 
 
 def _check_copies(setting: Setting) -> None:
-    """`batched_mm` copies the matrices of its expert for every routed row, and makes as large a gradient of the copy.
+    """Raises `LeftOut` if the copies of `batched_mm` do not fit.
 
-    Raises `LeftOut` where that does not fit.
+    `batched_mm` copies an expert's matrices for every routed row, and makes gradients of the same size.
     """
     shape, down_EHI = setting.shape, setting.weights.down_EHI
     matrices = 3 * shape.hidden * shape.intermediate * down_EHI.element_size()
@@ -125,7 +125,7 @@ def _check_copies(setting: Setting) -> None:
 
 
 def module_list(setting: Setting) -> Block:
-    """A loop over a `ModuleList` of experts with three linear layers each: how `transformers` 4 computed such a block."""
+    """Returns a loop over a `ModuleList` of experts with three linear layers each, the block of `transformers` 4."""
     shape, weights, gradients = setting.shape, setting.weights, setting.gradients
     experts = nn.ModuleList(_expert(shape) for _ in range(shape.experts))
     router = nn.Parameter(weights.router_EH)
@@ -155,12 +155,12 @@ def _expert(shape: Shape) -> nn.ModuleDict:
 
 
 def _matrices(weights: Weights, expert: int) -> Iterator[Tensor]:
-    """Gate, up and down of one expert."""
+    """Yields gate, up and down of one expert."""
     yield from weights.gate_up_EJH[expert].chunk(2)
     yield weights.down_EHI[expert]
 
 
 def route(x_TH: Tensor, router_EH: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
-    """(weights_TK, indices_TK) as OLMoE has them: softmax in fp32, the largest, not normalised again."""
+    """Returns (weights_TK, indices_TK) as OLMoE's router: the largest of an fp32 softmax, without renormalisation."""
     weights_TK, indices_TK = F.linear(x_TH, router_EH).softmax(-1, dtype=torch.float32).topk(chosen)
     return weights_TK.to(x_TH.dtype), indices_TK

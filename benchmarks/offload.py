@@ -1,17 +1,18 @@
-"""Models beyond the device: throughput against all on the device, our choice beside Elixir's rule, and FSDP2's traffic.
+"""Models larger than the device: their throughput, our choice beside Elixir's rule, and FSDP2's traffic.
 
-The device is simulated (`benchmarks.simulated_device`): our own code moves the bytes, the time is computed. It has room
-for the whole state of so many layers; models are 0.5 to 8 times as large. A layer, a chunk of 64 M parameters, takes so long
-forward and twice as long backward; a link carries so much each way, the host updates so many elements a second.
+The device is simulated (`benchmarks.simulated_device`): our own code moves the bytes, and the time is computed. The
+device has room for the whole state of `layers` layers; models are 0.5 to 8 times as large. A layer is a chunk of 64 M
+parameters with a fixed time for its forward pass and twice that time for its backward pass. The link has a fixed rate
+each way, and the host updates a fixed number of elements a second.
 
-Both choose how many blocks of parameters the cache has and how many chunks have their states on the device; the rest of the
-step is the same. Ours takes the least cache that hides fetches, then states of the first chunks, then more cache. Elixir's
-rule (`search/optimal.py`) compares what a byte of either saves, in a step in which nothing overlaps.
+Both rules choose the blocks of parameters in the cache and the chunks with their states on the device; the rest of the
+step is the same. Ours takes the smallest cache that hides fetches, then states of the first chunks, then more cache.
+Elixir's rule (`search/optimal.py`) compares what a byte of either saves in a step without overlap.
 
-The traffic of FSDP2 with `CPUOffloadPolicy` is counted on one rank of a CPU: what it copies to its device and back, and the
-most bytes that its gathered parameters and whole gradients take. There is no device here, so it has no time. FSDP2 sends the
-gradients of each microbatch and adds them up on the host; ours of several microbatches is measured both ways, with twice the
-layers, too.
+The traffic of FSDP2 with `CPUOffloadPolicy` is counted on one rank of a CPU: copies to and from its device, and the
+most bytes of its gathered parameters and whole gradients. No real device is present, so FSDP2 has no time. FSDP2 sends
+the gradients of each microbatch and accumulates them on the host. Ours is measured both ways for several microbatches,
+and with twice the layers.
 """
 
 import math
@@ -34,20 +35,22 @@ from optimus.plan.measure.ranks import run_fresh
 from optimus.testing.memory import tracking
 
 SIZES = (0.5, 1, 2, 3, 4, 6, 8)
-_WIDTH = 16  # of a layer as it is run
-_SCALE = 64e6 / _WIDTH**2  # elements that one of them stands for
-_STATE, _PARAMETER = 16, 2  # bytes of an element: all of it, and parameters
-_GRADIENTS = 3 * 2  # whole gradients in bf16: one that is made, two on their way to the host
-_BLOCKS = 4  # of parameters at least: in use, arriving, and kept for the next use
-_ON_DEVICE = 50e9  # elements/s of an update on the device, which Elixir's rule asks for
+_WIDTH = 16  # of a layer in the simulation
+_SCALE = 64e6 / _WIDTH**2  # elements for which an element of that layer stands
+_STATE, _PARAMETER = 16, 2  # bytes of an element: of all state, and of parameters
+_GRADIENTS = 3 * 2  # whole gradients in bf16: one in computation, two on their way to the host
+_BLOCKS = 4  # least blocks of parameters: in use, arriving, and kept for the next use
+_ON_DEVICE = 50e9  # elements/s of an update on the device, which Elixir's rule needs
 _STEPS = 3
 _TRAFFIC = 12, 64  # layers whose traffic is counted, and their width
 _ON_HOST = "ours, gradients added up on the host"
 
 
 class Machine(NamedTuple):
-    """The device has `room` bytes for each element of a chunk; a layer's forward pass takes so many seconds; the link
-    carries bytes/s each way, the host updates elements/s."""
+    """The device has `room` bytes for an element of a chunk; a layer's forward pass takes `forward` seconds.
+
+    The link carries `link` bytes/s each way, and the host updates `updates` elements/s.
+    """
 
     room: int
     forward: float
@@ -56,21 +59,22 @@ class Machine(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Blocks of the cache and chunks whose whole state is on the device."""
+    """The blocks of the cache, and the chunks with their whole state on the device."""
 
     cache: int
     states: int
 
 
 def ours(machine: Machine, layers: int) -> Choice:
-    """The least cache, then states of the first chunks, then more cache."""
+    """Returns the smallest cache, then states of the first chunks, then more cache."""
     left = machine.room - _PARAMETER * _BLOCKS - _GRADIENTS
     states = max(0, min(layers, left // _STATE))
     return Choice(min(layers - states, _BLOCKS + (left - states * _STATE) // _PARAMETER), states)
 
 
 def elixir(machine: Machine, layers: int) -> Choice:
-    """Its rule on one rank: cache first, where an element more of it saves more than its memory would, holding states."""
+    """Returns the choice of Elixir's rule on one rank: more cache first, if its memory saves more there than for
+    states."""
     per_block = 2 * _PARAMETER / machine.link
     per_state = (4 / machine.link + per_block + _PARAMETER / machine.link + 1 / machine.updates - 1 / _ON_DEVICE) / 7
     if per_block <= per_state:
@@ -78,35 +82,38 @@ def elixir(machine: Machine, layers: int) -> Choice:
     left = machine.room - _GRADIENTS
     if left < _PARAMETER * layers:
         return Choice(left // _PARAMETER, 0)
-    states = min(layers, (left - _PARAMETER * layers) // (_STATE - _PARAMETER))  # which need no block
+    # Chunks with states on the device need no block
+    states = min(layers, (left - _PARAMETER * layers) // (_STATE - _PARAMETER))
     return Choice(layers - states, states)
 
 
 def fewest_loads(layers: int, choice: Choice, microbatches: int = 1) -> int:
-    """2 M L - (2 M - 1) C, of the chunks that are fetched."""
+    """Returns 2 M L - (2 M - 1) C for the L chunks that are fetched."""
     fetched = layers - choice.states
     return 2 * microbatches * fetched - (2 * microbatches - 1) * min(choice.cache, fetched)
 
 
 def run(
-    layers: Annotated[int, Option(help="Layers of 64 M parameters whose whole state the device has room for.")] = 24,
+    layers: Annotated[int, Option(help="Layers of 64 M parameters whose whole state fits on the device.")] = 24,
     forward_ms: Annotated[
-        float, Option(help="Milliseconds of a layer's forward pass; the backward pass takes two.")
+        float, Option(help="Milliseconds of a layer's forward pass; the backward pass takes twice as long.")
     ] = 20,
-    link: Annotated[float, Option(help="GB/s of the link, each way.")] = 25,
-    updates: Annotated[float, Option(help="Billion elements/s that the host updates.")] = 2.2,
+    link: Annotated[float, Option(help="Rate of the link in GB/s, each way.")] = 25,
+    updates: Annotated[float, Option(help="Rate of updates on the host, in billion elements/s.")] = 2.2,
 ) -> Result:
-    """Rows: each size with our choice and with Elixir's rule; then the traffic of FSDP2 beside ours.
+    """Returns rows of each size with our choice and with Elixir's rule, and the traffic of FSDP2 beside ours.
 
-    Ratios: `offload.share_at_3x`, our throughput per layer to that of everything on the device, at 3 times the device;
-    `offload.vs_elixir_rule`, to that with its rule, the geometric mean over the sizes that the device has no room for;
-    `offload.loads_vs_optimal`, fetches to the fewest that there can be, at most; `offload.fsdp2_bytes_vs_ours`, of a step of
-    one microbatch.
+    - `offload.share_at_3x`: our throughput per layer at 3 times the device, over that with everything on the device.
+    - `offload.vs_elixir_rule`: our throughput over that with Elixir's rule, the geometric mean over sizes beyond the device.
+    - `offload.loads_vs_optimal`: the largest ratio of our fetches to the fewest possible.
+    - `offload.fsdp2_bytes_vs_ours`: the bytes of a step of one microbatch.
 
     Raises `UserError` for a device that holds too few layers.
     """
     if layers < _BLOCKS:
-        raise UserError(f"--layers {layers}: a device that holds fewer than {_BLOCKS} blocks hides no fetch: take more")
+        raise UserError(
+            f"--layers {layers}: a device that holds fewer than {_BLOCKS} blocks hides no fetch: give more layers"
+        )
     machine = Machine(_STATE * layers, forward_ms / 1e3, link * 1e9, updates * 1e9)
     rows = [
         {"size": size, "contestant": name, **_measure(machine, round(size * layers), rule)}
@@ -135,7 +142,7 @@ def _device(machine: Machine, limit: float = math.inf) -> SimulatedDevice:
 
 
 def _measure(machine: Machine, layers: int, rule: Callable[[Machine, int], Choice]) -> Row:
-    """A step after two others, with what the rule chooses; everything is on the device if there is room for it."""
+    """Measures the third step of a rule's choice, or with everything on the device if that fits."""
     fits = layers * _STATE <= machine.room
     choice = Choice(0, layers) if fits else rule(machine, layers)
     options: dict[str, Any] = {"offload": "all", "update_on": "host"}
@@ -175,13 +182,14 @@ def _our_traffic(microbatches: int, layers: int = _TRAFFIC[0], name: str = "ours
 
 
 def _traffic_row(name: str, microbatches: int, layers: int, up: float, down: float, device: float) -> Row:
-    """Bytes up and down of an element of the model, and the most on the device for one of a layer."""
+    """Returns the row of bytes up and down for an element of the model, and of the device's peak for an element of a
+    layer."""
     row: Row = {"contestant": name, "microbatches": microbatches, "layers": layers}
     return row | {"up": up, "down": down, "device": device}
 
 
 def _fsdp2_traffic(microbatches: int) -> Row:
-    """On one rank of a CPU. What is copied to or from its device is `Tensor.to`, which copies nothing here."""
+    """Counts FSDP2's traffic on one rank of a CPU, by its calls of `Tensor.to`, which copy nothing here."""
     layers, width = _TRAFFIC
     mesh = init_device_mesh("cpu", (1,))
     net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
@@ -196,7 +204,7 @@ def _fsdp2_traffic(microbatches: int) -> Row:
             moved[caller] += tensor.numel() * tensor.element_size()
         return original(tensor, *args, **kwargs)
 
-    for _ in range(2):  # in the first the gradients of the host are made, which are no memory of the device
+    for _ in range(2):  # the first pass allocates host gradients, which are no memory of the device
         moved.update(dict.fromkeys(moved, 0))
         with patch.object(torch.Tensor, "to", to), tracking() as memory:
             for _ in range(microbatches):

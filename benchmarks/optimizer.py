@@ -1,14 +1,14 @@
-"""The optimizer step with expert parallelism: standard sharding of its state against EPSO (the Optimus paper, 3.2).
+"""The optimizer step with expert parallelism: the standard sharded optimizer against EPSO (the Optimus paper, 3.2).
 
-With dp data ranks, among them ep expert ranks, every expert is on dp / ep ranks, all else on dp. The standard sharded
-optimizer shares all state out over dp / ep ranks, so that what is not expert is held and updated ep times; EPSO shares each
-parameter's state out over all ranks that hold it. Both are options of the same chunks (`state.shard_over`), so nothing else
-differs. Here half of the model's parameters are experts, the gradients are made up, and both take turns step by step, in
-the same processes, so that whatever else the machine does slows both.
+Every expert is on dp / ep of dp data ranks, and the other parameters are on all dp. The standard sharded optimizer
+shards all state over dp / ep ranks, so that state of other parameters is held and updated ep times. EPSO shards each
+parameter's state over all ranks that hold the parameter. Both are options of the same chunks (`state.shard_over`), so
+nothing else differs. Half of the model's parameters are experts, and gradients are made up. Both take turns step by
+step in the same processes, so that other programs slow both.
 
-Times are medians over the steps, from a common start to the end on all ranks: of the optimizer step, gathering the
-parameters anew included, and of the step together with the reduction of the gradients before it, with nothing to overlap
-either with. Bytes are those allocated for master weights and moments, the most of any rank.
+Times are medians over the steps, from a common start to the end on all ranks: of the optimizer step with the gathering
+of the parameters, and of the step with the reduction of the gradients before it, without overlap. Bytes are those
+allocated for master weights and moments, the most of any rank.
 """
 
 import statistics
@@ -32,16 +32,16 @@ from optimus.state.model_state import ModelState
 from optimus.testing.memory import allocated
 from optimus.testing.steps import build
 
-_WARM_UP = 2  # steps that are not counted
+_WARM_UP = 2  # steps before the timed ones
 _SHARD_OVER = {"standard": "data", "EPSO": "replicas"}  # in the order of the rows
 _MODEL = ModelConfig(
     family="olmoe", hidden=512, layers=8, heads=8, intermediate=176, vocab=8192, experts=8, experts_per_token=2
 )
-_LR, _GRADIENT_SCALE = 1e-4, 0.5  # of no consequence for the time, as long as the scale is not 1
+_LR, _GRADIENT_SCALE = 1e-4, 0.5  # any values, except a scale of 1
 
 
 class Measured(NamedTuple):
-    """One rank's view of one way of sharding."""
+    """The measurements of one rank with one kind of sharding."""
 
     step_seconds: float
     whole_seconds: float  # reduction and step
@@ -50,17 +50,15 @@ class Measured(NamedTuple):
 
 
 def run(
-    ranks: Annotated[int, Option(help="Data-parallel ranks at most; a power of two up to 8.")] = 4,
-    steps: Annotated[int, Option(help="Timed steps of either way of sharding.")] = 15,
+    ranks: Annotated[int, Option(help="Most data-parallel ranks, a power of two up to 8.")] = 4,
+    steps: Annotated[int, Option(help="Timed steps of each kind of sharding.")] = 15,
     model: ModelConfig = _MODEL,
 ) -> Result:
-    """Two rows, standard and EPSO, for every dp and ep that are powers of two up to `ranks`.
+    """Returns two rows, standard and EPSO, for every dp and ep that are powers of two up to `ranks`.
 
-    Ratios, standard over EPSO: `epso.step_speedup` and `epso.reduce_and_step_speedup`, of the times on all `ranks`
-    (geometric means over ep), and `epso.non_expert_bytes`, of the bytes per rank of the optimizer state of what is not
-    expert, with as many expert ranks.
-
-    Raises `UserError` when `ranks` is no power of two from 2 to the number of experts.
+    Ratios are standard over EPSO: `epso.step_speedup` and `epso.reduce_and_step_speedup` of the times on all `ranks`
+    (geometric means over ep), and `epso.non_expert_bytes` of a rank's optimizer state for other parameters, with as
+    many expert ranks. Raises `UserError` unless `ranks` is a power of two from 2 to the number of experts.
     """
     powers = [2**i for i in range(1, model.experts.bit_length())] if model.experts else []
     if ranks not in powers:
@@ -86,7 +84,7 @@ def _config(model: ModelConfig, dp: int, ep: int, shard_over: str) -> RunConfig:
 
 
 def _measure(configs: list[RunConfig], steps: int) -> list[Measured]:
-    """On one rank: both ways of sharding in turns."""
+    """Measures both kinds of sharding in turns, on one rank."""
     groups = Groups(mesh_of(configs[0], dist.get_world_size()))
     states = [build(config, groups)[1] for config in configs]
     times = take_turns({number: partial(_step, state) for number, state in enumerate(states)}, steps, warm_up=_WARM_UP)
@@ -94,7 +92,7 @@ def _measure(configs: list[RunConfig], steps: int) -> list[Measured]:
 
 
 def _step(state: ModelState) -> tuple[float, float]:
-    """Seconds of the optimizer step, and of reduction and step."""
+    """Returns the seconds of the optimizer step, and of reduction and step."""
     state.begin_step()
     for chunk in state.trained:
         chunk.gradients.gradient.fill_(1e-3)
@@ -109,13 +107,13 @@ def _step(state: ModelState) -> tuple[float, float]:
 
 
 def together() -> float:
-    """The time when all ranks have come here."""
+    """Returns the time at which all ranks have arrived."""
     dist.barrier()
     return time.perf_counter()
 
 
 def _summary(state: ModelState, times: list[tuple[float, float]]) -> Measured:
-    held = {True: 0, False: 0}  # bytes of optimizer state, by whether of experts
+    held = {True: 0, False: 0}  # bytes of optimizer state, of other parameters and of experts
     for chunk in state.chunks:
         kinds = allocated([chunk])
         held[("ep" in (axis for _, axis in chunk.plan.slots[0].layout.sharded_dims))] += (
@@ -126,7 +124,7 @@ def _summary(state: ModelState, times: list[tuple[float, float]]) -> Measured:
 
 
 def _rows(dp: int, ep: int, by_rank: list[list[Measured]]) -> list[Row]:
-    """The slowest and the fullest rank of each way."""
+    """Returns the rows of the slowest and the fullest rank, for each kind of sharding."""
     return [
         {
             "dp": dp,

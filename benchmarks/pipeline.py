@@ -1,11 +1,11 @@
 """Message-driven pipelines against 1F1B, and our executor of schedules against torch.distributed.pipelining.
 
-The first with computations and links as timed waits on real ranks (`pipeline_waits`), beside a simulation of the same draws.
-Contestants at one point take turns, and have the same draws; of the rounds of one seed the best counts, since whatever
-else the machine does can only make a wait longer.
+Message-driven pipelines run on real ranks with timed waits for computations and links (`pipeline_waits`), beside a
+simulation of the same draws. Contestants at one point take turns, and have the same draws. The best round of a seed
+counts, because other programs can only make a wait longer.
 
-The second in training steps without an optimizer, fp32, one thread per rank, on the same stages (`pipeline_rival`); both
-take turns step by step, in the same processes, and the median step of the best round counts.
+Executors of schedules run training steps without an optimizer in fp32, with one thread per rank, on the same stages
+(`pipeline_rival`). Both take turns step by step in the same processes, and the median step of the best round counts.
 """
 
 import itertools
@@ -28,8 +28,8 @@ from optimus.pipeline.ready import message_driven
 from optimus.pipeline.schedules import make_schedule
 from optimus.plan.measure.ranks import run_fresh
 
-_DRAWS = 20  # of the mean of simulations
-_WARM_UP = 2  # training steps that are not counted
+_DRAWS = 20  # averaged simulations
+_WARM_UP = 2  # training steps before the timed ones
 SAME_LOSS = 1e-6
 _BASE, _DEEP, _DRIVEN = "1F1B", "1F1B, deeper warm-up", "message-driven"
 
@@ -38,20 +38,21 @@ _CURVE_DRAWS = 10
 
 
 def falling_caps(stages: int, factor: float = 1.0) -> list[int]:
-    """The most live activations per stage: `factor` times those of 1F1B, stages - s for stage s, rounded down."""
+    """Returns the most live activations for each stage: `factor` times those of 1F1B, stages - s for stage s, rounded
+    down."""
     return [int(factor * (stages - stage)) for stage in range(stages)]
 
 
 class Point(NamedTuple):
-    """Where message-driven execution is compared. Times are in forward passes; a backward pass takes two."""
+    """A setting in which message-driven execution is compared. Times are in forward passes; a backward pass takes two."""
 
     stages: int = 4
     link: float = 0.1
     jitter: float = 0.2
     live: float = 2.0
-    """Most live activations of message-driven execution, and of the deeper warm-up, as a multiple of 1F1B's."""
+    """The most live activations of message-driven execution and of the deeper warm-up, as a multiple of 1F1B's."""
     imbalance: float = 1.0
-    """Factor on the times of stage 1."""
+    """A factor on the times of stage 1."""
 
     def costs(self, seed: int) -> Costs:
         times = tuple(self.imbalance if stage == 1 else 1.0 for stage in range(self.stages))
@@ -84,17 +85,17 @@ POINTS = {
 
 def run(
     microbatches: Annotated[int, Option(help="Microbatches of a step of timed waits.")] = 64,
-    forward_ms: Annotated[float, Option(help="Timed wait that stands for a forward pass.")] = 10.0,
-    seeds: Annotated[int, Option(help="Draws of the jitter that are measured.")] = 3,
-    rounds: Annotated[int, Option(help="Rounds of each, the contestants taking turns; the best counts.")] = 2,
-    steps: Annotated[int, Option(help="Timed training steps of us and of torch.")] = 10,
+    forward_ms: Annotated[float, Option(help="Milliseconds of the wait that stands for a forward pass.")] = 10.0,
+    seeds: Annotated[int, Option(help="Number of measured draws of the jitter.")] = 3,
+    rounds: Annotated[int, Option(help="Rounds in which the contestants take turns; the best round counts.")] = 2,
+    steps: Annotated[int, Option(help="Timed training steps of Optimus and of torch.")] = 10,
     points: Mapping[str, Point] = POINTS,
     ranks: Sequence[int] = (2, 4),
 ) -> Result:
-    """Timed waits, simulated curves over cap and jitter, and training; above one, the first named of a ratio is the faster.
+    """Measures timed waits, simulates curves over cap and jitter, and measures training.
 
-    `message_driven.vs_1f1b.POINT`, and `vs_deep_1f1b` with the same cap, for every point; `scheduled.vs_torch.`
-    of each schedule and number of `ranks`, and the smallest of these.
+    Ratios above one mean that the first name is faster: `message_driven.vs_1f1b.POINT`, and `vs_deep_1f1b` with the
+    same cap, for every point; `scheduled.vs_torch.` for each schedule and number of `ranks`, and the smallest of these.
     """
     waits = [
         row
@@ -112,7 +113,8 @@ def run(
 
 
 def simulate_curves(stages: int, microbatches: int, draws: int) -> list[Row]:
-    """A row per jitter and cap: mean speed relative to 1F1B, over so many draws, links at a tenth of a forward pass."""
+    """Returns a row for each jitter and cap: the mean speed relative to 1F1B over `draws`, with links of 0.1 forward
+    passes."""
     rows: list[Row] = []
     for jitter, live in itertools.product(*_CURVES.values()):
         point = Point(stages=stages, jitter=jitter, live=live)
@@ -134,7 +136,7 @@ def _of_size(points: Mapping[str, Point], stages: int) -> dict[str, Point]:
 def _measure_waits(
     points: Mapping[str, Point], microbatches: int, unit: float, seeds: Sequence[int], rounds: int
 ) -> list[Row]:
-    """A row per point and contestant; the points have one number of stages."""
+    """Returns a row for each point and contestant; all points have the same number of stages."""
     (stages,) = {point.stages for point in points.values()}
     keys = [
         (name, who, seed)
@@ -171,7 +173,7 @@ def _measure_waits(
 
 
 def training_config(schedule: str, ranks: int, *, layers: int = 8, sequences: int = 16, context: int = 64) -> RunConfig:
-    """`mula-tiny` with so many layers, in microbatches of two sequences."""
+    """Returns the configuration of `mula-tiny` with `layers` layers, in microbatches of two sequences."""
     parallel = {
         "pipeline": ranks,
         "schedule": schedule,
@@ -184,11 +186,11 @@ def training_config(schedule: str, ranks: int, *, layers: int = 8, sequences: in
 
 
 def _measure_training(ranks: int, steps: int, rounds: int) -> list[Row]:
-    """A row per schedule."""
+    """Returns a row for each schedule."""
     by_rank = run_fresh(_turns_of_all, ranks, [training_config(name, ranks) for name in TORCH], steps * rounds)
     rows: list[Row] = []
     for name, turns in zip(TORCH, zip(*by_rank)):
-        # A step lasts until the last rank is through; ranks without the last stage give the loss zero.
+        # A step lasts until the last rank has finished; ranks without the last stage report a loss of zero.
         lasting = [[max(each) for each in zip(*(turn[who][0] for turn in turns))] for who in (0, 1)]
         starts = range(0, steps * rounds, steps)
         seconds = [min(statistics.median(each[start : start + steps]) for start in starts) for each in lasting]
@@ -207,7 +209,7 @@ def _turns_of_all(configs: Sequence[RunConfig], steps: int) -> list[list[tuple[l
 
 
 def _turns(config: RunConfig, steps: int) -> list[tuple[list[float], float]]:
-    """On a rank, of ours and of torch: the seconds of each counted step, and the loss."""
+    """Returns the seconds of each timed step and the loss, for ours and for torch, on a rank."""
     torch.set_num_threads(1)
     draws = torch.Generator().manual_seed(0)
     shape = config.train.global_batch, config.train.sequence_length

@@ -1,8 +1,8 @@
-"""The stages of a pipeline run by us and by torch.distributed.pipelining, for `bench pipeline`.
+"""The stages of a pipeline, run by our executor and by torch.distributed.pipelining, for `bench pipeline`.
 
-Both run the very same modules with the same kernels, and accumulate gradients in the same tensors; only what runs the stages
-differs. Torch is given what ours puts off of a split backward pass by its own hook for that (`dw_builder`), since its way of
-splitting one would compute fused operations twice.
+Both run the same modules with the same kernels, and accumulate gradients in the same tensors; only the executors
+differ. For split backward passes torch gets our deferred weight gradients by its own hook (`dw_builder`), because its
+own split would compute fused operations twice.
 
 Legend: B sequences of a step, S positions, T rows of the residual stream, H columns of it.
 """
@@ -40,7 +40,7 @@ from optimus.training.stages import stages_of
 
 Step = Callable[[Tensor], Tensor]  # tokens [B, S] of a step to the losses of its microbatches, on the last stage's rank
 
-# Ours -> torch's. Its interleaved zero-bubble schedule with one stage per rank is ZB-H1.
+# Our schedules to torch's. Its interleaved zero-bubble schedule with one stage per rank is ZB-H1.
 TORCH: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -51,7 +51,7 @@ TORCH: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
 
 
 def make_stages(config: RunConfig) -> PipelineStages:
-    """This rank's stages, initialised, in fp32. Gradients accumulate in `.grad` of the parameters."""
+    """Returns this rank's stages, initialised, in fp32. Gradients accumulate in `.grad` of the parameters."""
     groups = Groups(mesh_of(config, dist.get_world_size()))
     buffers: dict[nn.Parameter, GradientBuffer] = {}
     model = Transformer(config.model)
@@ -66,7 +66,7 @@ def make_stages(config: RunConfig) -> PipelineStages:
 
 
 def ours(staged: PipelineStages, config: RunConfig) -> Step:
-    """By our executor, as configured."""
+    """Returns the step of our executor, as configured."""
     objective = _CrossEntropy(_microbatches(config), config.train.micro_batch * (config.train.sequence_length - 1))
 
     def step(tokens_BS: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def ours(staged: PipelineStages, config: RunConfig) -> Step:
 
 
 class _CrossEntropy:
-    """The mean over the microbatches, an `Objective`."""
+    """The mean over the microbatches, as an `Objective`."""
 
     add_rows = None
 
@@ -90,7 +90,7 @@ class _CrossEntropy:
 
 
 class _Plain:
-    """`Gradients` that stay in `.grad`."""
+    """A `Gradients` that leaves gradients in `.grad`."""
 
     def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -100,7 +100,7 @@ class _Plain:
 
 
 def torchs(staged: PipelineStages, config: RunConfig) -> Step:
-    """By torch's executor, in its schedule of the configured name."""
+    """Returns the step of torch's executor, with its schedule of the configured name."""
     model, last, microbatches = staged.model, len(staged.partition.blocks) - 1, _microbatches(config)
     positions_S, places = model.places(Batch(torch.empty(1, config.train.sequence_length)))
 
@@ -131,7 +131,7 @@ def _microbatches(config: RunConfig) -> int:
 
 
 class _Module(nn.Module):
-    """A stage as torch wants it: one tensor in, one out. The first has an `embedding`."""
+    """A stage in torch's form, with one tensor in and one out. The first stage has an `embedding`."""
 
     def __init__(self, blocks: nn.Module, places: AttentionPositions, embedding: nn.Module | None) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Module(nn.Module):
 
 
 class _TorchStage(PipelineStage):
-    """One whose weight gradients can be put off as ours are."""
+    """A stage whose weight gradients are deferred as ours are."""
 
     def __init__(self, module: _Module, stage: int, stages: int, context: StepContext) -> None:
         super().__init__(module, stage, stages, torch.device("cpu"), dw_builder=self._take_deferred)

@@ -1,7 +1,7 @@
-"""Pipelines on real ranks whose computations and links are stood in for by timed waits, for `bench pipeline`.
+"""Pipelines on real ranks with timed waits for computations and links, for `bench pipeline`.
 
-The executors are the real ones, and so are the processes and the messages between them; only what takes time is a wait, so
-that two cores can show what eight ranks would do. A simulation of the same draws stands beside each measurement.
+The executors, the processes and the messages are real. Only computations and links are waits, so that two cores can
+show the behaviour of eight ranks. A simulation of the same draws stands beside each measurement.
 """
 
 import time
@@ -28,11 +28,11 @@ class Contestant(NamedTuple):
     name: str
     schedule: Schedule
     caps: tuple[int, ...] | None = None
-    """Of message-driven execution: the most live activations per stage. None: the schedule is followed."""
+    """The most live activations of each stage in message-driven execution, or None to follow the schedule."""
 
 
 class Job(NamedTuple):
-    """One step: who runs it, and what it costs in units of `unit` seconds."""
+    """One step: the contestant that runs it, and its costs in units of `unit` seconds."""
 
     who: Contestant
     costs: Costs
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class WaitingWork:
-    """A `StageWork` that waits as long as a computation takes. Its messages are empty."""
+    """A `StageWork` that waits for the time of each computation. Its messages are empty."""
 
     def __init__(self, job: Job) -> None:
         schedule = job.who.schedule
@@ -59,7 +59,7 @@ class WaitingWork:
         self._wait(Kind.BACKWARD_WEIGHTS, stage, microbatch)
 
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
-        self._wait(kind, 0, microbatch)  # as long on every rank
+        self._wait(kind, 0, microbatch)  # equally long on every rank
 
     def room(self, microbatch: int) -> Message:
         return ()
@@ -70,9 +70,10 @@ class WaitingWork:
 
 
 class TimedLinks(StageLinks):
-    """Links on which a message is there `seconds` after it was sent: it carries that moment, and its receive waits.
+    """Links on which a message arrives `seconds` after its send: the message carries that time, for which the receive
+    waits.
 
-    For processes of one machine, whose `time.perf_counter` is one clock.
+    The processes must share one clock, as `time.perf_counter` of one machine.
     """
 
     def __init__(self, schedule: Schedule, streams: Sequence[Group], seconds: float) -> None:
@@ -95,13 +96,13 @@ class TimedLinks(StageLinks):
 
 
 def wait_until(moment: float) -> None:
-    """Sleep until `time.perf_counter` has come to `moment`."""
+    """Sleeps until `time.perf_counter` reaches `moment`."""
     while (left := moment - time.perf_counter()) > 0:
         time.sleep(left)
 
 
 def simulated(job: Job) -> Timeline:
-    """What should happen; in units of the costs."""
+    """Returns the expected timeline, in units of the costs."""
     who = job.who
     if who.caps is None:
         return simulate(who.schedule, job.costs)
@@ -115,7 +116,7 @@ def simulated(job: Job) -> Timeline:
 
 
 def run_jobs(jobs: Sequence[Job]) -> list[list[Executed]]:
-    """On every rank of a process group: this rank's computations in each of the steps, one after the other."""
+    """Returns this rank's computations in each of the steps, which run one after the other on every rank."""
     ranks = dist.get_world_size()
     groups = Groups(Mesh(pp=ranks))
     streams = groups.streams(2 * max(job.who.schedule.stages for job in jobs), "pp")
@@ -138,7 +139,7 @@ def _run(job: Job, streams: Sequence[Group], groups: Groups) -> list[Executed]:
 
 
 def timelines(traces: Sequence[Sequence[Sequence[Executed]]]) -> list[Timeline]:
-    """Of each step, from what `run_jobs` has given by rank; in seconds."""
+    """Returns the timeline of each step in seconds, from the results of `run_jobs` by rank."""
     return [
         Timeline.from_events((Event(rank, *one) for rank, mine in enumerate(step) for one in mine), len(step))
         for step in zip(*traces)

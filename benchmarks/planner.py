@@ -1,7 +1,7 @@
-"""The planner against what others have published: throughput, utilisation, memory, and what does not fit.
+"""The planner against published throughput, utilisation, memory, and runs that do not fit.
 
-One constant per framework (`speed` in `published/profiles.yaml`) is fitted to such rows; nothing is fitted per row, model
-or machine. The yardstick is what one learns without a planner: one utilisation for all rows of a source.
+One constant per framework (`speed` in `published/profiles.yaml`) is fitted to such rows; nothing is fitted to single
+rows, models or machines. The baseline without a planner is one utilisation for all rows of a source.
 """
 
 import random
@@ -23,14 +23,14 @@ from optimus.plan.memory import Memory
 from optimus.plan.step import step_time
 
 _T = TypeVar("_T")
-_TIMELESS = ("megatron_ci",)  # tiny models, whose steps are the time that a host needs to start kernels
-_SPREAD = 1.2  # between the two speeds from whose predictions all others follow
+_TIMELESS = ("megatron_ci",)  # tiny models, whose steps are the time in which a host starts kernels
+_SPREAD = 1.2  # ratio between the two speeds from whose predictions all others follow
 _STATE = ("parameters", "gradients", "optimizer", "other")
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A row and what the planner says of it. Speed is in tokens per second of a rank, None where it is not compared."""
+    """A row and its prediction. Speed is in tokens per second of a rank, or None if the row has no comparable speed."""
 
     case: Case
     tokens_per_second: float | None
@@ -39,42 +39,42 @@ class Predicted:
 
     @property
     def allocated(self) -> float:
-        """Bytes between steps."""
+        """Returns the bytes between steps."""
         return sum(self.memory.parts[kind] for kind in _STATE)
 
     @property
     def error(self) -> float:
-        """Relative, of the throughput; positive where the prediction is too high."""
+        """Returns the relative error of the throughput, positive for a prediction that is too high."""
         assert self.tokens_per_second is not None
         assert self.case.tokens_per_second is not None
         return self.tokens_per_second / self.case.tokens_per_second - 1
 
     def utilisation(self, tokens_per_second: float | None) -> float:
-        """Share of the 16-bit peak that so many tokens per second are, of the model's FLOPs."""
+        """Returns the share of the 16-bit peak that the model's FLOPs take at this speed."""
         case, machine = self.case, load_machine(self.case.machine)
         flops = flops_per_token(case.model, case.setting.context)
         return (tokens_per_second or 0.0) * flops / machine.rates("bf16").peak
 
 
 def timed(case: Case) -> bool:
-    """Whether the row's speed is compared."""
+    """Returns whether the row's speed is compared."""
     return case.tokens_per_second is not None and case.source not in _TIMELESS
 
 
 def throughput(case: Case, profile: FrameworkProfile) -> float:
-    """Tokens per second of a rank. Raises `UserError` where no such run is possible."""
+    """Returns the tokens per second of a rank. Raises `UserError` if no such run is possible."""
     job = job_of(case, on_machine(profile_of(case, profile), load_machine(case.machine)))
     return job.tokens / step_time(job).seconds / job.mesh.size
 
 
 def predict(case: Case, profile: FrameworkProfile | None = None) -> Predicted:
-    """What the planner says of a row. Raises `UserError` where no such run is possible."""
+    """Returns the prediction of a row. Raises `UserError` if no such run is possible."""
     profile = profile or load_profile(case.software)
     framework, offload = profile_of(case, profile), offload_of(case)
     job = job_of(case, framework)
     memory = framework_memory(job, framework, offload)
     least = memory.total
-    if "recomputation-unstated" in case.traits:  # it fits if some set of recomputed parts makes it fit
+    if "recomputation-unstated" in case.traits:  # fits if some set of recomputed parts fits
         recomputed = changed(job, recompute={"block"})
         least = min(least, framework_memory(recomputed, framework, offload).total)
     speed = throughput(case, profile) if timed(case) else None
@@ -85,7 +85,7 @@ def predict(case: Case, profile: FrameworkProfile | None = None) -> Predicted:
 
 
 class Response:
-    """How predictions of rows follow the constant of their program: a step takes about a / speed + b."""
+    """The dependence of predictions on a framework's constant: a step takes about a / speed + b."""
 
     def __init__(self, cases: Sequence[Case], profile: FrameworkProfile) -> None:
         self.cases, self._speed = cases, profile.speed
@@ -95,15 +95,15 @@ class Response:
         )
 
     def errors(self, speed: float, rows: Sequence[int]) -> list[float]:
-        """Relative errors of those rows' throughput with that constant."""
-        share = (_SPREAD * self._speed / speed - 1) / (_SPREAD**2 - 1)  # of the way from fast to slow, in seconds
+        """Returns the relative errors of these rows' throughput with a constant."""
+        share = (_SPREAD * self._speed / speed - 1) / (_SPREAD**2 - 1)  # position between fast and slow, in seconds
         return [
             1 / (share / self._slow[row] + (1 - share) / self._fast[row]) / (self.cases[row].tokens_per_second or 1) - 1
             for row in rows
         ]
 
     def fitted(self, rows: Sequence[int]) -> float:
-        """The constant with which as many of those rows are predicted too fast as too slow."""
+        """Returns the constant with which as many of these rows are predicted too fast as too slow."""
         low, high = self._speed / 3, self._speed * 3
         for _ in range(40):
             middle = (low * high) ** 0.5
@@ -113,8 +113,11 @@ class Response:
 
 
 def constants(cases: Sequence[Case], seeds: int = 5) -> list[dict[str, Any]]:
-    """A row per program: its constant in use, the one that these rows give, and the median error of one half of the rows
-    with the constant of the other half, drawn at random `seeds` times."""
+    """Returns a row for each framework: the constant in use, the fitted one, and the errors of a cross-validation.
+
+    The cross-validation takes the median error of one half of the rows with the constant of the other half, drawn at
+    random `seeds` times.
+    """
     table = []
     for name, own in _grouped(cases, lambda case: case.software).items():
         response, every = Response(own, load_profile(name)), range(len(own))
@@ -142,20 +145,20 @@ def constants(cases: Sequence[Case], seeds: int = 5) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `run` finds: rows predicted, and why the others are not."""
+    """The result of `run`: predicted rows, and the reasons why others are left out."""
 
     predicted: list[Predicted]
     left_out: dict[str, str]
 
     def sources(self) -> dict[str, dict[str, float | int | None]]:
-        """Throughput by source; errors are shares of what was measured."""
+        """Returns the errors of the throughput by source, as shares of the measured values."""
         found = _grouped(
             [each for each in self.predicted if each.tokens_per_second is not None], lambda each: each.case.source
         )
         return {source: _throughput_errors(rows) for source, rows in found.items()}
 
     def memory(self) -> dict[str, dict[str, float | int]]:
-        """Median error of peaks and, where they were measured, of what is held between steps."""
+        """Returns the median errors of peaks and, where measured, of the bytes between steps."""
         found: dict[str, list[float]] = {}
         for each in self.predicted:
             name, case = each.case.source, each.case
@@ -171,15 +174,15 @@ class Comparison:
         }
 
     def out_of_memory(self) -> dict[str, int]:
-        """How many runs are rightly said to fit, or not to."""
+        """Returns the numbers of right and wrong predictions of runs that fit and that do not."""
         right = sum(each.fits != each.case.oom for each in self.predicted)
         return {"right": right, "wrong": len(self.predicted) - right}
 
 
 def run(folder: Path | None = None) -> Comparison:
-    """Predict the rows of the tables in `folder`, by default of this checkout.
+    """Predicts the rows of the tables in `folder`, by default those of this checkout.
 
-    Raises `UserError` where there are none, or one is not as it must be.
+    Raises `UserError` for a folder without tables, and for an invalid table.
     """
     predicted, left_out = [], dict(excluded(folder))
     for case in read_cases(folder):
@@ -221,14 +224,14 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def _rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Spearman's; None where either has no order."""
+    """Returns Spearman's correlation, or None if all values of either are equal."""
     (a, b), middle = map(_ranks, (first, second)), (len(first) - 1) / 2
     spread = sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)
     return sum((x - middle) * (y - middle) for x, y in zip(a, b)) / spread**0.5 if spread else None
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Places in order, from 0; equal values share theirs."""
+    """Returns the ranks of the values, from 0; equal values share the mean of their ranks."""
     ordered = sorted(values)
     places: dict[float, list[int]] = {}
     for place, value in enumerate(ordered):

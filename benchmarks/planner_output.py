@@ -1,4 +1,4 @@
-"""What the planner's comparison shows: tables, a file, a picture."""
+"""Output of the planner's comparison: tables, a file, a plot."""
 
 import re
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from benchmarks.planner import Comparison
 from optimus.errors import naming_disk_errors
 from optimus.observe.report import print_table, publish
 
-_COLOURS = 10  # before matplotlib begins again
+_COLOURS = 10  # colours of matplotlib before they repeat
 _MARKS = "o^s"
 
 
 def show(found: Comparison, *, constants: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Print the tables; returns all of it."""
+    """Prints the tables, and returns all results."""
     sources, memory, fitting = found.sources(), found.memory(), found.out_of_memory()
     print_table([{"memory": name, **errors} for name, errors in memory.items()], "memory of a rank")
     if constants:
-        print_table(constants, "the constant of each program")
-    print(f"runs that fit and that do not: {fitting['right']} told rightly, {fitting['wrong']} wrongly")
+        print_table(constants, "the constant of each framework")
+    print(f"whether runs fit: {fitting['right']} predicted rightly, {fitting['wrong']} wrongly")
     print(f"rows left out: {len(found.left_out)}")
     return publish(
         "planner",
@@ -36,9 +36,9 @@ def show(found: Comparison, *, constants: Sequence[dict[str, Any]] = ()) -> dict
 
 
 def draw(found: Comparison, path: Path) -> None:
-    """Write a PNG: predicted against measured tokens per second of a rank, a colour for each source.
+    """Writes a PNG: predicted against measured tokens per second of a rank, with a colour for each source.
 
-    Raises `UserError` when the file cannot be written.
+    Raises `UserError` if the file cannot be written.
     """
     from matplotlib.figure import Figure
 

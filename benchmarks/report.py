@@ -1,6 +1,6 @@
-"""What reports cost: the page of a long run, and in a step of `mula-tiny-moe` the load of the experts.
+"""Costs of reports: the page of a long run, and the expert load in a step of `mula-tiny-moe`.
 
-What is counted and written for it is timed within the step that it belongs to.
+Counting and writing the load are timed within the step to which they belong.
 """
 
 import json
@@ -25,16 +25,17 @@ _METRICS = (
     "time", "loss", "balance_loss", "z_loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "data_seconds",
     "checkpoint_seconds", "model_flops_utilization",
 )  # fmt: skip
-_LAYERS, _EXPERTS, _EVERY = 16, 64, 10  # of the long run; its `observe.log_every`
+_LAYERS, _EXPERTS, _EVERY = 16, 64, 10  # of the long run; the last is its `observe.log_every`
 
 
 def run(
     records: Annotated[int, Option(help="Steps of the long run.")] = 100_000,
     steps: Annotated[int, Option(help="Steps of `mula-tiny-moe`.")] = 20,
-    rounds: Annotated[int, Option(help="Pages that are written.")] = 3,
+    rounds: Annotated[int, Option(help="Number of pages to write.")] = 3,
     precision: Precision = "auto",
 ) -> Result:
-    """A row: the page, and what the load of the experts adds to the CPU time of a step that writes it, and of one in ten."""
+    """Returns a row: the page, and the share of CPU time of the expert load in a step that writes it, and in one of
+    ten."""
     chosen = decided(precision)
     with TemporaryDirectory() as folder, cpu_threads(1):
         page = _page(Path(folder), records, rounds)
@@ -50,7 +51,7 @@ def run(
 
 
 def _page(folder: Path, records: int, rounds: int) -> Row:
-    """The page of a run folder that is made here: its bytes and the CPU seconds of the best round."""
+    """Returns the bytes and the CPU seconds of the page of a made-up run folder, in the best round."""
     draw = random.Random(0)
     long_run = folder / "long"
     long_run.mkdir()
@@ -72,7 +73,7 @@ def _page(folder: Path, records: int, rounds: int) -> Row:
 
 
 def _experts(folder: Path, steps: int, precision: Type) -> float:
-    """CPU seconds of counting, adding up and writing the load of the experts, to those of the step: the median."""
+    """Returns the median ratio of the CPU seconds of counting, adding and writing the expert load to those of the step."""
     config = configuration(
         "mula-tiny-moe", 16, 256, output=folder / "run", micro_batch=8, precision=precision,
         observe={"tensorboard": False},

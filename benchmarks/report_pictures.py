@@ -1,9 +1,9 @@
-"""Makes the pictures of reports in docs/figures from nothing: runs of a small model, one that fails and is resumed, plans.
+"""Makes the pictures of reports in docs/figures: runs of a small model, a run that fails and resumes, and plans.
 
-Those of the first run are wide and narrow, light and dark; README and tutorial show how its report begins.
+Pictures of the first run are wide and narrow, light and dark; README and tutorial show the beginning of its report.
 
-`python -m benchmarks.report_pictures` takes some minutes on two cores. It needs Chromium and Playwright, and network
-namespaces for the run that fails (Linux, root). `--keep FOLDER` keeps the runs, and those that it has are not made again.
+`python -m benchmarks.report_pictures` takes some minutes on two cores. The script needs Chromium and Playwright, and
+network namespaces for the run that fails (Linux, root). `--keep FOLDER` keeps the runs and reuses those that exist.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from optimus.testing.lab import rehearse
 
 RATES = {"demo": 2e-3, "lr-5e-4": 5e-4, "lr-1e-4": 1e-4}
 PLAN = "mula-7b-a1b --machine dgx-h100 --ranks 32 --best 4 --scale 32,64,128,256"
-# In pixels of the page: the width, and the most that is shown of its height.
+# in pixels of the page: the width, and the most of its height
 _WIDE, _NARROW = (1280, 5000), (390, 2400)
-_TOP = 1120  # the width of a picture within a text: narrower, as its letters are to be read there
+_TOP = 1120  # the width of a picture within text: narrower, so that its letters stay legible
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def make_pages(root: Path) -> dict[str, Path]:
-    """The pages by the names of their pictures."""
+    """Makes the pages, and returns them by the names of their pictures."""
     root.mkdir(exist_ok=True)
     library = Path(sysconfig.get_paths()["stdlib"])
     if not (root / "data").exists():
@@ -97,7 +97,7 @@ def configuration(root: Path, name: str, steps: int) -> dict[str, Any]:
 
 
 def run_with_failures(root: Path) -> None:
-    """A pipeline on two nodes and a spare that loses more than there is, and is resumed by hand."""
+    """Runs a pipeline on two nodes and a spare that loses more nodes than it has spares, and resumes the run."""
     config = configuration(root, "lab", 60) | {"parallel": {"pipeline": 2}}
     config["observe"] |= {"timeline": 55}
     (root / "lab.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""What watching costs, and how long a run takes to go on after it has lost something.
+"""The cost of watching a run, and the time from a fault until the run continues.
 
-The cost: ranks train a small model, where a step has little to hide it behind, and count the CPU time that goes into
-looking at what is sent and into noting collectives. Recovery: runs in the lab (`lab.py`), each with one fault.
+Cost: ranks train a small model, whose steps hide little, and count the CPU time of checking sent tensors and of
+recording collectives. Recovery: runs in the lab (`lab.py`), each with one fault.
 """
 
 import time
@@ -32,18 +32,18 @@ _FAULTS: dict[str, FaultPlan] = {
     "a link is cut": FaultPlan().cut(2, _FAULT_STEP),
     "NaN on one node": FaultPlan().nan(1, _FAULT_STEP),
     "NaN on all nodes": FaultPlan().nan(0, _FAULT_STEP).nan(1, _FAULT_STEP).nan(2, _FAULT_STEP),
-    f"a rank hangs (blamed after {_HANG:g} s)": FaultPlan().hang(2, _FAULT_STEP),
+    f"a rank hangs (found after {_HANG:g} s)": FaultPlan().hang(2, _FAULT_STEP),
 }
 _LAYOUTS = (("data", ["state.shard=gradients"]), ("tensor", ["parallel.tensor=2"]), ("expert", ["parallel.expert=2"]))
 
 
 def run(
-    model: Annotated[str, Option(help="Preset that is trained while it is watched.")] = "mula-tiny-moe",
-    steps: Annotated[int, Option(help="Steps that are counted.")] = 6,
-    faults: Annotated[bool, Option(help="Whether to lose nodes in the lab, too.")] = True,
+    model: Annotated[str, Option(help="Preset of the watched run.")] = "mula-tiny-moe",
+    steps: Annotated[int, Option(help="Steps to measure.")] = 6,
+    faults: Annotated[bool, Option(help="Also lose nodes in the lab.")] = True,
     precision: Precision = "auto",
 ) -> Result:
-    """Rows of costs, and of recoveries in a further table; without `faults` no lab is made."""
+    """Returns rows of costs, and a table of recoveries; without `faults` no lab runs."""
     chosen = decided(precision)
     costs = [_cost(model, name, [f"train.precision={chosen}", *overrides], steps) for name, overrides in _LAYOUTS]
     recoveries = list(_recoveries()) if faults else []
@@ -55,7 +55,7 @@ def run(
     return Result(costs, ratios, {"recoveries": recoveries}, tables)
 
 
-# ---- What watching costs ----
+# ---- The cost of watching ----
 
 
 def _cost(model: str, layout: str, overrides: list[str], steps: int) -> Row:
@@ -74,7 +74,7 @@ def _cost(model: str, layout: str, overrides: list[str], steps: int) -> Row:
 
 
 def _watched_steps(config: dict[str, Any], steps: int) -> tuple[float, float, int]:
-    """Of a median step: (CPU seconds of watching, of all, elements looked at)."""
+    """Returns the CPU seconds of watching, those of the step, and the checked elements, for a median step."""
     trained, found = Steps(config), []
     counted = _count(trained.groups)
     trained.groups.watch.enabled = True
@@ -89,7 +89,7 @@ def _watched_steps(config: dict[str, Any], steps: int) -> tuple[float, float, in
 
 
 def _count(groups: Groups) -> dict[str, float]:
-    """CPU seconds in the watch and the recorder of `groups` from now on, and elements that are looked at."""
+    """Counts CPU seconds in the watch and the recorder of `groups` from now on, and the checked elements."""
     counted = {"seconds": 0.0, "elements": 0.0}
 
     def timed(function: Callable[..., Any], looks: bool = False) -> Callable[..., Any]:
@@ -108,11 +108,11 @@ def _count(groups: Groups) -> dict[str, float]:
     return counted
 
 
-# ---- How long until a run goes on ----
+# ---- Time until a run continues ----
 
 
 def _recoveries() -> Iterator[Row]:
-    """Three nodes of one rank and two spares, keep-alive 1x3; seconds from the fault to the end of the next step."""
+    """Yields the seconds from each fault to the end of the next step, on three nodes of one rank and two spares."""
     with TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         prepare(sorted(Path(__file__).parent.glob("*.py")), data, train_tokenizer=300, context=32, workers=1)

@@ -1,8 +1,8 @@
-"""Train a model, go back to its weights in the middle, and go on from there with fresh moments: what does it cost?
+"""Measures the cost of restarting a run from its weights alone, with fresh moments.
 
-`python -m benchmarks.restart_curves --text FOLDER --plot restart.png --output restart.json` (the Optimus paper, section 4:
-persistent model checkpoints). Without --text, Python's own sources are the text. The run is continued to its end twice, once
-undisturbed and once from the weights alone, and both losses of every step are compared.
+`python -m benchmarks.restart_curves --text FOLDER --plot restart.png --output restart.json` (the Optimus paper, section
+4: persistent model checkpoints). Without --text, Python's own sources are the text. The run continues to its end twice,
+once undisturbed and once from the weights of its middle, and both losses of every step are compared.
 """
 
 import argparse
@@ -25,8 +25,8 @@ WINDOW = 20  # steps over which losses are averaged
 def main() -> None:
     parser = argparse.ArgumentParser(description="Loss of a run and of its restart from weights alone.")
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]) / "asyncio")
-    parser.add_argument("--before", type=int, default=300, help="Steps before the weights are taken.")
-    parser.add_argument("--after", type=int, default=200, help="Steps after them.")
+    parser.add_argument("--before", type=int, default=300, help="Steps before the restart.")
+    parser.add_argument("--after", type=int, default=200, help="Steps after the restart.")
     parser.add_argument("--precision", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--plot", type=Path, default=Path("restart.png"))
     parser.add_argument("--output", type=Path, default=None)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def config_of(folder: Path, before: int, after: int, precision: str) -> dict[str, Any]:
-    """One run of `before` + `after` steps that keeps the weights in between."""
+    """Returns the configuration of a run of `before` + `after` steps that keeps the weights between."""
     return {
         "model": MODEL,
         "data": {"path": str(folder / "data")},
@@ -74,12 +74,12 @@ def config_of(folder: Path, before: int, after: int, precision: str) -> dict[str
 
 
 def losses(run: Path) -> list[float]:
-    """The loss of every step."""
+    """Returns the loss of every step."""
     return [record["loss"] for record in read_metrics(run)]
 
 
 def compare(undisturbed: list[float], restarted: list[float], before: int) -> list[dict[str, Any]]:
-    """Means over windows of steps after the restart."""
+    """Returns the means over windows of steps after the restart."""
     rows = []
     for start in range(before, len(undisturbed), WINDOW):
         a, b = (statistics.mean(curve[start : start + WINDOW]) for curve in (undisturbed, restarted))
@@ -89,7 +89,7 @@ def compare(undisturbed: list[float], restarted: list[float], before: int) -> li
 
 
 def draw(undisturbed: list[float], restarted: list[float], before: int, path: Path) -> None:
-    """Both curves, as means over windows."""
+    """Draws both curves, as means over windows."""
     import matplotlib
 
     matplotlib.use("Agg")

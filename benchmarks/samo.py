@@ -1,10 +1,12 @@
-"""Pruned chunks against dense ones (SAMO, chapter 4 of the dissertation on AxoNN): bytes, traffic and the time of an update.
+"""Pruned chunks against dense ones (SAMO, chapter 4 of the AxoNN dissertation): bytes, traffic and the time of an
+update.
 
-Both are the state of one model on the same ranks, of which nine tenths of the matrices are pruned at random, with ZeRO-1 on
-several ranks. Gradients are made up. They take turns step by step, in the same processes. Times are medians, from a common
-start to the end on all ranks: of the reduction, which compresses the gradients first, of the update, and of gathering, which
-expands the parameters. Bytes at rest are those allocated, of the pruned matrices alone; bytes sent, what a rank sends to
-others in a step for them.
+Both are the state of one model on the same ranks, with ZeRO-1 on several ranks. Nine tenths of the matrices are pruned
+at random, and gradients are made up. Both take turns step by step in the same processes.
+
+Times are medians, from a common start to the end on all ranks: of the reduction, which compresses the gradients first,
+of the update, and of the gathering, which expands the parameters. Bytes at rest are those allocated for the pruned
+matrices alone; bytes sent are those of a rank in a step for these matrices.
 """
 
 import math
@@ -32,30 +34,31 @@ from optimus.testing.memory import allocated
 from optimus.testing.steps import build
 from optimus.testing.traffic import counting
 
-_WARM_UP = 2  # steps that are not counted
+_WARM_UP = 2  # steps before the timed ones
 _SPARSITY = 0.9
 _MODEL = ModelConfig(family="olmo", hidden=768, layers=6, heads=8, intermediate=2048, vocab=1024)
 _PARTS = ("reduce_ms", "update_ms", "gather_ms")
 
 
 class Measured(NamedTuple):
-    """One rank's view of one form of state."""
+    """The measurements of one rank with one form of state."""
 
     seconds: list[float]  # of each part of a step
-    parameters: int  # that are, or would be, pruned
+    parameters: int  # elements of the pruned matrices
     bytes_at_rest: int
     bytes_sent: int
 
 
 def run(
-    ranks: Annotated[int, Option(help="Data-parallel ranks at most; a power of two.")] = 4,
-    steps: Annotated[int, Option(help="Timed steps of either form.")] = 9,
+    ranks: Annotated[int, Option(help="Most data-parallel ranks, a power of two.")] = 4,
+    steps: Annotated[int, Option(help="Timed steps of each form.")] = 9,
     model: ModelConfig = _MODEL,
 ) -> Result:
-    """Two rows, dense and pruned, for 1, 2, 4 ... ranks.
+    """Returns two rows, dense and pruned, for 1, 2, 4 ... ranks.
 
-    Ratios: `samo.bytes_per_parameter_at_90` on one rank; `samo.sent_vs_dense_at_90`, ours over dense bytes on most ranks;
-    `samo.update_vs_dense_at_90`, dense seconds of reduction, update and gathering together over ours, on one rank.
+    Ratios: `samo.bytes_per_parameter_at_90` on one rank; `samo.sent_vs_dense_at_90`, our bytes over dense ones on the
+    most ranks; `samo.update_vs_dense_at_90`, dense seconds of reduction, update and gathering together over ours, on
+    one rank.
     """
     rows: list[Row] = []
     for number in (2**i for i in range(ranks.bit_length())):
@@ -78,7 +81,7 @@ def run(
 
 
 def _measure(config: RunConfig, steps: int) -> list[Measured]:
-    """On one rank: dense and pruned state in turns."""
+    """Measures dense and pruned state in turns, on one rank."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     groups = Groups(mesh_of(config, ranks))
     states = [build(config, groups)[1] for _ in range(2)]
@@ -107,7 +110,7 @@ def _measure(config: RunConfig, steps: int) -> list[Measured]:
 
 
 def _step(state: ModelState, chunks: Sequence[TrainedChunk]) -> tuple[float, float, float]:
-    """Seconds of reduction, update and gathering."""
+    """Returns the seconds of reduction, update and gathering."""
     state.begin_step()
     for chunk in chunks:
         _fill_gradients(chunk)
@@ -123,7 +126,7 @@ def _step(state: ModelState, chunks: Sequence[TrainedChunk]) -> tuple[float, flo
 
 
 def _fill_gradients(chunk: TrainedChunk) -> None:
-    """Gradients that are not all alike."""
+    """Fills the gradients with two values."""
     for buffer in chunk.gradient_buffers.values():
         gradient = buffer.open()
         gradient.fill_(1e-3)
@@ -131,7 +134,7 @@ def _fill_gradients(chunk: TrainedChunk) -> None:
 
 
 def _sent(state: ModelState, chunks: Sequence[TrainedChunk]) -> int:
-    """Bytes that this rank sends in a step of these chunks."""
+    """Returns the bytes that this rank sends in a step of these chunks."""
     state.begin_step()
     with counting() as traffic:
         for chunk in chunks:
@@ -144,7 +147,7 @@ def _sent(state: ModelState, chunks: Sequence[TrainedChunk]) -> int:
 
 
 def _rows(ranks: int, by_rank: list[list[Measured]]) -> list[Row]:
-    """The slowest and the fullest rank of each form."""
+    """Returns the rows of the slowest and the fullest rank, for each form."""
     return [
         {
             "ranks": ranks,

@@ -1,12 +1,11 @@
-"""A device that is not there: memory with a limit, copies that take their time on a virtual clock, and arrive late.
+"""A simulated device: limited memory, and copies that take time on a virtual clock and arrive late.
 
-A copy is begun at once: its end follows from its link, and its destination is NaN until somebody waits for it. Source and
-destination are looked at once more then: whoever has changed them meanwhile has raced with the copy (`Race`). Memory that is
-freed, or new, holds NaN too. So reading too early, or too late, shows in the numbers. Time is computed, never measured: the
-same figures on any machine, whatever else runs there.
+A copy starts at once: its link gives its end, and its destination is NaN until a wait. The wait compares source and
+destination again, and raises `Race` if either has changed. Freed and new memory holds NaN too. So a read that is too
+early or too late shows in the numbers. Time is computed, never measured, so figures are the same on any machine.
 
-`ModelState` runs on it as on any device (`moves`); what computes beside it moves the clock (`compute`).
-`Simulation` trains a row of matrices so. Collectives are those of the process group, and take no time.
+`ModelState` runs on the device by its transfers (`moves`); computations move the clock (`compute`). `Simulation` trains
+a row of matrices in this way. Collectives are those of the process group, and take no time.
 """
 
 import math
@@ -31,26 +30,26 @@ from optimus.state.model_state import ModelState
 from optimus.state.plan import StateSpec, divide_chunks
 from optimus.state.transfers import Job, Transfers
 
-_PIECES = 16  # of an update, between which other copies take their turn on the links
+_PIECES = 16  # pieces of an update, between which other copies use the links
 
 
 class Race(Exception):
-    """Memory has been changed under a copy."""
+    """Raised if memory changes during a copy."""
 
 
 @dataclass
 class CopyLink:
-    """One direction of a bus: one copy after the other. `delay` is added to each, in seconds."""
+    """One direction of a bus, with one copy at a time. `delay` adds seconds to each copy."""
 
     rate: float  # bytes/s
     latency: float = 0.0  # s
     delay: Callable[[], float] = lambda: 0.0
-    free: float = 0.0  # s, when the last copy ends
+    free: float = 0.0  # s, the end of the last copy
     bytes: float = 0.0
     copies: int = 0  # without those of updates
 
     def take(self, ready: float, size: float) -> float:
-        """When a copy of `size` bytes ends that may begin when it is `ready`."""
+        """Returns the end of a copy of `size` bytes that may begin at `ready`."""
         if size:
             self.free = max(ready, self.free) + self.latency + self.delay() + size / self.rate
             self.bytes += size
@@ -60,12 +59,12 @@ class CopyLink:
 
 @dataclass
 class _Update:
-    """An update that has been submitted: its data are made when it is waited for, its time before."""
+    """A submitted update: its time is computed first, its data at the wait."""
 
     work: Job
     on: str
     elements: int
-    left: int  # elements whose time is not known yet
+    left: int  # elements without a computed time
     piece: int
     ready: float
     end: float = 0.0
@@ -73,9 +72,10 @@ class _Update:
 
 
 class SimulatedDevice(Transfers):
-    """`up` and `down` are the links. The device has `limit` bytes; more end in `MemoryError`. The host updates `update_rate`
-    elements/s, the device any number at once. `update_bytes` of an element go through the links for an update, there
-    and back; an update that moves others raises. None: any, which take no time.
+    """`up` and `down` are the links, and more than `limit` bytes raise `MemoryError`.
+
+    The host updates `update_rate` elements/s, the device any number at once. An update moves `update_bytes` of an
+    element through the links, there and back, and raises if it moves others; None allows any bytes, which take no time.
 
     `now` is the clock; `used` and `peak` are bytes of the device, `host` those of the host.
     """
@@ -96,9 +96,9 @@ class SimulatedDevice(Transfers):
         self._sizes: dict[int, int] = {}  # bytes of the device, by storage
         self._untimed: deque[_Update] = deque()
         self._unmade: deque[_Update] = deque()
-        self._processor = 0.0  # when it is free
-        self._staging = (0.0, 0.0)  # when the memory of two pieces of updates is free
-        self._carried = [0, 0]  # bytes of the update that is made, there and back
+        self._processor = 0.0  # the time at which the processor is free
+        self._staging = (0.0, 0.0)  # the times at which the memory of two pieces of updates is free
+        self._carried = [0, 0]  # bytes of the current update, there and back
 
     # ---- Memory ----
 
@@ -112,7 +112,7 @@ class SimulatedDevice(Transfers):
         return super().on_host(elements, dtype)
 
     def resize(self, tensor: Tensor, size: int) -> None:
-        """As `Transfers`; the memory stays, so that whoever reads it finds NaN."""
+        """Resizes as `Transfers`, but keeps freed memory, so that readers find NaN."""
         if size > tensor.untyped_storage().nbytes():
             super().resize(tensor, size)
         self._count(tensor, size)
@@ -135,11 +135,11 @@ class SimulatedDevice(Transfers):
         return self._copy(self.down_link, target, source)
 
     def advance(self, turn: InTurn) -> None:
-        """As `Transfers`: the clock stands still, and whoever waits for `turn` waits for the copy as well."""
+        """Advances as `Transfers`, but without moving the clock: whoever waits for `turn` also waits for the copy."""
         began = self.now
         turn.advance()
         if not turn:
-            raise RuntimeError("nothing stands behind a copy: so no computation would wait for it")
+            raise RuntimeError("no turn follows a copy, so no computation would wait for the copy")
         ended, self.now = self.now, began
         turn.add(lambda: Handle(lambda: self._reach(ended)))
 
@@ -156,15 +156,15 @@ class SimulatedDevice(Transfers):
             if not arrived:
                 arrived = True
                 if not _equal(kept, source):
-                    raise Race("the source of a copy has been changed under it")
+                    raise Race("the source of a copy changed during the copy")
                 if not target.isnan().all():
-                    raise Race("the destination of a copy has been written to under it")
+                    raise Race("the destination of a copy was written during the copy")
                 target.data.copy_(kept)
 
         return Handle(wait)
 
     def compute(self, seconds: float) -> None:
-        """The device computes for so long."""
+        """Moves the clock by the seconds of a computation."""
         self.now += seconds
 
     def _reach(self, time: float) -> None:
@@ -188,12 +188,12 @@ class SimulatedDevice(Transfers):
         return Handle(wait)
 
     def _time_updates(self, until: float) -> None:
-        """Find the times of all pieces of updates that have begun by then."""
+        """Computes the times of all pieces of updates that have begun by `until`."""
         while self._untimed and self._time_piece(until):
             pass
 
     def _time_piece(self, until: float) -> bool:
-        """Find the time of the next piece of the first update, if it has begun by then."""
+        """Computes the time of the next piece of the first update; returns False if it begins after `until`."""
         update = self._untimed[0]
         at = max(update.ready, self._staging[0])
         if at > until:
@@ -212,14 +212,14 @@ class SimulatedDevice(Transfers):
         return True
 
     def _make(self, update: _Update) -> None:
-        """Carry an update out."""
+        """Runs an update."""
         self._carried = [0, 0]
         try:
             with torch.no_grad():
                 update.work()
             if self._update_bytes and self._carried != [update.elements * each for each in self._update_bytes]:
                 raise RuntimeError(
-                    f"an update of {update.elements} elements carries {self._carried} bytes there and back"
+                    f"an update of {update.elements} elements moves {self._carried}, not {self._update_bytes} bytes each"
                 )
             update.made.set_result(None)
         except BaseException as error:
@@ -235,14 +235,14 @@ class SimulatedDevice(Transfers):
 
 
 def _poison(tensor: Tensor) -> None:
-    tensor.data.fill_(math.nan)  # by way of `data`: autograd must not take this for a change of what it has saved
+    tensor.data.fill_(math.nan)  # through `data`, so that autograd does not see a change of saved tensors
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-# ---- A model whose passes take their time on it ----
+# ---- A model whose passes take time on the device ----
 
 
 class _Timed(torch.autograd.Function):
@@ -273,8 +273,11 @@ class Layer(nn.Module):
 
 
 class StepFigures(NamedTuple):
-    """Of one step of a simulation: seconds, loss and norm, fetches of parameters, bytes through the links of this rank, most
-    bytes of the device so far."""
+    """The figures of one simulated step.
+
+    The figures are seconds, loss and norm, fetches of parameters, bytes through this rank's links, and the device's
+    peak.
+    """
 
     seconds: float
     loss: float
@@ -286,8 +289,10 @@ class StepFigures(NamedTuple):
 
 
 class Simulation:
-    """A row of `layers` matrices, each a chunk, trained by AdamW on a simulated device; `ranks` of the process group share
-    it. A pass of a layer takes `forward` and `backward` seconds; what `options` has is that of the section `state`."""
+    """A row of `layers` matrices, each a chunk, trained by AdamW on a simulated device; `ranks` share the state.
+
+    A pass of a layer takes `forward` or `backward` seconds; `options` are those of the section `state`.
+    """
 
     def __init__(
         self,
@@ -327,11 +332,11 @@ class Simulation:
         self._steps = 0
 
     def run(self, steps: int, microbatches: int = 1, *, applied: bool = True) -> list[StepFigures]:
-        """So many steps; each ends when its updates have been submitted, or it is skipped."""
+        """Runs steps; each ends when its updates have been submitted, or is skipped."""
         return [self._step(microbatches, applied) for _ in range(steps)]
 
     def evaluate(self) -> float:
-        """The loss of a forward pass alone."""
+        """Returns the loss of a forward pass alone."""
         with torch.no_grad(), self.state.evaluating():
             return self._loss(torch.ones(4, self._width)).item()
 
@@ -364,6 +369,6 @@ class Simulation:
         return x.float().square().mean()
 
     def weights(self) -> list[Tensor]:
-        """Master weights of this rank, behind all updates."""
+        """Returns the master weights of this rank after all updates."""
         self.state.finish()
         return [chunk.resident["model"].clone() for chunk in self.state.chunks]

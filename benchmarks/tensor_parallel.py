@@ -1,8 +1,8 @@
 """Tensor-parallel training on 2 ranks against torch's parallelize_module (DTensor).
 
-Both start from the same weights and learn the same batch by heart with fused AdamW and clipping, so their losses must agree,
-which is checked first. Each competes with and without sequence parallelism, ours also without overlap. Each turn is in
-fresh processes; a contestant's figure is the median step of its best round.
+Both start from the same weights and learn the same batch by heart with fused AdamW and clipping, so their losses must
+agree, which is checked first. Each competes with and without sequence parallelism, ours also without overlap. Each turn
+runs in fresh processes, and the median step of a contestant's best round counts.
 """
 
 from functools import partial
@@ -23,13 +23,13 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.plan.measure.ranks import run_fresh
 
-WARM_UP = 3  # steps of each turn that are not counted
+WARM_UP = 3  # steps of each turn before the timed ones
 SAME_LOSS = {"float32": 1e-4, "bfloat16": 2e-3}
 RANKS = 2
 
 
 class Contestant(NamedTuple):
-    """`overrides` are of the configuration."""
+    """A contestant; `overrides` are those of the configuration."""
 
     side: Literal["optimus", "torch"]
     name: str
@@ -39,14 +39,17 @@ class Contestant(NamedTuple):
 
 def run(
     model: Annotated[str, Option(help="Dense preset.")] = "mula-tiny",
-    steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 10,
+    steps: Annotated[int, Option(help="Timed steps of a contestant in a round.")] = 10,
     rounds: Rounds = 3,
     precision: Precision = "auto",
     sequences: int = 8,
     context: int = 256,
 ) -> Result:
-    """A row per contestant, and ratios of steps per second: `tp2.vs_dtensor`, our best over torch's best, and
-    `tp2.overlap`, ours with its overlap over ours without (with sequence parallelism)."""
+    """Returns a row for each contestant, and ratios of steps per second.
+
+    `tp2.vs_dtensor` is our best over torch's best, and `tp2.overlap` ours with overlap over ours without, both with
+    sequence parallelism.
+    """
     chosen = decided(precision)
     configs = {who: config_of(model, chosen, sequences, context, who.overrides) for who in contestants()}
     trials = {who: run_fresh(trial, RANKS, who.make, config, WARM_UP + 1)[0] for who, config in configs.items()}
@@ -68,7 +71,7 @@ def run(
 
 
 def contestants() -> list[Contestant]:
-    """Who competes."""
+    """Returns the contestants."""
     return [
         Contestant("optimus", "optimus", ("parallel.sequence=false",), ours),
         Contestant("optimus", "optimus, sequence", (), ours),
@@ -79,13 +82,13 @@ def contestants() -> list[Contestant]:
 
 
 def config_of(model: str, precision: Type, sequences: int, context: int, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """One microbatch per step."""
+    """Returns the configuration, with one microbatch per step."""
     parallel = {"data": 1, "tensor": RANKS}
     return configuration(model, sequences, context, overrides, precision=precision, parallel=parallel, **BY_HEART)
 
 
 def dtensor(config: RunConfig, *, sequence: bool) -> Step:
-    """The rival's training step; with bf16, on bf16 weights beside fp32 masters that AdamW updates."""
+    """Returns torch's training step. A bf16 step has bf16 weights, and fp32 master weights that AdamW updates."""
     whole = Transformer(config.model)
     initialize(whole, config.train.seed, config.model.init_std)
     model = parallelize(same_weights(whole), init_device_mesh("cpu", (RANKS,)), sequence=sequence)

@@ -1,7 +1,7 @@
-"""A dense model as PyTorch's own tensor parallelism wants it, for `bench tensor-parallel`: `parallelize_module`, DTensor.
+"""A dense model for PyTorch's own tensor parallelism (`parallelize_module`, DTensor), for `bench tensor-parallel`.
 
-The architecture is that of our `olmo` family, from `nn.Linear` and torch's operations. The plan is the one that PyTorch's
-tutorial and torchtitan use: projections column- and row-wise, the vocabulary split, the loss parallel; with or without
+The architecture is that of our `olmo` family, made of `nn.Linear` and torch's operations. The plan is that of PyTorch's
+tutorial and of torchtitan: projections column- and row-wise, a split vocabulary, a parallel loss, with or without
 sequence parallelism.
 """
 
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class Dense(nn.Module):
-    """Tokens [B, S] to logits [B, S, V]."""
+    """A dense model from tokens [B, S] to logits [B, S, V]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Dense(nn.Module):
 
 @torch.no_grad()
 def same_weights(ours: Transformer) -> Dense:
-    """The rival with the weights of a whole model of ours."""
+    """Returns the rival with the weights of a whole model of ours."""
     model = Dense(ours.config)
     model.embedding.weight.copy_(ours.embedding.weight)
     model.head.weight.copy_(ours.head.weight)
@@ -106,7 +106,7 @@ def same_weights(ours: Transformer) -> Dense:
 
 
 def parallelize(model: Dense, mesh: DeviceMesh, *, sequence: bool) -> Dense:
-    """Split the model over the ranks of `mesh`."""
+    """Splits the model over the ranks of `mesh`."""
     rows = Shard(1) if sequence else Replicate()
     column, row = ColwiseParallel(), RowwiseParallel(output_layouts=rows)
     block: dict[str, Any] = {f"attention.{name}": column for name in "qkv"}

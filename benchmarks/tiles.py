@@ -1,8 +1,8 @@
-"""Which tiles the experts' grouped products are fastest in on this chip: candidates for `kernels.triton.tuning.preferred`.
+"""The fastest tiles of the experts' grouped products on this chip: candidates for `kernels.triton.tuning.preferred`.
 
-The rows of a tile are common to all products of routed rows, which share one table of tiles; so every kernel is timed for
-each number of rows, and the sum says which number serves the layer best. Compiling takes far longer than running: all cores
-do that first, each kernel's likeliest candidates before others, for as long as two thirds of the time last.
+All products of routed rows share one table of tiles, and so the rows of a tile. Every kernel is therefore timed for
+each number of rows, and the sum shows the best number for the layer. Compiling takes far longer than running, so all
+cores first compile, each kernel's likeliest candidates before others, for at most two thirds of the time.
 
 Legend: T tokens, P = T * K routed rows, E experts, K experts per token, H hidden, I intermediate, J = 2 I.
 """
@@ -32,12 +32,12 @@ _REPEATS, _ROUNDS = 5, 4
 _ROWS = (128, 64)
 _SCHEDULES = [(8, 3), (8, 4), (4, 4), (4, 3)]  # warps, stages
 _PRODUCTS = [(256, 64), (128, 64), (128, 32), (256, 32), (64, 64)]  # columns, inner
-_PAIRED = [(128, 64), (128, 32), (64, 64)]  # of the product that has two tiles of sums
+_PAIRED = [(128, 64), (128, 32), (64, 64)]  # of the product with two tiles of sums
 _SHAPES: dict["Kernel", list[tuple[int, int]]] = {
     "up": _PAIRED, "down": _PRODUCTS, "down_backward": _PRODUCTS, "up_backward": _PRODUCTS
 }  # fmt: skip
 _WEIGHT_GRADIENTS = [(128, 256, 64), (128, 128, 64), (256, 128, 64), (128, 256, 32), (128, 128, 32)]
-_COMPILING = 2 / 3  # of the time
+_COMPILING = 2 / 3  # share of the time
 _MOST_COMPILERS = 16  # each has a context and a small layer on the device
 
 Run = Callable[[], object]
@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Whose products are timed."""
+    """The layer whose products are timed."""
 
     model: ModelConfig
     tokens: int
@@ -66,15 +66,14 @@ def run(
     device: str = "auto",
     seconds: float = 85.0,
 ) -> list[Row]:
-    """For each kernel and number of rows of a tile: the fastest tiles found, and their rate next to the present choice's.
+    """Returns the fastest tiles of each kernel and number of rows, with their rate and that of the present choice.
 
-    Rows of equal `rows`: `up`, `down`, `down_backward`, `up_backward`, then their sum; last of all `weight_gradient`.
-
-    Raises `UserError` for a model without experts, and where there is no accelerator.
+    Rows of equal `rows` are `up`, `down`, `down_backward` and `up_backward`, then their sum; `weight_gradient` is last.
+    Raises `UserError` for a model without experts, and without an accelerator.
     """
     config = preset(model)
     if config.experts is None:
-        raise UserError(f"--model {model} has no experts, whose products --tune is about: choose another")
+        raise UserError(f"--model {model} has no experts, whose products --tune times: choose another")
     chip = find_device(device, "--device")
     if chip.type == "cpu":
         raise UserError("--tune times Triton's tiles on an accelerator: this machine has none, or --device says cpu")
@@ -82,12 +81,12 @@ def run(
 
 
 def compilers() -> int:
-    """As many processes as compile at a time."""
+    """Returns the number of processes that compile at a time."""
     return min(usable_cores(), _MOST_COMPILERS)
 
 
 def search(layer: Layer, seconds: float, compilers: int) -> list[Row]:
-    """What `run` returns, for a model with experts; without `compilers` a candidate is compiled where it is timed."""
+    """Returns the rows of `run`. Without `compilers`, a candidate is compiled during its timing."""
     end = time.perf_counter() + seconds
     of_kernel = _candidates(layer)
     if compilers:
@@ -106,7 +105,7 @@ def search(layer: Layer, seconds: float, compilers: int) -> list[Row]:
 
 
 def _candidates(layer: Layer) -> dict[tuple["Kernel", int], list[Candidate]]:
-    """By kernel and rows of a tile: the present choice, then others, the likeliest first."""
+    """Returns the candidates by kernel and rows of a tile: the present choice, then others, the likeliest first."""
     from optimus.kernels.triton.tuning import Tiles, preferred
 
     chip = chip_of(layer.device)
@@ -125,8 +124,10 @@ def _candidates(layer: Layer) -> dict[tuple["Kernel", int], list[Candidate]]:
 def _compiled(
     of_kernel: dict[tuple["Kernel", int], list[Candidate]], layer: Layer, seconds: float, compilers: int
 ) -> dict[tuple["Kernel", int], list[Candidate]]:
-    """Those of the candidates, and all present choices, that so many processes could compile in time; they are in Triton's
-    cache then. What cannot be is printed."""
+    """Compiles candidates in processes until the time is over, and prints errors.
+
+    Returns the compiled candidates, which are then in Triton's cache, and all present choices.
+    """
     in_turn = [c for turn in zip_longest(*of_kernel.values()) for c in turn if c is not None]
     with ProcessPoolExecutor(compilers, multiprocessing.get_context("spawn")) as pool:
         tasks = {candidate: pool.submit(_refused, candidate, layer) for candidate in in_turn}
@@ -140,7 +141,8 @@ def _compiled(
 
 
 def _refused(candidate: Candidate, layer: Layer) -> str:
-    """In a process of its own: run a candidate once, on few tokens and experts as wide; what refuses it, if so."""
+    """Runs a candidate once in a process of its own, on few tokens and experts of full width; returns the error, if
+    any."""
     assert layer.model.experts_per_token is not None
     few = layer.model.model_copy(update={"experts": layer.model.experts_per_token})
     stage, _ = _few_stages(layer._replace(model=few, tokens=2 * candidate.tile_rows), candidate.tile_rows)[
@@ -153,19 +155,19 @@ _few_stages = cache(lambda layer, tile_rows: _stages(layer, tile_rows))
 
 
 def _attempt(candidate: Candidate, stage: Run) -> str:
-    """Run a candidate once; what refuses it, if so."""
+    """Runs a candidate once; returns the error, if any."""
     from optimus.testing.trial import trial
 
     with trial(candidate.kernel, candidate.tiles):
         try:
             stage()
-        except Exception as error:  # whatever the compiler or the chip refuses is no candidate
+        except Exception as error:  # a candidate that the compiler or the chip refuses is left out
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return ""
 
 
 def _stages(layer: Layer, tile_rows: int) -> dict["Kernel", tuple[Run, float]]:
-    """Each kernel's stage of the layer at random routing, in tiles of so many rows, and its floating point operations."""
+    """Returns each kernel's stage of the layer with random routing, in tiles of so many rows, and its FLOPs."""
     from optimus.kernels.triton import expert_down, expert_up
     from optimus.kernels.triton.grouped import grouped_product
     from optimus.kernels.triton.token_index import token_index
@@ -204,7 +206,7 @@ def _stages(layer: Layer, tile_rows: int) -> dict["Kernel", tuple[Run, float]]:
 
 
 def _best(candidates: list[Candidate], stage: Run, flops: float, device: torch.device, end: float) -> Row:
-    """Of those that are timed before `end`; the first, which is the present choice, in any case."""
+    """Returns the best candidate of those timed before `end`; the first, the present choice, is always timed."""
     from optimus.testing.trial import trial
 
     watch = Stopwatch(device, threads=torch.get_num_threads())

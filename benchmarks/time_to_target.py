@@ -1,13 +1,14 @@
-"""Tokens and seconds that an update rule needs to reach AdamW's final held-out loss, on tiny models.
+"""Tokens and seconds in which update rules reach AdamW's final validation loss, on tiny models.
 
-As in AlgoPerf (Dahl et al. 2023; Kasimbeg et al. 2025) a rule is judged by what it needs to reach a target that a tuned
-baseline sets. A workload is a model and a seed. Its target is the held-out loss with which AdamW ends under a cosine, at the
-best of five learning rates, a factor of two apart. A contestant counts with the rate at which it needs fewest tokens.
-All have the same batches in the same order, initial weights, length, warm-up, clipping, weight decay and betas.
+A rule is judged by what it needs to reach a target that a tuned baseline sets, as in AlgoPerf (Dahl et al. 2023;
+Kasimbeg et al. 2025). A workload is a model and a seed. Its target is the final validation loss of AdamW with a cosine,
+at the best of five learning rates, a factor of two apart. A contestant counts with the rate at which it needs the
+fewest tokens. All have the same batches in the same order, initial weights, length, warm-up, clipping, weight decay and
+betas.
 
-Tokens are interpolated linearly between two measurements of the held-out loss. Seconds are CPU seconds of one thread: tokens
-times the time of a step, without that of measuring. It is the least of the medians of a contestant's runs on the model, as
-what else the machine does disturbs some. The whole, 150 runs, takes about 20 minutes of one core.
+Tokens are interpolated linearly between two measurements of the validation loss. Seconds are CPU seconds of one thread:
+tokens times the time of a step without measurements. The time of a step is the least of the medians of a contestant's
+runs on the model, as other programs disturb some runs. All 150 runs take about 20 minutes of one core.
 
 Legend: N sequences, B of a batch, S bytes of a sequence.
 """
@@ -43,17 +44,17 @@ from optimus.testing.steps import build
 from optimus.training.step import training_step
 
 CONTEXT, BATCH = 128, 8
-_FACTORS = (0.25, 0.5, 1, 2, 4)  # of the rate in the middle
+_FACTORS = (0.25, 0.5, 1, 2, 4)  # of the middle rate
 _BASELINE = "adamw"
-_BLOCK, _HELD_OUT = 16, 20  # sequences that lie together; of so many such blocks the last one is held out
-_TAUS = (1.0, 1.1, 1.25, 1.5, 2.0)  # of the profile that is printed
-_LARGEST_TAU = 4.0  # up to which its area counts, as in AlgoPerf
+_BLOCK, _HELD_OUT = 16, 20  # adjacent sequences; the last of so many such blocks is for validation
+_TAUS = (1.0, 1.1, 1.25, 1.5, 2.0)  # of the printed profile
+_LARGEST_TAU = 4.0  # the limit of the area under the profile, as in AlgoPerf
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "dense": {"family": "olmo", "intermediate": 256},
     "moe": {"family": "olmoe", "intermediate": 64, "experts": 8, "experts_per_token": 2},
 }
-_SHAPE = {"hidden": 64, "layers": 2, "heads": 2, "vocab": 256}  # of bytes
+_SHAPE = {"hidden": 64, "layers": 2, "heads": 2, "vocab": 256}  # for bytes
 
 
 At = tuple[str, str, float, int]  # model, contestant, learning rate, seed
@@ -77,7 +78,7 @@ CONTESTANTS = {
 
 
 class Length(NamedTuple):
-    """Of the comparison: steps of a run, steps between two measurements, seeds, and held-out sequences."""
+    """The length of the comparison: steps of a run, steps between two measurements, seeds, and validation sequences."""
 
     steps: int = 240
     every: int = 10
@@ -90,21 +91,21 @@ QUICK = Length(steps=2, every=1, seeds=1, held_out=8)
 
 
 class Text(NamedTuple):
-    """Bytes to train on and to measure with [N, S], uint8."""
+    """Bytes for training and for validation [N, S], uint8."""
 
     train_NS: Tensor
     held_out_NS: Tensor
 
 
 class Curve(NamedTuple):
-    """Validation loss (nats per byte) after so many tokens, from 0 on; and the median of the CPU seconds of a step."""
+    """The validation loss (nats per byte) after so many tokens, from 0 on, and the median CPU seconds of a step."""
 
     tokens: list[int]
     losses: list[float]
     step_seconds: float
 
     def reaches(self, target: float) -> float:
-        """Tokens until the loss is `target`; infinite where it never is."""
+        """Returns the tokens at which the loss reaches `target`, or infinity."""
         for (before, high), (after, low) in pairwise(zip(self.tokens, self.losses)):
             if low <= target:
                 return before + (after - before) * (high - target) / (high - low)
@@ -112,7 +113,7 @@ class Curve(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of a contestant on a model, at its best rate: by seed the tokens to the target and the final losses."""
+    """The results of a contestant on a model at its best rate: for each seed, tokens to the target and final losses."""
 
     rate: float
     place: int  # of the rate among the five, from 1
@@ -123,20 +124,21 @@ class Found(NamedTuple):
 
 def run(
     text: Annotated[
-        Path | None, Option(help="Text, a file or folder as for prepare. Default: some of Python's library.")
+        Path | None,
+        Option(help="File or folder of text, as for `optimus prepare`. Default: a part of Python's library."),
     ] = None,
     runs: Annotated[
         Path | None,
-        Option(help="Add each finished run to this file (JSON lines), and take from it those that it has."),
+        Option(help="File (JSON lines) of finished runs: its runs are not repeated, and others are added."),
     ] = None,
-    quick: Annotated[bool, Option("--quick", help="A few steps and one seed, to see that it works.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Take only a few steps with one seed, as a trial.")] = False,
 ) -> Result:
-    """Rows (a contestant on a model), ratios, and two profiles (`tokens`, `seconds`), whose rows are contestants.
+    """Returns rows (a contestant on a model), ratios, and two profiles (`tokens`, `seconds`), whose rows are
+    contestants.
 
-    Ratios are medians over the seeds of tokens, and of seconds, to those of AdamW: `muon.dense.tokens_vs_adamw`,
-    `muon.dense.seconds_vs_adamw` and so on; None where most seeds do not reach the target. For `runs` see `Sweep`.
-
-    Raises `UserError` for text that cannot be read, or is too short.
+    Ratios are medians over the seeds of tokens, and of seconds, relative to AdamW: `muon.dense.tokens_vs_adamw`,
+    `muon.dense.seconds_vs_adamw` and so on; None if most seeds do not reach the target. For `runs` see `Sweep`. Raises
+    `UserError` for text that is unreadable or too short.
     """
     length = QUICK if quick else FULL
     with cpu_threads(1):
@@ -165,8 +167,11 @@ def run(
 
 
 def read_text(path: Path | None, held_out: int) -> Text:
-    """The bytes of the documents, one after the other. Of each twenty blocks of sequences the last one is held out, and so
-    many of its sequences are used, from all over the text."""
+    """Returns the bytes of the documents, one after the other.
+
+    The last of each twenty blocks of sequences is for validation, which takes `held_out` of these sequences from all
+    over the text.
+    """
     library = Path(sysconfig.get_paths()["stdlib"])
     inputs = [library / "email", library / "asyncio", library / "json"] if path is None else [path]
     whole = "".join(piece for piece, _ in read_texts(resolve(inputs), "text")).encode()
@@ -182,7 +187,7 @@ def read_text(path: Path | None, held_out: int) -> Text:
 
 
 class Sweep:
-    """Runs of one length on one text. Those that are in the file `path` are not repeated, others are added to it."""
+    """Runs of one length on one text. The file `path` keeps finished runs, which are not repeated."""
 
     def __init__(self, text: Text, length: Length, path: Path | None = None) -> None:
         self._text, self._length, self._path = text, length, path
@@ -191,7 +196,7 @@ class Sweep:
         self._known = {line["key"]: Curve(*(line[field] for field in Curve._fields)) for line in lines}
 
     def curves(self) -> dict[At, Curve]:
-        """Those of all runs."""
+        """Returns the curves of all runs."""
         named = [(model, name) for model in MODELS for name in CONTESTANTS]
         return {
             (model, name, rate, seed): self.curve(model, name, rate, seed)
@@ -201,7 +206,7 @@ class Sweep:
         }
 
     def curve(self, model: str, name: str, rate: float, seed: int) -> Curve:
-        """That of one run."""
+        """Returns the curve of one run."""
         settings = settings_of(model, CONTESTANTS[name], rate, seed, self._length)
         key = hashlib.sha256(json.dumps([settings, self._length, self._digest]).encode()).hexdigest()
         if key not in self._known:
@@ -215,12 +220,12 @@ class Sweep:
 
 
 def rates(contestant: Contestant, model: str) -> list[float]:
-    """The five learning rates, the lowest first."""
+    """Returns the five learning rates, the lowest first."""
     return [contestant.rate[model] * factor for factor in _FACTORS]
 
 
 def settings_of(model: str, contestant: Contestant, rate: float, seed: int, length: Length) -> dict[str, Any]:
-    """The configuration of one run, as a user gives it."""
+    """Returns the configuration of one run, as a user writes it."""
     return tree(
         {**_SHAPE, **MODELS[model]},
         BATCH,
@@ -234,7 +239,7 @@ def settings_of(model: str, contestant: Contestant, rate: float, seed: int, leng
 
 
 def train(config: RunConfig, text: Text, every: int) -> Curve:
-    """Train a model on batches of the seed's order, and measure it every so many steps, and at the last."""
+    """Trains a model on batches in the seed's order; measures every so many steps, and at the last."""
     device = torch.device("cpu")
     model, state = build(config, Groups(mesh_of(config, 1)), device)
     state.initialize(config.train.seed, config.model.init_std)
@@ -262,8 +267,11 @@ def _held_out_loss(model: PipelineStages, state: ModelState, text: Text) -> floa
 
 
 def found_of(curves: Mapping[At, Curve], model: str, name: str, targets: Sequence[float] | None) -> Found:
-    """What a contestant needs for the targets, by seed, at its best rate: that of the fewest tokens (the median over seeds)
-    and, where these are as many, of the lowest final loss (the mean). Without targets the latter decides alone."""
+    """Returns the results of a contestant for the targets, by seed, at its best rate.
+
+    The best rate needs the fewest tokens (the median over seeds) and, among equals, has the lowest final loss (the
+    mean). Without targets the final loss decides alone.
+    """
     tried = []
     for place, rate in enumerate(rates(CONTESTANTS[name], model), 1):
         by_seed = [curve for (*at, _), curve in curves.items() if at == [model, name, rate]]
@@ -279,7 +287,7 @@ def found_of(curves: Mapping[At, Curve], model: str, name: str, targets: Sequenc
 
 
 def versus(needed: Mapping[tuple[str, str], Sequence[float]]) -> dict[tuple[str, str], list[float]]:
-    """What every contestant needs, by seed, to what the baseline does on the same model."""
+    """Returns the ratios of every contestant to the baseline on the same model, by seed."""
     return {
         (model, name): [own / base for own, base in zip(values, needed[model, _BASELINE])]
         for (model, name), values in needed.items()
@@ -287,8 +295,11 @@ def versus(needed: Mapping[tuple[str, str], Sequence[float]]) -> dict[tuple[str,
 
 
 def profile(needed: Mapping[tuple[str, str], Sequence[float]]) -> list[Row]:
-    """The performance profile: the share of the workloads that a contestant solves within tau times what the best of them
-    needs; and the area under it for tau from 1 to 4, where 1 is the largest possible."""
+    """Returns the performance profile of the contestants.
+
+    The profile is the share of the workloads that a contestant solves within tau times the best contestant's need. The
+    area under the profile counts for tau from 1 to 4, with a maximum of 1.
+    """
     slower: dict[str, list[float]] = {}
     for model in dict.fromkeys(model for model, _ in needed):
         here = {name: values for (of, name), values in needed.items() if of == model}

@@ -1,9 +1,9 @@
 """Tokenisation speed of `prepare` against `tokenizers.encode_batch` on the same cores and documents.
 
-The rival is `Tokenizer.encode_batch` with its own threads, in a process of its own, with all documents in memory
-before its clock starts; two batch sizes are tried and the better one counts. Ours reads the files, tokenises in helper
-processes and writes the token stream; its clock includes the start of those processes. The two alternate, so that a
-machine that slows down slows both, and the best of several runs counts.
+The rival is `Tokenizer.encode_batch` with its own threads, in a process of its own, with all documents in memory before
+its clock starts; the better of two batch sizes counts. Ours reads the files, tokenises in helper processes and writes
+the token stream, and its clock includes the start of these processes. Both take turns, and the best of several runs
+counts.
 """
 
 import json
@@ -55,9 +55,10 @@ def run(
     workers: Annotated[int | None, Option(help="Processes. Default: one per core.")] = None,
     rounds: int = 3,
 ) -> Result:
-    """Rows (best seconds, tokens, tokens per second) and the ratio `tokenise.vs_tokenizers` of our tokenise stage.
+    """Returns rows (best seconds, tokens, tokens per second) and the ratio `tokenise.vs_tokenizers` of our tokenise
+    stage.
 
-    `workers` is the number of our processes and of the rival's threads. The tokens of all must be as many.
+    `workers` is the number of our processes and of the rival's threads. All contestants must count the same tokens.
     """
     workers = workers or usable_cores()
     with tempfile.TemporaryDirectory() as temporary:
@@ -90,7 +91,7 @@ def run(
 
 class _Turn(NamedTuple):
     seconds: float
-    tokens: int  # without the end-of-text token that ours puts after each document
+    tokens: int  # without the end-of-text token that ours adds to each document
     stage_seconds: float = 0.0  # of ours alone
 
 
@@ -107,7 +108,7 @@ def _row(name: str, workers: int, turns: Sequence[tuple[float, int]]) -> Row:
 
 @contextmanager
 def _rival(tokenizer: Path, documents: Path, threads: int) -> Iterator[Callable[[int], _Turn]]:
-    """Gives seconds and tokens for a number of documents per call, in a process of its own."""
+    """Yields a function of the documents per call, which returns seconds and tokens of the rival's process."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(threads)}
     command = [sys.executable, "-c", RIVAL, str(tokenizer), str(documents)]
     pipe = subprocess.PIPE
@@ -136,7 +137,7 @@ def _prepare(inputs: Sequence[str | Path], output: Path, tokenizer: Path, worker
 
 
 def _standard_library(path: Path) -> Path:
-    """Writes sources that every Python has as JSON lines; those that are not UTF-8 (test data) are left out."""
+    """Writes sources that every Python has as JSON lines, without those that are not UTF-8 (test data)."""
     left = DEFAULT_TEXT
     library = Path(sysconfig.get_paths()["stdlib"])
     with path.open("w", encoding="utf-8") as file:
@@ -153,7 +154,7 @@ def _standard_library(path: Path) -> Path:
 
 
 def _collect(inputs: Sequence[str | Path], path: Path) -> Path:
-    """Writes the documents, whole, one JSON string per line, for the rival to load."""
+    """Writes the whole documents, one JSON string per line, for the rival."""
     with path.open("w", encoding="utf-8") as file:
         parts: list[str] = []
         for text, ends in read_texts(resolve(inputs), "text"):

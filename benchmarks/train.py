@@ -1,9 +1,9 @@
-"""Training speed against the Hugging Face Trainer on the same model and data, as a user would run either.
+"""Training speed against the Hugging Face Trainer on the same model and data, both as users run them.
 
-All start from the same exported weights, read the same rows in the same order, in the same microbatches, and have our betas,
-decay, clipping and learning rate of every step, AdamW fused, and the same weight of the balance loss; there is no z-loss, as
-`transformers` has none. So their cross-entropies agree, which is checked before anything is timed. Every experts
-implementation of `transformers` that runs here is a rival. A contestant's figure is the median step of its best round.
+All start from the same exported weights, and read the same rows in the same order and microbatches. All have our betas,
+decay, clipping, learning rate of every step and weight of the balance loss, and fused AdamW. There is no z-loss,
+because `transformers` has none. So their cross-entropies agree, which is checked before the timing. Every experts
+implementation of `transformers` that runs here is a rival. The median step of a contestant's best round counts.
 """
 
 import statistics
@@ -35,18 +35,18 @@ from optimus.resolve.rules import rules_of
 from optimus.training.reading import read_run
 from optimus.training.step import step_learning_rate
 
-_WARM_UP = 2  # steps of each run that are not counted
+_WARM_UP = 2  # steps of each run before the timed ones
 _CHECKED = 5  # steps whose cross-entropies must agree
 SAME_LOSS = {"float32": 1e-4, "bfloat16": 2e-2}  # relative
-_EXPERTS = ("grouped_mm", "eager")  # batched_mm copies a weight matrix per routed row: 50 s a step here
+_EXPERTS = ("grouped_mm", "eager")  # batched_mm copies a weight matrix for each routed row: 50 s a step here
 
 
 class Trained(NamedTuple):
-    """Of each step of a contestant."""
+    """The seconds, cross-entropy and gradient norm of each step of a contestant."""
 
     seconds: list[float]
     cross_entropies: list[float]
-    norms: list[float]  # of the gradients, before they are clipped
+    norms: list[float]  # before clipping
 
 
 Contestant = Callable[[RunConfig, Path, int], Trained]
@@ -54,20 +54,23 @@ Contestant = Callable[[RunConfig, Path, int], Trained]
 
 def run(
     model: Annotated[str, Option(help="Preset.")] = "mula-tiny-moe",
-    steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 8,
+    steps: Annotated[int, Option(help="Timed steps of a contestant in a round.")] = 8,
     rounds: Rounds = 3,
     precision: Precision = "auto",
     share: bool = True,
     batch: int = 32,
 ) -> Result:
-    """Rows (one per contestant) and ratios: `train.vs_best_rival` is ours over the fastest rival in tokens per second,
-    `loader.share_of_step` the part of our step spent waiting for data. With `share` each kernel's share is printed too."""
+    """Returns a row for each contestant, and ratios.
+
+    `train.vs_best_rival` is our speed over the fastest rival's in tokens per second, and `loader.share_of_step` the
+    part of our step that waits for data. With `share` each kernel's share is printed too.
+    """
     chosen = decided(precision, "auto")
     with tempfile.TemporaryDirectory() as folder:
         config = prepared(model, Path(folder), batch, chosen)
         who, left_out = contestants(config)
         if left_out:
-            print(f"left out, as they do not compute in {chosen}: {', '.join(left_out)}")
+            print(f"left out, because they cannot compute in {chosen}: {', '.join(left_out)}")
         outputs = (Path(folder) / f"run-{number}" for number in count())
         checked = {name: train(config, next(outputs), _CHECKED).cross_entropies for name, train in who.items()}
         for number in range(_CHECKED):
@@ -89,18 +92,18 @@ def run(
     tables = {"optimus bench train": rows}
     if share:
         timed = kernels.run(model=model, tokens=2048, context=256, dtype=SHORT[chosen]).rows
-        tables["each kernel's share of the step, with plain PyTorch and with ours"] = kernels.shares(timed)
+        tables["each kernel's share of the step, with plain PyTorch and with our kernels"] = kernels.shares(timed)
     return Result(rows, ratios, {"precision": chosen, "left_out": left_out}, tables=tables)
 
 
 def contestants(config: RunConfig) -> tuple[dict[str, Contestant], list[str]]:
-    """(Who competes, the names of those that compute in another type alone); ours is the first."""
+    """Returns the contestants, ours first, and the names of those that compute in another type alone."""
     known: dict[str, tuple[Contestant, Type]] = {"optimus": (_optimus, config.train.precision)}  # type: ignore[dict-item]
     for experts in _EXPERTS if config.model.experts else ("grouped_mm",):
         for how, only in (("fp32", "float32"), ("bf16 autocast", "bfloat16"), ("bf16 weights", "bfloat16")):
             known[f"transformers Trainer, {experts}, {how}"] = trainer(experts, how), only  # type: ignore[assignment]
     who = {name: train for name, (train, only) in known.items() if only == config.train.precision}
-    # Who is another's form in this type is not left out: the Trainer in fp32.
+    # The Trainer in fp32 is the form of others in this type, so it does not count as left out.
     return who, [name for name in known if name not in who and not name.endswith("fp32")]
 
 
@@ -118,8 +121,10 @@ def _turn(train: Contestant, config: RunConfig, outputs: Iterator[Path], steps: 
 
 
 def prepared(model: str, folder: Path, batch: int, precision: Type) -> RunConfig:
-    """A run on Python's own sources, prepared with a tokenizer trained on them, from weights that are exported to
-    `checkpoint.load_path`. The rate is such that a few steps tell apart who trains otherwise."""
+    """Returns a run on Python's own sources, from weights exported to `checkpoint.load_path`.
+
+    The tokenizer is trained on these sources. The learning rate is high enough to show differences within a few steps.
+    """
     sources, data, weights = Path(sysconfig.get_paths()["stdlib"]), folder / "data", folder / "weights"
     vocab = min(preset(model).vocab, 4096)
     texts = [sources / name for name in ("email", "asyncio", "json")]
@@ -147,14 +152,14 @@ def _optimus(config: RunConfig, output: Path, steps: int) -> Trained:
 
 
 def trainer(experts: str, how: str) -> Contestant:
-    """The Trainer with this implementation of experts; `how`: fp32, bf16 autocast, or bf16 weights."""
+    """Returns the Trainer with this implementation of experts; `how` is fp32, bf16 autocast, or bf16 weights."""
 
     def train(config: RunConfig, output: Path, steps: int) -> Trained:
         from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
         from transformers.utils import is_torch_bf16_gpu_available
 
         times: list[float] = []
-        # Summed over the microbatches of a step, as the Trainer adds up their gradients.
+        # Summed over the microbatches of a step, as the Trainer sums their gradients.
         microbatches = config.train.global_batch // config.train.micro_batch
         balance = config.moe.balance_coefficient / microbatches
         predicted = config.train.global_batch * (config.train.sequence_length - 1)
@@ -170,7 +175,8 @@ def trainer(experts: str, how: str) -> Contestant:
                 self.began = now
 
         class InOrder(Trainer):
-            """Reads rows as they come, and notes the cross-entropy of each microbatch, its part of the step's."""
+            """A Trainer that reads rows in order, and records the cross-entropy of each microbatch as its part of the
+            step's."""
 
             def _get_train_sampler(self, train_dataset: Any = None) -> Any:
                 return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -197,13 +203,13 @@ def trainer(experts: str, how: str) -> Contestant:
             logging_steps=1,
             report_to=[],
             disable_tqdm=True,
-            use_cpu=not is_torch_bf16_gpu_available(),  # nor does it know every device
+            use_cpu=not is_torch_bf16_gpu_available(),  # the Trainer does not know every device either
         )
         rates = _optimizer(hf, config)
         mine = InOrder(
             model=hf, args=arguments, train_dataset=_Rows(config, steps), callbacks=[Clock()], optimizers=rates
         )
-        assert mine.model_accepts_loss_kwargs, "its losses of microbatches are means, not parts of the step's"
+        assert mine.model_accepts_loss_kwargs, "the losses of its microbatches are means, not parts of the step's loss"
         mine.train()
         by_step = torch.stack(entropies).view(steps, microbatches).sum(1).tolist()
         norms = [entry["grad_norm"] for entry in mine.state.log_history if "grad_norm" in entry]
@@ -213,7 +219,7 @@ def trainer(experts: str, how: str) -> Contestant:
 
 
 def _optimizer(hf: torch.nn.Module, config: RunConfig) -> tuple[torch.optim.Optimizer, Any]:
-    """AdamW with our hyperparameters, which are those of all parameters, and our learning rate of every step."""
+    """Returns AdamW with our hyperparameters, equal for all parameters, and our learning rate of every step."""
     with torch.device("meta"):
         (rule,) = {*rules_of(config.optimizer, Transformer(config.model)).values()}
     assert isinstance(rule, AdamW)
@@ -227,7 +233,7 @@ def _optimizer(hf: torch.nn.Module, config: RunConfig) -> tuple[torch.optim.Opti
 
 
 class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """What our steps read, row after row, as the `Trainer` wants it."""
+    """The rows of our steps, in the form that the `Trainer` reads."""
 
     def __init__(self, config: RunConfig, steps: int) -> None:
         _, data = read_run(config)

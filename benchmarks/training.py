@@ -22,19 +22,19 @@ from optimus.training.malloc_trim import keep_freed_memory
 from optimus.training.resolving import resolve_run
 
 Step = Callable[[Tensor], float]  # tokens [B, S] of this rank to the loss
-Make = Callable[[RunConfig], Step]  # makes the model and what trains it, on one rank
+Make = Callable[[RunConfig], Step]  # makes the model and its training step on one rank
 Type = Literal["float32", "bfloat16"]
 SHORT: dict[Type, Literal["fp32", "bf16"]] = {"float32": "fp32", "bfloat16": "bf16"}  # names of `harness.DTYPES`
 Precision = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    Option(help="Type of the computation of all contestants; auto: that of a run on this machine."),
+    Option(help="Compute type of all contestants; auto takes that of a run on this machine."),
 ]
 
 BY_HEART: dict[str, Any] = {
     "optimizer": {"clip_during_warmup": True},
     "lr_schedule": {"name": "constant", "lr": 1e-3, "warmup_steps": 0},
 }
-"""Sections for contestants that learn one batch by heart: losses that agree show that all did the same work."""
+"""Sections for contestants that learn one batch by heart. Equal losses show that all did the same work."""
 
 _M_MMAP_THRESHOLD = -3  # mallopt's name for it
 
@@ -43,10 +43,10 @@ def tree(
     model: Any, batch: int, context: int, *, micro_batch: int | None = None, data: object = "", output: object = "",
     **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """A configuration as a user gives it: `batch` sequences of `context` tokens, by default in one microbatch and in bf16,
-    which is for what is held and sent; whoever times products says a `precision`.
+    """Returns a configuration as a user writes it: `batch` sequences of `context` tokens, by default in one microbatch.
 
-    `more` are values of `train`, or whole sections.
+    The default type is bf16, for what is held and sent; timed products need a `precision`. `more` are values of
+    `train`, or whole sections.
     """
     train = {
         "output": str(output),
@@ -62,18 +62,18 @@ def tree(
 
 
 def configuration(model: Any, batch: int, context: int, overrides: Sequence[str] = (), **more: Any) -> RunConfig:
-    """The same, read."""
+    """Returns the same configuration, loaded."""
     return load_config(tree(model, batch, context, **more), list(overrides))
 
 
 def decided(precision: str, device: str = "cpu") -> Type:
-    """The type in which all contestants compute on a device: decided once, so that none of them computes in another."""
+    """Returns the type in which all contestants compute on a device, decided once."""
     config, where = configuration("mula-tiny", 1, 16, precision=precision), find_device(device, "--device")
     return resolve_run(config, where, mesh_of(config, 1)).config.train.precision  # type: ignore[return-value]
 
 
 class Turn(NamedTuple):
-    """What one rank saw of one turn."""
+    """The measurements of one rank in a timed turn."""
 
     step_seconds: float  # of the median step
     sent: float  # bytes per step and rank
@@ -81,9 +81,9 @@ class Turn(NamedTuple):
 
 
 def turn(make: Make, config: RunConfig, steps: int, warm_up: int) -> Turn:
-    """On one rank of a contestant's turn: time steps, from the end of one to the end of the next.
+    """Times the steps of a contestant on one rank, from the end of one to the end of the next.
 
-    All have their freed memory kept, as our runs do: whether pages are faulted in anew is not what is compared.
+    All contestants keep freed memory, as our runs do, because the comparison is not about page faults.
     """
     keep_freed_memory()
     step, tokens_BS = make(config), own_tokens(config)
@@ -102,14 +102,14 @@ def turn(make: Make, config: RunConfig, steps: int, warm_up: int) -> Turn:
 
 
 class Trial(NamedTuple):
-    """What one rank saw of a turn that is not timed."""
+    """The measurements of one rank in a turn without timing."""
 
-    peak: int  # bytes by which the resident set grew at most
+    peak: int  # most bytes by which the resident set grew
     loss: float
 
 
 def trial(make: Make, config: RunConfig, steps: int) -> Trial:
-    """On one rank: a few steps, in a turn of their own as counting memory costs time."""
+    """Runs a few steps on one rank, without timing, as counting memory costs time."""
     _return_freed_memory()
     before = psutil.Process().memory_info().rss
     step, tokens_BS = make(config), own_tokens(config)
@@ -120,7 +120,7 @@ def trial(make: Make, config: RunConfig, steps: int) -> Trial:
 
 
 def own_tokens(config: RunConfig) -> Tensor:
-    """This rank's batch; without other data ranks the same on all."""
+    """Returns this rank's batch, which is the same on all ranks unless there are several data ranks."""
     data = int(config.parallel.data)
     draws = torch.Generator().manual_seed(dist.get_rank() * data // dist.get_world_size())
     shape = config.train.global_batch // data, config.train.sequence_length
@@ -128,15 +128,15 @@ def own_tokens(config: RunConfig) -> Tensor:
 
 
 def speed_row(tokens: int, turns: Sequence[Turn]) -> dict[str, Any]:
-    """Of a contestant's turns with steps of so many tokens: the best counts."""
+    """Returns the speed of a contestant's best turn, with steps of so many tokens."""
     seconds = min(each.step_seconds for each in turns)
     return {"tokens_per_second": tokens / seconds, "step_seconds": seconds}
 
 
 def _return_freed_memory() -> None:
-    """Have every longer tensor mapped on its own, and unmapped when it dies, where the C library (glibc) can be told so.
+    """Makes glibc map every longer tensor separately and unmap it when freed.
 
-    Otherwise what a heap happens to hold hides the differences.
+    Otherwise memory that a heap holds hides the differences.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -144,6 +144,6 @@ def _return_freed_memory() -> None:
 
 
 def _loopback_bytes() -> int:
-    """Bytes sent over the loopback interface since the machine started."""
+    """Returns the bytes sent over the loopback interface since the machine started."""
     counters = psutil.net_io_counters(pernic=True)
     return (counters.get("lo") or counters["lo0"]).bytes_sent

@@ -195,7 +195,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join([first, "|---" * len(head) + "|", *others]) + "\n"
 
 
-# The commands, as the parser has them.
+# The commands, from their parser.
 
 
 def commands() -> str:

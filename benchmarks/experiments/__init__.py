@@ -1,1 +1,1 @@
-"""Experiments about recipes, each minutes on two cores: `python -m benchmarks.experiments.NAME --corpus FOLDER`."""
+"""Experiments on recipes, which take minutes on two cores: `python -m benchmarks.experiments.NAME --corpus FOLDER`."""

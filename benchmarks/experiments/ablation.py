@@ -1,7 +1,7 @@
-"""Averages of models of parts of the data as a proxy for models of their mixtures (`optimus merge`).
+"""Averages of models of parts of the data as a proxy for models of mixtures (`optimus merge`).
 
-Published: the perplexity of a model that is trained on a mixture correlates strongly with that of the average of models
-trained on its parts, so that n trainings answer for 2^n mixtures (Na et al. 2024). Expected: Pearson's r of 0.9 or more.
+Published: the perplexity of a model trained on a mixture correlates strongly with that of the average of models trained
+on its parts, so that n trainings answer for 2^n mixtures (Na et al. 2024). Expected: Pearson's r of 0.9 or more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from optimus.checkpoint.folder import find_checkpoint
 from optimus.checkpoint.merging import merge
 
 _PARTS = ("books", "wiki", "math", "speeches", "multilingual", "reviews")
-_SETS = ("books", "math", "speeches", "reviews")  # that are held out
+_SETS = ("books", "math", "speeches", "reviews")  # validation sets
 _TRUNK, _TOKENS = 300_000, 80_000
 
 
 def run(experiment: Experiment) -> Result:
-    """Six parts and their 15 pairs, from one trunk that has seen all; once more with every seed."""
+    """Train on six parts and their 15 pairs, from one trunk that has seen all parts, with every seed."""
     names = _PARTS[:3] if experiment.quick else _PARTS
     prepared = experiment.prepared(names)
     sets = [name for name in _SETS if name in names]
@@ -38,7 +38,7 @@ def run(experiment: Experiment) -> Result:
 
 
 def _of_seed(experiment: Experiment, prepared: Mapping[str, Prepared], sets: Sequence[str], seed: int) -> list[Row]:
-    """A row per pair: the loss of its model, and of the average of the models of its parts."""
+    """Returns a row for each pair: the loss of its model, and of the average of the models of its parts."""
     names = tuple(prepared)
     measured = experiment.validation({name: prepared[name] for name in sets}, tokens=1 << 14)
     trunk = experiment.train("trunk", seed, {"data": _sources(prepared, names)}, experiment.steps(_TRUNK))
@@ -65,7 +65,7 @@ def _of_seed(experiment: Experiment, prepared: Mapping[str, Prepared], sets: Seq
             "data": _sources(prepared, pair),
             "validation": measured,
             "checkpoint": {"every": 1_000_000, "keep": 1, "load_path": str(average)},
-            "lr_schedule": {"name": "constant", "lr": 1e-30, "warmup_steps": 0},  # measures, and trains nothing
+            "lr_schedule": {"name": "constant", "lr": 1e-30, "warmup_steps": 0},  # validates without training
         }
         merged = experiment.train(f"average of {'+'.join(pair)}", seed, still, 1)
         row: Row = {"pair": "+".join(pair), "seed": seed}

@@ -1,19 +1,19 @@
-"""A mixture that is annealed: the last tenth of a run has three or four times as much math (`phases`).
+"""An annealed mixture: the last tenth of a run has three or four times as much math (`phases`).
 
-Published: OLMo 2 and Llama 3 gain most of what they have in mathematics from such a phase, in which the learning rate falls.
-Expected: the loss on math falls by 0.1 nats, at 0.02 nats on the rest. With a cosine the rate has fallen before; with a
-cooldown (`wsd`) it falls in that phase.
+Published: OLMo 2 and Llama 3 gain most of their mathematics in such a phase, in which the learning rate falls.
+Expected: the loss on math falls by 0.1 nats, at a cost of 0.02 nats on other text. A cosine has lowered the rate before
+that phase; a cooldown (`wsd`) lowers the rate in it.
 """
 
 from benchmarks.experiments.harness import Experiment, command, mean_rows
 from benchmarks.harness import Result
 
 _TOKENS = 400_000
-_SHARES = (0.1, 0.3, 0.4)  # of math, in the last tenth; before, as the first
+_SHARES = (0.1, 0.3, 0.4)  # of math in the last tenth; the first share also before
 
 
 def run(experiment: Experiment) -> Result:
-    """Nine tenths of speeches and a tenth of math; then the same, or more math."""
+    """Train on nine tenths of speeches and a tenth of math, then on the same or on more math."""
     prepared = experiment.prepared(["speeches", "math"])
     steps = experiment.steps(_TOKENS)
     last = max(1, steps // 10)

@@ -1,7 +1,7 @@
 """Attention within documents against attention over whole sequences (`data.documents`), on short documents.
 
-Published: masking changes the loss little and saves time where documents are short (Llama 3; SmolLM3). On math, 93 % of the
-causal pairs of a sequence of 2,048 tokens are of two documents.
+Published: masking changes the loss little and saves time on short documents (Llama 3; SmolLM3). On math, 93 % of the
+causal pairs of a sequence of 2,048 tokens belong to two documents.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ _CONTEXT, _BATCH, _TOKENS = 512, 4, 300_000
 
 
 def run(experiment: Experiment) -> Result:
-    """Mask against ignore on math."""
+    """Compare masking with ignoring the borders of documents, on math."""
     texts = {"math": of_documents(experiment.documents("math"))}
     prepared = experiment.prepared_texts(texts, context=_CONTEXT)["math"]
     configs = {
         kind: {
             "train": {"sequence_length": _CONTEXT, "global_batch": _BATCH, "micro_batch": _BATCH},
             "data": {"path": str(prepared.train), "documents": kind},
-            # Each document alone, from the end-of-text token on.
+            # The text is validated document by document, each from the end-of-text token on.
             "validation": [{"name": "math", "text": str(prepared.text), "tokens": 1 << 15}],
         }
         for kind in ("ignore", "mask")
@@ -30,7 +30,7 @@ def run(experiment: Experiment) -> Result:
 
 
 def of_documents(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Whole documents to train on, and every tenth, which is held out."""
+    """Returns nine tenths of the documents for training and a tenth for validation."""
     return [text for number, text in enumerate(texts) if number % 10], list(texts[::10])
 
 

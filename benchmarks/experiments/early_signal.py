@@ -1,8 +1,8 @@
-"""How early tasks tell what a model learns: bits per byte of the right answer against accuracy, 20 checkpoints of 3 sizes.
+"""Early signals of tasks: bits per byte of the right answer against accuracy, at 20 checkpoints of 3 sizes.
 
-Published: below 200 billion tokens accuracies of models of 0.5 to 3 billion parameters are flat or noise, and likelihoods of
-answers give a signal (E2LM). Expected: Spearman's correlation with the step of 0.9 or more for bits per byte, of 0.5 or less
-for accuracy.
+Published: below 200 billion tokens, accuracies of models of 0.5 to 3 billion parameters are flat or noisy, and
+likelihoods of answers give a signal (E2LM). Expected: Spearman's correlation with the step of 0.9 or more for bits per
+byte, of 0.5 or less for accuracy.
 """
 
 import statistics
@@ -19,10 +19,12 @@ _TASKS = ["sciq", "arc_easy"]
 
 
 def run(experiment: Experiment) -> Result:
-    """Books and wiki; tasks from the folder `eval` beside the corpora."""
+    """Train on books and wiki, and evaluate the tasks of the folder `eval` beside the corpora."""
     tasks = experiment.corpus.parent / "eval"
     if not tasks.is_dir():
-        raise UserError(f"{tasks} is not there: the tasks of this experiment lie in a folder eval beside the corpora")
+        raise UserError(
+            f"{tasks} does not exist: put the tasks of this experiment into a folder eval beside the corpora"
+        )
     prepared = experiment.prepared(["books", "wiki"])
     steps = experiment.steps(_TOKENS)
     every = 1 if experiment.quick else steps // _CHECKPOINTS

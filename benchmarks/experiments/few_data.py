@@ -1,8 +1,9 @@
 """Many passes over few data: weight decay, ensembles, and students of the ensemble (`train.teacher`).
 
-Published (Pre-training under infinite compute): with a decay 30 times the usual the loss goes on falling; averaged logits of
-several models go below the best single one; a student, which reads what these write, keeps 83 % of what eight models gain.
-Expected: 0.05 nats or more from the decay, as much again from four models, of which the student keeps 60 %.
+Published (Pre-training under infinite compute): with a decay of 30 times the usual one the loss goes on falling;
+averaged logits of several models are better than the best single model; a student of text that the models write keeps
+83 % of the gain of eight models. Expected: 0.05 nats or more from the decay, as much again from four models, and 60 %
+of that in the student.
 """
 
 import statistics
@@ -19,13 +20,13 @@ from optimus.evaluation.text import bits_per_byte
 from optimus.model import KVCache
 from optimus.model.ensemble import Ensemble
 
-_PIECES, _HELD_OUT = 20, 60  # of 2,000 characters, some 11 k tokens to train on
+_PIECES, _HELD_OUT = 20, 60  # pieces of 2,000 characters for training (some 11 k tokens) and for validation
 _DECAYS, _EPOCHS, _MEMBERS = (0.1, 3.2), (16, 64), 3
-_WRITTEN, _PASSES = 512, 10  # texts of the ensemble, and passes over them and the pieces
+_WRITTEN, _PASSES = 512, 10  # texts of the ensemble, and passes over these texts and the pieces
 
 
 def run(experiment: Experiment) -> Result:
-    """Wiki, a few pieces of it."""
+    """Train on a few pieces of wiki."""
     quick = experiment.quick
     decays, passes = _DECAYS[: 1 if quick else None], _EPOCHS[: 1 if quick else None]
     held_out, wanted = (4, 2) if quick else (_HELD_OUT, _MEMBERS)
@@ -63,11 +64,11 @@ def run(experiment: Experiment) -> Result:
     decay, epochs = min(losses, key=lambda key: losses[key][0])
 
     def together(first: Trained, seed: int) -> dict[str, float]:
-        """Losses of an ensemble whose first member is given, of its members and of its students.
+        """Returns the losses of an ensemble with a given first member, of its members and of its students.
 
-        These are measured on documents by themselves, the single models above on rows.
+        These losses are measured document by document, those of single models on rows.
         """
-        # No two models begin alike.
+        # All models start from different weights.
         *others, of_student = range(seed + 100, seed + 100 * wanted + 1, 100)
         members = [first, *(train(decay, epochs, other) for other in others)]
         found = {
@@ -75,7 +76,8 @@ def run(experiment: Experiment) -> Result:
             "ensemble of 2": _loss(members[:2], data),
             f"ensemble of {_MEMBERS}": _loss(members, data),
         }
-        # Longer than they, as teachers keep it from learning few data by heart; and once also of what these write.
+        # Teachers keep students from learning few data by heart, so students train longer; one also reads texts of the
+        # teachers.
         written = _written(members, shards, 8 if quick else _WRITTEN)
         more = {"wiki": (texts["wiki"][0] + written, texts["wiki"][1])}
         both = Shards(experiment.prepared_texts(more, tokenizer=shards.tokenizer_path)["wiki"].train)
@@ -103,7 +105,7 @@ def _row(configuration: str, epochs: int, found: tuple[float, float]) -> Row:
 
 @torch.no_grad()
 def _written(members: Sequence[Trained], shards: Shards, number: int) -> list[str]:
-    """So many texts, drawn from the mean logits of the models."""
+    """Returns `number` texts, drawn from the mean logits of the models."""
     models, draws = [load_model(each.folder) for each in members], torch.Generator().manual_seed(0)
     caches, new_B1 = [KVCache(each.config.layers) for each in models], torch.full((number, 1), shards.eos_id)
     tokens = list[torch.Tensor]()
@@ -117,7 +119,7 @@ def _written(members: Sequence[Trained], shards: Shards, number: int) -> list[st
 
 
 def _loss(members: list[Trained], data: Prepared) -> float:
-    """Loss of the mean logits on the text that is held out."""
+    """Returns the loss of the mean logits on the validation text."""
     shards = Shards(data.train)
     models = [load_model(each.folder) for each in members]
     model = Ensemble(models) if len(models) > 1 else models[0]

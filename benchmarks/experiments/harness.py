@@ -1,8 +1,9 @@
-"""What the experiments share: configurations are trained with several seeds, and what they end with is a table and JSON.
+"""The harness of experiments: trains configurations with several seeds, and publishes a table and JSON.
 
-An experiment is a module with a function that takes an `Experiment` and returns a `Result`; `command` makes it a program.
-Corpora are files NAME.jsonl or NAME.jsonl.gz of one folder, with a field `text`. Everything is kept in another folder, by
-what it is made of: an experiment that is run again, or goes on after a kill, trains only what is not there.
+An experiment is a module with a function that takes an `Experiment` and returns a `Result`; `command` makes it a
+program. Corpora are files NAME.jsonl or NAME.jsonl.gz of one folder, with a field `text`. Another folder keeps data and
+runs under digests of their inputs, so that an experiment that runs again, or continues after a kill, trains only what
+is missing.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ MODEL: Mapping[str, Any] = {
     "intermediate": 192,
     "vocab": VOCAB,
 }
-_PIECE, _HELD_OUT = 2000, 10  # characters of a piece of text; of so many pieces the last one is held out
+_PIECE, _HELD_OUT = 2000, 10  # characters of a piece of text; every tenth piece is for validation
 _QUICK = 3  # steps
 
 
@@ -44,12 +45,12 @@ class Trained(NamedTuple):
     record: dict[str, Any]
 
     def loss(self, name: str) -> float:
-        """That of a validation set at the end."""
+        """Returns the final loss of a validation set."""
         return float(self.record[f"loss/{name}"])
 
 
 class Prepared(NamedTuple):
-    """A corpus: folders of prepared data, and the file of what is held out."""
+    """A corpus: folders of prepared data, and the file of the validation text."""
 
     train: Path
     held_out: Path
@@ -58,7 +59,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """Where an experiment reads and writes; `quick`: a few steps of everything, to see that it works."""
+    """The folders of an experiment; `quick` takes a few steps of everything as a trial."""
 
     corpus: Path
     folder: Path
@@ -66,11 +67,11 @@ class Experiment:
     quick: bool = False
 
     def steps(self, tokens: float) -> int:
-        """Steps of so many tokens."""
+        """Returns the steps of so many tokens."""
         return _QUICK if self.quick else round(tokens / STEP_TOKENS)
 
     def documents(self, name: str) -> list[str]:
-        """The texts of a corpus. Raises `UserError` where it is not there."""
+        """Returns the texts of a corpus. Raises `UserError` if it does not exist."""
         for suffix in (".jsonl.gz", ".jsonl", ".txt"):
             if (path := self.corpus / f"{name}{suffix}").is_file():
                 pieces, found = list[str](), list[str]()
@@ -83,9 +84,10 @@ class Experiment:
         raise UserError(f"{self.corpus} has no corpus {name}.jsonl.gz: give --corpus a folder that has it")
 
     def prepared(self, names: Sequence[str], tokenizer: Path | None = None, **settings: Any) -> dict[str, Prepared]:
-        """Corpora by name, tokenised alike and each apart, with a part held out. `settings` are those of `prepare`.
+        """Prepares corpora with one tokenizer, each with a validation part. `settings` are those of `prepare`.
 
-        Long documents are cut into pieces; whole pieces are held out. By default the tokenizer is trained on all of them.
+        Long documents are cut into pieces; whole pieces go to the validation part. By default the tokenizer is trained
+        on all.
         """
         texts = {name: [piece for text in self.documents(name) for piece in _pieces(text)] for name in names}
         return self.prepared_texts({name: _divided(pieces) for name, pieces in texts.items()}, tokenizer, **settings)
@@ -97,8 +99,7 @@ class Experiment:
         vocabulary: int = VOCAB,
         **settings: Any,
     ) -> dict[str, Prepared]:
-        """The same of documents to train on and documents that are held out. `vocabulary` entries has the tokenizer that is
-        trained."""
+        """Prepares documents for training and for validation. A new tokenizer has `vocabulary` entries."""
         settings = {"context": CONTEXT, "workers": 1} | settings
         place = self.folder / "data" / digest([texts, str(tokenizer), vocabulary, settings])
         place.mkdir(parents=True, exist_ok=True)
@@ -116,12 +117,12 @@ class Experiment:
         return found
 
     def validation(self, held_out: Mapping[str, Prepared], tokens: int = 1 << 15) -> list[dict[str, Any]]:
-        """The section `validation` for the parts of corpora that are held out."""
+        """Returns the section `validation` for the validation parts of corpora."""
         tokens = 1 << 10 if self.quick else tokens
         return [{"name": name, "path": str(each.held_out), "tokens": tokens} for name, each in held_out.items()]
 
     def train(self, name: str, seed: int, config: Mapping[str, Any], steps: int, **train_keys: Any) -> Trained:
-        """A run of `steps` with these sections of a configuration, beside what all runs have in common."""
+        """Trains a run of `steps` with these sections of a configuration and those that all runs share."""
         section = {"steps": steps} | {**_TRAIN, "seed": seed} | train_keys | dict(config.get("train", {}))
         if config.get("phases"):
             del section["steps"]
@@ -139,7 +140,7 @@ class Experiment:
         return Trained(folder, records[-1])
 
     def train_all(self, configs: Mapping[str, Mapping[str, Any]], steps: int) -> dict[str, list[Trained]]:
-        """Runs of all configurations, by their names, with every seed."""
+        """Trains all configurations with every seed; returns the runs by name."""
         found: dict[str, list[Trained]] = {name: [] for name in configs}
         for seed in self.seeds:
             for name, config in configs.items():
@@ -163,7 +164,7 @@ _SECTIONS: Mapping[str, Any] = {
 
 
 def mean_rows(found: Mapping[str, Sequence[Trained]], names: Sequence[str]) -> list[Row]:
-    """A row per configuration: the mean over the seeds of each validation loss, and the standard deviation of one seed."""
+    """Returns a row per configuration: for each validation loss, the mean over the seeds and the standard deviation."""
     rows = []
     for config, runs in found.items():
         row: Row = {"configuration": config, "seeds": len(runs)}
@@ -174,18 +175,18 @@ def mean_rows(found: Mapping[str, Sequence[Trained]], names: Sequence[str]) -> l
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Of some values; of one, a deviation of 0."""
+    """Returns the mean and the standard deviation, which is 0 for one value."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def command(name: str, function: Callable[[Experiment], Result]) -> None:
-    """Run an experiment with the arguments of this program."""
+    """Runs an experiment with the arguments of this program."""
 
     def main(
         corpus: Annotated[Path, typer.Option(help="Folder of corpora, NAME.jsonl.gz or NAME.jsonl.")],
-        folder: Annotated[Path, typer.Option(help="Where data and runs are kept.")] = Path("experiments"),
-        seeds: Annotated[int, typer.Option(help="Seeds of every configuration.")] = 2,
-        quick: Annotated[bool, typer.Option("--quick", help="A few steps, to see that it works.")] = False,
+        folder: Annotated[Path, typer.Option(help="Folder of data and runs.")] = Path("experiments"),
+        seeds: Annotated[int, typer.Option(help="Number of seeds of every configuration.")] = 2,
+        quick: Annotated[bool, typer.Option("--quick", help="Take only a few steps, as a trial.")] = False,
         output: Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")] = None,
     ) -> None:
         try:
@@ -201,7 +202,7 @@ def command(name: str, function: Callable[[Experiment], Result]) -> None:
 
 
 def digest(value: Any) -> str:
-    """A short name of what something is made of."""
+    """Returns a short digest of the value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:10]
 
 

@@ -1,18 +1,19 @@
-"""Where pruning costs nothing, and where it does: a model that is large for its data, at 0, 50, 80 and 90 per cent.
+"""The cost of pruning a model that is large for its data, at 0, 50, 80 and 90 per cent.
 
-Against the dense model at equal steps, and against dense ones with the bytes of state that each sparsity leaves. By
-magnitude in ten steps (cubic) over the first half of the run, or at random before the first; at 90 per cent also in three
-steps, at once, an early-bird ticket. And, of a dense model that is pruned when it has been trained, what retraining norms
-and embedding recovers, with low-rank factors under the mask or without (PERP).
+Pruned models compete with the dense model at equal steps, and with dense ones of equal bytes of state. Pruning is by
+magnitude in ten steps (cubic) over the first half of the run, or at random before the first step; at 90 per cent also
+in three steps, at once, and as an early-bird ticket. Dense models that are pruned after training show the gain of
+retraining norms and embedding, with low-rank factors under the mask or without (PERP).
 
-Published (SAMO): GPT-3 XL and 2.7B at 90 per cent match their dense runs on Wikitext-103 and BookCorpus. Expected by the
-scaling laws of sparse models (Frantar et al., 2023), for models that see many tokens: 50 per cent sparse is worth a dense
-model of 1.6 times what is left, 75 per cent 2.2 times, 87.5 per cent 2.6 times; in bytes all of them are then ahead.
+Published (SAMO): GPT-3 XL and 2.7B at 90 per cent match their dense runs on Wikitext-103 and BookCorpus. Expected from
+the scaling laws of sparse models (Frantar et al., 2023), for models that see many tokens: 50 per cent sparse is worth a
+dense model of 1.6 times the unpruned parameters, 75 per cent 2.2 times, 87.5 per cent 2.6 times. At equal bytes, all of
+these are then ahead.
 
-Tokens are bytes and embedding and head are one, so that most parameters are in the blocks, which are pruned; a parameter
-has less than a token of text, which is read four times. Each model has the best of a few learning rates of its matrices:
-with one for all a mask, or a narrow model, seems to gain or to lose what the rate does. The rate stays until pruning has
-ended, and falls in the last two fifths.
+Tokens are bytes, and embedding and head are tied, so that most parameters are in the blocks, which are pruned. A
+parameter has less than a token of text, which is read four times. Each model has the best of a few learning rates of
+its matrices: one rate for all would favour some masks or widths. The rate is constant until pruning has ended, and
+falls in the last two fifths.
 """
 
 import random
@@ -31,39 +32,40 @@ from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
 from optimus.model.count import count_parameters
 
-_PIECES, _HELD_OUT = 100, 60  # of 2,000 bytes
-_EPOCHS, _RETRAINED = 4, 80  # passes; steps after training
+_PIECES, _HELD_OUT = 100, 60  # pieces of 2,000 bytes for training and for validation
+_EPOCHS, _RETRAINED = 4, 80  # passes over the text; steps of retraining
 _BATCH, _CONTEXT = 16, 64
 _HIDDEN, _LAYERS = 96, 2
 _RATE = 6e-3  # of embedding and norms
 _RATES = (1e-3, 2e-3, 4e-3)  # of matrices; at 1e-2 seeds differ by 0.09 nats
 _SPARSITIES = (0.5, 0.8, 0.9)
-_FIRST, _LAST, _EVENTS = 0.05, 0.5, 10  # of the steps: when pruning begins and ends, in so many events
+# Shares of the steps at which pruning begins and ends, and the number of its events
+_FIRST, _LAST, _EVENTS = 0.05, 0.5, 10
 _COOLDOWN = 0.4
 _DENSE = 18.0  # bytes of state per parameter in bf16
 
 
 def bytes_left(sparsity: float) -> float:
-    """Of state per pruned parameter, on one rank: the mask as bits."""
+    """Returns the bytes of state of a prunable parameter on one rank, with a bit mask."""
     return 2 + (1 - sparsity) * 16 + 1 / 8
 
 
 def shape(hidden: int, width: int | None = None) -> dict[str, Any]:
-    """A model of so many columns; by default a matrix of its feed-forward layers is 8 / 3 as large."""
+    """Returns a model with so many columns. By default its feed-forward layers are 8 / 3 as wide."""
     width = width or -(-hidden * 8 // 24) * 8
     sizes = {"hidden": hidden, "layers": _LAYERS, "heads": 2, "intermediate": width}
     return {**MODEL, **sizes, "vocab": SMALLEST_VOCABULARY, "tie_embeddings": True}
 
 
 def state_bytes(config: Mapping[str, Any], each: float = _DENSE) -> float:
-    """Of a model, `each` of them for a parameter of the blocks' matrices."""
+    """Returns the bytes of state of a model; `each` is for a parameter of the blocks' matrices."""
     model = ModelConfig(**config)
     matrices = model.layers * (4 * model.hidden**2 + 3 * model.hidden * model.intermediate)
     return each * matrices + _DENSE * (count_parameters(model).total - matrices)
 
 
 def with_bytes(most: float) -> dict[str, Any]:
-    """The model of at most so many bytes of state whose feed-forward layers are most nearly 8 / 3 as wide."""
+    """Returns a model of at most `most` bytes of state, with the ratio of feed-forward width nearest to 8 / 3."""
 
     def fits(hidden: int, width: int) -> bool:
         return state_bytes(shape(hidden, width)) <= most
@@ -77,7 +79,7 @@ def with_bytes(most: float) -> dict[str, Any]:
 
 
 def run(experiment: Experiment) -> Result:
-    """Pieces of books, drawn at random."""
+    """Train on pieces of books, drawn at random."""
     pieces = [text[at : at + 2000] for text in _books(experiment) for at in range(0, len(text), 2000)]
     random.Random(0).shuffle(pieces)
     steps = experiment.steps(_EPOCHS * sum(map(len, pieces[:_PIECES])) * STEP_TOKENS / (_BATCH * _CONTEXT))
@@ -166,7 +168,7 @@ def _size(name: str, model: Mapping[str, Any], each: float) -> Row:
 
 
 def _gap(found: Mapping[str, Sequence[Trained]], name: str, other: str) -> float | None:
-    """The mean over the seeds of how much more one loses than another."""
+    """Returns the difference of two configurations' losses, averaged over the seeds."""
     pairs = zip(found[name], found.get(other, ()))
     gaps = [one.loss("books") - two.loss("books") for one, two in pairs]
     return statistics.fmean(gaps) if gaps else None
@@ -177,14 +179,14 @@ def _books(experiment: Experiment) -> list[str]:
         return experiment.documents("books")
     except UserError as error:
         library = Path(sysconfig.get_paths()["stdlib"])
-        print(f"{error}. Instead: the text of Python's library, {library}")
+        print(f"{error}. The experiment reads Python's library instead, {library}")
         return [path.read_text(encoding="utf-8", errors="replace") for path in sorted(library.glob("*.py"))]
 
 
 def _after_training(
     experiment: Experiment, dense: Trained, steps: int, of: Callable[..., dict[str, Any]]
 ) -> dict[str, list[Trained]]:
-    """A trained model, pruned at once: as it is then, and with a few parameters or all of them retrained."""
+    """Prunes a trained model at once; evaluates it, and retrains few parameters or all."""
     seed, found = experiment.seeds[0], dict[str, list[Trained]]()
     for sparsity in (0.5, 0.8):
         name, still = f"{100 * sparsity:.0f} % after training", {"lr_schedule": {"lr": 1e-12, "min_lr": 1e-12}}

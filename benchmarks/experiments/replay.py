@@ -1,22 +1,22 @@
 """Replay and Reptile steps against forgetting: English, then other languages (`replay`, `optimizer.reptile_every`).
 
 Published: 25 to 50 % of replay prevents forgetting over 3 to 5 languages, and more so with Reptile steps (Abbes et al.
-2025). Expected: the loss on English rises by 0.3 nats or more without replay, by at most 0.1 with 25 %.
+2025). Expected: the loss on English rises by 0.3 nats or more without replay, and by at most 0.1 with 25 %.
 """
 
 from benchmarks.experiments.harness import STEP_TOKENS, Experiment, command, mean_rows
 from benchmarks.harness import Result
 
-_TOKENS = 200_000  # of each phase
+_TOKENS = 200_000  # tokens of each phase
 
 
 def run(experiment: Experiment) -> Result:
-    """Speeches, then declarations in 344 languages."""
+    """Train on speeches, then on declarations in 344 languages."""
     prepared = experiment.prepared(["speeches", "multilingual"])
     steps = experiment.steps(_TOKENS)
     first = {"name": "first", "steps": steps, "data": {"path": str(prepared["speeches"].train)}}
     second = {"name": "second", "steps": steps, "data": {"path": str(prepared["multilingual"].train)}}
-    rising = {"lr_schedule": {"warmup_steps": 1}}  # once more from the peak on
+    rising = {"lr_schedule": {"warmup_steps": 1}}  # the rate rises to its peak again
     every = max(1, steps // 4)
     cases = {
         "before": ([first], {}),

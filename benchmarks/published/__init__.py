@@ -1,7 +1,7 @@
-"""What others have measured, as cases of the planner: `rows.csv` here, or a folder of published measurements.
+"""Published measurements as cases of the planner: `rows.csv` of this folder, or a folder of published tables.
 
-A folder has a table of the same schema, or the sources' own tables: each of these has a reader, which makes a case of a row
-or says why it cannot; nothing is keyed on single rows.
+A folder has a table of the same schema, or the sources' own tables. Each source has a reader, which makes a case of a
+row or gives the reason why it cannot. No reader has keys of single rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,9 +38,9 @@ _READERS: Mapping[str, Callable[[Row, str], Case]] = {
 
 
 def read_cases(folder: Path | None = None) -> list[Case]:
-    """The rows that the planner can express, in the order of their lines: those of a folder, or of this checkout.
+    """Returns the rows that the planner can express, in the order of their lines, of a folder or of this checkout.
 
-    Raises `UserError` where the folder has no tables, or a table is not as it must be: it names file, row and column.
+    Raises `UserError`, which names file, row and column, for a folder without tables and for an invalid table.
     """
     table = ROWS if folder is None else folder / ROWS.name
     if table.exists():
@@ -50,9 +50,9 @@ def read_cases(folder: Path | None = None) -> list[Case]:
 
 
 def excluded(folder: Path | None = None) -> dict[str, str]:
-    """The other rows by name, and why each is left out; none where the table has only such as can be expressed.
+    """Returns the other rows by name, with the reason of each. A table of the fixed schema has none.
 
-    Raises as `read_cases` does.
+    Raises the errors of `read_cases`.
     """
     if folder is None or (folder / ROWS.name).exists():
         return {}

@@ -1,4 +1,4 @@
-"""A published measurement as the planner sees one, and what all tables share in getting there."""
+"""A published measurement as a case of the planner, and the helpers that all readers of tables share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ GIB = 2.0**30
 class Case:
     """A measured run.
 
-    `source` is the file's stem (of nemo_megatron_bridge, with `.dense` or `.moe`), `machine` the name of one of the
-    planner's machines. `tokens_per_second` is that of one rank, `memory` a rank's peak in bytes as the source means it,
-    `allocated` what it holds between steps; None where they were not measured. `traits` name what changes time or memory
-    and has no place in `setting`.
+    `source` is the file's stem (of nemo_megatron_bridge, with `.dense` or `.moe`), and `machine` the name of one of the
+    planner's machines. `tokens_per_second` is that of one rank, `memory` a rank's peak in bytes by the source's
+    definition, `allocated` the bytes between steps; None if not measured. `traits` name properties that change time or
+    memory and have no field in `setting`.
     """
 
     source: str
@@ -38,7 +38,7 @@ class Case:
 
 
 def machine_of(row: Row, machines: Mapping[str, str]) -> str:
-    """The machine whose key begins the row's `gpu`, the longest if several do. Raises `Inexpressible`."""
+    """Returns the machine whose key begins the row's `gpu`, the longest if several do. Raises `Inexpressible`."""
     gpu = row.text("gpu").lower()
     fitting = [key for key in machines if gpu.startswith(key)]
     if not fitting:
@@ -47,9 +47,9 @@ def machine_of(row: Row, machines: Mapping[str, str]) -> str:
 
 
 def mesh_of(row: Row, *, ranks: int | None = None, **sizes: int) -> Mesh:
-    """The mesh of the row's ranks; `sizes` replace the row's columns, dp is whatever the others leave.
+    """Returns the mesh of the row's ranks; `sizes` replace the row's columns, and dp follows from the others.
 
-    Raises `Inexpressible` where the sizes do not fit together.
+    Raises `Inexpressible` if the sizes do not match.
     """
     ranks = ranks or row.size("n_gpus")
     tp, pp, cp, ep = (sizes.get(axis) or row.size(axis, 1) for axis in ("tp", "pp", "cp", "ep"))
@@ -65,7 +65,7 @@ def mesh_of(row: Row, *, ranks: int | None = None, **sizes: int) -> Mesh:
 
 
 def microbatches_of(row: Row, dp: int, micro_batch: int) -> int:
-    """Microbatches of a step: of the global batch, or as `grad_accum` says where that is not stated."""
+    """Returns the microbatches of a step: from the global batch, or else from `grad_accum`."""
     if not row.text("global_batch"):
         return row.size("grad_accum")
     count, left = divmod(row.size("global_batch"), dp * micro_batch)
@@ -77,7 +77,7 @@ def microbatches_of(row: Row, dp: int, micro_batch: int) -> int:
 
 
 def stages_of(row: Row, layers: int, pp: int) -> int:
-    """Stages of a rank: the number in `vp`, or where it says 'N layers per stage', what that makes of the layers."""
+    """Returns the stages of a rank: the number in `vp`, or the quotient for 'N layers per stage'."""
     text = row.text("vp")
     if not text.endswith("layers per stage"):
         return row.size("vp", 1) if pp > 1 else 1
@@ -89,17 +89,18 @@ def stages_of(row: Row, layers: int, pp: int) -> int:
 
 
 def ends_are_layers(layers: int, stages: int) -> bool:
-    """Whether only counting embedding and loss as a layer each divides the layers evenly, as Megatron-Core then does."""
+    """Returns whether the layers divide evenly only with embedding and loss as a layer each, as Megatron-Core then
+    divides."""
     return layers % stages != 0 and (layers + 2) % stages == 0
 
 
 def shard_ranks_of(fsdp: int, dp: int) -> int | None:
-    """Ranks that share a copy of the state; None where that is all of them, whatever cp adds."""
+    """Returns the ranks that share a copy of the state, or None for all ranks with any cp."""
     return fsdp if fsdp < dp else None
 
 
 def zero(stage: int) -> Shard:
-    """The level of a ZeRO stage. Raises `Inexpressible` for a stage that there is not."""
+    """Returns the sharding of a ZeRO stage. Raises `Inexpressible` for an unknown stage."""
     levels: dict[int, Shard] = {0: "none", 1: "optimizer", 2: "gradients", 3: "parameters"}
     if stage not in levels:
         raise Inexpressible(f"there is no ZeRO stage {stage}")
@@ -107,7 +108,7 @@ def zero(stage: int) -> Shard:
 
 
 def precision_of(text: str) -> tuple[str, set[str]]:
-    """(type of the matrix products, traits) of the `precision` column; a kind of fp8 or fp4 is a trait."""
+    """Returns (type of the matrix products, traits) of the `precision` column; a kind of fp8 or fp4 is a trait."""
     whole = text.lower()
     traits = {trait for words, trait in (("fp32 gradient", "fp32-gradients"), ("/ pure", "pure")) if words in whole}
     word = whole.split("(")[0].split("/")[0].removeprefix("amp_").strip()
@@ -125,7 +126,7 @@ def precision_of(text: str) -> tuple[str, set[str]]:
 
 
 def speed_of(row: Row, setting: Setting, flops_per_token: float | None = None) -> float | None:
-    """Tokens per second of a rank, by the first of the row's figures that says it.
+    """Returns the tokens per second of a rank, from the first figure of the row that gives them.
 
     `flops_per_token` is the source's own formula, for rows that state FLOP/s alone.
     """
@@ -142,6 +143,6 @@ def speed_of(row: Row, setting: Setting, flops_per_token: float | None = None) -
 
 
 def bytes_of(row: Row, column: str, unit: float = GIB) -> float | None:
-    """A measured memory in bytes."""
+    """Returns a measured memory in bytes."""
     value = row.number(column)
     return None if value is None else value * unit

@@ -1,5 +1,7 @@
-"""Tables of NVIDIA's programs for named models, most with experts: nemo_megatron_bridge, qwen3_moe_megatron,
-nemo_automodel and moe_layer_h100."""
+"""Tables of NVIDIA's frameworks for named models, mostly with experts.
+
+The sources are nemo_megatron_bridge, qwen3_moe_megatron, nemo_automodel and moe_layer_h100.
+"""
 
 import re
 
@@ -30,7 +32,7 @@ _LARGEST = 288e9  # bytes of the largest accelerator in these tables
 
 
 def megatron_bridge(row: Row, source: str) -> Case:
-    """NeMo's performance summaries: force-balanced, distributed optimizer; what is recomputed, they do not say."""
+    """Reads NeMo's performance summaries: force-balanced, distributed optimizer, recomputation not stated."""
     if "Pre-Training" not in row.text("techniques"):
         raise Inexpressible(f"{row.text('techniques').removesuffix(' Performance')} is not pretraining")
     name = row.text("model")
@@ -41,7 +43,7 @@ def megatron_bridge(row: Row, source: str) -> Case:
     if "tokendrop" in name:
         traits.add("tokendrop")
     if name.startswith("DeepSeekV3") and "w/o MTP" not in name:
-        traits.add("mtp")  # 260 GFLOP per token where 250 are stated without it
+        traits.add("mtp")  # 260 GFLOP per token where 250 are stated without mtp
     if release := re.search(r"(\d+\.\d+(?:\.\d+)?) NeMo", row.text("section")):
         traits.add(f"release-{release[1]}")
     shard, ranks = _bridge_shard(row, model, mesh)
@@ -74,13 +76,13 @@ def _bridge_shard(row: Row, model: ModelConfig, mesh: Mesh) -> tuple[Shard, int 
     fsdp = row.integer("fsdp")
     if fsdp:
         return "parameters", shard_ranks_of(fsdp, mesh.dp * mesh.cp)
-    # Newer summaries have no column for FSDP: where parameters and gradients fit on no rank whole, it was used.
+    # Newer summaries have no column for FSDP; they used FSDP if parameters and gradients fit on no rank whole.
     if fsdp is None and not model.experts and 6 * count_parameters(model).total > _LARGEST * mesh.tp * mesh.pp:
         return "parameters", None
     return "optimizer", None
 
 
-# Of the README beside the long-context table, which names sizes and modules once for all its rows.
+# From the README beside the long-context table, which states sizes and modules once for all rows.
 _LONG_CONTEXT = {"pp": "8", "vp": "4", "ep": "8", "micro_batch": "1"}
 _RECOMPUTED = {
     "norm": {"norm"},
@@ -95,7 +97,7 @@ _RECOMPUTED = {
 
 
 def qwen3(row: Row, source: str) -> Case:
-    """Megatron-Core's best practice for Qwen3: ETP 1, DeepEP on H100 and HybridEP within GB200's domain."""
+    """Reads Megatron-Core's best practice for Qwen3: ETP 1, DeepEP on H100 and HybridEP within GB200's domain."""
     model = named(row.text("model"))
     if "Long Context" in row.text("section"):
         row = Row(row.path, row.cells | {column: row.text(column) or value for column, value in _LONG_CONTEXT.items()})
@@ -103,7 +105,7 @@ def qwen3(row: Row, source: str) -> Case:
     else:
         modules = [word.strip() for word in row.text("act_ckpt").split(",") if word.strip()]
         if not modules and any(words in row.text("notes") for words in ("offloading", "long context")):
-            modules = ["layernorm", "moe_act"]  # of the commands below the table
+            modules = ["layernorm", "moe_act"]  # from the commands below the table
     if unknown := [word for word in modules if word not in _RECOMPUTED]:
         raise Inexpressible(f"act_ckpt '{unknown[0]}' is not known")
     machine = machine_of(row, _MACHINES)
@@ -134,7 +136,7 @@ def qwen3(row: Row, source: str) -> Case:
         repeat_collectives=bool({"block", "moe"} & recompute),
         precision=precision,
     )
-    # The source's FLOPs are those of half the scores: its rows with both figures agree within 0.2 %.
+    # The source counts half of the scores: its rows with both figures agree within 0.2 %.
     flops = flops_per_token(model, setting.context // 2)
     return Case(
         source=source,
@@ -148,14 +150,15 @@ def qwen3(row: Row, source: str) -> Case:
     )
 
 
-# Of the program's configurations: expert ranks where the table leaves them out, and which models recompute blocks; the
+# From the framework's configurations: expert ranks that the table leaves out, and models with recomputed blocks. The
 # dense 70B has none there, but its activations would not fit.
 _AUTOMODEL_EXPERTS = {"gptoss20b": 8, "gptoss120b": 64}
 _AUTOMODEL_BLOCKS = ("deepseekv3", "kimik2", "qwen3", "llama370b")
 
 
 def automodel(row: Row, source: str) -> Case:
-    """NeMo Automodel: FSDP2, experts by DeepEP; a local batch goes through the pipeline in one round, then the next."""
+    """Reads NeMo Automodel: FSDP2, experts by DeepEP; a local batch goes through the pipeline in one round, then the
+    next."""
     model = named(row.text("model"))
     words = re.sub(r"[^a-z0-9]", "", row.text("model").lower())
     expert = next((size for name, size in _AUTOMODEL_EXPERTS.items() if words.startswith(name)), 1)
@@ -197,7 +200,7 @@ def automodel(row: Row, source: str) -> Case:
 
 
 def moe_layer(row: Row, source: str) -> Case:
-    """A layer by itself."""
+    """Raises `Inexpressible`: the table has single layers."""
     raise Inexpressible(
         f"{source}: one layer of experts without attention, vocabulary and optimizer is no training step"
     )

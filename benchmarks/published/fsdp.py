@@ -1,5 +1,7 @@
-"""Tables of programs that replicate layers and shard their state: mpt_llm_foundry, fms_fsdp_llama2, internevo_7b,
-torchtitan_llama3, misc and tpu_jax."""
+"""Tables of frameworks that replicate layers and shard their state.
+
+The sources are mpt_llm_foundry, fms_fsdp_llama2, internevo_7b, torchtitan_llama3, misc and tpu_jax.
+"""
 
 import re
 
@@ -21,12 +23,12 @@ from benchmarks.published.table import Inexpressible, Row
 from optimus.config import ModelConfig
 from optimus.state.plan import Shard
 
-# Every second block: the set of parts, as 'block' with a stride means to keep fewer inputs of blocks.
+# Every second block. The set names parts, because 'block' with a stride means fewer saved inputs of blocks.
 _PARTS = frozenset({"norm", "attention", "mlp"})
 
 
 def mpt(row: Row, source: str) -> Case:
-    """llm-foundry: FSDP over all ranks, with biases and learned positions."""
+    """Reads llm-foundry: FSDP over all ranks, with biases and learned positions."""
     model = gpt_of(row)
     shards: dict[str, bool] = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
     if row.text("sharding") not in shards:
@@ -59,13 +61,14 @@ def mpt(row: Row, source: str) -> Case:
 
 
 def fms(row: Row, source: str) -> Case:
-    """IBM's trainer: FSDP within a node, replicas over nodes; how many blocks are recomputed, its two utilisations tell."""
+    """Reads IBM's trainer: FSDP within a node, replicas over nodes; both utilisations give the share of recomputed
+    blocks."""
     mesh, micro_batch = mesh_of(row), row.size("micro_batch")
     ranks = 8 if "within a node" in row.text("notes") else mesh.dp
     used, counted = row.number("hfu_pct"), row.number("mfu_pct")
     if used is None or not counted:
         raise Inexpressible("hfu_pct and mfu_pct are not stated, and with them what is recomputed")
-    share = 3 * (used / counted - 1)  # a forward pass is a third of what mfu counts
+    share = 3 * (used / counted - 1)  # a forward pass is a third of the FLOPs of mfu
     recompute, every = frozenset[str](), 1
     if share > 0.7:
         recompute = frozenset({"block"})
@@ -96,7 +99,7 @@ def fms(row: Row, source: str) -> Case:
 
 
 def internevo(row: Row, source: str) -> Case:
-    """InternEvo: ZeRO-1 over groups of ranks, or FSDP; tensor parallelism without sequence parallelism."""
+    """Reads InternEvo: ZeRO-1 over groups of ranks, or FSDP; tensor parallelism without sequence parallelism."""
     model = agree(row, named(row.text("model")))
     mesh, micro_batch = mesh_of(row), row.size("micro_batch")
     shard, ranks = _internevo_shard(row, mesh.dp)
@@ -140,7 +143,7 @@ def _internevo_shard(row: Row, dp: int) -> tuple[Shard, int | None]:
 
 
 def torchtitan(row: Row, source: str) -> Case:
-    """torchtitan: FSDP2 with tensor, pipeline and context parallelism."""
+    """Reads torchtitan: FSDP2 with tensor, pipeline and context parallelism."""
     if not row.text("fsdp"):
         raise Inexpressible("fsdp is not stated")
     model = agree(row, named(row.text("model")))
@@ -150,8 +153,8 @@ def torchtitan(row: Row, source: str) -> Case:
         if words in techniques:
             traits.add(trait)
     schedule = "interleaved-1f1b" if mesh.pp > 1 and "interleaved" in techniques else "1f1b"
-    # The local batch is divided into as many microbatches as pp has ranks, torchtitan's default then; with it, the gain
-    # of two interleaved stages over 1F1B is the measured one.
+    # The local batch has as many microbatches as pp has ranks, torchtitan's default then. This reproduces the measured
+    # gain of two interleaved stages over 1F1B.
     micro_batch, left = divmod(row.size("micro_batch"), mesh.pp)
     if left:
         raise Inexpressible(f"a local batch of {row.text('micro_batch')} is not divisible into {mesh.pp} microbatches")
@@ -165,7 +168,7 @@ def torchtitan(row: Row, source: str) -> Case:
         stages_per_rank=2 if schedule == "interleaved-1f1b" else 1,
         shard="parameters",
         shard_ranks=shard_ranks_of(row.size("fsdp") * mesh.cp, mesh.dp * mesh.cp),
-        release=mesh.pp == 1,  # with a pipeline, torchtitan keeps the parameters between microbatches
+        release=mesh.pp == 1,  # a pipeline of torchtitan keeps the parameters between microbatches
         recompute=recompute,
         recompute_every=every,
         repeat_collectives="block" in recompute,
@@ -188,14 +191,14 @@ def torchtitan(row: Row, source: str) -> Case:
 
 
 def _torchtitan_recompute(row: Row) -> tuple[frozenset[str], int]:
-    """Its selective way keeps every second matrix product and the attention's result."""
+    """Returns the recomputation; the selective one keeps every second matrix product and the attention's result."""
     if row.text("act_ckpt").lower().startswith("selective"):
         return frozenset({"products"}), 1
     return full_or_none(row), 1
 
 
 def misc(row: Row, source: str) -> Case:
-    """Single figures; of them, OLMoE and the dense model beside it are stated well enough."""
+    """Reads single figures, of which OLMoE and the dense model beside it are stated completely."""
     family = row.text("model").partition(" ")[0]
     if family not in ("OLMo", "OLMoE") or not row.text("n_layers"):
         raise Inexpressible("shapes, layout, microbatch or recomputation are not stated")
@@ -225,5 +228,5 @@ def misc(row: Row, source: str) -> Case:
 
 
 def tpu(row: Row, source: str) -> Case:
-    """MaxText and Levanter: none of their tables says how a batch lay on the chips."""
+    """Raises `Inexpressible`: the tables of MaxText and Levanter do not state the layout of a batch on the chips."""
     raise Inexpressible(f"{source}: neither the layout nor the batch of {row.text('model')} is stated")

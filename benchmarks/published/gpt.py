@@ -1,5 +1,7 @@
-"""Tables of GPTs and BERTs on Megatron-LM and its relatives: bigscience_a100_3d, bigscience_v100, libai_megatron and
-megatron_gpt."""
+"""Tables of GPTs and BERTs on Megatron-LM and its relatives.
+
+The sources are bigscience_a100_3d, bigscience_v100, libai_megatron and megatron_gpt.
+"""
 
 import math
 import re
@@ -21,11 +23,11 @@ from benchmarks.published.table import Inexpressible, Row
 from optimus.config import ModelConfig
 
 _BLOCK = frozenset({"block"})
-_SMI = 1000 * 2.0**20  # bytes: BLOOM's logs give MiB, its tables thousands of them
+_SMI = 1000 * 2.0**20  # bytes: BLOOM's logs give MiB, its tables thousands of MiB
 
 
 def full_or_none(row: Row) -> frozenset[str]:
-    """What is recomputed where the source knows whole blocks or nothing. Raises `Inexpressible` for other words."""
+    """Returns the recomputation of sources that know whole blocks or nothing. Raises `Inexpressible` for other words."""
     word = row.text("act_ckpt").lower().split("(")[0].strip()
     if word in ("", "none", "false", "no"):
         return frozenset()
@@ -35,13 +37,16 @@ def full_or_none(row: Row) -> frozenset[str]:
 
 
 def flops_with_recomputation(model: ModelConfig, context: int) -> float:
-    """Of a token, as Megatron-LM counted them in 2021 (arXiv 2104.04473, equation 3): four passes of each block."""
+    """Returns the FLOPs of a token as Megatron-LM counted them in 2021: four passes of each block.
+
+    Source: arXiv 2104.04473, equation 3.
+    """
     h, layers = model.hidden, model.layers
     return 96 * layers * h**2 * (1 + context / (6 * h) + model.vocab / (16 * layers * h))
 
 
 def flops_without_recomputation(model: ModelConfig, context: int) -> float:
-    """Of a token, as Megatron-LM counts them since 2022 (arXiv 2205.05198, appendix A): three passes."""
+    """Returns the FLOPs of a token as Megatron-LM counts them since 2022: three passes (arXiv 2205.05198, appendix A)."""
     h, layers = model.hidden, model.layers
     return 72 * layers * h**2 * (1 + context / (6 * h) + model.vocab / (12 * layers * h))
 
@@ -50,10 +55,10 @@ def flops_without_recomputation(model: ModelConfig, context: int) -> float:
 
 
 def bigscience_a100(row: Row, source: str) -> Case:
-    """BLOOM's search for a layout: Megatron-DeepSpeed with ZeRO-1, every block recomputed, no sequence parallelism."""
+    """Reads BLOOM's search for a layout: Megatron-DeepSpeed, ZeRO-1, every block recomputed, no sequence parallelism."""
     mesh = mesh_of(row)
     vocab = padded(row.size("vocab_size"), 128 * mesh.tp)
-    model = gpt_of(row, vocab=vocab, learned_positions=None)  # the distances of tokens lower the scores
+    model = gpt_of(row, vocab=vocab, learned_positions=None)  # ALiBi: distances of tokens lower the scores
     row = _with_likely_batch(row, model, mesh.size)
     precision, traits = precision_of(row.text("precision"))
     if "embedding layers count" in row.text("notes"):
@@ -71,9 +76,8 @@ def bigscience_a100(row: Row, source: str) -> Case:
         precision=precision,
     )
     flops = flops_with_recomputation(model, setting.context)
-    if "earlier formula" in row.text(
-        "notes"
-    ):  # 8 FLOPs per parameter of the blocks; reproduces the rows with both figures
+    # The earlier formula counts 8 FLOPs per parameter of the blocks, and reproduces the rows with both figures.
+    if "earlier formula" in row.text("notes"):
         flops = 96.0 * model.layers * model.hidden**2
     oom = row.flag("oom")
     return Case(
@@ -91,9 +95,9 @@ def bigscience_a100(row: Row, source: str) -> Case:
 
 
 def _with_likely_batch(row: Row, model: ModelConfig, ranks: int) -> Row:
-    """The row, its global batch replaced where that makes a speed quite other than the stated one, even beyond the peak.
+    """Returns the row with another global batch, if the stated one gives a speed far from the stated one.
 
-    The batch that the stated FLOP/s make is then a power of two. Raises `Inexpressible` where it is not.
+    The batch that the stated FLOP/s imply is then a power of two. Raises `Inexpressible` if it is not.
     """
     seconds, rate = row.number("step_time_s"), row.number("tflops_per_gpu")
     if seconds is None or rate is None:
@@ -110,15 +114,15 @@ def _with_likely_batch(row: Row, model: ModelConfig, ranks: int) -> Row:
 
 # ---- bigscience_v100 ----
 
-# Of the scripts beside the tables: billions of parameters, (hidden, layers), always 32 heads.
+# From the scripts beside the tables: billions of parameters to (hidden, layers), always with 32 heads.
 _V100_SIZES = {
     7: (4096, 36), 14: (6144, 32), 18: (6144, 40), 25: (7168, 40), 30: (7168, 48), 39: (8192, 48), 52: (8192, 64),
     65: (9216, 64), 81: (10240, 64), 97: (11264, 64), 116: (12288, 64), 136: (13312, 64), 158: (14336, 64),
     181: (15360, 64), 206: (16384, 64),
 }  # fmt: skip
-_V100_NAMES = 0.05  # by which a name may differ from its size: some were computed with 2^30 for a billion
-_ADAM_8BIT = range(55, 70)  # lines of the one table with that optimizer; the baselines follow under the same heading
-_TR8_BATCH = 2048  # sequences of a step, stated for the table but not in it
+_V100_NAMES = 0.05  # largest difference of a name from its size: some names count 2^30 as a billion
+_ADAM_8BIT = range(55, 70)  # lines of the one table with that optimizer; baselines follow under the same heading
+_TR8_BATCH = 2048  # sequences of a step, stated outside the table
 
 
 def _v100_model(row: Row) -> ModelConfig:
@@ -142,8 +146,11 @@ def _v100_model(row: Row) -> ModelConfig:
 
 
 def _v100_batch(row: Row, dp: int, tr8: bool) -> tuple[int, int]:
-    """Sequences of a microbatch, and microbatches. Where these and the global batch disagree, the microbatch is a slip:
-    the memory of such rows grows with the global batch."""
+    """Returns the sequences of a microbatch, and the microbatches.
+
+    If both disagree with the global batch, the microbatch is a slip: the memory of such rows grows with the global
+    batch.
+    """
     if tr8 and not row.text("global_batch"):
         row = Row(row.path, row.cells | {"global_batch": str(_TR8_BATCH)})
     if not row.text("grad_accum"):
@@ -156,7 +163,8 @@ def _v100_batch(row: Row, dp: int, tr8: bool) -> tuple[int, int]:
 
 
 def bigscience_v100(row: Row, source: str) -> Case:
-    """First trials of BLOOM: Megatron-LM, DeepSpeed's pipeline, ZeRO-3 with Megatron's or with Hugging Face's model."""
+    """Reads BLOOM's first trials: Megatron-LM, DeepSpeed's pipeline, and ZeRO-3 with Megatron's or Hugging Face's
+    model."""
     model, mesh, section = _v100_model(row), mesh_of(row), row.text("section")
     tr8 = section.startswith("tr8")
     micro_batch, microbatches = _v100_batch(row, mesh.dp, tr8)
@@ -174,8 +182,8 @@ def bigscience_v100(row: Row, source: str) -> Case:
     if tr8 and (row.integer("source_line") or 0) in _ADAM_8BIT:
         traits.add("adam-8bit")
     if zero3 and not hugging_face:
-        traits.add("offload-activations")  # the scripts checkpoint to the host
-    if tr8:  # the program of BLOOM's training, on the machine before it
+        traits.add("offload-activations")  # the scripts checkpoint activations to the host
+    if tr8:  # the framework of BLOOM's training, on the machine before BLOOM's
         software = "megatron-deepspeed"
     elif hugging_face:
         software = "hf-deepspeed"
@@ -212,10 +220,10 @@ def bigscience_v100(row: Row, source: str) -> Case:
 
 
 def libai(row: Row, source: str) -> Case:
-    """LiBai beside Megatron-LM, on the same machines.
+    """Reads LiBai beside Megatron-LM, on the same machines.
 
-    They are V100 of 32 GB, eight to a node: GPT-2 on one GPU makes 44 TFLOP/s in fp16, a third of a V100's peak and a
-    seventh of an A100's; and its six sequences with all activations kept need some 26 GB.
+    The machines are V100 of 32 GB, eight to a node: GPT-2 on one GPU makes 44 TFLOP/s in fp16, a third of a V100's peak
+    and a seventh of an A100's, and its six sequences with all activations saved need some 26 GB.
     """
     kinds = {"gpt": (50257, True), "bert": (30522, False)}
     kind = row.text("model").lower().partition(" ")[0].partition("-")[0]
@@ -249,7 +257,7 @@ def libai(row: Row, source: str) -> Case:
 
 
 def padded(vocab: int, multiple: int) -> int:
-    """Rows of the embedding: Megatron fills it up to a multiple."""
+    """Returns the rows of the embedding, which Megatron pads to a multiple."""
     return -(-vocab // multiple) * multiple
 
 
@@ -271,7 +279,7 @@ _A100_PEAK = 312e12
 
 
 def megatron_gpt(row: Row, source: str) -> Case:
-    """Megatron-LM's own tables, 2020 to 2024."""
+    """Reads Megatron-LM's own tables, 2020 to 2024."""
     if "2205.05198" in row.text("act_ckpt"):
         return _selective(row, source)
     if not row.text("tp") or not row.text("n_layers"):
@@ -283,8 +291,8 @@ def megatron_gpt(row: Row, source: str) -> Case:
     stages = stages_of(row, model.layers, mesh.pp)
     traits = set[str]()
     if core:
-        # Utilisation is the same with 1 and with 16 pipeline stages, which only interleaving gives: by single layers,
-        # as 92 of them on 4 ranks have no other way.
+        # Utilisation is the same with 1 and with 16 pipeline stages, which requires interleaving by single layers: 92
+        # layers on 4 ranks have no other division.
         traits |= {"dist-optimizer", "overlap"}
         if not row.text("vp") and mesh.pp > 1 and model.layers % mesh.pp == 0:
             stages = model.layers // mesh.pp
@@ -315,7 +323,7 @@ def megatron_gpt(row: Row, source: str) -> Case:
 
 
 def _micro_batch(row: Row, dp: int, core: bool) -> int:
-    """The row's; else that of the scripts: all of a replica's sequences at once in 2020, one in 2024."""
+    """Returns the row's microbatch, or that of the scripts: all sequences of a replica in 2020, one in 2024."""
     if row.text("micro_batch") or core:
         return row.size("micro_batch", 1)
     if row.size("seq_len") == 1024:
@@ -324,7 +332,7 @@ def _micro_batch(row: Row, dp: int, core: bool) -> int:
 
 
 def _selective(row: Row, source: str) -> Case:
-    """Sequence parallelism with the scores recomputed; sizes are those of the paper that the row refers to."""
+    """Reads a row with sequence parallelism and recomputed scores; sizes are those of the paper that the row cites."""
     if row.text("model") not in _SELECTIVE:
         raise Inexpressible(f"arXiv 2205.05198 has no model '{row.text('model')}'")
     layers, hidden, heads, tp, pp, stages, batch, micro_batch = _SELECTIVE[row.text("model")]

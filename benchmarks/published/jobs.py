@@ -1,4 +1,4 @@
-"""Jobs for the planner from facts by their names, wherever in a configuration they are."""
+"""Jobs for the planner, made from named facts, whatever section of a configuration each belongs to."""
 
 from collections import defaultdict
 from collections.abc import Collection
@@ -22,11 +22,11 @@ _SECTIONS = {
 }
 _SECTION = {fact: section for section, facts in _SECTIONS.items() for fact in facts}
 _TOP = ("recompute_every", "recompute_collectives")
-_OTHER = frozenset({"act", "scores", "products"})  # recomputation that a configuration does not know
+_OTHER = frozenset({"act", "scores", "products"})  # recomputation that a configuration does not have
 
 
 def plain_run(model: ModelConfig, sequence_length: int, micro_batch: int, microbatches: int = 1) -> RunConfig:
-    """A run in bf16 that writes no checkpoints, of so many microbatches of a step on one rank."""
+    """Returns a run in bf16 without checkpoints, with so many microbatches of a step on one rank."""
     train = TrainConfig(
         output="run",
         steps=1,
@@ -49,7 +49,7 @@ def job(
     profile: Profile | None = None,
     **facts: Any,
 ) -> Job:
-    """A job that writes no checkpoints. `facts` are those of `changed`."""
+    """Returns a job without checkpoints. `facts` are those of `changed`."""
     run = plain_run(model, sequence_length, micro_batch)
     return changed(Job(run, mesh, machine, profile or Profile()), mesh, microbatches, **facts)
 
@@ -64,8 +64,10 @@ def changed(
     imbalance: float | None = None,
     **facts: Any,
 ) -> Job:
-    """With other facts: those that are named, and fields of the configuration and of its sections. The number of
-    microbatches stays unless another is given."""
+    """Returns the job with other facts: the named ones, and fields of the configuration and of its sections.
+
+    The number of microbatches stays unless another is given.
+    """
     mesh, sections = mesh or job.mesh, defaultdict[str, dict[str, Any]](dict)
     top = {fact: facts.pop(fact) for fact in _TOP if fact in facts}
     for fact, value in facts.items():

@@ -1,7 +1,7 @@
-"""Megatron-Core's functional tests (megatron_ci): tiny models, whose memory is the useful part.
+"""Megatron-Core's functional tests (megatron_ci): tiny models, of which the memory is useful.
 
-The table names a case and its main sizes; what its configuration says besides follows from the case's name, as its family
-shares it.
+The table names a case and its main sizes. The case's name gives its family, whose configurations share the other
+values.
 """
 
 import re
@@ -32,7 +32,7 @@ _LARGE_LATENT = Latent(queries=1536, keys=512, rotary=64, value=128)
 
 @dataclass(frozen=True)
 class _Family:
-    """What the configurations of cases whose names match have in common."""
+    """The values that the configurations of cases with matching names share."""
 
     pattern: str
     latent: Latent | None = None
@@ -49,7 +49,7 @@ class _Family:
 
 _LATENT = _Family("", latent=_LARGE_LATENT, divisible=3232, shared=1024, dense=1, stages=4)
 _DENSE3 = replace(_LATENT, dense=3, modules=("norm", "mlp"))  # of [layernorm mla_up_proj mlp moe_act]
-# The first that matches counts.
+# The first match counts.
 _FAMILIES = (
     _Family(r"gpt/gpt3_7b_.*memory_speed", groups=8, vocab=_NULL),
     _Family(r"gpt/.*_mla(_|$)", latent=Latent(queries=192, keys=64, rotary=8, value=16)),
@@ -98,7 +98,7 @@ _FAMILIES = (
 
 
 def megatron_ci(row: Row, source: str) -> Case:
-    """A functional test; `memory` is the peak of what is allocated, `allocated` what is there between steps."""
+    """Reads a functional test; `memory` is the peak of allocated bytes, `allocated` the bytes between steps."""
     name, words = row.text("model"), {word.strip() for word in row.text("techniques").split(";")}
     family = next((each for each in _FAMILIES if re.match(each.pattern, name)), None)
     if family is None:
@@ -106,7 +106,7 @@ def megatron_ci(row: Row, source: str) -> Case:
     if row.text("n_experts") == "" and name.startswith("moe/"):
         raise Inexpressible("n_experts is not stated")
     experts = row.integer("n_experts") or 0
-    # Experts are divided over etp ranks as everything else is over tp, unless the name says otherwise.
+    # Experts are split over etp ranks as other layers over tp, unless the name gives another etp.
     tp, found = row.size("tp"), re.search(r"_etp(\d+)", name)
     deepseek = name.startswith("moe/deepseek_proxy")
     etp = 1 if deepseek else int(found[1]) if found else tp
@@ -150,12 +150,14 @@ def megatron_ci(row: Row, source: str) -> Case:
 
 
 def _model(row: Row, family: _Family, words: set[str], experts: int) -> OtherModel:
-    """Experts of this library are gated: for one that is not stands one of two thirds of its width, which has as many
-    weights, and keeps as much."""
+    """Returns the model. An ungated expert becomes a gated one of two thirds of its width.
+
+    This library gates all experts; the gated one has as many weights and saves as much.
+    """
     hidden, gated = row.size("hidden_size"), "swiglu" in words
     if "group-query-attention" in words and family.groups is None:
         raise Inexpressible("how many heads share keys and values is not stated")
-    default = 4 * hidden if not gated else 4 * hidden * 2 // 3 // 64 * 64  # as Megatron-LM chooses it
+    default = 4 * hidden if not gated else 4 * hidden * 2 // 3 // 64 * 64  # Megatron-LM's default
     width = row.size("ffn_hidden_size", default)
     rotary = family.latent is not None or "position-embedding-type=rope" in words
     bias = "disable-bias-linear" not in words
@@ -180,7 +182,8 @@ def _model(row: Row, family: _Family, words: set[str], experts: int) -> OtherMod
 
 
 def _stages(row: Row, layers: int, pp: int) -> int:
-    """By the column; else by the name, where `vpN` with embedding and loss counted as layers is N stages of a rank."""
+    """Returns the stages of a rank: from the column, or else from `vpN` in a name that counts embedding and loss as
+    layers."""
     if not row.text("vp") and (found := re.search(r"_vp(\d+)_account_for_embedding", row.text("model"))):
         return int(found[1])
     return stages_of(row, layers, pp)
@@ -210,7 +213,7 @@ def _traits(row: Row, family: _Family, words: set[str]) -> set[str]:
         ("dp_last" in name, "dp-last"),
         ("cross_entropy_loss_fusion" in name or "memory_speed" in name, "fused-loss"),
         (family.mtp, "mtp"),
-        (family.latent == _LARGE_LATENT, "no-dropout"),  # as DeepSeek-V3 is trained
+        (family.latent == _LARGE_LATENT, "no-dropout"),  # as in DeepSeek-V3's training
     ):
         if present:
             traits.add(trait)
@@ -218,8 +221,11 @@ def _traits(row: Row, family: _Family, words: set[str]) -> set[str]:
 
 
 def _keeps_scores(name: str, family: _Family) -> bool:
-    """Whether scores are kept: so say all configurations with latent attention, those that do not resume from a checkpoint,
-    and those without Transformer Engine (`te`); ring attention (`cp`) and the 7B cases are fused."""
+    """Returns whether scores are saved.
+
+    All configurations with latent attention save scores, and so do those that do not resume from a checkpoint, and
+    those without Transformer Engine (`te`). Ring attention (`cp`) and the 7B cases are fused.
+    """
     if re.search(r"_cp\d?_|_cp\d?$|cp\d_pp", name) or "gpt3_7b" in name:
         return False
     return family.latent is not None or "_te_" not in name or "resume" not in name

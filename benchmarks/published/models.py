@@ -1,4 +1,4 @@
-"""Models that tables only name, or tell by some sizes: public facts, from the configurations their makers published."""
+"""Models that tables name, or describe by some sizes: public facts, from the configurations of their makers."""
 
 import re
 from typing import Any
@@ -19,7 +19,7 @@ _MIXTRAL = {"layers": 56, "hidden": 6144, "heads": 48, "intermediate": 16384}
 
 
 class OtherModel(ModelConfig):
-    """A model of another program. Its fields may be as they are in no family: it is planned, and not made."""
+    """A model of another framework, which is planned but never built, so that its fields may fit no family."""
 
     shared_width: int = 0  # of the expert that every token meets
 
@@ -55,7 +55,7 @@ _NAMED = {
     "kimik2": _preset("deepseek-v3", **_KIMI),
     "qwen330b": _preset("qwen3-30b-a3b"),
     "qwen3235b": _preset("qwen3-30b-a3b", **_QWEN3),
-    "gptoss20b": _preset("gpt-oss-20b", window=None),  # measured steps are as long as if there were no windows
+    "gptoss20b": _preset("gpt-oss-20b", window=None),  # measured steps are as long as without windows
     "gptoss120b": _preset("gpt-oss-120b", window=None),
     "mixtral8x7b": _preset("mixtral-8x7b"),
     "mixtral8x22b": _preset("mixtral-8x7b", **_MIXTRAL),
@@ -65,7 +65,7 @@ _STATE_SPACE = ("nemotron3", "nemotronv3", "nemotronh", "qwen3next")
 
 
 def named(model: str) -> ModelConfig:
-    """The model that many tables name, each in its own spelling. Raises `Inexpressible`."""
+    """Returns the model that many tables name, each in its own spelling. Raises `Inexpressible`."""
     words = re.sub(r"\(.*?\)", "", model).lower().strip().replace("3.1", "3")
     words = re.sub(r"[-_ ]a\d+b$", "", words)  # active parameters
     words = re.sub(r"[^a-z0-9]|moe", "", words)
@@ -78,19 +78,19 @@ def named(model: str) -> ModelConfig:
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int, **more: Any) -> OtherModel:
-    """As GPT-2 has it: four times as wide in between, not gated, the embedding tied; `more` fields say what is otherwise."""
+    """Returns a model like GPT-2: four times as wide inside, not gated, embedding tied; `more` fields replace others."""
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "intermediate": 4 * hidden}
     return OtherModel.model_validate({"family": "gpt2"} | sizes | more)
 
 
 def gpt_of(row: Row, **more: Any) -> OtherModel:
-    """`gpt` of the row's own columns, with learned positions."""
+    """Returns `gpt` of the row's own columns, with learned positions."""
     given = {"vocab": row.size("vocab_size") if "vocab" not in more else 0, "learned_positions": row.size("seq_len")}
     return gpt(row.size("n_layers"), row.size("hidden_size"), row.size("n_heads"), **(given | more))
 
 
 def agree(row: Row, model: ModelConfig) -> ModelConfig:
-    """The model, where what the row states of its shapes is the same. Raises `Inexpressible` otherwise."""
+    """Returns the model if its shapes are those that the row states. Raises `Inexpressible` otherwise."""
     for column, value in (
         ("n_layers", model.layers),
         ("hidden_size", model.hidden),

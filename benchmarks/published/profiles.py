@@ -1,7 +1,7 @@
-"""Profiles of the frameworks whose published speeds and memory the planner is checked with (`profiles.yaml`).
+"""Profiles of the frameworks whose published speeds and memory test the planner (`profiles.yaml`).
 
-Each has one constant, `speed`, that is fitted to what has been measured with it; everything else is a property that its
-documentation states.
+Each has one constant, `speed`, which is fitted to measurements of the framework; every other value is a property that
+its documentation states.
 """
 
 from functools import cache
@@ -18,9 +18,9 @@ from optimus.section import Section
 
 
 class FrameworkProfile(Profile):
-    """One framework: what the planner multiplies with, and what decides its memory alone."""
+    """One framework: the planner's factors, and properties that affect its memory alone."""
 
-    about: str = Field(description="What it is, and where its properties are stated.")
+    about: str = Field(description="Description of the framework, and sources of its properties.")
     attention: float = Field(1.0, ge=0, le=1)
     passes: float = Field(1.0, gt=0)
     overlap_tensor: float = Field(0.0, ge=0, le=1)
@@ -28,18 +28,18 @@ class FrameworkProfile(Profile):
     collectives: Algorithm = "ring"
     copies: Literal["expert", "rank", "node", "levels"] = "rank"
     attention_before: bool = False
-    """Whether its attention kernel was written for the generation of accelerators before."""
+    """True for an attention kernel of the previous generation of accelerators."""
     passes_eager: float | None = Field(None, gt=0)
-    """`passes` where it runs without its compiler; None: it has none."""
-    masks: bool = Field(False, description="Whether it stores the masks of dropout.")
+    """`passes` without the compiler, or None without a compiler."""
+    masks: bool = Field(False, description="Store the masks of dropout.")
     logits: float = Field(6.0, ge=0, description="Bytes per logit at the end of the forward pass.")
     whole_gradients: bool = False
-    """Whether gradients stay whole between microbatches where sharded parameters do."""
+    """True if gradients stay whole between microbatches as long as sharded parameters do."""
     late_gradients: bool = False
-    """Whether gradients are allocated as the backward pass makes them, and freed by the step."""
+    """True if the backward pass allocates gradients one by one and the step frees them."""
     fragments: float = Field(1.0, ge=1)
-    """Memory that activations take in the allocator, to their bytes; 1: as it counts allocations."""
-    fixed: float = Field(0.0, ge=0, description="Bytes besides, such as those of the device's context and of NCCL.")
+    """Ratio of the allocator's memory of activations to their bytes; 1 counts allocations."""
+    fixed: float = Field(0.0, ge=0, description="Other bytes, such as those of the device's context and of NCCL.")
 
 
 class _File(Section):
@@ -48,7 +48,7 @@ class _File(Section):
 
 @cache
 def load_profile(name: str) -> FrameworkProfile:
-    """That of a framework by name. Raises `UserError` when it is not known."""
+    """Returns the profile of a framework. Raises `UserError` for an unknown name."""
     known = read_section(Path(__file__).with_name("profiles.yaml"), _File).profiles
     if name not in known:
         raise UserError(f"framework '{name}' is not known; {nearest(name, known)}")

@@ -1,7 +1,7 @@
-"""A published row as its framework ran it: what its traits change of the profile, the layout and the model; and the memory
-that it then takes.
+"""A published row as its framework ran it: the changes by its traits, and the resulting memory.
 
-The properties of a framework are those of `profiles.yaml`; a row may have run it otherwise.
+Traits change the profile, the layout and the model, because a row may differ from the framework's usual properties in
+`profiles.yaml`.
 """
 
 from collections.abc import Sequence
@@ -20,39 +20,40 @@ from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import Memory, memory_of_ranks, ranks_of
 from optimus.resolve.rules import default_rule
 
-# Asynchronous tensor parallelism sends in parts beside the parts of a product; the first and the last wait for each other.
+# Asynchronous tensor parallelism sends parts of a product beside others; the first and the last are exposed.
 _ASYNC_TP = 0.6
 # A batch-level schedule hides dispatch behind the other microbatch's attention and experts.
 _EXPERT_OVERLAP = 0.8
-# By row and by column: one product's fp8 factor serves no other, and each is read once for its maximum and once to cast.
+# Row-wise and column-wise fp8 factors differ for each product; a cast reads its input twice, for the maximum and to
+# cast.
 _ROWWISE_CASTS = 3.0
-# NVFP4 scales on two levels and transforms what it rounds: twice the passes of fp8.
+# NVFP4 scales on two levels and transforms its input: twice the passes of fp8.
 _FP4_CASTS = 2.0
-# Before release 26.06 of Megatron-Bridge's containers the experts' activation, casts and permutations were kernels of their
-# own (three times the traffic), and steps with experts were not captured in graphs: a block's 300 or so kernels, forward and
-# backward, at some 20 us of Python each.
+# Before release 26.06 of Megatron-Bridge's containers, the experts' activation, casts and permutations were separate
+# kernels (three times the traffic), and no graphs captured steps with experts. A block's 300 or so kernels, forward and
+# backward, took some 20 us of Python each.
 _FUSED_EXPERTS = (26, 6)
 _UNFUSED = {"passes_experts": 3.0, "host": 6.0e-3}
-# The most loaded rank's tokens to the mean where routers are not forced to balance, with the usual balance loss.
+# The load imbalance of routers that are not forced to balance, with the usual balance loss.
 _DROPLESS = 1.3
-_AHEAD = 2  # blocks of parameters that are whole at a time where they are sharded
+_AHEAD = 2  # whole blocks of parameters at a time, if parameters are sharded
 
 
 # ---- The profile ----
 
 
 def profile_of(case: Case, profile: FrameworkProfile) -> FrameworkProfile:
-    """The framework with what this row switched on or off."""
+    """Returns the framework's profile with this row's changes."""
     traits, change = case.traits, dict[str, Any]()
     if case.eager:
         change["passes"] = profile.passes_eager or profile.passes
     if "pure" in traits:
         change["reduced"] = 2.0
-    if "fp32-gradients" in traits:  # beside those of the parameters' type
+    if "fp32-gradients" in traits:  # besides those of the parameters' type
         change |= {"gradient": profile.gradient + 4.0, "reduced": 4.0}
     if "no-dropout" in traits:
         change["masks"] = False
-    if "adam-8bit" in traits:  # two moments of a byte each
+    if "adam-8bit" in traits:  # two moments of one byte each
         change["state"] = profile.state_bytes(default_rule()) - 6.0
     if "async-tp" in traits:
         change["overlap_tensor"] = _ASYNC_TP
@@ -64,7 +65,7 @@ def profile_of(case: Case, profile: FrameworkProfile) -> FrameworkProfile:
 
 
 def on_machine(profile: FrameworkProfile, machine: Machine) -> FrameworkProfile:
-    """Attention kernels written for the generation of accelerators before reach less on some machines."""
+    """Returns the profile for a machine on which attention kernels of the previous generation reach less."""
     if not profile.attention_before or machine.attention_before is None:
         return profile
     return profile.model_copy(update={"attention": profile.attention * machine.attention_before / machine.attention})
@@ -94,7 +95,7 @@ def _experts(traits: frozenset[str]) -> dict[str, Any]:
 
 
 def job_of(case: Case, profile: FrameworkProfile | None = None) -> Job:
-    """The row as a job for the planner. Others divide their blocks over the stages by number."""
+    """Returns the row as a job for the planner. Other frameworks give each stage the same number of blocks."""
     setting, model, traits = case.setting, model_of(case), case.traits
     return job(
         model,
@@ -122,8 +123,10 @@ def job_of(case: Case, profile: FrameworkProfile | None = None) -> Job:
 
 @lru_cache(maxsize=1024)
 def even_stages(layers: int, stages: int, *, counted: bool = False) -> tuple[int, ...]:
-    """Blocks of each stage, equally many; where they do not come out even, or so they are `counted`, embedding and loss are
-    a block each."""
+    """Returns equal numbers of blocks of the stages.
+
+    Embedding and loss count as a block each if the blocks do not divide evenly, or if `counted`.
+    """
     ends = int(stages > 1 and (counted or layers % stages != 0))
     units = [(layers + 2 * ends) * stage // stages for stage in range(stages + 1)]
     starts = [min(layers, max(0, unit - ends)) for unit in units]
@@ -131,7 +134,7 @@ def even_stages(layers: int, stages: int, *, counted: bool = False) -> tuple[int
 
 
 def model_of(case: Case) -> ModelConfig:
-    """With multi-token prediction, a block more."""
+    """Returns the model, with one more block for multi-token prediction."""
     more = int("mtp" in case.traits)
     return case.model.model_copy(update={"layers": case.model.layers + more})
 
@@ -140,8 +143,11 @@ def model_of(case: Case) -> ModelConfig:
 
 
 def offload_of(case: Case) -> frozenset[str]:
-    """What waits on the host: 'optimizer' (master weights and moments), 'parameters' (their shards), 'inputs' (of blocks
-    that are recomputed), 'scores' or 'experts' (what these save)."""
+    """Returns what waits on the host.
+
+    The names are 'optimizer' (master weights and moments), 'parameters' (their shards), 'inputs' (of recomputed
+    blocks), and 'scores' or 'experts' (their saved activations).
+    """
     found = {kind for kind in ("optimizer", "parameters") if f"offload-{kind}" in case.traits}
     if "offload-activations" in case.traits:
         found |= {"inputs"} if "block" in case.setting.recompute else {"scores", "experts"}
@@ -149,12 +155,13 @@ def offload_of(case: Case) -> frozenset[str]:
 
 
 def framework_memory(job: Job, profile: FrameworkProfile, offload: frozenset[str] = frozenset()) -> Memory:
-    """Of the fullest rank."""
+    """Returns the memory of the fullest rank."""
     return max(framework_ranks(job, profile, offload), key=lambda memory: memory.total)
 
 
 def framework_ranks(job: Job, profile: FrameworkProfile, offload: frozenset[str] = frozenset()) -> list[Memory]:
-    """Of a rank of each rank of the pipeline: the planner's state, the framework's activations, and what it has besides."""
+    """Returns the memory of one rank of each pipeline rank: the planner's state, the framework's activations, and fixed
+    bytes."""
     activations = OtherActivations(job, profile, offload)
     found = []
     for memory, rank in zip(memory_of_ranks(job, activations), ranks_of(job)):
@@ -162,7 +169,7 @@ def framework_ranks(job: Job, profile: FrameworkProfile, offload: frozenset[str]
         sharded = [each for each in chunk_groups(job, rank.stages) if each.depths.parameters]
         if sharded:
             parts["gathered"] = _gathered(job, profile, sum(counts.blocks for counts in rank.stages), sharded)
-        if profile.late_gradients and job.microbatches == 1:  # as they come, activations go
+        if profile.late_gradients and job.microbatches == 1:  # gradients arrive as activations leave
             parts["gradients"] = max(0.0, parts["gradients"] - parts["activations"])
         if "optimizer" in offload:
             parts["optimizer"] = 0.0
@@ -173,8 +180,10 @@ def framework_ranks(job: Job, profile: FrameworkProfile, offload: frozenset[str]
 
 
 def _gathered(job: Job, profile: FrameworkProfile, blocks: int, sharded: Sequence[ChunkGroup]) -> float:
-    """Bytes of whole parameters and gradients of what is sharded, while they are used: two blocks of parameters and the
-    gradients of one, or all of them."""
+    """Returns the bytes of whole sharded parameters and gradients during their use.
+
+    Whole at a time are two blocks of parameters and the gradients of one, or all blocks.
+    """
     elements, several = sum(each.elements for each in sharded), min(_AHEAD, blocks) / max(1, blocks)
     release, whole = job.state.reshard_after_forward, profile.whole_gradients
     parameters = job.itemsize * elements * (several if release else 1)

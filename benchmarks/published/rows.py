@@ -1,6 +1,6 @@
-"""The measurements in one table of a fixed schema (`rows.csv`): a line for each run, a column for each fact.
+"""Measurements in one table of a fixed schema (`rows.csv`): a line for each run, a column for each fact.
 
-An empty cell is what a model, or a run, has by default. Written from the sources' own tables by
+An empty cell is the default of a model or a run. This command writes the table from the sources' own tables:
 
     python -m benchmarks.published.rows FOLDER
 """
@@ -39,7 +39,7 @@ COLUMNS = (*_NAMES, *(f"model.{name}" for name in _MODEL), *_AXES, *_SETTING, *_
 
 
 def read_rows(path: Path = ROWS) -> list[Case]:
-    """The runs of a table, in its order. Raises `UserError` that names line and column where it is not as it must be."""
+    """Returns the runs of a table, in its order. Raises `UserError`, which names line and column, for an invalid table."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             lines = csv.reader(file)
@@ -53,7 +53,7 @@ def read_rows(path: Path = ROWS) -> list[Case]:
 
 
 def write_rows(cases: Sequence[Case], path: Path) -> None:
-    """The table of `cases`. Raises `ValueError` for a fact that has no column."""
+    """Writes the table of `cases`. Raises `ValueError` for a fact that has no column."""
     with path.open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         table.writeheader()

@@ -1,4 +1,4 @@
-"""How a published run divided its work, in the words that the sources share."""
+"""The layout of a published run, in the terms that all sources share."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,9 +10,12 @@ from optimus.state.plan import Shard
 
 @dataclass(frozen=True)
 class Setting:
-    """What a row says of its layout. `recompute` is what a block makes again in its backward pass, as in a configuration, or
-    'act' (what lies between its products), 'scores' (the attention's core alone), 'products' (all but that core and every
-    second matrix product); of every `recompute_every`-th block."""
+    """The layout that a row states.
+
+    `recompute` holds the parts of every `recompute_every`-th block that are recomputed. The parts are those of a
+    configuration, or 'act' (between the products), 'scores' (the attention's core alone), or 'products' (all but that
+    core and every second matrix product).
+    """
 
     mesh: Mesh
     context: int
@@ -23,7 +26,7 @@ class Setting:
     sequence: bool = True
     shard: Shard = "none"
     shard_ranks: int | None = None
-    release: bool = True  # of gathered parameters, after the forward pass
+    release: bool = True  # reshards gathered parameters after the forward pass
     recompute: frozenset[str] = frozenset()
     recompute_every: int = 1
     repeat_collectives: bool = False  # in recomputation
@@ -32,20 +35,20 @@ class Setting:
 
     @property
     def itemsize(self) -> float:
-        """Bytes of a parameter as it is computed with."""
+        """Returns the bytes of a parameter in its compute type."""
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
     def global_batch(self) -> int:
-        """Sequences of a step."""
+        """Returns the sequences of a step."""
         return self.micro_batch * self.microbatches * self.mesh.dp
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Returns the tokens of a step."""
         return self.global_batch * self.context
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline."""
+        """Returns the stages of the pipeline."""
         return self.mesh.pp * self.stages_per_rank

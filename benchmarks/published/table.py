@@ -1,6 +1,6 @@
 """The published tables as rows of typed cells.
 
-What a cell says wrongly is a `UserError`; what a row leaves open is `Inexpressible`, and ends in the list of exclusions.
+An invalid cell raises `UserError`. A missing fact raises `Inexpressible`, whose reason goes to the list of exclusions.
 """
 
 import csv
@@ -16,27 +16,27 @@ _SCALE = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9}
 
 
 class Inexpressible(Exception):
-    """Why a row is no case; `str(error)` is what the list of exclusions shows."""
+    """Raised for a row that is no case; `str(error)` is the reason in the list of exclusions."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table. Columns that a file lacks are empty: its sources did not state them."""
+    """A line of a table. Columns that a file lacks are empty, because its sources did not state them."""
 
     path: Path
     cells: dict[str, str]
 
     @property
     def name(self) -> str:
-        """`row_id`."""
+        """Returns the `row_id`."""
         return self.cells["row_id"]
 
     def text(self, column: str) -> str:
-        """The cell, or ''."""
+        """Returns the cell, or ''."""
         return self.cells.get(column, "")
 
     def number(self, column: str) -> float | None:
-        """The cell's number, or None where it is empty. Raises `UserError` where it is no number."""
+        """Returns the cell's number, or None for an empty cell. Raises `UserError` for a cell that is no number."""
         text = self.text(column)
         if not text:
             return None
@@ -48,7 +48,7 @@ class Row:
         return float(found[1].replace(",", "")) * _SCALE[found[2]]
 
     def integer(self, column: str) -> int | None:
-        """The cell's whole number, or None where it is empty. Raises `UserError` where it is none."""
+        """Returns the cell's whole number, or None for an empty cell. Raises `UserError` for any other cell."""
         number = self.number(column)
         if number is not None and number != int(number):
             raise UserError(
@@ -57,9 +57,9 @@ class Row:
         return None if number is None else int(number)
 
     def size(self, column: str, default: int | None = None) -> int:
-        """A whole number of at least one; `default` where the cell is empty.
+        """Returns a whole number of at least one; `default` for an empty cell.
 
-        Raises `Inexpressible` where both are absent, `UserError` where the cell holds less than one.
+        Raises `Inexpressible` without either, and `UserError` for a number below one.
         """
         value = self.integer(column)
         value = default if value is None else value
@@ -70,12 +70,12 @@ class Row:
         return value
 
     def flag(self, column: str) -> bool:
-        """Whether the cell says yes."""
+        """Returns whether the cell means yes."""
         return self.text(column).lower() in ("yes", "true", "y", "on")
 
 
 def read_table(path: Path) -> list[Row]:
-    """The rows of a file. Raises `UserError` where it has not the columns that each table has, or a name twice."""
+    """Returns the rows of a file. Raises `UserError` if a required column is missing or a name occurs twice."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)

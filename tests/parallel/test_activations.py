@@ -1,4 +1,4 @@
-"""Bytes of activations as computed from shapes, against those kept and allocated; and the choice that they allow."""
+"""Bytes of activations computed from shapes equal those saved and allocated, and `recompute: auto` keeps its budget."""
 
 import re
 import time
@@ -53,7 +53,7 @@ def tree(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
 
 
 def settled(current: Callable[[], int]) -> int:
-    """Bytes alive once Gloo's threads, which free what they sent a moment after it is there, have done so."""
+    """Returns the bytes alive once Gloo's threads, which free sent tensors with a delay, have freed them."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return current()
     time.sleep(0.05)
@@ -61,15 +61,17 @@ def settled(current: Callable[[], int]) -> int:
 
 
 def measured(source: dict[str, Any], ranks: int, *, splits: bool = False) -> tuple[int, Activations, Activations]:
-    """(bytes that a backward pass is shown; bytes alive, most bytes ever and, where the backward pass is split, between its
-    parts; the three as computed) on this rank."""
+    """Returns the bytes that autograd saves on this rank, and its activations as measured and as computed.
+
+    Activations are the saved bytes, the peak and, with a split backward pass, the bytes that wait for its second part.
+    """
     config = load_config(source)
     groups = Groups(mesh_of(config, ranks))
     model, state = build(config, groups)
     state.initialize(0, 0.02)
     tokens = torch.randint(config.model.vocab, (MICRO_BATCH, CONTEXT), generator=torch.Generator().manual_seed(0))
     own = {chunk.parameter.untyped_storage()._cdata for chunk in state.chunks}
-    shown: dict[int, torch.UntypedStorage] = {}  # all are held, so no address is used twice
+    shown: dict[int, torch.UntypedStorage] = {}  # holds every storage, so no address is reused
 
     def forward() -> torch.Tensor:
         state.begin_step()
@@ -80,7 +82,7 @@ def measured(source: dict[str, Any], ranks: int, *, splits: bool = False) -> tup
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(show, lambda tensor: tensor):
-        forward().backward()  # what is made once is there now
+        forward().backward()  # allocates what later passes reuse
     hooked = sum(storage.nbytes() for key, storage in shown.items() if key not in own)
     shown.clear()
     found = []
@@ -120,7 +122,7 @@ def test_computed_is_measured(made_of: tuple[dict[str, Any], str], kinds: list[s
         source = tree(model, recompute=named, recompute_every=every, precision=precision)
         hooked, found, computed = measured(source, 1)
         assert computed.saved == pytest.approx(found.saved, rel=0.02)
-        assert computed.saved == pytest.approx(hooked, rel=0.05, abs=2**17)  # the rotary table is nobody's saved tensor
+        assert computed.saved == pytest.approx(hooked, rel=0.05, abs=2**17)  # autograd saves no rotary table
         assert computed.peak == pytest.approx(found.peak, rel=0.05)
 
 
@@ -128,8 +130,10 @@ def test_computed_is_measured(made_of: tuple[dict[str, Any], str], kinds: list[s
 def test_what_waits_for_the_gradients_of_weights_is_measured(
     made_of: tuple[dict[str, Any], str], kinds: list[str], precision: str
 ) -> None:
-    """Where a backward pass is split, its second part has the inputs of the products and the gradients of what they gave,
-    whether the inputs were kept or made again."""
+    """The second part of a split backward pass needs the inputs of the projections and the gradients of their outputs.
+
+    Recomputation of the inputs changes nothing about these bytes.
+    """
     model, feed_forward = made_of
     named = [feed_forward if kind == "FF" else kind for kind in kinds]
     for every in (1, 2) if len(kinds) == 1 else (1,):
@@ -167,11 +171,10 @@ class SharedNorm(Block):
 def test_blocks_of_other_forms(
     block: type[Block], kinds: list[str], splits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What two modules read is kept once, and units run in any order."""
+    """A tensor that two modules read is saved once, and units run in any order."""
     monkeypatch.setattr(transformer, "Block", block)
-    vocab = 260 + [Parallel, SharedNorm].index(
-        block
-    )  # of no other test: what is measured is remembered by architecture
+    # A size of no other test: measurements are cached by architecture
+    vocab = 260 + [Parallel, SharedNorm].index(block)
     _, found, computed = measured(tree(DENSE | {"family": "llama", "vocab": vocab}, recompute=kinds), 1, splits=splits)
     assert computed.saved == pytest.approx(found.saved, rel=0.01)
     assert computed.peak == pytest.approx(found.peak, rel=0.02)
@@ -218,7 +221,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def test_norms_on_both_sides_of_experts_are_measured() -> None:
-    """Which no family of ours has, but one of a user's own may."""
+    """Norms before and after experts are measured; no family has them, but a user's own model may."""
     sizes = {
         "hidden": 32,
         "layers": 1,
@@ -247,7 +250,7 @@ def test_whatever_the_architecture(model: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2, cp=2), Mesh(dp=8, ep=4, etp=2)], ids=str)
 @pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
 def test_many_sequences_follow_from_few(mesh: Mesh, again: bool) -> None:
-    """As many measured themselves."""
+    """Bytes of 24 sequences that follow from a few measured ones equal those measured with 24."""
     config = ModelConfig(**EXPERTS | {"hidden": 32, "intermediate": 32, "vocab": 8192})
     setting = ModuleSetting.canonical(config, mesh, StageOptions(sequence=mesh.tp > 1), CONTEXT, 2, 1.3)
     followed, direct = {}, {}
@@ -265,7 +268,7 @@ def test_many_sequences_follow_from_few(mesh: Mesh, again: bool) -> None:
 
 
 def test_half_of_the_layers() -> None:
-    """A rank that has some of the blocks keeps what a shorter model would."""
+    """A rank that has some of the blocks saves the bytes of a shorter model."""
     config, shorter = ModelConfig(**DENSE), ModelConfig(**{**DENSE, "layers": 2})
     for chosen in (Recomputation(), Recomputation(("mlp",), 2), Recomputation(("block",), 2)):
         assert activation_bytes(config, chosen, layers=range(2), **SHAPES) == activation_bytes(
@@ -295,7 +298,10 @@ ON_RANKS: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model", "ranks", "sections"), in_turns(ON_RANKS), ids=str)
 def test_computed_is_measured_on_ranks(model: dict[str, Any], ranks: int, sections: dict[str, Any]) -> None:
-    """What is kept of collectives is part of it. Their own buffers, which last a moment or two, are not: see the peak."""
+    """The computed bytes include cached results of collectives, but not the transient buffers of the collectives.
+
+    The bound of the peak is therefore wider.
+    """
     modules = ["norm", "attention", "moe" if "experts" in model else "mlp"]
     cases = [([], "keep"), (modules, "keep"), (modules, "repeat"), (["block"], "keep")]
     sources = [tree(model, recompute=kinds, recompute_collectives=how, **sections) for kinds, how in cases]
@@ -306,7 +312,10 @@ def test_computed_is_measured_on_ranks(model: dict[str, Any], ranks: int, sectio
 
 
 def test_cached_results_are_given_up_when_a_block_is_run_again() -> None:
-    """Those of its last collective too, though most is there in the backward pass of its attention."""
+    """Recomputing a block frees all its cached results, also that of its last collective, before the peak is reached.
+
+    The feed-forward layer is so narrow that the backward pass of attention has the peak.
+    """
     narrow = DENSE | {"intermediate": 16}
     sources = [tree(narrow, recompute=["block"], parallel={"tensor": 2, "sequence": each}) for each in (False, True)]
     for results in run_ranks(measured_all, 2, sources, 2):
@@ -315,7 +324,7 @@ def test_cached_results_are_given_up_when_a_block_is_run_again() -> None:
 
 
 def test_a_split_backward_pass_is_measured_on_ranks() -> None:
-    """A gradient that waits for the second part is that of the residual stream too, and there once."""
+    """The gradient that waits for the second part is also that of the residual stream, and its bytes count once."""
     cases = ["block"], ["attention"]
     sources = [tree(SHARED, recompute=kinds, parallel={"tensor": 2, "sequence": False}) for kinds in cases]
     for results in run_ranks(measured_all, 2, sources, 2, True):
@@ -337,7 +346,7 @@ def choose(config: ModelConfig, budget: int) -> tuple[Recomputation, Activations
 @pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("share", [0.999, 0.8, 0.6, 0.5, 0.4])
 def test_auto_stays_within_its_budget(model: dict[str, Any], share: float) -> None:
-    """Of shares of what no recomputation takes."""
+    """`share` is the ratio of the budget to the peak without recomputation."""
     most = activation_bytes(ModelConfig(**model), Recomputation(), **SHAPES).peak
     budget = int(share * most)
     source = tree(model, recompute="auto", recompute_budget=budget)
@@ -345,13 +354,13 @@ def test_auto_stays_within_its_budget(model: dict[str, Any], share: float) -> No
     assert chosen.kinds
     _, found, _ = measured(source, 1)
     _, expected, _ = measured(tree(model, recompute=list(chosen.kinds), recompute_every=chosen.every), 1)
-    assert found == expected  # it has been applied
+    assert found == expected  # the run applies the choice
     assert found.peak <= budget
-    assert found.peak > 0.5 * budget  # and what there is is used
+    assert found.peak > 0.5 * budget  # and uses most of the budget
 
 
 def test_auto_recomputes_dense_layers_and_experts() -> None:
-    """Where a model has both."""
+    """A model with both kinds of layers has some budget for which both are recomputed."""
     config = ModelConfig(**OTHERS["latent attention, shared experts, a dense layer"])
     most = activation_bytes(config, Recomputation(), **SHAPES).peak
     choices = [choose(config, most * share // 20)[0].kinds for share in range(19, 6, -1)]
@@ -370,12 +379,15 @@ def test_auto_recomputes_more_only_for_less_memory() -> None:
 
 
 def test_of_the_segments_that_fit_the_one_nearest_to_the_root() -> None:
-    """All recompute each block once: equation 3.1 of the dissertation on AxoNN decides, within the budget."""
+    """All segments recompute each block once, so equation 3.1 of the AxoNN dissertation decides among those that fit.
+
+    The equation asks for the square root of the number of layers.
+    """
     config = ModelConfig(**{**DENSE, "layers": 64})
     segments = [Recomputation(("block",), every) for every in range(1, 65)]
     peaks = {chosen: activation_bytes(config, chosen, **SHAPES).peak for chosen in segments}
     least = min(segments, key=peaks.__getitem__)
-    assert 1 < least.every < 8  # a block keeps more than its input
+    assert 1 < least.every < 8  # a block saves more than its input
     found = set()
     for share in (1.02, 1.1, 1.2, 1.4):
         budget = int(share * peaks[least])
@@ -402,7 +414,7 @@ def test_an_impossible_budget_names_the_least() -> None:
 
 
 def test_the_default_budget_is_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine tenths of what the device has free, rounded down, after the state; and the user is told."""
+    """The default budget is nine tenths of the free memory, rounded down, that the state leaves; a note tells the user."""
     config = load_config(tree(EXPERTS, recompute="auto", tuning={"cache": None}))
     groups = Groups(mesh_of(config, 1))
     state = sum(allocated(build(config, groups)[1].chunks).values())

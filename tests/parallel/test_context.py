@@ -1,4 +1,4 @@
-"""Ring and Ulysses attention: one device's numbers, from what theory says is sent and saved.
+"""Ring and Ulysses attention give one device's numbers, and send and save the bytes that the theory predicts.
 
 Legend: n ranks, B batch, L positions of a sequence, S = L / n of a rank, N heads, D head size.
 """
@@ -43,7 +43,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 def inputs(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and the gradient of the output, of the whole sequence."""
+    """Returns q, k, v and the gradient of the output, of the whole sequence."""
     return [normal(i, *shape).to(dtype) for i in range(4)]
 
 
@@ -76,7 +76,7 @@ def attended(
     windows: tuple[int | None, ...] = (None,),
     cap: float | None = None,
 ) -> list[list[Tensor]]:
-    """Of each shape and window: this rank's positions, its output and its gradients of q, k and v."""
+    """Returns this rank's positions, output and gradients of q, k and v, for each shape and window."""
     sequence, results = sequence_of(method, ranks), []
     for shape, window in itertools.product(shapes, windows):
         at = sequence.positions(shape[1], CPU)
@@ -88,7 +88,8 @@ def attended(
 
 
 def attended_with_sinks(method: str, ranks: int, documents: bool) -> list[list[Tensor]]:
-    """Of each window: this rank's positions, its output, its gradients of q, k and v, and its part of those of the sinks."""
+    """Returns this rank's positions, output, gradients of q, k and v, and part of the sinks' gradients, for each
+    window."""
     sequence, results = sequence_of(method, ranks), []
     at = sequence.positions(32, CPU)
     for window in (None, 5):
@@ -157,7 +158,8 @@ WINDOWS = (1, 3, 4, 5, 8, 11, 16, 21, 31, 32)
 @pytest.mark.parametrize("cap", [None, 0.5])
 @pytest.mark.parametrize(("method", "ranks"), [("ring", 1), ("ring", 2), ("ring", 4), ("ulysses", 2)])
 def test_windows(method: str, ranks: int, cap: float | None) -> None:
-    """Shorter than a piece of 4, as long, across pieces of the same rank and of others."""
+    """Windows are shorter than a piece of 4 positions, as long as a piece, and span pieces of the same and of other
+    ranks."""
     shape, windows = (2, 32, 2, 8), WINDOWS if cap is None else (None, 5)
     results = run_ranks(attended, ranks, method, ranks, [shape], torch.float64, windows, cap)
     for i, window in enumerate(windows):
@@ -171,13 +173,14 @@ def test_windows(method: str, ranks: int, cap: float | None) -> None:
             assert (found - whole[:, order]).norm() <= 1e-12 * max(1, whole.norm()), window
 
 
-# Of two sequences of 32: one whole; of uneven lengths, also 1, beginning and ending inside of pieces; one per piece; eight.
+# Lengths of the documents in two sequences of 32: one document a sequence; uneven ones, some of length 1, that begin
+# and end inside pieces; one a piece; one of 31 after 33 of length 1; eight documents of 8.
 LENGTHS = [[32, 32], [5, 1, 1, 22, 3, 17, 15], [4] * 16, [1] * 32 + [31, 1], [8] * 8]
 DOCUMENT_WINDOWS = (None, 1, 3, 4, 7, 16)
 
 
 def attended_within(method: str, ranks: int, heads: tuple[int, int]) -> list[list[Tensor]]:
-    """Of each of `LENGTHS` and windows: this rank's positions, its output and its gradients of q, k and v."""
+    """Returns this rank's positions, output and gradients of q, k and v, for each of `LENGTHS` and each window."""
     whole, results = sequence_of(method, ranks), []
     at = whole.positions(32, CPU)
     for lengths, window in itertools.product(LENGTHS, DOCUMENT_WINDOWS):
@@ -191,7 +194,7 @@ def attended_within(method: str, ranks: int, heads: tuple[int, int]) -> list[lis
 
 
 def grouped_inputs(heads: tuple[int, int]) -> list[Tensor]:
-    """q, k, v and the gradient of the output, of two whole sequences of 32."""
+    """Returns q, k, v and the gradient of the output, of two whole sequences of 32."""
     return [normal(i, 2, 32, number, 8) for i, number in enumerate((heads[0], heads[1], heads[1], heads[0]))]
 
 
@@ -200,7 +203,7 @@ def grouped_inputs(heads: tuple[int, int]) -> list[Tensor]:
     [("ring", 2, (2, 2)), ("ring", 4, (4, 1)), ("ulysses", 2, (4, 2)), ("ulysses", 4, (4, 4))],
 )
 def test_documents(method: str, ranks: int, heads: tuple[int, int]) -> None:
-    """Attention of each document alone."""
+    """Each document attends to itself alone."""
     results = run_ranks(attended_within, ranks, method, ranks, heads)
     for i, (lengths, window) in enumerate(itertools.product(LENGTHS, DOCUMENT_WINDOWS)):
         alone = []
@@ -219,7 +222,7 @@ def test_documents(method: str, ranks: int, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_ring_computes_no_score_across_a_border(lengths: list[int], window: int | None) -> None:
-    """Over all ranks each pair of a document once, and no other."""
+    """All ranks together compute each score of a document's pairs once, and no other score."""
     found: Counter[tuple[int, int]] = Counter()
     for rank, source in itertools.product(range(4), repeat=2):
         here, there = (
@@ -241,7 +244,7 @@ def test_the_ring_computes_no_score_across_a_border(lengths: list[int], window: 
 
 
 def attended_again(method: str) -> tuple[bool, bool, int]:
-    """(same output, same gradients, collectives issued) of a forward pass that is run again with kept results."""
+    """Repeats a forward pass with cached results: (same output, same gradients, collectives issued by the second pass)."""
     group = Groups(Mesh(dp=2)).world
     sequence = METHODS[method](group)
     at = sequence.positions(16, CPU)
@@ -264,7 +267,7 @@ def test_a_pass_that_is_run_again_sends_nothing(method: str) -> None:
 
 
 def sent(method: str, ranks: int, shape: Shape, dtype: torch.dtype) -> list[dict[str, tuple[int, int]]]:
-    """(calls, bytes) of each collective, in the forward pass and in the backward pass."""
+    """Returns (calls, bytes) of each collective, in the forward pass and in the backward pass."""
     sequence = sequence_of(method, ranks)
     at = sequence.positions(shape[1], CPU)
     *given, out_grad = (t[:, at] for t in inputs(shape, dtype))
@@ -283,9 +286,9 @@ def sent(method: str, ranks: int, shape: Shape, dtype: torch.dtype) -> list[dict
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_traffic_of_the_ring(ranks: int, dtype: torch.dtype) -> None:
-    """Keys and values n - 1 times, their gradients in fp32 n times."""
+    """The ring sends keys and values n - 1 times, and their fp32 gradients n times."""
     shape = 2, 32, 3, 8
-    kv = 2 * 2 * (32 // ranks) * 3 * 8  # numbers
+    kv = 2 * 2 * (32 // ranks) * 3 * 8  # elements
     there, back = (ranks - 1) * kv * dtype.itemsize, ranks * kv * 4
     for forward, backward in run_ranks(sent, ranks, "ring", ranks, shape, dtype):
         assert forward == dict.fromkeys(("send", "recv"), (ranks - 1, there))
@@ -295,7 +298,7 @@ def test_traffic_of_the_ring(ranks: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_traffic_of_ulysses(ranks: int, dtype: torch.dtype) -> None:
-    """q, k, v and the output, each as much as a rank has of it; the counter adds what goes in and what comes out."""
+    """Ulysses sends a rank's q, k, v and output. The counter adds bytes sent and bytes received."""
     q = 2 * (32 // ranks) * 4 * 8 * dtype.itemsize
     for forward, backward in run_ranks(sent, ranks, "ulysses", ranks, (2, 32, 4, 8), dtype):
         assert forward == backward == {"all_to_all_single": (2, 2 * 4 * q)}
@@ -305,7 +308,7 @@ def test_traffic_of_ulysses(ranks: int, dtype: torch.dtype) -> None:
 
 
 def saved(make: Callable[[], SequenceSplit], length: int) -> int:
-    """Bytes that an attention layer keeps for the backward pass, besides its weights."""
+    """Returns the bytes that an attention layer saves for the backward pass besides its weights."""
     torch.manual_seed(0)
     layer, sequence = Attention(ATTENTION), make()
     initialize(layer, 0, 0.2)
@@ -349,7 +352,7 @@ TOKENS_BL = torch.randint(50, (2, 32), generator=torch.Generator().manual_seed(0
 
 
 def trained(config: ModelConfig, method: str | None, ranks: int, recomputed: bool) -> tuple[list[Tensor], int]:
-    """(loss and gradients of one process, or their means over the ranks; collectives before those)."""
+    """Returns the loss and the gradients, averaged over the ranks, and the number of collectives before the averaging."""
     group = Groups(Mesh(dp=ranks)).world
     sequence = SequenceSplit() if method is None else METHODS[method](group)
     chosen = Recomputation(("attention",) if recomputed else ())

@@ -40,7 +40,7 @@ def test_experts_are_split_over_the_expert_axes_alone() -> None:
     expert_axes = {name for name, layout in found.items() if {"ep", "etp"} & {axis for _, axis in layout.sharded_dims}}
     assert expert_axes == {f"blocks.{i}.moe.experts.{name}" for i in range(2) for name in ("gate_up", "down")}
     for name in expert_axes:
-        assert found[name].sharded_dims == ((0, "ep"), (2, "etp"))  # of each expert the intermediate columns
+        assert found[name].sharded_dims == ((0, "ep"), (2, "etp"))  # the intermediate columns of each expert
         assert found[name].partial_axes == ("edp",)
         assert found[name].replicated_axes == ()
     assert all(found[name].partial_axes[:2] == ("dp", "cp") for name in found.keys() - expert_axes)
@@ -52,7 +52,8 @@ def test_experts_are_split_over_the_expert_axes_alone() -> None:
     ids=lambda value: str(value),
 )
 def test_a_number_that_columns_are_multiplied_with(columns: Dim, summed: tuple[str, ...]) -> None:
-    """It is whole everywhere. Its gradient is a sum over ranks that have other columns, or other rows."""
+    """A factor of columns is whole on every rank. Its gradient is summed over ranks that have other columns or other
+    rows."""
     module = torch.nn.Module()
     module.alpha = declare(module, "alpha", role="vector", initial=0.5, factor_of=(columns,))
     layout = parameter_layouts(module, sequence=True)["alpha"]
@@ -62,7 +63,7 @@ def test_a_number_that_columns_are_multiplied_with(columns: Dim, summed: tuple[s
 
 
 def test_projections_alternate_between_the_axes_of_the_grid() -> None:
-    """AxoNN, section 5.1.1: every other weight is transposed, so that its inputs lie as the outputs before it."""
+    """Every other weight is transposed, so that its input sharding matches the previous output (AxoNN, section 5.1.1)."""
     mesh, shapes = Mesh(tp=8, tp_in=2), {}
     for config in (DENSE, EXPERTS):
         shapes |= {name: layout.local_shape(mesh) for name, layout in layouts(config).items()}
@@ -91,10 +92,8 @@ def test_every_axis_of_the_dense_view_splits_sums_or_repeats(sequence: bool, dup
     )
     tokens = () if duplicates else ("tp_in", "tp_out")
     assert found["blocks.0.moe.router.weight"].partial_axes == ("dp", "cp", *tokens)
-    assert found["blocks.0.attention.q_norm.weight"].partial_axes == (
-        "dp",
-        "cp",
-    )  # its rows are those of the heads: all
+    # The rows of q_norm are those of the heads, of which each rank has all.
+    assert found["blocks.0.attention.q_norm.weight"].partial_axes == ("dp", "cp")
 
 
 def test_each_rank_has_its_experts() -> None:

@@ -1,4 +1,4 @@
-"""Norms of rows whose columns are split over ranks, against the norms of whole rows."""
+"""Norms of rows whose columns are split over ranks equal the norms of whole rows."""
 
 import pytest
 import torch
@@ -17,7 +17,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x [B, T, H], weight [H], gradient of the output; columns differ in mean and size, so parts' sums differ."""
+    """Returns x [B, T, H], the weight [H] and the gradient of the output.
+
+    Columns differ in mean and size, so the sums of the ranks' columns differ.
+    """
     generator = torch.Generator().manual_seed(0)
     scale_H = torch.linspace(0.1, 3, 24)
     x_BTH = torch.randn(2, 5, 24, generator=generator) * scale_H + scale_H
@@ -26,7 +29,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def outputs(norms: Norms, x: Tensor, w: Tensor, y_grad: Tensor) -> list[list[Tensor]]:
-    """Of each norm [y, gradient of x] and of the weights and biases, where it has some."""
+    """Returns y and the gradients of x, weight and bias, for each norm."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     b = (1 - w.detach()).requires_grad_()
     made = [
@@ -58,7 +61,8 @@ def test_same_as_one_device(ranks: int, dtype: torch.dtype) -> None:
 
 
 def run_again() -> tuple[bool, dict[str, int]]:
-    """Whether a second forward pass with what was kept has the same bits; and its calls of collectives."""
+    """Returns whether a second forward pass with cached sums has the same bits, and the collectives that the second
+    issues."""
     group = Groups(Mesh(tp=2)).along("tp")
     x, w, _ = (value.chunk(2, -1)[group.rank].contiguous().requires_grad_() for value in inputs(torch.float32))
     norms, cache = SplitNorms(group), CollectiveCache()
@@ -74,12 +78,12 @@ def test_run_again_with_what_was_kept() -> None:
 
 
 def test_bytes_are_a_number_a_row() -> None:
-    """Two sums a row at most, in each pass, however wide the rows are."""
+    """Each pass moves at most two sums a row, however wide the rows are."""
     assert run_ranks(bytes_of_a_row, 2) == [((1, 40), (1, 40), (2, 80), (1, 80))] * 2
 
 
 def bytes_of_a_row() -> tuple[tuple[int, int], ...]:
-    """(calls, bytes) of the forward and backward pass of both norms, 10 rows of fp32."""
+    """Returns (calls, bytes) of the forward and the backward pass of both norms, for 10 rows of fp32."""
     group = Groups(Mesh(tp=2)).along("tp")
     x, w, y_grad = (value.chunk(2, -1)[group.rank].contiguous().requires_grad_() for value in inputs(torch.float32))
     found = []

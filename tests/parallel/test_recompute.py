@@ -1,4 +1,4 @@
-"""Recomputation keeps fewer bytes for the backward pass, changes no bit of the gradients, and issues no collective again."""
+"""Recomputation saves fewer bytes for the backward pass, changes no bit of the gradients and repeats no collective."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def recomputing(config: ModelConfig, kinds: list[str], every: int = 1) -> Transf
 def measured(
     config: ModelConfig, kinds: list[str], precision: torch.dtype, every: int = 1
 ) -> tuple[list[torch.Tensor], int]:
-    """(losses and all gradients, bytes kept for the backward pass besides the parameters)."""
+    """Returns the losses with all gradients, and the bytes saved for the backward pass besides the parameters."""
     model = recomputing(config, kinds, every)
     initialize(model, 0, 0.2)
     model = model.to(precision)
@@ -89,7 +89,7 @@ def test_more_kinds_keep_less(config: ModelConfig, feed_forward: str) -> None:
 @pytest.mark.parametrize("every", [2, 3])
 @pytest.mark.parametrize("whole", [False, True])
 def test_every_nth_block(config: ModelConfig, every: int, whole: bool) -> None:
-    """Of modules those of some blocks keep less; of whole blocks only some keep their input."""
+    """Modules of fewer blocks are recomputed, so more bytes are saved; whole blocks save fewer inputs."""
     config = config.model_copy(update={"layers": 6})
     kinds = ["block"] if whole else ["norm", "attention", "mlp" if config.experts is None else "moe"]
     expected, everything = measured(config, [], torch.float32)
@@ -99,7 +99,7 @@ def test_every_nth_block(config: ModelConfig, every: int, whole: bool) -> None:
 
 
 def test_a_norm_and_what_it_feeds_are_one() -> None:
-    """What goes from one to the other is not kept: per block, two inputs instead of four."""
+    """The output of a norm is not saved for the module it feeds: two inputs a block are saved instead of four."""
     apart = measured(DENSE, ["attention", "mlp"], torch.float32)[1]
     together = measured(DENSE, ["norm", "attention", "mlp"], torch.float32)[1]
     assert apart - together >= DENSE.layers * 2 * TOKENS.numel() * DENSE.hidden * 4
@@ -120,7 +120,7 @@ def test_router_statistics_are_counted_once(kinds: list[str]) -> None:
 
 @pytest.mark.parametrize("kinds", [["block"], ["norm", "attention", "moe"]])
 def test_nothing_draws_random_numbers(kinds: list[str]) -> None:
-    """So no state of their generators need be kept to run a module again."""
+    """No module draws random numbers, so recomputation needs no state of a generator."""
     model = recomputing(EXPERTS, kinds)
     initialize(model, 0, 0.2)
     before = torch.get_rng_state()
@@ -128,14 +128,14 @@ def test_nothing_draws_random_numbers(kinds: list[str]) -> None:
     assert torch.get_rng_state().equal(before)
 
 
-# ---- Communication-aware: results of collectives are kept ----
+# ---- Communication-aware: results of collectives are cached ----
 
 SPREAD = EXPERTS.model_copy(update={"experts": 8})
 Measured = tuple[list[torch.Tensor], int, int]
 
 
 def traffic(kind: str, ranks: int, kinds: list[str], keep: bool, early: bool) -> Measured:
-    """(losses and gradients of two microbatches that are under way at once, calls, bytes of all collectives)."""
+    """Runs two microbatches at once: (their losses and gradients, calls of all collectives, bytes of all collectives)."""
     groups = Groups(Mesh(dp=ranks, ep=ranks))
     chosen = Recomputation(tuple(kinds))
     options = StageOptions(dispatch=kind, recomputation=chosen, keep_collectives=keep)  # type: ignore[arg-type]
@@ -170,9 +170,9 @@ def all_traffic(kind: str, ranks: int) -> dict[str, Measured]:
 
 @pytest.mark.parametrize(("kind", "ranks"), [("alltoall", 2), ("alltoall", 4), ("allgather", 2), ("allgather", 4)])
 def test_kept_results_save_the_collectives_of_recomputation(kind: str, ranks: int) -> None:
-    """A third of the bytes (TED, section 7.3), where the whole forward pass is run again.
+    """The cache saves a third of the bytes if the whole forward pass is recomputed (TED, section 7.3).
 
-    It is not: it ends where everything that is needed is there, before the results go back.
+    By default recomputation stops once all saved tensors exist, before the results travel back.
     """
     for found in run_ranks(all_traffic, ranks, kind, ranks):
         values, calls, moved = found["none"]

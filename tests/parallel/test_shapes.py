@@ -1,4 +1,4 @@
-"""Running by shapes: what is alive is counted, integers are real, and choices are drawn as often as asked."""
+"""Runs on shapes alone count live bytes, have real integers, and draw experts as often as the load asks for."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_what_is_ignored_is_not_counted() -> None:
 
 
 def test_operations_that_are_known_give_the_same() -> None:
-    """A second time, from memory: shapes, strides and types."""
+    """Cached operations give the same shapes, strides and dtypes the second time."""
     first, second = Shapes(), Shapes()
     with first:
         made = [shape(3, 5).T.to(torch.bfloat16), torch.cat([shape(2, 2), shape(1, 2)]), shape(4, 4).softmax(-1)]

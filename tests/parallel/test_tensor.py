@@ -1,4 +1,4 @@
-"""Projections split over grids of ranks, and a model of them, against one device.
+"""Projections split over grids of ranks, and a model of such projections, give the numbers of one device.
 
 Legend: T rows, L inputs and N outputs of a weight.
 """
@@ -29,12 +29,13 @@ from optimus.parallel.parallelize import parallelize
 from optimus.parallel.tensor import SplitProduct, products
 from optimus.testing import run_ranks
 
-GRIDS = [(2, 1), (1, 2), (4, 1), (2, 2), (3, 1)]  # ranks over outputs, over inputs, of what leaves the residual stream
+# (ranks over outputs, ranks over inputs) of weights that read the residual stream
+GRIDS = [(2, 1), (1, 2), (4, 1), (2, 2), (3, 1)]
 T, L, N = 24, 36, 12
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
-    """Relative, Frobenius."""
+    """Returns the relative error in the Frobenius norm."""
     assert ours.shape == theirs.shape
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
 
@@ -44,7 +45,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 def columns(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """This rank's part of a dim."""
+    """Returns this rank's part of a dim."""
     return x.chunk(group.size, dim)[group.rank].contiguous()
 
 
@@ -52,16 +53,17 @@ def columns(x: Tensor, group: Group, dim: int = -1) -> Tensor:
 
 
 class Form(NamedTuple):
-    """How a projection is split, and where the gradient of its weight goes."""
+    """The way a projection is split, and the place of its weight's gradient."""
 
-    returns: bool  # to the residual stream: its inputs are split over the grid's first axis; else its outputs are
+    # writes to the residual stream, so the first axis of the grid splits inputs; otherwise it splits outputs
+    returns: bool
     sequence: bool
     overlap: bool
     buffer: bool
 
 
 def split_product(form: Form, outer: Group, inner: Group) -> dict[str, tuple[Tensor, Tensor]]:
-    """(this rank's, the same of one device) by name; two outputs of one input, as gate and up are."""
+    """Returns (this rank's tensor, that of one device) by name, for two outputs of one input, as gate and up are."""
     inputs, outputs = (outer, inner) if form.returns else (inner, outer)
     gathers, scatters = form.sequence and not form.returns, form.sequence and form.returns
     x_TL, y_grad_TN = normal(0, T, L).requires_grad_(), normal(1, T, 2 * N)
@@ -110,7 +112,7 @@ def split_products(grid: tuple[int, int]) -> dict[Form, dict[str, tuple[Tensor, 
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_split_projection_is_the_whole_one(grid: tuple[int, int]) -> None:
-    """Both roles, with and without sequence parallelism, overlap and a gradient buffer."""
+    """Cases are both roles, with and without sequence parallelism, overlap and a gradient buffer."""
     for found in run_ranks(split_products, grid[0] * grid[1], grid):
         for form, tensors in found.items():
             for name, (ours, theirs) in tensors.items():
@@ -146,7 +148,7 @@ TOKENS = torch.randint(50, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
 def keep_own(model: Transformer, sequence: bool, groups: Groups) -> None:
-    """Keep this rank's parts of the parameters only; tied ones stay tied."""
+    """Replaces the parameters with this rank's parts; tied parameters stay tied."""
     layouts = parameter_layouts(model, sequence=sequence)
     parts = {
         parameter: nn.Parameter(parameter.detach()[layouts[name].region(groups.mesh, groups.rank)].clone())
@@ -158,7 +160,7 @@ def keep_own(model: Transformer, sequence: bool, groups: Groups) -> None:
 
 
 def trained(model: Transformer) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Logits of sequences of an odd length, then loss and gradients."""
+    """Returns the logits of sequences of an odd length, the loss and the gradients."""
     with torch.no_grad():
         logits_BSV = model(TOKENS[:, :-3])
     loss = model.losses(TOKENS).cross_entropy
@@ -207,7 +209,7 @@ def test_one_rank_has_local_products() -> None:
 
 
 class Rounded(MatrixProduct):
-    """Stands for a low precision: operands are rounded to bf16. Counts what it is asked for."""
+    """A stand-in for a low precision: rounds operands to bf16 and counts the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +235,7 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def rounded_product(outputs: int, deferred: bool) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, int]]:
-    """A projection by `Rounded` split over a grid of two: (this rank's, its part of one device's) by name, and calls."""
+    """Returns (this rank's tensor, its part of one device's) by name, and the calls of `Rounded` on a grid of two."""
     groups = Groups(Mesh(tp=2, tp_in=2 // outputs))
     outer, inner = groups.along("tp_out"), groups.along("tp_in")
     x_TL, w_NL, y_grad_TN = normal(0, T, L).requires_grad_(), nn.Parameter(normal(1, N, L)), normal(2, T, N)
@@ -267,7 +269,8 @@ def rounded_product(outputs: int, deferred: bool) -> tuple[dict[str, tuple[Tenso
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_any_inner_product_is_split(outputs: int, deferred: bool) -> None:
-    """The numbers of that product on one device, which are not those of fp32; it is asked once for each of the three."""
+    """Every rank calls the inner product once for each of the three products, and gets the rounded numbers of one
+    device."""
     exact = normal(0, T, L) @ normal(1, N, L).T
     for found, calls in run_ranks(rounded_product, 2, outputs, deferred):
         assert calls == {"forward": 1, "input": 1, "weight": 1}
@@ -278,7 +281,7 @@ def test_any_inner_product_is_split(outputs: int, deferred: bool) -> None:
 
 
 def rounded_model(ranks: int, sequence: bool) -> tuple[Tensor, dict[str, int]]:
-    """(loss, calls) of a model all of whose projections multiply by `Rounded`, on a grid."""
+    """Returns the loss of a model on a grid whose projections all multiply by `Rounded`, and the calls."""
     groups, options, rounded = Groups(Mesh(tp=ranks)), StageOptions(sequence=sequence), Rounded()
     model = parallelize(Transformer(MODELS["dense"]), groups, options)
     product = products(groups, options, rounded)
@@ -290,7 +293,7 @@ def rounded_model(ranks: int, sequence: bool) -> tuple[Tensor, dict[str, int]]:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_model_of_another_inner_product(sequence: bool) -> None:
-    """Four projections a layer, twice forward (logits and losses) and once backward."""
+    """Four projections a layer multiply twice forward (for logits and losses) and once backward."""
     loss, calls = rounded_model(1, sequence)
     projections = 4 * MODELS["dense"].layers
     assert calls == {"forward": 2 * projections, "input": projections, "weight": projections}

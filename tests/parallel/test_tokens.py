@@ -1,4 +1,4 @@
-"""Which tokens a sparse layer gets on a grid of ranks: each once and whole, and the layer's numbers those of one device.
+"""A sparse layer on a grid of ranks gets each token once and whole, and gives the numbers of one device.
 
 Legend: T rows of the residual stream, H hidden, E experts.
 """
@@ -23,7 +23,7 @@ T, H = 24, 12
 
 
 class Form(NamedTuple):
-    """Ranks of the grid and of the sequences' parts; how the residual stream lies."""
+    """The ranks of the grid and of context parallelism, and the sharding of the residual stream."""
 
     rows: int
     columns: int
@@ -52,7 +52,7 @@ FORMS = [
 
 
 def residual_stream(x_TH: Tensor, form: Form, groups: Groups) -> Tensor:
-    """This rank's part of it."""
+    """Returns this rank's part of the residual stream."""
     rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
     own = local_rows(x_TH, parts)
     own = local_rows(own, rows) if form.sequence else own
@@ -65,7 +65,7 @@ def split_of(form: Form, groups: Groups) -> SplitTokens:
 
 
 def taken(form: Form) -> tuple[Tensor, bool]:
-    """(what this rank works on, whether putting it back gives what there was)."""
+    """Returns the rows that this rank works on, and whether `restore_rows` gives the original rows back."""
     groups = Groups(form.mesh)
     x_TH = torch.arange(float(T * H)).view(T, H)
     own, split = residual_stream(x_TH, form, groups), split_of(form, groups)
@@ -80,7 +80,7 @@ def test_every_token_once_and_whole(form: Form) -> None:
     tokens = torch.cat([rows for rows, _ in results])
     whole = torch.arange(float(T * H)).view(T, H)
     assert tokens[tokens[:, 0].argsort()].equal(whole.repeat_interleave(copies, 0))
-    assert {len(rows) for rows, _ in results} == {T * copies // form.mesh.size}  # an equal share each
+    assert {len(rows) for rows, _ in results} == {T * copies // form.mesh.size}  # the ranks have equal shares
 
 
 def layer_of(tokens: TokenSplit | None = None) -> MoeLayer:
@@ -92,13 +92,13 @@ def layer_of(tokens: TokenSplit | None = None) -> MoeLayer:
 
 
 def inputs() -> tuple[Tensor, Tensor]:
-    """x and the gradient of the layer's output."""
+    """Returns x and the gradient of the layer's output."""
     x_TH, y_grad_TH = torch.randn(2, T, H, generator=torch.Generator().manual_seed(0))
     return x_TH, y_grad_TH
 
 
 def backward(layer: MoeLayer, x: Tensor, y_grad: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, gradient of x, [balance loss, z-loss]); `share` is what each rank of the sequences' parts counts for."""
+    """Returns (y, gradient of x, [balance loss, z-loss]); `share` is a context-parallel rank's weight in the losses."""
     y, stats = layer(x)
     losses = torch.stack([stats.balance_loss(), stats.z_loss()])
     ((y * y_grad).sum() + 5 * share * losses.sum()).backward()
@@ -107,7 +107,7 @@ def backward(layer: MoeLayer, x: Tensor, y_grad: Tensor, share: float) -> tuple[
 
 
 def layer_on_a_grid(form: Form) -> dict[str, tuple[Tensor, Tensor]]:
-    """(this rank's, its part of one device's) by name. Experts are whole everywhere."""
+    """Returns (this rank's tensor, its part of one device's) by name. Experts are whole on every rank."""
     x_TH, y_grad_TH = inputs()
     alone, groups = layer_of(), Groups(form.mesh)
     right = backward(alone, x_TH.clone().requires_grad_(), y_grad_TH, 1.0)

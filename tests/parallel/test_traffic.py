@@ -1,10 +1,11 @@
-"""Bytes that tensor parallelism moves, against the equations of AxoNN (dissertation, section 5.1.2) and of TED.
+"""Tensor parallelism moves the bytes of the equations of AxoNN (dissertation, section 5.1.2) and of TED.
 
-The counters give the whole tensor of an all-reduce, of which a rank sends 2 (G - 1) / G (a ring, or Gloo's part by part); of
-all-gathers and reduce-scatters, which on Gloo go from rank to rank, what a rank sends: (G - 1) / G of the whole tensor.
+The counters give the whole tensor of an all-reduce, of which a rank sends 2 (G - 1) / G (a ring, or Gloo's part by
+part). All-gathers and reduce-scatters go from rank to rank on Gloo. For them the counters give the bytes that a rank
+sends: (G - 1) / G of the whole tensor.
 
-Legend: m rows, k inputs and n outputs of a weight; a ranks over the outputs and b over the inputs of what leaves the
-residual stream, which are G_x and G_y for that weight, and G_y and G_x for what returns to it.
+Legend: m rows, k inputs and n outputs of a weight; a ranks over the outputs and b over the inputs of weights that read
+the residual stream. There a and b are G_x and G_y; for weights that write to the residual stream they are G_y and G_x.
 """
 
 from collections import Counter
@@ -28,24 +29,24 @@ from optimus.testing.traffic import Traffic, counting
 from optimus.training.step import objective, terms, training_step
 
 FP32 = 4  # bytes
-GRIDS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]  # of which no two groups of more than one rank differ in size
+GRIDS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]  # in each, all groups of more than one rank have the same size
 
 
-# ---- The equations, in elements that a rank sends for one weight; the time is this over the bandwidth ----
+# ---- The equations: elements that a rank sends for one weight (the paper divides them by the bandwidth) ----
 
 
 def gather_z(k: int, n: int, x: int, y: int, z: int) -> float:
-    """Equation 5.1: the all-gather of the weight, of which z ranks have a part each."""
+    """Equation 5.1: the all-gather of the weight, of which each of z ranks holds a part."""
     return (z - 1) * k * n / (x * y * z)
 
 
 def scatter_z(k: int, n: int, x: int, y: int, z: int) -> float:
-    """Equation 5.2: the reduce-scatter of its gradient."""
+    """Equation 5.2: the reduce-scatter of the weight's gradient."""
     return (z - 1) / z * k * n / (x * y)
 
 
 def reduce_y(m: int, n: int, x: int, y: int) -> float:
-    """Equation 5.3: the all-reduce of the output in the forward pass; m are this rank's rows, the rows of all over G_z."""
+    """Equation 5.3: the all-reduce of the output in the forward pass; m is a rank's rows, the rows of all over G_z."""
     return 2 * (y - 1) / y * m * n / x
 
 
@@ -60,7 +61,7 @@ def reduce_data(k: int, n: int, x: int, y: int, z: int, data: int) -> float:
 
 
 def sent(traffic: Traffic, ranks: int) -> float:
-    """Bytes that a rank sends, where all its groups have `ranks` ranks."""
+    """Returns the bytes that a rank sends if all its groups have `ranks` ranks."""
     assert traffic.bytes.keys() <= {"all_reduce", "send", "recv"}
     assert traffic.bytes["send"] == traffic.bytes["recv"]
     return 2 * (ranks - 1) / ranks * traffic.bytes["all_reduce"] + traffic.bytes["send"]
@@ -72,7 +73,7 @@ M, K, N = 16, 8, 24
 
 
 def one_projection(grid: tuple[int, int], returns: bool, sequence: bool) -> tuple[float, float]:
-    """Bytes that this rank sends in the forward and in the backward pass."""
+    """Returns the bytes that this rank sends in the forward and in the backward pass."""
     groups = Groups(Mesh(tp=grid[0] * grid[1], tp_in=grid[1]))
     outer, inner = groups.along("tp_out"), groups.along("tp_in")
     inputs, outputs = (outer, inner) if returns else (inner, outer)
@@ -91,7 +92,7 @@ def one_projection(grid: tuple[int, int], returns: bool, sequence: bool) -> tupl
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("returns", [False, True])
 def test_one_projection(grid: tuple[int, int], returns: bool) -> None:
-    """With G_y or G_x 1 this is Megatron-LM: one all-reduce, in one of the two passes."""
+    """A grid with G_y or G_x 1 is Megatron-LM: one all-reduce, in one of the two passes."""
     x, y = grid[::-1] if returns else grid
     right = FP32 * reduce_y(M, N, x, y), FP32 * reduce_x(M, K, x, y)
     assert run_ranks(one_projection, x * y, grid, returns, False) == [right] * (x * y)
@@ -100,8 +101,10 @@ def test_one_projection(grid: tuple[int, int], returns: bool) -> None:
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("returns", [False, True])
 def test_one_projection_with_sequence_parallelism(grid: tuple[int, int], returns: bool) -> None:
-    """What is all-reduced over `a` ranks becomes an all-gather and a reduce-scatter, each half of it; and the rows that only
-    a part is saved of are gathered once more."""
+    """An all-reduce over `a` ranks becomes an all-gather and a reduce-scatter, each half of its bytes.
+
+    One more all-gather fetches the rows of which a rank saves a part.
+    """
     a, b = grid
     x, y = (b, a) if returns else (a, b)
     if returns:
@@ -134,7 +137,7 @@ def tree(layers: int, grid: tuple[int, int], **sections: Any) -> dict[str, Any]:
 
 
 def of_a_microbatch(source: dict[str, Any]) -> tuple[float, float]:
-    """Bytes that this rank sends in the forward and in the backward pass of the whole model."""
+    """Returns the bytes that this rank sends in the forward and in the backward pass of the whole model."""
     config = load_config(source)
     groups = Groups(mesh_of(config, torch.distributed.get_world_size()))
     model, state = build(config, groups)
@@ -153,7 +156,7 @@ def of_one_and_two_blocks(grid: tuple[int, int], sequence: bool) -> list[tuple[f
 
 
 def projections(grid: tuple[int, int]) -> tuple[float, float]:
-    """Equations 5.3 and 5.4 of a block, summed over its four weights, every other one transposed: (5.3, 5.4)."""
+    """Returns the sums of equations 5.3 and 5.4 over the four weights of a block, of which every other is transposed."""
     a, b = grid
     leaving = [(HIDDEN, 3 * HIDDEN), (HIDDEN, 2 * FEED_FORWARD)]
     returning = [(HIDDEN, HIDDEN), (FEED_FORWARD, HIDDEN)]
@@ -163,20 +166,22 @@ def projections(grid: tuple[int, int]) -> tuple[float, float]:
 
 
 def norm(rows: float, b: int) -> float:
-    """Two sums a row over the ranks that have the columns, in each pass."""
+    """Returns the elements of two sums a row, all-reduced over the ranks that split the columns, in each pass."""
     return 2 * (b - 1) / b * 2 * rows
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_dense_block(grid: tuple[int, int], sequence: bool) -> None:
-    """Equations 5.3 and 5.4 of its weights, and two norms; with sequence parallelism two all-gathers more, of the rows that
-    qkv and gate_up save a part of."""
+    """A block moves the bytes of equations 5.3 and 5.4 for its weights, and of two norms.
+
+    Sequence parallelism adds two all-gathers, of the rows of which qkv and gate_up save a part.
+    """
     a, b = grid
     forward, backward = (part + 2 * norm(ROWS / a if sequence else ROWS, b) for part in projections(grid))
     if sequence:
         backward += 2 * (a - 1) / a * ROWS * HIDDEN / b
-        # Of what is all-reduced over `a`, one half moves in the forward and one half in the backward pass.
+        # Half of the bytes that are all-reduced over `a` moves in the forward pass, half in the backward pass.
         over_a = 2 * (a - 1) / a * 2 * ROWS * HIDDEN / b
         assert forward >= over_a
     for one, two in run_ranks(of_one_and_two_blocks, a * b, grid, sequence):
@@ -186,13 +191,17 @@ def test_a_dense_block(grid: tuple[int, int], sequence: bool) -> None:
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_vocabulary(grid: tuple[int, int], sequence: bool) -> None:
-    """Embedding: a sum over the parts of the vocabulary. Loss: the rows to all parts, two numbers a row and part, and over
-    the columns the logits' sum. Logits never move between the parts of the vocabulary."""
+    """The vocabulary's ranks never exchange logits.
+
+    The embedding sums over them. The loss sends them the rows and two numbers a row and rank, and sums logits over
+    columns.
+    """
     a, b = grid
     rows = ROWS / a if sequence else ROWS
     stream = 2 * (a - 1) / a * ROWS * HIDDEN / b  # an all-reduce of the residual stream
     logits = 2 * (b - 1) / b * ROWS * VOCABULARY / a
-    forward = stream + logits + (a - 1) * 2 * ROWS + norm(rows, b)  # with sequence: half for each, embedding and loss
+    # with sequence parallelism, embedding and loss move half of the stream each
+    forward = stream + logits + (a - 1) * 2 * ROWS + norm(rows, b)
     backward = stream + norm(rows, b)
     for one, two in run_ranks(of_one_and_two_blocks, a * b, grid, sequence):
         outside = 2 * one[0] - two[0], 2 * one[1] - two[1]
@@ -203,7 +212,7 @@ def test_the_vocabulary(grid: tuple[int, int], sequence: bool) -> None:
 
 
 def of_a_step(source: dict[str, Any]) -> tuple[int, int, int]:
-    """(bytes sent, bytes all-reduced, elements of this rank's parameters) of what a step does about weights."""
+    """Returns (bytes sent, bytes all-reduced, elements of this rank's parameters) of a step."""
     config = load_config(source)
     groups = Groups(mesh_of(config, torch.distributed.get_world_size()))
     model, state = build(config, groups)
@@ -217,8 +226,10 @@ def of_a_step(source: dict[str, Any]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("release", [False, True])
 def test_the_weights_of_a_step(release: bool) -> None:
-    """Equations 5.1, 5.2 and 5.5 of all weights together, which are one chunk: G_x 2, G_z 2, G_data 2. What activations, the
-    losses and the norm of the gradients take is that of the same grid without z and data."""
+    """All weights, which are one chunk, move the bytes of equations 5.1, 5.2 and 5.5 with G_x, G_z and G_data 2.
+
+    The same grid without z and data gives the bytes of activations, losses and the norm of the gradients.
+    """
     state = {"shard": "parameters", "shard_ranks": 2, "reshard_after_forward": release, "prefetch": 0}
     train = tree(1, (2, 1))["train"] | {"global_batch": 8}
     found = run_ranks(of_a_step, 8, tree(1, (2, 1), train=train, state=state))
@@ -231,7 +242,7 @@ def test_the_weights_of_a_step(release: bool) -> None:
 
 
 def count(a: int) -> int:
-    """Elements of the parameters of one block, the embedding and the output layer, split over `a` ranks."""
+    """Returns the parameters of one block, the embedding and the output layer on one of `a` ranks."""
     return (4 * HIDDEN**2 + 3 * HIDDEN * FEED_FORWARD + 2 * VOCABULARY * HIDDEN) // a
 
 
@@ -239,7 +250,7 @@ def count(a: int) -> int:
 
 
 def exchanged(source: dict[str, Any]) -> dict[str, Counter[str]]:
-    """Bytes into and out of the all-to-all of a microbatch, by pass and by axis."""
+    """Returns the bytes into and out of the all-to-alls of a microbatch, by pass and by axis."""
     config = load_config(source)
     groups = Groups(mesh_of(config, torch.distributed.get_world_size()))
     model, state = build(config, groups)
@@ -252,7 +263,7 @@ def exchanged(source: dict[str, Any]) -> dict[str, Counter[str]]:
 
     def counted(group: Group, rows: Tensor, *lengths: list[int]) -> tuple[Tensor, Handle]:
         came, handle = exchange(group, rows, *lengths)
-        if rows.dtype != torch.int64:  # the counts, of which there are as many whatever is sent
+        if rows.dtype != torch.int64:  # not the counts, whose bytes do not depend on the tokens
             here["ep" if group is groups.along("ep") else "etp"] += rows.nbytes + came.nbytes
         return came, handle
 
@@ -265,7 +276,7 @@ def exchanged(source: dict[str, Any]) -> dict[str, Counter[str]]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_duplicate_tokens_are_dropped(tp: int) -> None:
-    """TED, section 7.2: of the bytes of the all-to-all, 1 / tp is left, in both passes."""
+    """Dropping duplicate tokens leaves 1 / tp of the bytes of the all-to-all, in both passes (TED, section 7.2)."""
     sparse = {"family": "olmoe", "experts": 4, "experts_per_token": 2}
     layout = {"tensor": tp, "expert": 2, "expert_tensor": tp, "sequence": False}
     config = tree(2, (tp, 1), parallel=layout)

@@ -1,4 +1,4 @@
-"""Embedding, logits and loss with a split vocabulary, against the whole weight on one device.
+"""Embedding, logits and loss with a split vocabulary equal those of the whole weight on one device.
 
 Legend: T rows, H hidden, V vocabulary.
 """
@@ -20,7 +20,7 @@ GRIDS = [(2, 1), (1, 2), (4, 1), (2, 2), (3, 1)]
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, targets (some left out), rows of the residual stream and a weight, whose logits spread widely."""
+    """Returns tokens, targets (some left out), rows of the residual stream and a weight with widely spread logits."""
     generator = torch.Generator().manual_seed(0)
     tokens_T = torch.randint(V, (T,), generator=generator)
     target_T = torch.randint(V, (T,), generator=generator)
@@ -45,7 +45,7 @@ def whole(cap: float | None) -> dict[str, Tensor]:
 
 
 def on_a_rank(grid: tuple[int, int], sequence: bool, cap: float | None) -> dict[str, tuple[Tensor, Tensor]]:
-    """(this rank's, its part of one device's) by name."""
+    """Returns (this rank's tensor, its part of one device's) by name."""
     groups = Groups(Mesh(tp=grid[0] * grid[1], tp_in=grid[1]))
     parts, columns = groups.along("tp_out"), groups.along("tp_in")
 
@@ -93,14 +93,14 @@ def test_same_as_one_device(grid: tuple[int, int], sequence: bool, cap: float | 
 
 
 def split_over_two(vocab: int) -> tuple[slice, SplitVocabulary]:
-    """The tokens of this rank of two, and how they are split."""
+    """Returns this rank's tokens of a vocabulary split over two ranks, and the split vocabulary."""
     groups = Groups(Mesh(tp=2))
     tokens = tokens_along(groups, vocab, "tp_out")
     return tokens[groups.rank], SplitVocabulary(groups.along("tp_out"), groups.along("tp_in"), tokens, sequence=False)
 
 
 def large_logits() -> tuple[float, float]:
-    """(loss, the same on one device) where the parts of the vocabulary differ by more than fp32's exponentials can span."""
+    """Returns the losses of a split and of a whole vocabulary whose parts differ by more than fp32's exponentials span."""
     tokens, vocabulary = split_over_two(V)
     w_VH = torch.cat([torch.full((V // 2, H), 20.0), torch.full((V - V // 2, H), -20.0)])
     x_TH, target_T = torch.ones(2, H), torch.tensor([0, V - 1])
@@ -111,12 +111,14 @@ def large_logits() -> tuple[float, float]:
 def test_parts_of_very_different_size() -> None:
     for ours, theirs in run_ranks(large_logits, 2):
         assert ours == pytest.approx(theirs, rel=1e-6)
-        assert theirs > 200  # half the rows choose what has no probability
+        assert theirs > 200  # the targets of half the rows have no probability
 
 
 def at_the_border_of_a_block() -> tuple[float, float, float]:
-    """(loss, the same on one device, relative error of the weight's gradient): the larger part's logits of these rows do not
-    fit into a block, the smaller part's do."""
+    """Returns (loss, loss of one device, relative error of the weight's gradient) where one part needs more blocks.
+
+    The logits of the rows exceed one block in the larger part of the vocabulary and fit into one in the smaller part.
+    """
     vocab, rows = 2049, 2048
     tokens, vocabulary = split_over_two(vocab)
     assert block_rows(1025) < rows <= block_rows(1024)

@@ -34,14 +34,14 @@ def config_of(schedule: str, ranks: int) -> RunConfig:
 
 
 def train(config: RunConfig) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Of us and of torch, on a rank: losses of the microbatches, if the last stage is here, and all gradients."""
+    """Returns, for us and for torch, this rank's gradients and, on the last stage, the losses of the microbatches."""
     staged = make_stages(config)
     draws = torch.Generator().manual_seed(3)
     tokens_BS = torch.randint(VOCAB, (SEQUENCES, CONTEXT), generator=draws)
     found = []
     for side in (ours, torchs):
         step = side(staged, config)
-        for _ in range(2):  # torch's first step is not like the others: it finds out shapes
+        for _ in range(2):  # torch's first step differs from the others: it infers shapes
             for parameter in staged.parameters():
                 assert parameter.grad is not None
                 parameter.grad.zero_()

@@ -80,7 +80,7 @@ def test_actions_before_what_they_need(
 
 
 def test_two_ranks_that_both_send_first() -> None:
-    """In the steady state of 1F1B neighbours send to each other; in one order it works, crossed it hangs."""
+    """Neighbours send to each other in the steady state of 1F1B; one order works, and the reverse is a deadlock."""
     schedule = make_schedule("1f1b", 2, 4)
     actions = schedule.actions[1]
     send, receive = Action(Kind.SEND_BACKWARD, 1, 1), Action(Kind.RECEIVE_FORWARD, 1, 2)
@@ -90,18 +90,18 @@ def test_two_ranks_that_both_send_first() -> None:
         check(crossed)
     assert str(caught.value).startswith("schedule 1f1b: deadlock: rank 0 waits at ")
     assert "rank 1 waits at " in str(caught.value)
-    # As one batch, both at once, it would go on: the simulation of blocking transfers posts them so.
+    # A batch of both transfers would proceed, and the simulation of blocking transfers posts them as a batch.
     assert simulate(crossed, Costs(blocking=True, link=0.1)).makespan > 0
 
 
 def test_a_circle_of_sends() -> None:
-    """Interleaving on three ranks: all send to the next at the same time. One of them must receive first."""
+    """All of three ranks send to the next rank at the same time, which is a deadlock; one of them must receive first."""
     schedule = make_schedule("interleaved-1f1b", 3, 3, 2)
     check(schedule)
     broken = schedule
     for rank, actions in enumerate(schedule.actions):
         runs = (list(run) for _, run in groupby(actions, key=lambda action: action.kind.computes))
-        sends_first = (sorted(run, key=lambda action: not action.kind.sends) for run in runs)  # sorting is stable
+        sends_first = (sorted(run, key=lambda action: not action.kind.sends) for run in runs)  # the sort is stable
         broken = changed(broken, rank, [action for run in sends_first for action in run])
     with pytest.raises(
         ScheduleError, match=r"deadlock: rank 0 waits at send_forward.* for rank 1; rank 1 waits at send_"
@@ -111,11 +111,10 @@ def test_a_circle_of_sends() -> None:
 
 
 def test_messages_in_another_order_than_received() -> None:
-    """Each rank by itself is in order; the messages of different stages on one channel are not."""
+    """Each rank alone is in order; only the messages of different stages on one channel are not."""
     schedule = make_schedule("interleaved-1f1b", 2, 4, 2)
-    channel = [
-        a for a in schedule.actions[0] if a.kind.sends
-    ]  # to rank 1: the outputs of stages 0 and 2, gradients of 2
+    # The channel to rank 1 carries the outputs of stages 0 and 2, and the gradients of stage 2.
+    channel = [a for a in schedule.actions[0] if a.kind.sends]
     first = next(i for i in range(len(channel) - 1) if channel[i].stage != channel[i + 1].stage)
     later, earlier = channel[first + 1], channel[first]
     actions = [action for action in schedule.actions[0] if action != earlier]
@@ -132,7 +131,7 @@ def test_a_list_for_another_kind_of_backward() -> None:
 
 
 def test_live_activations_at_every_moment() -> None:
-    """Rank 1 of 2, 1F1B: forward, backward in turns, receives and sends change nothing."""
+    """Live activations of rank 1 of two with 1F1B change with forward and backward passes, not with transfers."""
     schedule = make_schedule("1f1b", 2, 2)
     kinds = [action.kind for action in schedule.actions[1]]
     expected, live = [], 0

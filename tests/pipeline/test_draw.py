@@ -1,4 +1,4 @@
-"""Pictures, files of timelines, and the command."""
+"""Pictures of timelines, their files, and `optimus schedule`."""
 
 import json
 import sys
@@ -62,7 +62,7 @@ def test_a_picture_of_a_simulated_and_a_measured_timeline(tmp_path: Path) -> Non
 
 
 def test_no_two_computations_look_alike() -> None:
-    """Each kind, of a rank's first and last stage; and none is as pale as the paper."""
+    """Each kind of computation has its own shades for a rank's first and last stage, and all differ from white."""
     shades = {(kind, turn): shade(kind, turn, 2) for kind in Kind if kind.computes for turn in (0, 1)}
     for one in shades:
         assert 1 - min(shades[one]) > 0.15
@@ -110,9 +110,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     found = json.loads(path.read_text())
     assert found["bubble"] == pytest.approx(3 / 8)
     assert found["peak_activations"] == [4, 3, 2, 1]
-    assert found["actions"] == [
-        [[*action] for action in actions] for actions in make_schedule("1f1b", 4, 8).actions
-    ]  # a kind equals its name
+    # `Kind` is a string enum: a kind equals its name.
+    assert found["actions"] == [[[*action] for action in actions] for actions in make_schedule("1f1b", 4, 8).actions]
 
 
 def test_the_command_with_every_option(

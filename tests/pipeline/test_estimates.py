@@ -1,4 +1,4 @@
-"""A pipeline without playing all of it: the microbatches that are live, and how long a step takes."""
+"""Estimates of live microbatches and of the time of a step equal those of the whole schedule."""
 
 import random
 from operator import ge, sub
@@ -44,7 +44,10 @@ def test_what_ranks_keep_is_what_the_schedule_keeps(name: str, per_rank: int, ra
 @pytest.mark.parametrize(("name", "per_rank"), ORDERS)
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_step_takes_as_long_as_its_schedule(name: str, per_rank: int, blocking: bool) -> None:
-    """With uneven stages; of many microbatches the middle is not played, where transfers are not waited for there."""
+    """Estimates hold for uneven stages.
+
+    The simulation skips the middle of many microbatches, unless ranks wait for transfers.
+    """
     draws = random.Random(per_rank)
     for ranks, microbatches in ((2, 2), (3, 6), (4, 8), *([] if blocking else [(4, 24)])):
         times = [StageTimes(*(draws.uniform(0.5, 1.5) for _ in range(3))) for _ in range(ranks * per_rank)]

@@ -1,4 +1,4 @@
-"""Every rank of a pipeline gets the scores of one process, and its training goes on as if there had been no evaluation."""
+"""Every rank of a pipeline gets the scores of one process, and evaluation does not change the training that follows."""
 
 from typing import Any
 
@@ -70,7 +70,8 @@ def broadcast(config: dict[str, Any], ranks: int) -> int:
 
 @pytest.mark.parametrize("vocabulary", [False, True])
 def test_no_more_is_sent_than_scores_need(vocabulary: bool) -> None:
-    """Two numbers of each of the 7 scored tokens; where all ranks have parts of the output layer, their hidden states."""
+    """Ranks broadcast two numbers for each of the 7 scored tokens, or the hidden states if all ranks share the output
+    layer."""
     tokens = sum(len(window.continuation) for window in WINDOWS)
     config = config_of({"family": "olmo"}, parallel={"pipeline": 2, "vocabulary": vocabulary})
     each = MODEL["hidden"] if vocabulary else 2

@@ -1,5 +1,7 @@
-"""Both executors: every computation once, in the order given or within the cap, each with what was meant for it; the bytes
-that a schedule needs and no more; and, with timed waits for computations, the step times that the simulator says."""
+"""Both executors run every computation once with its own messages, in the given order or within the cap.
+
+Executors send the bytes that the schedule needs and no more. Timed waits give the step times of the simulator.
+"""
 
 import random
 import time
@@ -38,7 +40,7 @@ PLACES = {  # the rank of each stage, on three ranks
 
 
 class Numbers:
-    """A `Work` whose messages say what they are. Takes random times; with a `team`, its computations are collective."""
+    """A `Work` whose messages carry their own identity. Times are random, and the ranks of `team` compute together."""
 
     def __init__(self, schedule: Schedule, rank: int, team: Group) -> None:
         self.schedule, self.team = schedule, team
@@ -76,7 +78,7 @@ class Numbers:
         together_2 = made[1].clone()
         self.team.all_reduce(together_2)
         assert torch.equal(together_2, self.team.size * made[1]), "the team does not do the same"
-        time.sleep(self.random.lognormvariate(-7, 0.7))  # a millisecond or so
+        time.sleep(self.random.lognormvariate(-7, 0.7))  # about a millisecond
         end = 0 if kind is not Kind.FORWARD else self.schedule.stages - 1
         return None if stage == end else made
 
@@ -103,7 +105,7 @@ def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
 def run_steps(
     schedules: Sequence[Schedule], mesh: Mesh, caps: Sequence[int] | None = None
 ) -> list[tuple[list[Action], Counter[int], int, int]]:
-    """On a rank, for each schedule: what was done in order, peaks of live activations, and sends and their bytes."""
+    """Returns, for each schedule: the actions done in order, peaks of live activations, sends and their bytes."""
     groups = Groups(mesh)
     streams = groups.streams(2 * max(schedule.stages for schedule in schedules), "pp")
     team = groups.along("dp", "cp", "tp")
@@ -127,7 +129,7 @@ def execute(
 
 
 def all_of(schedule: Schedule, rank: int) -> Counter[Action]:
-    """What a rank must do."""
+    """Returns the computations of a rank."""
     split = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS) if schedule.splits_backward else (Kind.BACKWARD,)
     return Counter(
         Action(kind, stage, microbatch)
@@ -182,8 +184,10 @@ def test_a_cap_of_zero_is_refused_where_nothing_would_ever_be_done() -> None:
 
 
 def test_simulated_and_measured_step_times_agree() -> None:
-    """Within 15 %, 4 stages on 4 ranks; a step counts if no rank's own waits were late by more than 3 %, as they are where
-    ranks are kept from their cores."""
+    """Step times of 4 stages on 4 ranks are within 15 % of the simulated ones.
+
+    A step counts only if no rank's waits were late by more than 3 %, as they are where ranks lose their cores.
+    """
     jobs, last = [job_of(name) for name in (*schedules(), "message-driven")], 3
     for attempt in range(last + 1):
         apart = {}
@@ -200,7 +204,7 @@ def test_simulated_and_measured_step_times_agree() -> None:
 
 
 def lateness(job: Job, timeline: Timeline) -> float:
-    """By how much the waits of the latest rank were longer than they should be."""
+    """Returns the relative lateness of the waits of the latest rank."""
     schedule = job.who.schedule
     duration = job.costs.durations(schedule.stages, schedule.microbatches)
     should = [
@@ -212,7 +216,7 @@ def lateness(job: Job, timeline: Timeline) -> float:
 
 def job_of(name: str) -> Job:
     schedule = schedule_of(name, 4, 6)
-    whole = 1 / schedule.stages_per_rank  # a rank has as much to compute in any of them
+    whole = 1 / schedule.stages_per_rank  # a rank has as much to compute in every schedule
     costs = Costs(forward=whole, backward_input=whole, backward_weights=whole, link=0.1, jitter=0.2)
     caps = tuple(falling_caps(4, 2)) if name == "message-driven" else None
     return Job(Contestant(name, schedule, caps), costs, unit=0.04)

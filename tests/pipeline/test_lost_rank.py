@@ -1,4 +1,4 @@
-"""A rank that is killed in mid-pipeline ends the others with one message, which names the action and the peer."""
+"""The loss of a rank in mid-pipeline ends the other ranks with one message, which names the action and the peer."""
 
 import os
 import re
@@ -12,8 +12,8 @@ import yaml
 
 from helpers.sweep import in_turns
 
-# What Python runs first in every process: the rank of the middle stage is killed in its third step, before it begins the
-# backward pass of microbatch 2.
+# Runs first in every Python process. The rank of the middle stage is killed in its third step, before the backward pass
+# of microbatch 2.
 KILLED = """
 import os
 
@@ -33,7 +33,7 @@ if os.environ.get("RANK") == "1":
     StageRunner.run = run_or_be_killed
 """
 ACTION = "|".join(
-    rf"{kind}\(stage {stage}, microbatch \d\)"  # of the neighbours, with the stage that is lost
+    rf"{kind}\(stage {stage}, microbatch \d\)"  # actions of the neighbours, with the lost stage
     for stage, kinds in ((0, ("send_forward", "receive_backward")), (2, ("send_backward", "receive_forward")))
     for kind in kinds
 )

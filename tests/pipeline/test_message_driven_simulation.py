@@ -1,4 +1,4 @@
-"""Choosing by arrival, in simulation."""
+"""Simulations of message-driven pipelines, whose ranks run what has arrived."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -51,7 +51,7 @@ RUNS: dict[str, Run] = {
     ],
 )
 def test_speed_against_1f1b(stages: int, jitter: float, link: float, expected: tuple[float, ...]) -> None:
-    """Figures of an independent simulation (64 microbatches, means of 20 draws)."""
+    """Speeds equal those of an independent simulation (64 microbatches, means of 20 draws)."""
     usual = make_schedule("1f1b", stages, MICROBATCHES)
     ratios: dict[str, list[float]] = {name: [] for name in RUNS}
     for seed in range(DRAWS if jitter else 1):
@@ -76,7 +76,8 @@ def test_speed_against_1f1b(stages: int, jitter: float, link: float, expected: t
 def test_everything_is_computed_once_when_it_can_be(
     ranks: int, stages_per_rank: int, microbatches: int, cap: int, prefer: Preference, link: float, seed: int
 ) -> None:
-    """No cap and no preference leads to a deadlock, to more activations than allowed, or to a computation too early."""
+    """No cap and no preference leads to a deadlock, to more live activations than the cap, or to a premature
+    computation."""
     costs = Costs(link=link, jitter=0.3, seed=seed)
     timeline = simulate_message_driven(
         ranks, microbatches, costs, caps=cap, prefer=prefer, stages_per_rank=stages_per_rank

@@ -1,4 +1,4 @@
-"""What a rank of a message-driven pipeline does next: caps, preferences, and who is told what."""
+"""The next action of a rank of a message-driven pipeline: caps, preferences and the messages that follow an action."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ F, B = Kind.FORWARD, Kind.BACKWARD
 
 
 def ready(rank: int, caps: int | Sequence[int], prefer: Preference = "forward", per_rank: int = 1) -> ReadyQueue:
-    """Of a pipeline of two ranks and four microbatches."""
+    """Returns the queue of a rank of two, with four microbatches."""
     return ReadyQueue(message_driven(2, 4, per_rank), rank, caps, prefer)
 
 
@@ -46,7 +46,7 @@ def test_caps_that_cannot_be(caps: int | list[int], message: str) -> None:
 
 @pytest.mark.parametrize("caps", [0, [1, 0], [1]])
 def test_a_rank_with_a_cap_that_lets_nothing_in_is_refused(caps: int | list[int]) -> None:
-    """Nothing would ever be chosen, and whoever asks would wait for ever."""
+    """The queue would never choose an action, and its executor would wait for ever."""
     with pytest.raises(UserError, match=r"lets no microbatch in|1 caps for 2 stages"):
         ready(0, caps)
 
@@ -55,8 +55,9 @@ def test_the_first_stage_begins_as_many_microbatches_as_its_cap_allows() -> None
     first = ready(0, [2, 1])
     assert names([first.choose() for _ in range(3)]) == ["F0.0", "F0.1", "-"]
     first.arrive(Action(B, 0, 0), 1.0)
-    assert names([first.choose(), first.choose()]) == ["B0.0", "-"]  # it lives until the backward pass has ended
-    assert first.end(Action(B, 0, 0)) is None  # nobody needs the gradient of the first stage's input
+    # The microbatch is live until its backward pass has ended
+    assert names([first.choose(), first.choose()]) == ["B0.0", "-"]
+    assert first.end(Action(B, 0, 0)) is None  # no stage needs the gradient of the first stage's input
     assert names([first.choose(), first.choose()]) == ["F0.2", "-"]
 
 
@@ -80,7 +81,8 @@ def test_other_ranks_begin_nothing_that_has_not_arrived() -> None:
 @pytest.mark.parametrize(
     ("prefer", "order"),
     [
-        ("forward", ["F1.1", "F1.2", "B1.0", "-"]),  # the third live one is at the cap, so the backward pass follows
+        # A third live microbatch would exceed the cap, so the backward pass follows
+        ("forward", ["F1.1", "F1.2", "B1.0", "-"]),
         ("backward", ["B1.0", "F1.1", "F1.2", "-"]),
         ("arrival", ["F1.1", "B1.0", "F1.2", "-"]),
     ],
@@ -117,7 +119,7 @@ def test_of_several_stages_the_last_takes_precedence_and_each_has_its_cap() -> N
     ("action", "following"),
     [
         (Action(F, 0, 1), Action(F, 1, 1)),
-        (Action(F, 3, 1), Action(B, 3, 1)),  # the last stage goes on with its own loss
+        (Action(F, 3, 1), Action(B, 3, 1)),  # the last stage continues with its own loss
         (Action(B, 3, 1), Action(B, 2, 1)),
         (Action(B, 0, 1), None),
     ],
@@ -133,7 +135,7 @@ def test_a_rank_of_a_team_begins_what_another_has_chosen() -> None:
     second.arrive(Action(F, 1, 1), 0.0)
     second.begin(Action(F, 1, 1))
     assert not second.has(Action(F, 1, 1))
-    assert second.choose() is None  # its cap is reached
+    assert second.choose() is None  # the cap is reached
     second.arrive(Action(B, 1, 1), 1.0)
     second.begin(Action(B, 1, 1))
     second.end(Action(B, 1, 1))
@@ -146,7 +148,7 @@ def test_a_rank_of_a_team_begins_what_another_has_chosen() -> None:
 def test_ranks_that_follow_it_do_everything_once_within_the_caps(
     prefer: Preference, ranks: int, per_rank: int, cap: int
 ) -> None:
-    """Also with a cap of one everywhere: no rank waits in a circle."""
+    """Every computation runs once, also with a cap of one everywhere: ranks never wait in a circle."""
     schedule = message_driven(ranks, 4, per_rank)
     caps = [cap] * schedule.stages
     order, live = play(schedule, [ReadyQueue(schedule, rank, caps, prefer) for rank in range(ranks)])
@@ -158,7 +160,10 @@ def test_ranks_that_follow_it_do_everything_once_within_the_caps(
 
 
 def play(schedule: Schedule, ready: Sequence[ReadyQueue]) -> tuple[list[Action], list[int]]:
-    """Ranks in turns, each doing one thing; what was done, and after each the most live activations of any stage."""
+    """Lets the ranks do one action each in turns.
+
+    Returns the actions in order and, after each, the most live activations of any stage.
+    """
     order: list[Action] = []
     alive = dict.fromkeys(range(schedule.stages), 0)
     most: list[int] = []

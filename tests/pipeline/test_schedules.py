@@ -1,4 +1,4 @@
-"""Every generator: proven by `check`, run by threads, and held to the bubble and memory of the papers."""
+"""Every schedule passes `check`, runs on threads, and has the bubble and the memory of its paper."""
 
 import sys
 from itertools import accumulate
@@ -25,12 +25,12 @@ SIZES = [(1, 1), (1, 4), (2, 2), (2, 5), (3, 3), (3, 7), (4, 4), (4, 8), (4, 13)
 
 
 def live_activations(schedule: Schedule) -> list[list[int]]:
-    """Of each rank, all its stages together, after each of its actions."""
+    """Returns the live activations of all stages of each rank, after each of its actions."""
     return [list(accumulate(change for _, change in live_changes(actions))) for actions in schedule.actions]
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Of each rank of a schedule that is right."""
+    """Returns the peak live activations of each rank of a valid schedule."""
     check(schedule)
     return tuple(map(max, live_activations(schedule)))
 
@@ -65,7 +65,7 @@ def test_check_passes_on_any_size(
 @pytest.mark.parametrize("name", schedules())
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 4), (3, 7), (4, 8)])
 def test_threads_run_it_with_sends_that_wait_for_their_receives(name: str, ranks: int, microbatches: int) -> None:
-    """An executor of the simplest kind. Messages carry what they are, and their receivers look."""
+    """A minimal executor. Messages carry their identity, which receivers compare with the expected one."""
     schedule = make_schedule(name, ranks, microbatches)
     pairs = [(source, target) for source in range(ranks) for target in range(ranks)]
     content: dict[tuple[int, int], Queue[Action]] = {pair: Queue() for pair in pairs}
@@ -98,7 +98,7 @@ def test_threads_run_it_with_sends_that_wait_for_their_receives(name: str, ranks
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
 def test_bubble_and_memory_of_gpipe_and_1f1b(ranks: int, microbatches: int) -> None:
-    """Whatever the relation of forward and backward times."""
+    """Bubble and memory do not depend on the ratio of forward and backward times."""
     costs = Costs(forward=1.0, backward_input=1.5, backward_weights=0.25)
     for name in ("gpipe", "1f1b"):
         timeline = simulate(make_schedule(name, ranks, microbatches), costs)
@@ -121,7 +121,7 @@ def test_bubble_and_memory_of_interleaving(ranks: int, rounds: int, stages_per_r
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 5), (4, 7), (8, 9)])
 def test_interleaving_with_a_round_that_is_not_whole(ranks: int, microbatches: int) -> None:
-    """Valid, and shorter than with the missing microbatches."""
+    """An incomplete round is valid, and takes less time than a complete one."""
     timeline = simulate(interleaved(Sizes(ranks, microbatches, 2)))
     whole = simulate(interleaved(Sizes(ranks, -(-microbatches // ranks) * ranks, 2)))
     assert (ranks - 1) / (2 * microbatches) < timeline.bubble < (ranks - 1) / microbatches
@@ -136,7 +136,7 @@ def test_zero_bubble_schedules(ranks: int, microbatches: int) -> None:
         timeline = simulate(schedule)
         assert timeline.bubble == pytest.approx((ranks - 1) / (share * microbatches))
         assert timeline.bubble < usual.bubble
-        # 1F1B's maximum; a stage of zbv is half as large as the others
+        # the maximum of 1F1B; a stage of zbv has half the size
         assert max(peak_activations(schedule)) == min(memory, memory // ranks * microbatches)
 
 
@@ -157,7 +157,7 @@ def test_a_deeper_warm_up_keeps_more_and_hides_links() -> None:
 
 
 def test_what_1f1b_is() -> None:
-    """The last of two stages, written out: a send and a receive of the steady state stand together."""
+    """The actions of the last of two stages, written out: a send and a receive of the steady state are adjacent."""
     words = [f"{action.kind} {action.microbatch}" for action in make_schedule("1f1b", 2, 3).actions[1]]
     assert words == [
         "receive_forward 0", "forward 0", "receive_forward 1", "backward 0", "send_backward 0", "forward 1", "backward 1",
@@ -169,12 +169,12 @@ def test_placement() -> None:
     loop, v = make_schedule("interleaved-1f1b", 4, 4, 3), make_schedule("zbv", 4, 4)
     assert [loop.stages_of(rank) for rank in range(4)] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
     assert [v.stages_of(rank) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    # The turn of the v hands over on rank 3.
+    # Stages 3 and 4, where the v turns, are both on rank 3.
     assert not [action for action in v.actions[3] if action.kind is Kind.SEND_FORWARD and action.stage == 3]
 
 
 def test_an_order_that_cannot_proceed() -> None:
-    """Backward before forward on the last stage."""
+    """An order with backward before forward on the last stage is refused."""
     orders = [[Action(kind, rank, 0) for kind in (Kind.BACKWARD, Kind.FORWARD)] for rank in range(2)]
     with pytest.raises(ScheduleError, match=r"schedule x: rank 0 waits at backward\(stage 0, microbatch 0\)"):
         with_transfers(Schedule("x", 2, 1, ()).in_order(orders))
@@ -225,7 +225,7 @@ ROWS = (ScheduleRow("made-up", gpipe, live=lambda sizes, rank: sizes.microbatche
 
 
 def test_a_schedule_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is made, checked, simulated and planned without any other change."""
+    """A schedule in one file is made, checked, simulated and planned without any other change."""
     (tmp_path / "made_up.py").write_text(MADE_UP)
     module = "optimus.pipeline.schedules.made_up"
     with monkeypatch.context() as changed:

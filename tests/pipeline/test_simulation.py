@@ -1,4 +1,4 @@
-"""Timelines against what can be computed by hand."""
+"""Simulated timelines equal those computed by hand."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ def interval(timeline: Timeline, kind: Kind, stage: int, microbatch: int) -> tup
 
 
 def test_two_stages_written_out() -> None:
-    """Stage 1 takes twice as long; a message takes a half."""
+    """Stage 1 takes twice as long as stage 0; a message takes half a unit of time."""
     costs = Costs(forward=(1, 2), backward_input=(1, 2), backward_weights=(1, 2), link=0.5)
     timeline = simulate(make_schedule("gpipe", 2, 2), costs)
     assert interval(timeline, Kind.FORWARD, 0, 1) == (1, 2)
@@ -37,7 +37,7 @@ def test_two_stages_written_out() -> None:
 
 
 def test_blocking_transfers_written_out() -> None:
-    """One rank computes nothing while it sends; what stands together goes at once."""
+    """A rank computes nothing while it sends; adjacent transfers run at once."""
     timeline = simulate(make_schedule("gpipe", 2, 2), Costs(link=0.5, blocking=True))
     assert interval(timeline, Kind.FORWARD, 0, 0) == (0, 1)
     assert interval(timeline, Kind.SEND_FORWARD, 0, 0) == (1, 1.5)

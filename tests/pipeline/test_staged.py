@@ -1,4 +1,4 @@
-"""A model in stages on the ranks of a pipeline trains with the numbers of one process; what cannot be is refused."""
+"""A model in stages on the ranks of a pipeline trains with the numbers of one process; impossible stages are refused."""
 
 import random
 from itertools import combinations, pairwise
@@ -96,7 +96,7 @@ def test_blocks_are_divided_so_that_the_most_expensive_stage_is_cheapest() -> No
 
 
 def test_no_other_division_is_better() -> None:
-    """By trying all of them."""
+    """The division has the best quality of all possible divisions."""
     draws = random.Random(0)
     for _ in range(300):
         blocks = draws.randint(1, 8)
@@ -130,7 +130,10 @@ def test_no_other_division_is_better() -> None:
 
 
 def test_among_divisions_that_are_as_fast_memory_decides() -> None:
-    """Nine blocks on four stages: one has three, but none that holds more besides; what is left is made even in time."""
+    """Nine blocks on four stages: a stage that holds more memory besides its blocks gets no third block.
+
+    The remaining freedom evens out the times of the stages.
+    """
 
     def sizes(time: Weights, **besides: float) -> list[int]:
         return [len(blocks) for blocks in divide(time, 4, Weights([1.0] * 9, **besides))]

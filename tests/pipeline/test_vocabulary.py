@@ -1,4 +1,4 @@
-"""Embedding and output layer over all ranks of a pipeline: the passes in any schedule, exact numbers, and balance."""
+"""Embedding and output layer over all ranks of a pipeline: passes in any schedule, exact numbers, and balance."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ EXPERTS: dict[str, Any] = {**MODEL, "family": "olmoe", "experts": 4, "experts_pe
 @settings(max_examples=40, deadline=None)
 @given(kind=st.sampled_from(SCHEDULES), ranks=st.integers(2, 5), microbatches=st.integers(1, 12))
 def test_every_schedule_takes_the_passes(kind: tuple[str, int], ranks: int, microbatches: int) -> None:
-    """`check` proves that all are there, after what they need, without deadlock; what was there keeps its order."""
+    """`check` accepts every schedule with its vocabulary passes, and each kind of pass runs in order of microbatches."""
     name, stages_per_rank = kind
     microbatches = max(microbatches, ranks) if name == "interleaved-1f1b" else microbatches
     schedule = make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=True)
@@ -40,7 +40,7 @@ def test_every_schedule_takes_the_passes(kind: tuple[str, int], ranks: int, micr
 
 
 def looked_at(monkeypatch: pytest.MonkeyPatch, ranks: int) -> float:
-    """How often it is asked what an action waits for while the passes are placed, per action."""
+    """Returns the calls of `input_of` per action while the passes are placed."""
     calls, input_of = 0, Schedule.input_of
 
     def counted(schedule: Schedule, action: Action) -> Action | None:
@@ -74,7 +74,7 @@ def test_broken_schedules_are_found(fault: str) -> None:
 
 @pytest.mark.parametrize(("name", "stages_per_rank"), SCHEDULES)
 def test_the_output_layer_is_no_bottleneck(name: str, stages_per_rank: int) -> None:
-    """A head of half a stage's time costs all ranks an equal share, not the last one everything."""
+    """An output layer of half a stage's time adds an equal share to every rank, not all its time to the last one."""
     ranks, microbatches, head = 4, 32, 0.5
     unit = 1 / stages_per_rank
     shared = Costs(unit, unit, unit, logits=head / ranks)
@@ -83,7 +83,7 @@ def test_the_output_layer_is_no_bottleneck(name: str, stages_per_rank: int) -> N
     spread = simulate(make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=True), shared).makespan
     usual = simulate(make_schedule(name, ranks, microbatches, stages_per_rank), alone).makespan
     assert spread < 0.85 * usual
-    assert spread > microbatches * (3 + 3 * head / ranks)  # what each rank computes
+    assert spread > microbatches * (3 + 3 * head / ranks)  # the computations of each rank
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,10 @@ def parameter_bytes(config: dict[str, Any], ranks: int) -> int:
 
 
 def test_stages_hold_as_much() -> None:
-    """Within 5 %, of a model whose vocabulary is larger than its blocks; without it nothing balances it."""
+    """Parameter bytes of the ranks differ by less than 5 % for a vocabulary larger than the blocks.
+
+    Without vocabulary parallelism they differ by more than a factor of 5.
+    """
     config = short_run(MODEL | {"vocab": 4096}, context=12)
     spread = run_ranks(parameter_bytes, 4, config | {"parallel": {"pipeline": 4, "vocabulary": True}}, 4)
     usual = run_ranks(parameter_bytes, 4, config | {"parallel": {"pipeline": 4}}, 4)

@@ -1,4 +1,4 @@
-"""Blocks as the planner has them: the projections that modules declare; parameters, FLOPs and state of every model."""
+"""The planner's blocks have the projections, parameters, FLOPs and state of the modules, for every model."""
 
 import pytest
 
@@ -17,11 +17,8 @@ from optimus.plan.search import search
 from optimus.plan.step import counts_of, step_time
 
 SIZES = {"hidden": 64, "layers": 4, "heads": 4, "intermediate": 96, "vocab": 128}
-LATENT = {
-    "keys": 32,
-    "rotary": 8,
-    "value": 24,
-}  # without compressed queries; values are wider than the 16 columns of keys
+# No compressed queries; values are wider than the 16 columns of keys.
+LATENT = {"keys": 32, "rotary": 8, "value": 24}
 EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_intermediate": 48, "shared_experts": 2}
 MODELS = {name: model_config_from(resolve_model(name)["model"], name) for name in preset_names()} | {
     "pyramid": ModelConfig.model_validate(SIZES | {"family": "pr_moe", "experts_by_layer": [0, 4, 4, 8]}),
@@ -64,14 +61,14 @@ def test_norms_are_those_of_the_units() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_and_state_are_those_that_are_counted(name: str) -> None:
-    """With gradients of two bytes: 16 for each parameter."""
+    """Gradients of two bytes make 16 bytes a parameter."""
     model = MODELS[name]
     (counts,), parameters = counts_of(model, (model.layers,)), count_parameters(model).total
     asked = job(model, MACHINE, Mesh(), 512, 1, 8, PLAIN)
     groups = chunk_groups(asked, (counts,))
     slots = [slot for group in groups for plan in group.plans for slot in plan.slots]
     assert sum(slot.shape.numel() for slot in slots) == parameters
-    elements = sum(group.elements for group in groups)  # each begins at a multiple of 32
+    elements = sum(group.elements for group in groups)  # each slot begins at a multiple of 32
     assert parameters <= elements < parameters + 32 * len(slots)
     parts = framework_memory(asked, PLAIN).parts
     assert sum(parts[kind] for kind in ("parameters", "gradients", "optimizer")) == 16 * elements
@@ -95,10 +92,8 @@ def test_latent_attention_without_compressed_queries() -> None:
     assert [block.attention for block in blocks.values()] == [attention, attention]
     assert blocks[0].dense == (Projection(64, 2 * 96, "outputs"), Projection(96, 64, "inputs"))
     assert blocks[1].expert == (Projection(64, 2 * 48, "outputs"), Projection(48, 64, "inputs"))
-    assert blocks[1].dense == (
-        Projection(64, 4 * 48, "outputs"),
-        Projection(2 * 48, 64, "inputs"),
-    )  # what all tokens meet
+    # The dense projections of a sparse layer are those of its shared experts.
+    assert blocks[1].dense == (Projection(64, 4 * 48, "outputs"), Projection(2 * 48, 64, "inputs"))
 
 
 def test_blocks_are_counted_by_their_shapes() -> None:
@@ -113,7 +108,10 @@ def test_blocks_are_counted_by_their_shapes() -> None:
 
 
 def test_scores_inside_a_window() -> None:
-    """Of four windows half the square is 8 of theirs: half of each one's own, and half of the one before."""
+    """The causal half of a square of four windows has 8 squares of a window.
+
+    Inside the windows are half of each window's own square and half of the one before.
+    """
     model = MODELS["gemma-2-2b"].model_copy(update={"window": 512})
     found = RankCosts(job(model, MACHINE, Mesh(), 2048, 1, 8, PLAIN)).scores
     inside, whole = (found[layer].forward.attention - MACHINE.kernel_latency for layer in (0, 1))
@@ -121,7 +119,8 @@ def test_scores_inside_a_window() -> None:
 
 
 def test_a_pyramid_takes_as_long_as_its_layers() -> None:
-    """Between the models of its fewest and of its most experts, in the mean of these where it has as many of each."""
+    """The time lies between those of the fewest and of the most experts, and is their mean with equally many layers of
+    each."""
     shape = SIZES | {"family": "pr_moe", "hidden": 2048, "intermediate": 1024}
     few, most, both = (
         ModelConfig.model_validate(shape | {"experts_by_layer": layers})

@@ -1,4 +1,4 @@
-"""The planner's collectives are those that a run would choose."""
+"""The planner chooses the collective algorithms that a run would choose."""
 
 from dataclasses import replace
 
@@ -47,13 +47,13 @@ def test_this_library_chooses_and_others_have_one_ring() -> None:
 def test_between_nodes_of_processors_a_run_follows_its_rules(
     kind: CollectiveKind, size: int, place: StridedGroup
 ) -> None:
-    """And takes what the events on the machine's links say."""
+    """Ranks on processors follow the default rules, and the time is that of the events on the machine's links."""
     shape = shape_of(place, CPUS)
     assert shape is not None
     name = algorithm_named(kind, size, place, CPUS, "chosen")
     rule = default(kind, shape, size)
     assert name == ("direct" if rule == OWN and kind in ("all_gather", "reduce_scatter") else rule)
-    groups = 4 // shape.per  # of four ranks of a node, that share its adapter
+    groups = 4 // shape.per  # groups that share the adapter of a node of four ranks
     links = Links(between=Link(1e-4, 1.1e8 / groups), inside=Link(5e-5, 1.5e9))
     assert links_of(CPUS, place.groups_on_a_node(CPUS.ranks_per_node), 1.1e8) == links
     expected = costs.seconds(name, kind, shape, size, links, pieces(name, shape, size))
@@ -70,7 +70,7 @@ def test_between_two_sizes_what_is_known_of_both_is_used() -> None:
 
 
 def test_two_levels_are_several_times_faster_than_what_every_rank_sends_to_every_other() -> None:
-    """4 nodes of 4 with one adapter each: each node's carries a quarter as much."""
+    """Each of 4 nodes of 4 ranks has one adapter, which carries a quarter as much."""
     size, links = 64 * MB, links_of(CPUS, 1, 1.1e8)
     flat = costs.seconds("direct", "all_gather", Shape(4, 4), size, links)
     assert flat / collective_seconds("all_gather", size, StridedGroup(16), CPUS, "chosen") > 3
@@ -90,11 +90,11 @@ def test_on_a_node_and_where_nodes_are_unlike_nothing_changes(place: StridedGrou
         assert len({collective_seconds(kind, 1e6, place, CPUS, by) for by in both}) == 1
 
 
-# ---- By what was measured ----
+# ---- With measurements ----
 
 
 def test_a_table_says_which_algorithm_and_how_long() -> None:
-    """Between points as powers of the size; the algorithm that takes least."""
+    """The fastest algorithm at a size is chosen; between the measured points, times are powers of the size."""
     measured = with_table(GPUS, all_gather={"4x8": SLOW_FIRST})
     for size, name, seconds in (
         (1e4, OWN, 1e-3),
@@ -112,9 +112,10 @@ def test_the_backends_own_unless_the_table_has_two_levels_as_faster() -> None:
         for size in (4 * KB, 64 * MB):
             assert algorithm_named(kind, size, place, GPUS, "chosen") == OWN
     measured = with_table(GPUS, all_gather={"4x8": SLOW_FIRST})
-    assert algorithm_named("reduce_scatter", 1e6, place, measured, "chosen") == OWN  # not measured
-    assert algorithm_named("all_gather", 1e6, StridedGroup(16), measured, "chosen") == OWN  # nor this shape
-    # A flat algorithm is none that runs over a vendor's library.
+    assert algorithm_named("reduce_scatter", 1e6, place, measured, "chosen") == OWN  # was not measured
+    # This shape was not measured either
+    assert algorithm_named("all_gather", 1e6, StridedGroup(16), measured, "chosen") == OWN
+    # Accelerators run no flat algorithm besides that of the vendor's library.
     flat = {OWN: Curve(sizes=[1e6], seconds=[2.0]), "direct": Curve(sizes=[1e6], seconds=[1.0])}
     assert algorithm_named("all_gather", 1e6, place, with_table(GPUS, all_gather={"4x8": flat}), "chosen") == OWN
     assert "direct" in names("all_gather", Shape(4, 8))

@@ -1,4 +1,4 @@
-"""The chunks with which the planner reckons are those of the run."""
+"""The planner's chunks are those of the run."""
 
 import itertools
 
@@ -35,7 +35,7 @@ LAYOUTS = {
     "stride": ["parallel.pipeline=2", "parallel.pipeline_stride=4"],
     "vocabulary": ["parallel.pipeline=2", "parallel.vocabulary=true"],
     "expert": ["parallel.expert=4"],
-    "expert-grid": ["parallel.tensor=[2, 2]", "parallel.expert=4"],  # replicas of norms are at no even distance
+    "expert-grid": ["parallel.tensor=[2, 2]", "parallel.expert=4"],  # replicas of norms are unevenly spaced
     "expert-tensor": ["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2"],
 }
 STATES = {
@@ -58,14 +58,14 @@ CASES = [
 
 
 def told(plan: ChunkPlan) -> tuple[object, ...]:
-    """What a chunk is, whatever its parameters and their axes are called."""
+    """Returns the properties of a chunk that do not depend on the names of parameters and axes."""
     ranks = tuple(step.ranks for step in plan.shard_steps)
     return plan.size, tuple(plan.borders), ranks, plan.replica_count, plan.depths, plan.rule, plan.buffers, plan.mask
 
 
 @pytest.mark.parametrize(("model", "layout", "state"), in_turns(CASES))
 def test_chunks_of_a_representative_rank_are_those_of_the_run(model: str, layout: str, state: str) -> None:
-    """On a rank of each rank of the pipeline, at the beginning and after each pruning."""
+    """Chunks agree on one rank of each pipeline rank, at the beginning and after each pruning."""
     preset, *shape = MODELS[model]
     config = configured(preset, ["train.global_batch=64", *shape, *LAYOUTS[layout], *STATES[state]], 8)
     job = as_configured(asked(config, "dgx-a100", 8, []))

@@ -1,4 +1,4 @@
-"""The equations of the dissertation on AxoNN, section 5.1.2, against numbers worked out by hand; and what is added."""
+"""Times of collectives equal the equations of the AxoNN dissertation (section 5.1.2) and their extensions, by hand."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def machine(
     )
 
 
-# ---- Equations 5.1 to 5.5: of a layer with m x n = 32, m x k = 48, k x n = 24 bytes on a grid of 2 x 3 x 4 x 5 ----
+# ---- Equations 5.1 to 5.5, for a layer with m x n = 32, m x k = 48, k x n = 24 bytes on a grid of 2 x 3 x 4 x 5 ----
 
 
 def on_a_node(kind: CollectiveKind, whole: float, size: int, bandwidth: float = 1.0) -> float:
@@ -50,7 +50,7 @@ def on_a_node(kind: CollectiveKind, whole: float, size: int, bandwidth: float = 
 
 
 def test_equation_5_1_all_gather_of_weights() -> None:
-    # (G_z - 1) times the 24 / (2 x 3 x 4) = 1 byte of each rank.
+    # (G_z - 1) times the 24 / (2 x 3 x 4) = 1 byte of each rank
     assert on_a_node("all_gather", 4 * 24 / (2 * 3 * 4), 4) == approx(3.0)
     assert on_a_node("all_gather", 4 * 24 / (2 * 3 * 4), 4, 2.0) == approx(1.5)
 
@@ -89,7 +89,8 @@ def test_case_1_looks_up_the_node() -> None:
     pairs = machine(groups={"1x2": 90.0, "2x2": 30.0})
     assert ring_bandwidth(StridedGroup(2, 1), pairs) == 90.0
     assert ring_bandwidth(StridedGroup(2, 2), pairs) == 30.0
-    assert ring_bandwidth(StridedGroup(4, 1), pairs) == 100.0  # not in the list: the node's
+    # A stride that is not listed has the bandwidth of the node
+    assert ring_bandwidth(StridedGroup(4, 1), pairs) == 100.0
 
 
 def test_case_1_is_for_groups_in_a_node_only() -> None:
@@ -128,7 +129,7 @@ def test_groups_on_nodes_of_four(group: StridedGroup, here: int, nodes: int) -> 
     assert (group.on_a_node(4), group.nodes(4)) == (here, nodes)
 
 
-# ---- What is added: latency, all-to-all, distant nodes, messages ----
+# ---- Extensions: latency, all-to-all, distant nodes, messages ----
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
@@ -186,9 +187,9 @@ def test_all_to_all_in_a_node() -> None:
 
 
 def test_all_to_all_across_nodes_waits_for_the_adapters() -> None:
-    # Of 400 bytes 200 leave the node, as do those of its three neighbours: 800 bytes at 40 bytes/s.
+    # Of 400 bytes 200 leave the node, as do those of the three neighbours: 800 bytes at 40 bytes/s.
     assert collective_seconds("all_to_all", 400.0, StridedGroup(8, 1), machine()) == approx(20.0)
-    # With adapters that are fast enough, links in the node are what counts: 150 bytes at 100 bytes/s.
+    # Faster adapters leave the links in the node as the bottleneck: 150 bytes at 100 bytes/s.
     assert collective_seconds("all_to_all", 400.0, StridedGroup(8, 1), machine(between=8000.0)) == approx(1.5)
 
 
@@ -204,12 +205,12 @@ def test_network_is_whole_among_near_nodes() -> None:
 
 
 def test_network_is_thinner_between_distant_nodes() -> None:
-    # A rank on each of two nodes that are in different groups of nodes, as all others are.
+    # The ranks are on two nodes of different node groups, as all other pairs are.
     assert ring_bandwidth(StridedGroup(2, 8), machine(group_nodes=2, taper=0.5)) == 5.0
 
 
 def test_all_to_all_over_distant_nodes_goes_partly_over_the_thinner_links() -> None:
-    # Four nodes in two groups: of what leaves a node, half goes at 40 bytes/s and half at 20; 400 x 12/16 x 4 = 1200 bytes.
+    # Four nodes in two groups send 400 x 12/16 x 4 = 1200 bytes, half at 40 bytes/s and half at 20.
     distant = machine(group_nodes=2, taper=0.5)
     assert collective_seconds("all_to_all", 400.0, StridedGroup(16, 1), distant) == approx(600 / 40 + 600 / 20)
 
@@ -218,15 +219,15 @@ def test_message_to_the_next_stage() -> None:
     pair = machine(latency=(0.5, 10.0))
     assert transfer_seconds(200.0, StridedGroup(2, 2), pair) == 2.5
     assert transfer_seconds(200.0, StridedGroup(2, 4), pair) == 200.0 * 4 / 40.0 + 10.0
-    # Of a pipeline of four, two stages on each of two nodes: two ranks send to the other node.
+    # Two nodes hold two stages each of a pipeline of four: two ranks send to the other node.
     assert transfer_seconds(200.0, StridedGroup(4, 2), pair) == 200.0 * 2 / 40.0 + 10.0
 
 
-# ---- Stages side by side, nodes that are not alike, levels ----
+# ---- Adjacent stages, unlike nodes, two levels ----
 
 
 def test_a_group_that_other_stages_cut_in_parts() -> None:
-    """Eight ranks in pairs, each pair 8 ranks after the one before, on nodes of 4 and of 16."""
+    """Eight ranks in pairs, with 8 ranks from one pair to the next, lie on nodes of 4 and of 16."""
     folded = StridedGroup(8, 1, near=2, far=8)
     assert (folded.on_a_node(4), folded.nodes(4), folded.span) == (2, 4, 32)
     assert (folded.on_a_node(16), folded.nodes(16)) == (4, 2)
@@ -234,7 +235,7 @@ def test_a_group_that_other_stages_cut_in_parts() -> None:
     assert folded.inner(4) == StridedGroup(4, 1, 2, 8)
     assert folded.outer(2) == StridedGroup(4, 8)
     assert StridedGroup(8, 1, near=4, far=8).outer(2) == StridedGroup(4, 2, 2, 8)
-    # Two pairs share a node of 4, or 4 parts one of 16: so many rings leave it.
+    # A node of 4 has two pairs and a node of 16 has four parts; so many rings leave the node.
     assert ring_bandwidth(folded, machine(4)) == approx(40.0 / 2)
     assert ring_bandwidth(folded, machine(16)) == approx(40.0 / 4)
 
@@ -252,7 +253,7 @@ LINKS = [[0.0, 40.0, 8.0, 8.0], [40.0, 0.0, 8.0, 8.0], [8.0, 8.0, 0.0, 20.0], [8
     [(StridedGroup(8, 1), 20.0), (StridedGroup(2, 4), 20.0), (StridedGroup(2, 8), 8.0), (StridedGroup(4, 4), 8.0)],
 )
 def test_all_groups_wait_for_the_thinnest_link(place: StridedGroup, thinnest: float) -> None:
-    """Nodes 0 and 1 are near to each other, and so are 2 and 3, half as much."""
+    """A ring waits for its slowest link: nodes 0 and 1 are near to each other, and 2 and 3 half as near."""
     assert node_bandwidth(place, linked(LINKS)) == thinnest
 
 
@@ -269,7 +270,8 @@ def test_links_must_be_a_square_of_numbers_above_zero() -> None:
 
 
 def test_two_levels_use_all_adapters() -> None:
-    """Eight ranks on two nodes, 400 bytes: on the node 3/4 of them at 100, between nodes half of a quarter at 40 / 4."""
+    """Two nodes of four ranks gather 400 bytes: 3/4 of them on the node at 100, half of a quarter between nodes at 40 /
+    4."""
     assert hierarchical_seconds("all_gather", 400.0, StridedGroup(8), machine()) == approx(3.0 + 50.0 / 10)
     assert hierarchical_seconds("all_reduce", 400.0, StridedGroup(8), machine()) == approx(2 * (3.0 + 50.0 / 10))
     few = machine().model_copy(update={"network": Network(bandwidth=40.0, latency=0.0, rings=4)})
@@ -288,7 +290,7 @@ def test_a_kind_of_collective_with_a_pace_of_its_own() -> None:
 
 
 def test_one_ring_reaches_one_adapter_and_many_use_all_adapters() -> None:
-    """Jean Zay: 5.07 GB/s were measured of one ring; a node has four such adapters."""
+    """One ring reached 5.07 GB/s on Jean Zay, where a node has four such adapters."""
     machine = load_machine("jean-zay-a100")
     assert ring_bandwidth(StridedGroup(32), machine) == pytest.approx(5.07e9, rel=0.01)
     assert ring_bandwidth(StridedGroup(4, 8), machine) == pytest.approx(4 * 5.07e9 / 8, rel=0.01)

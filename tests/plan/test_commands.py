@@ -1,4 +1,4 @@
-"""`optimus plan`: what it prints, writes and refuses; and that what it says of memory is what a run would hold."""
+"""Output, files and refusals of `optimus plan`; the predicted memory is the memory of a run."""
 
 import json
 import math
@@ -31,7 +31,7 @@ EXPERTS = {"experts": 8, "experts_per_token": 2}
 
 @pytest.fixture
 def plan(tmp_path: Path, prepared: Path) -> Callable[..., Any]:
-    """Runs the command on a small run's file; returns its JSON, or its text where that is asked for."""
+    """Returns a function that runs the command on a small run's file and returns its JSON or its text."""
     run = {
         "model": MODEL | EXPERTS,
         "data": {"path": str(prepared)},
@@ -88,14 +88,16 @@ def test_a_table_and_what_one_row_is_made_of(plan: Callable[..., Any]) -> None:
     text = plan("--best", "2", "--explain", "2", text=True)
     assert "4 ranks of laptop, 16 sequences of 32 tokens, bf16" in text
     assert "a step of 512 tokens takes " in text
-    assert re.search(r"a rank has up to [1-9] communicators:\n  .* of 4 ranks\n", text)  # Gloo's have no such buffers
+    # Gloo's communicators have no such buffers
+    assert re.search(r"a rank has up to [1-9] communicators:\n  .* of 4 ranks\n", text)
     assert "4 ranks on 1 node" in text
     text = plan("--explain", "1", machine="dgx-h100", text=True)
     assert re.search(r"a rank has up to [1-9] communicators?, with [\d.]+ [kMG]B of buffers besides:\n", text)
 
 
 def test_below_a_table_stands_what_it_does_not_say(plan: Callable[..., Any], tmp_path: Path) -> None:
-    """How long the run takes, what the form of its batches means, what memory is left, where the figures come from."""
+    """Notes below the table give the run's hours, the meaning of a batch, the memory left and the source of the
+    figures."""
     found, text = plan("--best", "1"), plan("--best", "1", text=True)
     first, machine = found["plans"][0], load_machine("laptop")
     hours = 4 * first["step_seconds"] / 3600
@@ -120,7 +122,7 @@ def test_below_a_table_stands_what_it_does_not_say(plan: Callable[..., Any], tmp
 
 
 def test_what_explains_a_row_says_which_algorithm_each_kind_of_group_uses(plan: Callable[..., Any]) -> None:
-    """Two levels between nodes of processors; with what it is as if, what that says."""
+    """Explanations name two-level algorithms between nodes of processors, and follow `--what-if`."""
     words = ["--as-is", "--explain", "1"]
     for ranks, change, expected in (
         (4, "host.link=x1", r"  4 ranks on 1 node +all-reduce \(.* MB\): direct\n"),
@@ -145,7 +147,7 @@ def test_the_buffers_of_communicators_are_the_machines(plan: Callable[..., Any])
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_table_fits_a_terminal(scaled: bool) -> None:
-    """However long what is in it is; all columns are for those who ask."""
+    """The table has at most 100 columns, however long its entries; `--wide` prints all columns."""
     parallel = ["data=96", "tensor=[4,2]", "expert=48", "pipeline=4", "schedule=interleaved-1f1b", "stages_per_rank=4"]
     overrides = [*(f"parallel.{each}" for each in parallel), "parallel.pipeline_stride=384", "state.shard=parameters"]
     overrides += ["state.shard_ranks=8", "recompute=[norm,attention,moe]"]
@@ -190,7 +192,7 @@ def test_a_dry_run_is_of_one_rank_and_a_layout_that_does_not_fit_says_so(plan: C
 
 
 def test_a_length_in_passes_over_the_data(plan: Callable[..., Any], tmp_path: Path) -> None:
-    """The run has as many steps as there are in the data; what is written still says passes."""
+    """Epochs become the steps that the data has; the written file still says epochs."""
     words = ["train.steps=null", "train.epochs=0.5"]
     file = tmp_path / "planned.yaml"
     found, usual = plan(*words, "--output", str(file))["plans"], plan()["plans"]
@@ -203,7 +205,7 @@ def test_a_length_in_passes_over_the_data(plan: Callable[..., Any], tmp_path: Pa
 
 
 def test_the_deepest_of_small_models_may_be_deeper(plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many layers are tried, and more would fit."""
+    """The search stops at a number of layers, and says that more would fit."""
     for module in (largest, report):
         monkeypatch.setattr(module, "MOST_LAYERS", 32)
     assert "32 or more" in plan("--largest", "--wide", "--what-if", "memory=1e12", text=True)
@@ -238,7 +240,7 @@ def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path
     ids=" ".join,
 )
 def test_what_is_written_is_the_run_that_was_planned(plan: Callable[..., Any], tmp_path: Path, rest: list[str]) -> None:
-    """It keeps what the search leaves as it is, and is predicted to take what the plan takes."""
+    """The written file keeps the sections that the search does not decide, and predicts the time of the plan."""
     file = tmp_path / "planned.yaml"
     first = plan(*rest, "--output", str(file))["plans"][0]
     before, written = load_config(tmp_path / "run.yaml", rest), load_config(file)
@@ -315,7 +317,7 @@ def test_gradients_of_two_bytes_take_half_as_long_to_reduce(plan: Callable[..., 
 
 
 def test_nodes_that_are_not_equally_near(plan: Callable[..., Any], tmp_path: Path) -> None:
-    """Two clusters of two nodes, given by turns."""
+    """The links join two clusters of two nodes, whose nodes alternate."""
     file = tmp_path / "links.csv"
     file.write_text("0,1e8,9e9,1e8\n1e8,0,1e8,9e9\n9e9,1e8,0,1e8\n1e8,9e9,1e8,0\n")
     words = ["--links", str(file), "--best", "2"]
@@ -374,7 +376,7 @@ def test_questions_that_make_no_sense(question: dict[str, Any], message: str) ->
 
 
 def test_a_row_that_is_not_asked_for_cannot_be_explained(plan: Callable[..., Any]) -> None:
-    """Said before anything is searched."""
+    """A row beyond the table is refused before the search."""
     with (
         mock.patch("optimus.api.plan", side_effect=AssertionError),
         pytest.raises(optimus.UserError, match="--explain 9: there are at most 2 rows"),
@@ -411,7 +413,7 @@ def test_bad_input(tmp_path: Path) -> None:
     assert "no multiple of 4, those of the layout: take 4" in refused(*preset, "--machine", "laptop", "--scale", "4,6")
 
 
-# ---- The memory that is predicted, and what the parts of a run hold ----
+# ---- Predicted memory, and the memory of the parts of a run ----
 
 STATES = ["none", "optimizer", "gradients", "parameters"]
 LAYOUTS: list[list[str]] = [
@@ -432,7 +434,7 @@ RECOMPUTED = ["[]", "[norm]", "[attention,moe]", "[block]"]
 @pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
 @pytest.mark.parametrize("shard", STATES)
 def test_memory_is_what_the_parts_of_a_run_hold(layout: list[str], shard: str) -> None:
-    """State within 3 %, all of it within 10 %, on the fullest rank of the pipeline."""
+    """State is within 3 % and the total within 10 %, on the fullest rank of the pipeline."""
     draw = random.Random(f"{layout}{shard}")
     more = [
         f"state.shard={shard}",
@@ -467,7 +469,7 @@ GROUPED_EXPERTS = {
     "groups_per_token": 1,
 }
 PYRAMID = {"family": "pr_moe", "experts": 8, "experts_per_token": 1, "experts_by_layer": "[0,4,0,4,0,8,8,8]"}
-OWN: dict[str, tuple[str, dict[str, Any]]] = {  # a preset, and what is changed of it
+OWN: dict[str, tuple[str, dict[str, Any]]] = {  # a preset, and the changes to it
     "gpt2": ("gpt2", {}),
     "opt": ("opt-125m", {"tie_embeddings": "false"}),
     "gemma": ("gemma-2-2b", {"kv_heads": 2, "head_size": 64}),
@@ -500,7 +502,7 @@ def test_state_of_families_is_exact(name: str, layout: list[str], shard: str) ->
     found = dry_run(job, predicted.rank * (8 // job.mesh.pp))
     planned = sum(predicted.parts[kind] for kind in ("parameters", "gradients", "optimizer"))
     held = sum(found[kind] for kind in ("parameters", "gradients", "master", "moments"))
-    assert planned == pytest.approx(held, rel=1e-4)  # chunks are filled up to whole shards
+    assert planned == pytest.approx(held, rel=1e-4)  # chunks are padded to whole shards
 
 
 def test_sequences_as_long_as_the_model_has_learned_positions() -> None:

@@ -1,4 +1,4 @@
-"""Machine files: each is read, is possible, and gives back the all-reduces that were measured on such machines."""
+"""Machine files are valid and plausible, and predict the all-reduces measured on such machines."""
 
 import csv
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_file_is_valid_and_possible(name: str) -> None:
         assert size > 1
         assert stride * size <= machine.ranks_per_node, "equation 5.7 is used beyond a node, never this look-up"
         assert 0 < bandwidth < machine.memory_bandwidth
-    # A share of the node's links is never faster than the node's memory, nor the network per rank than the node.
+    # A share of the node's links is at most as fast as the node's memory; a rank's share of the network as the node.
     assert machine.network.bandwidth / machine.ranks_per_node <= machine.node.bandwidth
 
 
@@ -67,7 +67,7 @@ def test_matrices_that_are_not_aligned_do_without_matrix_units() -> None:
     assert 2 * 4096**3 / other <= machine.arithmetic["fp32"].achieved
     assert half == pytest.approx(2 * aligned, rel=0.01)
     wide = [machine.matmul_seconds(4096, 4096, 4096, "fp32", units=each) for each in (1.0, 0.5, 0.0)]
-    assert wide[0] == wide[1] == wide[2]  # that uses none
+    assert wide[0] == wide[1] == wide[2]  # a precision without matrix units
 
 
 # ---- Against measurements ----
@@ -83,7 +83,7 @@ def measured(shared_data: Path) -> list[dict[str, str]]:
 
 
 def errors(rows: list[dict[str, str]], setup: str, nodes: int, name: str) -> list[float]:
-    """Relative error of the predicted bus bandwidth, one for each payload of 32 MiB and more."""
+    """Returns the relative errors of the predicted bus bandwidth for payloads of 32 MiB and more."""
     found = []
     for row in rows:
         if setup in row["setup"] and int(row["nodes"]) == nodes and float(row["payload_bytes"]) >= 32 * MIB:

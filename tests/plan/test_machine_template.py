@@ -1,4 +1,4 @@
-"""The file that a machine is described from is one: all keys are in it, and it plans as the machine whose figures it has."""
+"""The template of a machine file has all keys, and describes the machine of its example."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from optimus.plan.machine_template import _EXAMPLE, _model_in, machine_template
 
 
 def required(kind: type[BaseModel], values: dict[str, object]) -> dict[str, object]:
-    """Of a section, what must be given."""
+    """Returns the required keys of a section."""
     found = {name: values[name] for name, field in kind.model_fields.items() if field.is_required()}
     for name, value in found.items():
         inner = _model_in(kind.model_fields[name])
@@ -25,7 +25,7 @@ def required(kind: type[BaseModel], values: dict[str, object]) -> dict[str, obje
 
 
 def test_it_is_a_machine(tmp_path: Path) -> None:
-    """What must be given is that of the example, but for its names; the rest is as by default."""
+    """Required keys have the figures of the example, except for names; the others have their defaults."""
     path = tmp_path / "mine.yaml"
     path.write_text(machine_template())
     made, example = load_machine(str(path)), load_machine(_EXAMPLE)
@@ -38,7 +38,7 @@ def test_it_is_a_machine(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_is_as_it_stands(tmp_path: Path) -> None:
-    """With the comments of keys taken away, each default is what it was."""
+    """Defaults in the template's comments are the real defaults: uncommenting all changes nothing."""
     text, times = re.subn(
         r"^(\s*)# ([a-z_]+: (?:null|false|\{\}|[\d.e+-]+))$", r"\1\2", machine_template(), flags=re.MULTILINE
     )

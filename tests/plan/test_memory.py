@@ -1,4 +1,4 @@
-"""Bytes on a rank, by hand: state by sharding level, activations by what is recomputed, and what waits on the host."""
+"""Bytes of a rank by hand: state by sharding level, activations by recomputation, and state on the host."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -24,7 +24,7 @@ SPARSE = ModelConfig(
     family="olmoe", layers=8, hidden=1024, heads=16, intermediate=512, vocab=32000, experts=64, experts_per_token=8
 )
 JOB = job(DENSE, load_machine("dgx-a100"), Mesh(dp=16), 2048, 1, 8)
-# Gradients of two bytes, twelve bytes of master weights and moments: 16 for each parameter that is not sharded.
+# Gradients of two bytes, and 12 of master weights and moments: 16 bytes for each parameter that is not sharded.
 PLAIN = FrameworkProfile(about="a test", gradient=2.0)
 STATE = ("parameters", "gradients", "optimizer")
 
@@ -90,13 +90,13 @@ def test_expert_parallelism_divides_the_experts() -> None:
 
 
 def test_a_dense_block_keeps_what_its_backward_pass_reads() -> None:
-    """Korthikanti et al., section 4.1, without dropout, scores and biases: 16 streams of two bytes."""
+    """A block saves 16 streams of two bytes (Korthikanti et al., section 4.1, without dropout, scores and biases)."""
     tokens = 2048
     found = memory(model=DENSE.model_copy(update={"layers": 1})).parts["activations"]
     last = 2 * tokens * 1024 * 2
     inputs = 2  # of both norms
-    attention = 1 + 4  # what it is made of; queries, keys, values and the result
-    mlp = 1 + 4 + 4  # what it is made of, and both sides of the activation
+    attention = 1 + 4  # the input; queries, keys, values and the result
+    mlp = 1 + 4 + 4  # the input, and both sides of the activation
     statistics = 16 * tokens * 4
     assert found - last == (inputs + attention + mlp) * tokens * 1024 * 2 + statistics
 
@@ -174,7 +174,7 @@ def test_gradients_stay_whole_between_microbatches_where_a_program_keeps_them() 
 
 def test_gradients_that_come_late_take_the_place_of_activations() -> None:
     one = changed(JOB, microbatches=1, shard="parameters")
-    for micro_batch in (1, 64):  # more gradients than activations, and less
+    for micro_batch in (1, 64):  # more gradient bytes than activation bytes, and fewer
         asked = changed(one, micro_batch=micro_batch)
         plain, late = (memory(asked, replace_profile(late_gradients=each)) for each in (False, True))
         both = [plain.parts[kind] for kind in ("gradients", "activations")]

@@ -1,4 +1,4 @@
-"""State beside the devices, as the planner has it: bytes, the search, and what Elixir has published."""
+"""Offloaded state as the planner sees it: bytes, the search, and the results that Elixir has published."""
 
 import math
 from typing import Any
@@ -29,7 +29,7 @@ SMALL = ModelConfig(family="olmo", hidden=1024, layers=16, heads=8, intermediate
 
 
 def machine(memory: float, host: float = 5e11, **changes: float) -> Machine:
-    """An A100, its node's host with so many bytes."""
+    """Returns an A100 with `memory` bytes, whose node's host has `host` bytes."""
     given = load_machine("dgx-a100")
     return given.model_copy(
         update={"memory": memory, "host": given.host.model_copy(update={"memory": host, **changes})}
@@ -47,7 +47,7 @@ def job(model: ModelConfig, kind: Machine, ranks: int = 1, micro_batch: int = 1,
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_bytes_of_each_residency(ranks: int) -> None:
-    """On the host 12 bytes of a parameter, with its gradient in its own place 14; on a disk 12, and 2 on the host."""
+    """A parameter takes 12 bytes on the host, or 14 with its gradient; or 12 on a disk and 2 on the host."""
     size = count_parameters(SMALL).total
     held: dict[str, Any] = {"shard": "optimizer"} if ranks > 1 else {}
     for residency, host, disk in (("none", 0, 0), ("optimizer", 12, 0), ("all", 14, 0), ("disk", 2, 12)):
@@ -65,7 +65,7 @@ def test_bytes_of_each_residency(ranks: int) -> None:
 
 
 def test_bytes_of_each_residency_in_fp32() -> None:
-    """Parameters are the master weights themselves, and gradients wait beside them."""
+    """Parameters are the master weights themselves; gradients lie beside them."""
     size = count_parameters(SMALL).total
     for residency, host, disk in (("optimizer", 8, 0), ("all", 16, 0), ("disk", 8, 8)):
         config = plain_run(SMALL, 1024, 1).changed(train={"precision": "float32"}, state={"offload": residency})
@@ -82,7 +82,7 @@ def test_a_slower_link_and_less_work_show() -> None:
 
 
 def test_the_search_goes_to_the_host_where_the_device_has_no_room() -> None:
-    """And keeps as much state on the device as it has room for; its plan says so in a configuration."""
+    """The search offloads a model that does not fit, and keeps as much state on the device as fits."""
     (plan,) = search(job(SMALL, machine(8e10)), best=1)
     assert plan.job.state.offload == "none"
     (plan,) = search(job(SMALL, machine(4.5e9)), best=1)
@@ -100,7 +100,7 @@ def test_the_search_goes_to_the_host_where_the_device_has_no_room() -> None:
 
 
 def test_gradients_of_several_microbatches_go_where_there_is_room() -> None:
-    """On the device g bytes of each element, or, sent by each microbatch, of three chunks, and g more on the host."""
+    """Accumulated gradients take g bytes an element on the device, or those of three chunks, and g more on the host."""
     size = count_parameters(SMALL).total
     asked = job(SMALL, machine(8e10), offload="all").changed(train={"global_batch": 4, "micro_batch": 1})
     here, there = (memory_of(asked.changed(state={"accumulate_on": on})) for on in ("device", "host"))
@@ -123,7 +123,7 @@ def test_gradients_of_several_microbatches_go_where_there_is_room() -> None:
 
 
 def test_the_largest_model() -> None:
-    """Deeper with every residency; on the host by 14 bytes of a parameter."""
+    """Each residency allows a deeper model; offloading everything allows 14 bytes a parameter on the host."""
     by = {plan.job.state.offload: plan for plan in largest(job(SMALL, machine(8e9, 6e10)))}
     sizes = [count_parameters(by[residency].job.model).total for residency in ("none", "optimizer", "all")]
     assert sizes == sorted(sizes)
@@ -149,13 +149,13 @@ SMALLER, LARGER = opt(2560, 32, 32), opt(7168, 48, 56)  # OPT-2.7B and OPT-30B
 
 
 def elixirs_machine(memory: float, ranks: int) -> Machine:
-    """Its rates with so many GPUs, all of them together, and 500 GB of host memory."""
+    """Returns a machine with Elixir's rates for so many GPUs, which share the rates and 500 GB of host memory."""
     link, update = 16.3 * ranks + 8.7, 1.66 * math.log(ranks) + 5.15
     return machine(memory, link=link / ranks * GB, bandwidth=28 * update * GB)
 
 
 def most_tokens(model: ModelConfig, kind: Machine, ranks: int, **state: Any) -> Plan:
-    """With the largest microbatch that fits, of multiples of 4."""
+    """Returns the plan with the largest microbatch that fits, in multiples of 4."""
     found = None
     for micro_batch in range(4, 68, 4):
         asked = job(model, kind, ranks, micro_batch, **state)
@@ -167,13 +167,13 @@ def most_tokens(model: ModelConfig, kind: Machine, ranks: int, **state: Any) -> 
 
 
 def relative_flops(plan: Plan, seconds: float) -> float:
-    """8 x batch x length x parameters / seconds of a GPU (the paper, equation 1)."""
+    """Returns the FLOPs of a GPU in a second: 8 x batch x length x parameters / seconds (the paper, equation 1)."""
     return 8 * plan.job.tokens * count_parameters(plan.job.model).total / seconds / plan.job.mesh.size
 
 
 def unhidden_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Where nothing overlaps: all passes, every update, every upload, and every gradient on its way down. So Elixir
-    counts."""
+    """Returns the seconds of a step without overlap, as Elixir counts: all passes, updates, uploads and gradients sent
+    down."""
     passes = shape.microbatches * shape.chunks * (shape.forward + shape.backward)
     part, away = shape.elements / shape.shards, shape.chunks - choice.device
     up = loads(away, choice.cache, shape.microbatches) * shape.itemsize * part / rates.up
@@ -183,8 +183,10 @@ def unhidden_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> f
 
 @pytest.mark.parametrize(("ranks", "published"), [(1, 0.84), (2, 1.0), (4, 1.0)])
 def test_opt_30b_on_40_gb(ranks: int, published: float) -> None:
-    """Share of what PyTorch reaches with OPT-2.7B on 80 GB: 84 % on one GPU and the same on several, where nothing
-    overlaps. In the order of use it is more."""
+    """OPT-30B reaches the published share of PyTorch's speed with OPT-2.7B on 80 GB, if nothing overlaps.
+
+    The share is 84 % on one GPU and on several. Overlap in the order of use makes this library faster.
+    """
     base = most_tokens(SMALLER, elixirs_machine(8.5e10, 1), 1, gradient_dtype="float32")
     held: dict[str, Any] = {"shard": "optimizer"} if ranks > 1 else {}
     plan = most_tokens(LARGER, elixirs_machine(4.3e10, ranks), ranks, offload="all", update_on="host", **held)
@@ -202,7 +204,7 @@ def test_opt_30b_on_40_gb(ranks: int, published: float) -> None:
 
 
 def test_elixirs_largest_model_with_500_gb() -> None:
-    """30 G parameters, with 14 bytes of each: 32 G by ours, a tenth of the host's memory left to others."""
+    """Elixir trains 30 G parameters; ours take 14 bytes each and a tenth of the host's memory stays free."""
     per_parameter = memory_of(job(LARGER, elixirs_machine(4.3e10, 1), offload="all")).elsewhere.host
     per_parameter /= count_parameters(LARGER).total
     assert 0.9 * 5e11 / per_parameter == pytest.approx(30e9, rel=0.1)

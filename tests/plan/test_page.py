@@ -1,4 +1,4 @@
-"""Plans as a page: what is embedded is what is planned."""
+"""The page of plans embeds the plans of the search."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""PCCL against the libraries of vendors, as its authors have published both, and what the planner says of it.
+"""Predicted times of PCCL and of the vendors' libraries are near those that PCCL's authors published.
 
-Sources: the dissertation on AxoNN, sections 6.3.1 and 6.3.2; PCCL, arXiv 2504.18658 v2; what its authors logged of the
-vendors' libraries (github.com/axonn-ai/sc2025-pccl-reproducer, data/). What each constant is fitted to stands beside it, in
-`machines/frontier.yaml`, `machines/perlmutter.yaml` and `profiles.yaml`.
+Sources: the AxoNN dissertation, sections 6.3.1 and 6.3.2; PCCL, arXiv 2504.18658 v2; the authors' logs of the vendors'
+libraries (github.com/axonn-ai/sc2025-pccl-reproducer, data/). The files `machines/frontier.yaml`,
+`machines/perlmutter.yaml` and `profiles.yaml` name the measurements to which each constant is fitted.
 """
 
 from functools import cache
@@ -31,8 +31,8 @@ def seconds(name: str, ranks: int, megabytes: float, by: str, kind: CollectiveKi
 
 # ---- The vendors' libraries ----
 
-SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # MiB of the whole
-LOGGED = {  # milliseconds, all-gathers (and reduce-scatters) of so many ranks
+SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # MiB of the whole tensor
+LOGGED = {  # milliseconds of all-gathers (and reduce-scatters) of so many ranks
     "frontier": [
         (32, (0.715, 1.004, 1.005, 1.018, 1.123, 1.253, 1.863, 3.62, 7.194, 14.437)),
         (128, (1.759, 2.667, 2.669, 3.835, 3.835, 3.943, 4.408, 4.939, 7.445, 14.736)),
@@ -52,17 +52,17 @@ LOGGED = {  # milliseconds, all-gathers (and reduce-scatters) of so many ranks
 
 @pytest.mark.parametrize("name", LOGGED)
 def test_the_ring_of_the_vendors_library(name: str) -> None:
-    """A ring's latency grows with the ranks, until blocks are so large that its links hide it."""
+    """A ring's latency grows with the ranks, until blocks are so large that the links hide the latency."""
     errors = {
         (ranks, size): abs(1e3 * seconds(name, ranks, size, "library") / measured - 1)
         for ranks, row in LOGGED[name]
         for size, measured in zip(SIZES, row, strict=True)
     }
     assert median(errors.values()) < 0.08
-    large = sorted(error for (_, size), error in errors.items() if size >= 16)  # as in training
+    large = sorted(error for (_, size), error in errors.items() if size >= 16)  # the sizes of training
     assert large[int(0.9 * len(large))] < 0.25
     plain = [abs(1e3 * seconds(name, r, s, "ring") / t - 1) for r, row in LOGGED[name] for s, t in zip(SIZES, row)]
-    assert median(plain) > 3 * median(errors.values())  # what a machine's latency and bandwidth say
+    assert median(plain) > 3 * median(errors.values())  # a prediction from the machine's latency and bandwidth alone
 
 
 def test_a_step_hides_latency_behind_what_it_sends_and_the_fastest_protocol_is_taken() -> None:
@@ -73,17 +73,16 @@ def test_a_step_hides_latency_behind_what_it_sends_and_the_fastest_protocol_is_t
         crowded=[Protocol(step=6.0, bandwidth=1e9)],
     )
     machine = machine.model_copy(update={"network": machine.network.model_copy(update={"library": library})})
-    # 8 ranks on 2 nodes: 7 steps, of 100 bytes with 4 seconds on the links, or of 40,000 with 40.
+    # 7 steps of 8 ranks on 2 nodes: of 100 bytes with 4 seconds on the links, or of 40,000 with 40
     assert collective_seconds("all_gather", 800.0, StridedGroup(8), machine, "library") == approx(7 * 5.0)
     assert collective_seconds("reduce_scatter", 320000.0, StridedGroup(8), machine, "library") == approx(7 * 50.0)
     # Two such rings share a node's adapters: each block of 100 bytes takes 8 seconds.
     assert collective_seconds("all_gather", 800.0, StridedGroup(8, 2), machine, "library") == approx(
         7 * (9 + 64) ** 0.5
     )
-    assert collective_seconds("all_gather", 800.0, StridedGroup(32), machine, "library") == approx(
-        31 * 6.0
-    )  # on 8 nodes
-    # On a node, and of other kinds, all is as without it.
+    # 32 ranks on 8 nodes
+    assert collective_seconds("all_gather", 800.0, StridedGroup(32), machine, "library") == approx(31 * 6.0)
+    # Groups on a node, and other kinds, have the times of the plain ring.
     for kind, place in (
         ("all_gather", StridedGroup(4)),
         ("all_reduce", StridedGroup(8)),
@@ -100,10 +99,10 @@ def test_pccl_goes_node_by_node_in_a_logarithm_of_rounds() -> None:
     size = 32e9
     on_node = collective_seconds("all_gather", size, StridedGroup(4), machine)
     copied = machine.memory_seconds(2 * size)
-    # 16 nodes: 4 rounds, in which a rank gets 15/16 of its quarter of 32 GB at a quarter of 1 GB/s.
+    # 16 nodes: 4 rounds, in which a rank gets 15/16 of its quarter of 32 GB at a quarter of 1 GB/s
     expected = 4 * 1.0 + 30.0 + on_node + copied
     assert collective_seconds("all_gather", size, StridedGroup(64), machine, "pccl") == approx(expected)
-    # One rank per node, four groups at once: nothing on a node, and no other order.
+    # four groups at once with one rank per node: nothing on a node, and no reordering
     assert collective_seconds("all_gather", size, StridedGroup(16, 4), machine, "pccl") == approx(4 * 1.0 + 120.0)
     # 12 nodes take as many rounds as 16.
     assert collective_seconds("all_gather", 0.1, StridedGroup(12, 4), machine, "pccl") == approx(4.0, rel=1e-6)
@@ -123,9 +122,9 @@ def test_crowded_protocols_go_with_the_nodes_from_which_on_they_count() -> None:
         Library(protocols=[protocol], few_nodes=2)
 
 
-# ---- Speed-ups of PCCL over them ----
+# ---- Speed-ups of PCCL over the vendors' libraries ----
 
-SPEEDUPS = [  # machine, ranks, MiB, lowest and highest published
+SPEEDUPS = [  # machine, ranks, MiB, lowest and highest published speed-up
     ("frontier", 32, 1024, 0.52, 0.55),
     ("frontier", 2048, 16, 30, 33),  # more than 30; v2 has at most 33 for an all-gather
     ("frontier", 2048, 32, 30, 33),
@@ -148,7 +147,7 @@ SPEEDUPS = [  # machine, ranks, MiB, lowest and highest published
 
 @pytest.mark.parametrize(("name", "ranks", "megabytes", "low", "high"), SPEEDUPS)
 def test_speedups_over_the_vendors_libraries(name: str, ranks: int, megabytes: int, low: float, high: float) -> None:
-    """Of all-gathers and reduce-scatters, within 25 % of what is published."""
+    """Speed-ups of all-gathers and reduce-scatters are within 25 % of the published ones."""
     kinds: list[CollectiveKind] = ["all_gather", "reduce_scatter"]
     for kind in kinds:
         times = [seconds(name, ranks, megabytes, by, kind) for by in ("library", "pccl")]
@@ -158,8 +157,10 @@ def test_speedups_over_the_vendors_libraries(name: str, ranks: int, megabytes: i
 
 
 def test_the_largest_speedups() -> None:
-    """Version 2: up to 33 for all-gathers on 2,048 GCDs of Frontier, up to 5.7 on Perlmutter; and the vendor's ring keeps up
-    with little latency, with large messages on few ranks."""
+    """Speed-ups reach 33 on 2,048 GCDs of Frontier and 5.7 on Perlmutter (version 2, all-gathers).
+
+    The vendor's ring is faster where latency is low: large messages on few ranks.
+    """
     for name, largest in (("frontier", 33), ("perlmutter", 5.7)):
         found = {
             (ranks, size): seconds(name, ranks, size, "library") / seconds(name, ranks, size, "pccl")
@@ -171,16 +172,16 @@ def test_the_largest_speedups() -> None:
         assert all(found[ranks, 1024] < 1 for ranks in (32, 64, 128, 256))
 
 
-# ---- ZeRO-3 of DeepSpeed with either ----
+# ---- ZeRO-3 of DeepSpeed with PCCL and with the vendors' libraries ----
 
 SHAPES = {"7B": (32, 4096, 32), "13B": (40, 5120, 40)}  # layers, hidden, heads
-CONTEXT, BATCH = 2048, 2048  # of which the source says nothing: a sequence for each of the most GCDs
-SHORTER = [  # machine, model, ranks, batch time with PCCL to that with the vendor's library
-    ("frontier", "7B", 512, 0.70),  # "reduces batch time by nearly 30 %"; the other percentages are read likewise
+CONTEXT, BATCH = 2048, 2048  # not published; assumed: a sequence for each of the most GCDs
+SHORTER = [  # machine, model, ranks, ratio of the batch times with PCCL and with the vendor's library
+    ("frontier", "7B", 512, 0.70),  # "reduces batch time by nearly 30 %"; the other rows are read likewise
     ("frontier", "13B", 512, 0.84),
     ("frontier", "7B", 1024, 0.40),
     ("frontier", "13B", 1024, 0.61),
-    ("perlmutter", "7B", 256, 1.06),  # on Perlmutter the model is not said
+    ("perlmutter", "7B", 256, 1.06),  # the source does not name the model on Perlmutter
     ("perlmutter", "7B", 512, 0.93),
     ("perlmutter", "7B", 1024, 0.80),
 ]
@@ -206,8 +207,10 @@ def test_batch_times_of_zero_3(name: str, size: str, ranks: int, published: floa
 
 
 def test_strong_scaling_of_zero_3_on_frontier() -> None:
-    """Both alike on 128 and 256 GCDs; on 1,024 RCCL takes longer than on 512, while PCCL goes on getting faster. On 2,048 it
-    saves 70 to 80 % of the batch time, which is predicted too well."""
+    """Both libraries are as fast on 128 and 256 GCDs; RCCL is slower on 1,024 than on 512, while PCCL keeps scaling.
+
+    PCCL saves 70 to 80 % of the batch time on 2,048. The prediction is more favourable.
+    """
     every = (128, 256, 512, 1024, 2048)
     for size in SHAPES:
         library, pccl = ([batch_seconds("frontier", size, ranks, by) for ranks in every] for by in ("library", "pccl"))

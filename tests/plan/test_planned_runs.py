@@ -1,4 +1,4 @@
-"""What `optimus plan` writes can be started: it passes the checks before a run on the machine that was planned for."""
+"""A file that `optimus plan` writes passes the checks before a run, on the machine of the plan."""
 
 import json
 import random
@@ -27,7 +27,7 @@ from optimus.resolve.resolve import resolve
 from optimus.resolve.run import RunInputs
 from optimus.training import checks
 
-MODELS: dict[str, list[int]] = {  # presets, and numbers of ranks on which they fit somewhere
+MODELS: dict[str, list[int]] = {  # presets, and numbers of ranks on which some layout fits
     "mula-tiny": [1, 2, 4, 8, 16],
     "mula-tiny-moe": [1, 2, 4, 8, 16],
     "mula-1b": [4, 8, 16],
@@ -48,17 +48,17 @@ CHOICES: dict[str, list[str]] = {
 
 
 def check(monkeypatch: pytest.MonkeyPatch, config: RunConfig, job: Job) -> None:
-    """What `optimus train --check` checks of a layout, with the memory of the machine in place of this one's."""
+    """Runs the memory check of `optimus train --check` with the memory of the planned machine."""
     ranks, machine = job.mesh.size, job.machine
     node = min(ranks, machine.ranks_per_node)
-    device = torch.device("cpu" if machine.host.shared else "meta")  # any that is no CPU
+    device = torch.device("cpu" if machine.host.shared else "meta")  # any device but a CPU
     free = {device.type: machine.memory * (node if machine.host.shared else 1)}
     monkeypatch.setattr(checks, "free_memory", lambda asked: int(free.get(asked.type, machine.host.memory)))
     checks.check_memory(resolved(config, ranks, node, device=device.type, device_bytes=int(machine.memory)), device)
 
 
 def plans(config: RunConfig, machine: str, ranks: int, changes: list[str], imbalance: float, best: int) -> list[Plan]:
-    """None where nothing fits."""
+    """Returns the plans, or an empty list if no layout fits."""
     try:
         return search(asked(config, machine, ranks, changes, imbalance), best=best)
     except UserError as error:
@@ -68,7 +68,7 @@ def plans(config: RunConfig, machine: str, ranks: int, changes: list[str], imbal
 
 
 def drawn(seed: int) -> list[Plan]:
-    """The memory is often hardly enough."""
+    """Returns plans of a random run, whose memory is often just sufficient."""
     draw = random.Random(seed)
     model, machine = draw.choice(list(MODELS)), draw.choice(MACHINES)
     ranks = draw.choice(MODELS[model])
@@ -128,20 +128,22 @@ def any_run(seed: int) -> list[Plan]:
     }
     raw |= {section: draw.choice(choices) for section, choices in SECTIONS.items() if draw.random() < 0.35}
     raw["train"] |= {} if "phases" in raw else {"steps": 20}
-    if "pruning" in raw and raw.get("optimizer") == {"name": "muon"}:  # needs whole matrices
+    if "pruning" in raw and raw.get("optimizer") == {"name": "muon"}:  # Muon needs whole matrices
         del raw["pruning"]
     ranks, machine, room = draw.choice([1, 2, 4, 8]), draw.choice(MACHINES), draw.choice([1, 1, 5e-3, 2e-3])
     try:
         config = load_config(raw)
-    except UserError:  # some sections do not go together
+    except UserError:  # these sections exclude each other
         return []
     return plans(config, machine, ranks, [f"memory=x{room}"], draw.choice([1.0, 1.5]), 2)
 
 
 @pytest.mark.parametrize("part", in_turns(range(50), always=1))
 def test_a_plan_is_the_run_that_it_resolves_to(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
-    """A thousand runs. Their plans resolve, keep all that they set, and take what the run's account says; so do the dry run
-    and the check before a run."""
+    """A thousand runs resolve as planned, keep all settings of the plan, and take the bytes of the run's account.
+
+    The dry run and the check before a run take the same bytes.
+    """
     found = 0
     for seed in range(20 * part, 20 * part + 20):
         for plan in any_run(seed):
@@ -162,7 +164,8 @@ def test_a_plan_is_the_run_that_it_resolves_to(monkeypatch: pytest.MonkeyPatch, 
             assert sum(here.device.values()) <= sum(accounts[plan.memory.rank].device.values())
             state = at_rest(run, shared=shared)
             fullest = max(sum(account.device.values()) for account in accounts)
-            assert state.device == fullest if config.pruning is None else state.device >= fullest  # at another time
+            # Pruning moves the peak to another step
+            assert state.device == fullest if config.pruning is None else state.device >= fullest
             check(monkeypatch, config, job)
             found += 1
     assert found > 5
@@ -178,8 +181,10 @@ PHASED: dict[str, Any] = {
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_phases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> None:
-    """The longest has learning rates and data of its own; the batches of the others are divided as well, and the plan's run
-    is in all but its layout the one that was asked for."""
+    """A phase keeps its own batch, learning rate and data.
+
+    The plan changes only the layout, which divides the batches of all phases and is made for the longest one.
+    """
     phases: list[dict[str, Any]] = [
         {"steps": 30, "global_batch": 4 * ranks, "sequence_length": 768},
         {
@@ -212,7 +217,7 @@ def test_phases_that_no_layout_divides(tmp_path: Path) -> None:
 
 
 def test_a_model_of_which_a_rank_holds_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its whole state would take five times the memory of a rank, and one of 8 stages of it, sharded, half."""
+    """The whole state takes five times a rank's memory; one of 8 sharded stages takes half of it."""
     layout = ["data=16", "expert=2", "pipeline=8", "schedule=interleaved-1f1b", "stages_per_rank=4"]
     overrides = [*(f"parallel.{each}" for each in layout), "state.shard=optimizer", "train.precision=bfloat16"]
     config = configured("mula-100b-a7b", overrides, 128)
@@ -222,7 +227,7 @@ def test_a_model_of_which_a_rank_holds_a_stage(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_copies_for_checkpoints_are_planned_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On processors beside the state: with hardly room for that, what is planned without them does not pass."""
+    """Copies for checkpoints lie on the host: beside the state on processors, and apart from it on accelerators."""
     plain, copying = (["train.sequence_length=512", f"checkpoint.asynchronous={on}"] for on in ("false", "true"))
     sizes = {}
     for machine in ("laptop", "dgx-h100"):

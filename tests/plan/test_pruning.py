@@ -1,4 +1,4 @@
-"""Pruned runs as the planner sees them: bytes of their chunks, and the smaller pipelines that these make possible."""
+"""Pruned runs as the planner sees them: bytes of the chunks, and the smaller pipelines that pruning allows."""
 
 from dataclasses import replace
 
@@ -11,11 +11,11 @@ from optimus.plan.prediction import Plan, dry_run, predict
 from optimus.plan.search import search
 
 PRUNED = ["pruning.sparsity=0.9", "pruning.at=0"]
-GPT3 = {  # of table 4.1 of the dissertation on AxoNN: layers, hidden, heads
+GPT3 = {  # from table 4.1 of the AxoNN dissertation: layers, hidden, heads
     "2.7B": (32, 2560, 32),
     "13B": (40, 5120, 40),
 }
-# Table 4.2: per cent of the fp16 peak of V100s on Summit, without and with SAMO, here on ranks that fill its nodes.
+# Table 4.2: per cent of the fp16 peak of V100s on Summit, dense and with SAMO. The ranks here fill whole nodes.
 TABLE = {240: (43.3, 53.4), 480: (39.7, 48.8), 960: (32.2, 41.1), 1920: (22.9, 31.0)}
 
 
@@ -47,7 +47,7 @@ def test_bytes_are_those_of_the_chunks(shard: str, more: list[str]) -> None:
 
 @pytest.mark.parametrize("ranks", TABLE)
 def test_smaller_pipelines(ranks: int) -> None:
-    """With and without pruned state the smallest pipeline that fits is as fast as measured, within a tenth."""
+    """The smallest pipeline that fits is within a tenth of the measured speed, dense and pruned."""
     layers, hidden, _ = GPT3["13B"]
     operations = 96 * 1920 * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
     found = []
@@ -63,7 +63,7 @@ def test_smaller_pipelines(ranks: int) -> None:
 
 
 def test_memory_of_a_replica() -> None:
-    """GPT-3 2.7B takes 74 % less in all (section 4.6)."""
+    """GPT-3 2.7B takes 74 % less memory in total (section 4.6)."""
     everything = [*PRUNED, "pruning.targets=[matrix,embedding]"]
     dense, pruned = (
         on_summit("2.7B", 6, 6, 1, "state.gradient_dtype=float32", *overrides).memory.total
@@ -73,7 +73,7 @@ def test_memory_of_a_replica() -> None:
 
 
 def test_the_search_finds_them() -> None:
-    """Of the plans for a model that hardly fits, those of the pruned one keep fewer stages or shards, and are faster."""
+    """The best plan of a pruned model that hardly fits is faster than that of the dense model."""
     batch = ["train.global_batch=96", "train.sequence_length=2048", "train.precision=float32"]
     shape = ["model.layers=24", "model.hidden=2048", "model.heads=16", "model.intermediate=8192"]
     best = []
@@ -84,8 +84,10 @@ def test_the_search_finds_them() -> None:
 
 
 def test_what_is_pruned_later_has_state_until_then() -> None:
-    """It takes what the dense run does, and the search finds where that fits; unless so little is pruned that its numbers
-    take more than its state did."""
+    """A run that prunes later takes the memory of the dense run.
+
+    Light pruning takes more, because the indices of unpruned elements exceed the state that pruning saves.
+    """
     train = ["train.sequence_length=512", "train.global_batch=64", "train.precision=bfloat16"]
     dense, first, later = (
         predict(job_of("mula-tiny", "dgx-a100", 8, *train, *pruned)).memory

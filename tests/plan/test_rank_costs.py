@@ -1,4 +1,4 @@
-"""Seconds of modules: products by hand, what slows them, and collectives."""
+"""Seconds of modules: products by hand, the factors that slow them, and collectives."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_the_products_of_a_feed_forward_layer_are_those_of_its_matrices() -> Non
     found = work().feed_forward[0]
     seconds = MACHINE.matmul_seconds(4096, 2 * 11008, 4096, "bf16") + MACHINE.matmul_seconds(4096, 4096, 11008, "bf16")
     assert found.forward.matmul == pytest.approx(seconds)
-    # The two gradients have as many FLOPs each; their shapes, and so their times, differ a little.
+    # The two gradients have equal FLOPs; their shapes, and so their times, differ a little.
     assert found.backward.matmul == pytest.approx(seconds, rel=0.1)
     assert found.weights.matmul == pytest.approx(seconds, rel=0.1)
 
@@ -68,7 +68,7 @@ def test_attention_nears_its_best_rate_with_long_sequences() -> None:
         return context**2 * 4096 * 2 / found.attention
 
     best = MACHINE.attention * MACHINE.arithmetic["bf16"].peak
-    assert rate(int(MACHINE.attention_half)) == pytest.approx(best / 2, rel=0.2)  # what a kernel takes to start, too
+    assert rate(int(MACHINE.attention_half)) == pytest.approx(best / 2, rel=0.2)  # includes the latency of a kernel
     assert rate(1024) < rate(4096) < rate(65536) < best
     assert rate(65536) > 0.98 * best
 
@@ -86,7 +86,7 @@ def test_heads_that_are_no_multiple_of_eight_do_without_matrix_units() -> None:
 def test_products_with_rows_of_fewer_bytes_leave_the_matrix_units_in_two_steps(
     inner: int, least: float, most: float
 ) -> None:
-    """16 bytes: all of their rate; 8 bytes: half; less: none."""
+    """Rows of 16 bytes use the full rate of the matrix units, rows of 8 bytes half, shorter rows none."""
     whole, found = (
         work(DENSE.model_copy(update={"intermediate": size, "gated": False})).feed_forward[0].forward.matmul
         for size in (11264, inner)
@@ -116,7 +116,10 @@ def test_tensor_parallelism_sends_the_stream_at_both_ends_of_a_layer() -> None:
 
 
 def test_busy_experts_take_longer() -> None:
-    """On a rank that has some; one that has all has all tokens anyway, and none has more than these."""
+    """Load imbalance slows a rank with some of the experts, up to the time of all tokens.
+
+    A rank with all experts computes all tokens anyway.
+    """
     spread, alone = {"mesh": Mesh(dp=4, ep=4)}, {"mesh": Mesh(dp=4)}
     even, uneven, all_tokens, more = (
         work(SPARSE, imbalance=each, **spread).feed_forward[0].forward for each in (1.0, 2.0, 4.0, 9.0)
@@ -129,7 +132,7 @@ def test_busy_experts_take_longer() -> None:
 
 def test_a_token_is_sent_to_no_more_ranks_than_there_are_and_no_more_than_it_has_experts() -> None:
     ranks = copies(64, 8, 8)
-    # No expert is chosen twice, so there are a few more than if each choice were made by itself.
+    # A token's experts differ, so it reaches slightly more ranks than with independent choices.
     assert 1.0 < ranks / (8 * (1 - (7 / 8) ** 8)) < 1.05
     assert copies(64, 1, 8) == 1
     assert copies(64, 64, 8) == pytest.approx(8)
@@ -176,7 +179,8 @@ def test_casts_to_eight_bits_take_time() -> None:
 
 
 def test_a_run_sends_a_token_to_a_node_and_then_to_its_ranks() -> None:
-    """Two levels, one after the other (`parallel.dispatch.two_level`); where there are no two, all ranks at once."""
+    """A run sends a token to a node and then to the node's ranks (`parallel.dispatch.two_level`), or to all ranks at
+    once."""
     mesh, levels = Mesh(dp=16, ep=16, ranks_per_node=8), FrameworkProfile(about="a test", copies="levels")
     found = work(SPARSE, levels, mesh=mesh)
     tokens = 2 * 2048 * 2048 * 2.0  # bytes
@@ -185,7 +189,8 @@ def test_a_run_sends_a_token_to_a_node_and_then_to_its_ranks() -> None:
     assert found.feed_forward[0].forward.expert == pytest.approx(2 * (inside + across))
     flat = work(SPARSE, PLAIN, mesh=mesh).feed_forward[0].forward.expert
     assert found.feed_forward[0].forward.expert < 0.7 * flat
-    for mesh in (Mesh(dp=8, ep=8, ranks_per_node=8), Mesh(dp=16, ep=2, ranks_per_node=8)):  # on a node
+    # One level: groups on one node
+    for mesh in (Mesh(dp=8, ep=8, ranks_per_node=8), Mesh(dp=16, ep=2, ranks_per_node=8)):
         both = (work(SPARSE, profile, mesh=mesh).feed_forward[0].forward.expert for profile in (levels, PLAIN))
         assert len(set(both)) == 1
     assert Profile().copies == "levels"

@@ -1,4 +1,4 @@
-"""Scaling that others have measured at up to 32,768 ranks, and what the planner says of it."""
+"""Predicted scaling is near that measured by others at up to 32,768 ranks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,11 +22,12 @@ TILES = (384, 768, 1536, 3072, 6144, 12288)
 
 
 def test_mula_220b_on_twelve_thousand_tiles() -> None:
-    """The Optimus paper, section 2.3: about 97 % at 768 tiles and about 90 % from 1,536 on, of the speed at 384.
+    """Speed is about 97 % at 768 tiles and 90 % from 1,536 on, relative to 384 (the Optimus paper, section 2.3).
 
-    With its layout: pipelines of 8 nodes, experts over the 12 tiles of a node, norms, attention and experts recomputed; a
-    sequence of 2,048 tokens for each tile, as in its section 2.1. Data-parallel ranks are taken to be furthest apart, so
-    that from 1,536 tiles on they lie in several of the network's groups of 64 nodes: it is there that speed is lost.
+    The layout is the paper's: pipelines of 8 nodes, experts over the 12 tiles of a node, norms, attention and experts
+    recomputed, and a sequence of 2,048 tokens for each tile, as in section 2.1. Data-parallel ranks are assumed
+    furthest apart. From 1,536 tiles on they lie in several of the network's groups of 64 nodes, which is where speed is
+    lost.
     """
     model = model_config_from(resolve_model("mula-220b-a10b")["model"], "")
     speeds = []
@@ -38,10 +39,10 @@ def test_mula_220b_on_twelve_thousand_tiles() -> None:
     efficiency = [100 * speed / speeds[0] for speed in speeds]
     assert efficiency == pytest.approx([100, 97, 90, 90, 90, 90], abs=5)
     drops = [before - after for before, after in pairwise(efficiency)]
-    assert max(drops) == drops[1]  # where the groups of the network end
+    assert max(drops) == drops[1]  # where the network's groups end
 
 
-# ---- The dissertation on AxoNN, tables 5.1 and 5.2 ----
+# ---- The AxoNN dissertation, tables 5.1 and 5.2 ----
 
 GPT = {  # layers, hidden, heads
     "5B": (24, 4096, 32),
@@ -66,7 +67,7 @@ MEASURED = {  # ranks, model, per cent of the advertised peak
     ],
     "alps": [(1024, "10B", 30.6), (2048, "20B", 30.7), (4096, "40B", 27.0), (6144, "60B", 23.4)],
 }
-SEQUENCE, TOKENS = 2048, 1 << 24  # of a batch
+SEQUENCE, TOKENS = 2048, 1 << 24  # tokens of a batch
 
 
 def powers(most: int) -> list[int]:
@@ -74,8 +75,10 @@ def powers(most: int) -> list[int]:
 
 
 def grids(model: ModelConfig, machine: Machine, ranks: int) -> Iterator[Job]:
-    """4D grids: G_x and G_y as the tensor-parallel grid, G_z ranks that share parameters, the rest data-parallel; every
-    block recomputed, in the largest microbatches that fit."""
+    """Yields 4D grids with every block recomputed, each with the largest microbatch that fits.
+
+    The tensor-parallel grid is G_x and G_y, G_z ranks share parameters, and the other ranks are data-parallel.
+    """
     batch = TOKENS // SEQUENCE if ranks & (ranks - 1) == 0 else ranks
     for x, y in product(powers(16), powers(4)):
         data, left = divmod(ranks, x * y)
@@ -105,7 +108,7 @@ AXONN = load_profile("axonn-frontier")
 
 
 def shares(name: str) -> list[float]:
-    """Per cent of the peak in the fastest grid of each row, recomputation counted as the source does (Narayanan et al.)."""
+    """Returns the per cent of the peak of each row's fastest grid. FLOPs include recomputation, as in Narayanan et al."""
     machine, profile, found = load_machine(name), load_profile(f"axonn-{name}"), []
     for ranks, size, _ in MEASURED[name]:
         layers, hidden, heads = GPT[size]
@@ -121,9 +124,9 @@ def shares(name: str) -> list[float]:
 
 @pytest.mark.parametrize(("name", "error"), [("perlmutter", 0.10), ("frontier", 0.10), ("alps", 0.15)])
 def test_weak_scaling_of_axonn(name: str, error: float) -> None:
-    """One constant for each machine."""
+    """One constant is fitted for each machine."""
     predicted, measured = shares(name), [share for _, _, share in MEASURED[name]]
     print([round(each, 1) for each in predicted])
     assert median(abs(a / b - 1) for a, b in zip(predicted, measured)) < error
-    if name == "frontier":  # level up to 8,192 ranks, and then less and less
+    if name == "frontier":  # constant up to 8,192 ranks, then falling
         assert min(predicted[:5]) > predicted[5] > predicted[6]

@@ -1,4 +1,4 @@
-"""The search finds what trying everything finds, and says what is wrong with a question that has no answer."""
+"""The search finds the plans of an exhaustive search, and explains why a job has no plan."""
 
 import random
 from dataclasses import replace
@@ -43,7 +43,7 @@ GROWING = ModelConfig(
 
 
 def machine(**changes: float) -> Machine:
-    """With buffers of communicators that are as small, beside those of NCCL, as its memory is."""
+    """Returns a machine whose communicators have buffers as small, relative to NCCL's, as its memory is."""
     buffers = Communicator(buffer=2.0**14)
     return load_machine("dgx-a100").model_copy(update={"communicator": buffers, **changes})
 
@@ -54,7 +54,7 @@ def question(model: ModelConfig, ranks: int = 16, batch: int = 32, **changes: fl
 
 
 def everything(asked: Job) -> list[Timed]:
-    """Every layout that fits, the fastest first."""
+    """Returns every layout that fits, the fastest first."""
     layouts = [
         placed
         for candidate in candidates(asked.undivided)
@@ -76,7 +76,8 @@ def division(plan: Plan | Timed) -> tuple[int, ...]:
     in_turns(
         [
             question(DENSE, 4, 8),
-            question(DENSE, 8, 8, memory=4.2e8),  # so small that state is shared out and activations recomputed
+            # So little memory that state is sharded and activations are recomputed
+            question(DENSE, 8, 8, memory=4.2e8),
             question(SPARSE, 4, 4, memory=8e8),
             question(DENSE, 8, 8, alone=4.0, overlap=0.0),
             question(SPARSE, 4, 4, memory=8e8).changed(moe={"dispatch": "allgather"}, recompute_collectives="repeat"),
@@ -107,7 +108,7 @@ def test_what_a_configuration_says_is_part_of_every_plan() -> None:
             1.5,
         )
         assert not found.state.reshard_after_forward
-        assert SPARSE.heads // found.mesh.tp_out % found.mesh.cp == 0  # Ulysses divides them
+        assert SPARSE.heads // found.mesh.tp_out % found.mesh.cp == 0  # Ulysses divides the heads
 
 
 def test_a_vocabulary_that_does_not_divide_is_divided_all_the_same() -> None:
@@ -156,7 +157,7 @@ def test_a_model_that_fits_nowhere() -> None:
     assert "the smallest machine that has it is laptop" in str(error.value)
 
 
-# ---- Where stages lie, and nodes that are not equally near ----
+# ---- Places of stages, and nodes with unlike links ----
 
 
 def test_stages_side_by_side_send_on_the_node_and_reduce_between_nodes() -> None:
@@ -178,13 +179,15 @@ def _thin(network: float, links: list[list[float]] | None = None) -> Machine:
 
 
 def clusters(kinds: list[int], near: float = 1e11, far: float = 1e9) -> list[list[float]]:
-    """Links of nodes, near to those of the same kind (even or odd) and far from the others."""
+    """Returns links that are fast between nodes of one kind (even or odd) and slow between the kinds."""
     return [[near if (a - b) % 2 == 0 else far for b in kinds] for a in kinds]
 
 
 def test_nodes_of_two_clusters_are_put_in_order() -> None:
-    """Four nodes in two clusters, given by turns: neighbours in the order of the ranks are of one cluster, and a step takes
-    as long as with nodes that were given so, and less than in the order as given."""
+    """Neighbours in the order of ranks belong to one of the two clusters, whose nodes alternate.
+
+    A step takes as long as with nodes that are already sorted, and less than in the given order.
+    """
     links = clusters([0, 1, 2, 3])
     asked = replace(question(DENSE, 32, 32), machine=_thin(1e11, links))
     best = search(asked, 3)[0]
@@ -204,7 +207,7 @@ def test_nodes_of_two_clusters_are_put_in_order() -> None:
 
 
 def test_a_job_takes_the_nodes_that_are_near() -> None:
-    """Two of four nodes, of which the second and the fourth are near to each other."""
+    """A job on two of four nodes takes the second and the fourth, which are near to each other."""
     links = clusters([0, 1, 2, 3])
     links[0][2] = links[2][0] = 2e9
     asked = replace(question(DENSE, 16, 16), machine=_thin(1e11, links))
@@ -223,7 +226,7 @@ def test_links_that_are_alike_change_nothing() -> None:
 # ---- The Optimus paper's layouts on 3,072 tiles of Aurora ----
 
 
-PAPER = [  # pipeline and expert ranks
+PAPER = [  # pipeline ranks and expert ranks
     ("mula-1b", 1, 1),
     ("mula-7b-a1b", 1, 1),
     ("mula-20b-a2b", 1, 12),
@@ -233,7 +236,7 @@ PAPER = [  # pipeline and expert ranks
 
 
 def on_aurora(name: str) -> Job:
-    """A sequence of 2,048 tokens for each tile, gradients reduced in bf16 (section 2.1)."""
+    """Returns the job with a sequence of 2,048 tokens for each tile and gradients reduced in bf16 (section 2.1)."""
     model = model_config_from(resolve_model(name)["model"], "")
     halved = Profile().model_copy(update={"gradient": 2.0, "reduced": 2.0})
     return job(model, load_machine("aurora"), Mesh(dp=3072), 2048, 1, 1, halved)
@@ -253,9 +256,10 @@ def test_the_papers_layout_of_mula_1b_is_among_the_ten_best() -> None:
     ],
 )
 def test_why_others_are_better(name: str, pp: int, ep: int, recompute: list[str], better: Mesh) -> None:
-    """docs/planner.md: with a sequence per tile, most of what the paper's layouts lose is reducing gradients and sending
-    tokens to experts; smaller stages and fewer expert-parallel ranks, in a schedule with a smaller bubble, lose less, and
-    fit."""
+    """The paper's layouts lose most time to reducing gradients and sending tokens to experts (docs/planner.md).
+
+    Smaller stages, fewer expert ranks and a schedule with a smaller bubble lose less, and fit.
+    """
     asked = on_aurora(name)
     mesh = Mesh(pp=pp, dp=3072 // pp, ep=ep, ranks_per_node=12)
     paper = changed(asked, mesh, pp, sequence=False, shard="optimizer", recompute=recompute)
@@ -269,14 +273,15 @@ def test_why_others_are_better(name: str, pp: int, ep: int, recompute: list[str]
 
 
 def test_room_is_left_for_the_buffers_of_communicators() -> None:
-    """Without their buffers, this search's fourth plan would take 76.5 GB, and its 17 communicators 3.8 GB."""
+    """The search leaves room for communicators: its fourth plan would take 76.5 GB without them, and 17 of them take
+    3.8 GB."""
     asked = job_of(configured("mula-7b-a1b", [], 32), load_machine("dgx-h100"), Mesh(dp=32, ranks_per_node=8))
     plans, memory = search(asked, best=4), asked.machine.memory
     buffers = [communicators_of(plan.job)[1] for plan in plans]
     assert all(each > 0 for each in buffers)
     assert all(plan.memory.total + each <= 0.92 * memory for plan, each in zip(plans, buffers))
     assert [usable(asked.machine) - each for each in buffers] == [room_of(plan.job) for plan in plans]
-    # With as much memory as the first needs without them, another comes first.
+    # With the memory that the first plan needs without communicators, another plan is best.
     tight = replace(asked, machine=asked.machine.model_copy(update={"memory": plans[0].memory.total / 0.92 + 1}))
     (plan,) = search(tight, best=1)
     assert plan.memory.total + communicators_of(plan.job)[1] <= 0.92 * tight.machine.memory
@@ -286,7 +291,7 @@ def test_room_is_left_for_the_buffers_of_communicators() -> None:
 @pytest.mark.parametrize("tiles", [384, 12_288])
 @pytest.mark.parametrize(("name", "pp", "ep"), PAPER)
 def test_communicators_of_the_papers_layouts(name: str, pp: int, ep: int, tiles: int) -> None:
-    """However many tiles there are, no more than 10 on each, whose buffers take no more than 3 GB, 5 % of its memory."""
+    """A tile has at most 10 communicators, whose buffers take at most 3 GB, 5 % of its memory, on any number of tiles."""
     aurora = load_machine("aurora")
     mesh = Mesh(pp=pp, dp=tiles // pp, ep=ep, ranks_per_node=12, pipeline_stride=12 if pp > 1 else None)
     asked = job_of(configured(name, [], tiles), aurora, mesh)

@@ -1,4 +1,4 @@
-"""Seconds of a step: bubbles, recomputation, what hides behind computing, and how a pipeline is cut."""
+"""Seconds of a step: bubbles, recomputation, communication behind computation, and stage partitions."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from optimus.plan.machine import Machine, load_machine
 from optimus.plan.step import StepTime, blocks_of_stages, step_time
 
 MACHINE = load_machine("dgx-a100")
-# A small vocabulary, so that all stages take as long.
+# A small vocabulary gives all stages the same time.
 GATED = ModelConfig(family="olmo", layers=16, hidden=4096, heads=32, intermediate=16384, vocab=64, tie_embeddings=True)
 DENSE = GATED.model_copy(update={"gated": False})
 SPARSE = ModelConfig(
@@ -45,7 +45,7 @@ def test_terms_add_up_to_the_step() -> None:
 
 
 def test_model_flops_never_pass_the_peak() -> None:
-    flops = flops_per_token(DENSE, JOB.train.sequence_length // 2)  # of half the scores
+    flops = flops_per_token(DENSE, JOB.train.sequence_length // 2)  # causal: half of the scores
     utilisation = flops * JOB.tokens / step(JOB).seconds / MACHINE.rates("bf16").peak
     assert 0.4 < utilisation < 0.87
 
@@ -125,7 +125,7 @@ def test_more_work_takes_longer(change: dict[str, Any]) -> None:
     assert step(changed(JOB, **change)).seconds > step(JOB).seconds
 
 
-# ---- How a pipeline is cut ----
+# ---- Stage partitions ----
 
 
 def lengths(layers: int, stages: int, blocks: tuple[int, ...] | None = None) -> list[int]:
@@ -161,7 +161,7 @@ def stalled(**changes: Any) -> float:
 
 
 def test_a_checkpoint_is_waited_for_in_parts() -> None:
-    """Copied over the link to the host, written by all ranks of a node at once; every hundredth step."""
+    """A checkpoint is copied over the link to the host, then all ranks of a node write at once."""
     whole = STATE / MACHINE.host.link + STATE * MACHINE.ranks_per_node / MACHINE.host.storage
     assert stalled() == pytest.approx(whole / NEVER, rel=1e-3)
     assert stalled(every=100) == pytest.approx(whole / 100, rel=1e-3)
@@ -169,7 +169,7 @@ def test_a_checkpoint_is_waited_for_in_parts() -> None:
     assert shared == pytest.approx(whole / 8 / 100, rel=1e-3)
     assert stalled(every=100, scattered=False, mesh=Mesh(dp=8)) == pytest.approx(whole / 100, rel=1e-3)
     weights = stalled(every=100, weights_every=50) - stalled(every=100)
-    assert weights == pytest.approx(whole / 6 / 50, rel=1e-3)  # 2 bytes of 12
+    assert weights == pytest.approx(whole / 6 / 50, rel=1e-3)  # 2 of 12 bytes
 
 
 def test_a_checkpoint_beside_the_training_is_waited_for_when_the_next_is_due() -> None:
@@ -191,13 +191,16 @@ SHARED = MACHINE.model_copy(update={"alone": 4.0})
 
 
 def test_what_ranks_leave_idle_the_others_use() -> None:
-    """Four stages side by side on a node that computes as fast with fewer ranks: no bubble. Of stages on nodes of their own
-    nobody uses it."""
+    """Ranks that share cores use the time of idle ranks, so four stages on one node have no bubble.
+
+    Stages on nodes of their own have one.
+    """
     asked = changed(JOB, mesh=Mesh(pp=4), layers_per_stage=even_stages(16, 4))
     here, there = (step(asked, machine=machine) for machine in (SHARED, MACHINE))
     assert here.terms["pipeline"] == 0 < there.terms["pipeline"]
     alone = step(JOB)
-    assert here.terms["matmul"] == pytest.approx(alone.terms["matmul"] / 4, rel=0.02)  # the ends count a little
+    # Embedding and output layer add a little
+    assert here.terms["matmul"] == pytest.approx(alone.terms["matmul"] / 4, rel=0.02)
     assert sum(here.terms.values()) == pytest.approx(here.seconds)
     apart = changed(asked, mesh=Mesh(pp=4, dp=8))
     assert step(apart, machine=SHARED) == step(apart, machine=MACHINE)

@@ -1,4 +1,4 @@
-"""A run with a teacher as the planner sees it: what it holds, what it takes, and where it can be."""
+"""A run with a teacher as the planner sees it: its memory, its time, and the stage that holds the teacher."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def model(hidden: int, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two models, of another width and depth than the student, and with experts."""
+    """Returns paths of two models: one of another width and depth than the student, and one with experts."""
     place, paths = tmp_path_factory.mktemp("teachers"), []
     for number, fields in enumerate(({"layers": 3}, {"family": "olmoe", "experts": 4, "experts_per_token": 2})):
         made = Transformer(ModelConfig(**model(96, **fields)))
@@ -67,7 +67,7 @@ def job_of(config: dict[str, Any], ranks: int = 1, machine: str = "laptop") -> J
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_it_takes_what_a_run_holds(config: dict[str, Any], precision: str) -> None:
-    """At rest to the byte; with activations, its hidden states and the logits of a block of rows, at the peak."""
+    """Memory at rest is exact; the peak includes the teacher's hidden states and the logits of a block of rows."""
     config["train"] |= {"precision": precision, "global_batch": MICRO_BATCH}
     tree, job = load_config(config), job_of(config)
     staged, state = build(tree, Groups(mesh_of(tree, 1)))
@@ -78,7 +78,7 @@ def test_it_takes_what_a_run_holds(config: dict[str, Any], precision: str) -> No
     held = allocations.current
     assert memory.parts["teacher"] == held == dry_run(job, 0)["teacher"]
     tokens_BS = torch.randint(VOCAB, (MICRO_BATCH, CONTEXT), generator=torch.Generator().manual_seed(0))
-    for _ in range(2):  # what is made once is there in the second
+    for _ in range(2):  # the second pass allocates only what each pass allocates
         state.begin_step()
         with tracking() as allocations:
             accumulate_gradients(staged, state, tokens_BS, tree)
@@ -88,7 +88,10 @@ def test_it_takes_what_a_run_holds(config: dict[str, Any], precision: str) -> No
 
 
 def test_a_step_waits_for_it(config: dict[str, Any]) -> None:
-    """For its forward passes and the divergence, in every microbatch; over whole sequences on a context-parallel rank."""
+    """Each microbatch waits for the teachers' forward passes and the divergence.
+
+    A context-parallel rank runs teachers on whole sequences.
+    """
     taught, alone = predict(job_of(config)).step, predict(job_of(without(config))).step
     assert taught.terms["teacher"] == pytest.approx(taught.seconds - alone.seconds)
     one = [predict(job_of(config | {"train": config["train"] | {"teacher": [path]}})).step.terms["teacher"]
@@ -108,7 +111,7 @@ def test_the_last_stage_has_it(config: dict[str, Any]) -> None:
 
 
 def test_recomputation_leaves_room_for_it(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of `recompute: auto`, in a run and in its plan: the teacher takes of the same memory."""
+    """The budget of `recompute: auto` excludes the teacher's memory, in a run and in its plan."""
     left = list[int]()
 
     def choose(model: Any, budget: int, *sizes: Any) -> tuple[Recomputation, Activations]:

@@ -1,4 +1,4 @@
-"""What update rules keep, save and compute is in the plans of this library's runs."""
+"""Plans include the memory, the checkpoint bytes and the time of every update rule."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ from optimus.resolve.memory import fullest_shards
 from optimus.state.plan import ChunkPlan
 
 HIDDEN, LAYERS, VOCAB, RANKS = 256, 8, 4096, 8
-# Of each layer seven square matrices: the query, key and value projections and that of the output; gate, up and down.
+# A layer has seven square matrices: queries, keys, values and their output; gate, up and down.
 SHAPE = {"layers": LAYERS, "hidden": HIDDEN, "heads": 4, "intermediate": HIDDEN, "vocab": VOCAB}
 MATRICES, REST = 7 * LAYERS * HIDDEN**2, 2 * VOCAB * HIDDEN
 RULES = {
@@ -56,16 +56,18 @@ def state(memory: Memory) -> float:
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 def test_state_of_rules_is_exact(rule: str, shard: str, precision: str) -> None:
-    """56 equal matrices on 8 ranks: as many on each."""
+    """Each of 8 ranks has as many of 56 equal matrices."""
     job = asking(*RULES[rule], f"state.shard={shard}", f"train.precision={precision}")
     found = dry_run(job, 0)
     held = sum(found[kind] for kind in ("parameters", "gradients", "master", "moments"))
-    tolerance = 0.02 if rule in ("groups", "frozen") and shard != "none" else 1e-4  # then not as many on each
+    # These ranks have unequal numbers of matrices
+    tolerance = 0.02 if rule in ("groups", "frozen") and shard != "none" else 1e-4
     assert state(predict(job).memory) == pytest.approx(held, rel=tolerance)
 
 
 def fullest(plans: list[ChunkPlan], depth: int) -> int:
-    """Elements that the fullest rank has of the matrices of Muon after so many steps, by replicas."""
+    """Returns the elements of Muon's matrices on the fullest rank after `depth` sharding steps, summed over replica
+    groups."""
     found: dict[tuple[str, ...], list[int]] = {}
     for plan in plans:
         if isinstance(plan.rule, Muon):
@@ -90,7 +92,7 @@ def fullest(plans: list[ChunkPlan], depth: int) -> int:
 )
 @pytest.mark.parametrize("preset", ["mula-tiny", "mula-tiny-moe"])
 def test_a_rank_with_more_matrices_than_others(preset: str, layout: list[str]) -> None:
-    """Whole ones of several sizes, 24 ranks: the plan is of the fullest rank of the stage."""
+    """The plan is that of the stage's fullest rank, for whole matrices of several sizes on 24 ranks."""
     job = asking("optimizer.name=muon", "state.shard=parameters", *layout, ranks=24, preset=preset)
     mesh, predicted = job.mesh, predict(job).memory
     plans = run_of(job).chunk_plans(predicted.rank * mesh.block)
@@ -98,7 +100,7 @@ def test_a_rank_with_more_matrices_than_others(preset: str, layout: list[str]) -
     held = [each for each in chunk_groups(job, (counts,)) if each.matrices]
     for depth in range(len(held[0].steps) + 1):
         assert sum(each.after(depth) for each in held) == fullest(plans, depth)
-    if "shard_ranks" not in "".join(layout):  # then no rank is the fullest after every step
+    if "shard_ranks" not in "".join(layout):  # otherwise no rank is the fullest after every step
         assert state(predicted) == pytest.approx(sum(fullest_shards(plans).values()), rel=1e-3)
 
 
@@ -121,7 +123,7 @@ def test_what_is_waited_for_while_checkpoints_are_written() -> None:
     adamw, muon = waited(), waited(*RULES["muon"])
     assert muon / adamw == pytest.approx((8 * MATRICES + 12 * REST) / (12 * (MATRICES + REST)), rel=1e-3)
     assert waited("train.freeze=[embedding]") / adamw == pytest.approx(1 - REST / 2 / (MATRICES + REST), rel=1e-3)
-    weights = "checkpoint.weights_every=10"  # of an average they are fp32
+    weights = "checkpoint.weights_every=10"  # weights of an average are fp32
     assert waited(weights) / adamw == pytest.approx(14 / 12, rel=1e-3)
     assert waited(weights, *RULES["schedule-free"]) / adamw == pytest.approx(16 / 12, rel=1e-3)
 
@@ -133,7 +135,7 @@ def test_what_if_state_were_smaller() -> None:
 
 # ---- Time ----
 
-# Products at one rate, whatever their size, and memory that takes no time.
+# All products have one rate, and memory takes no time.
 EVEN = load_machine("dgx-a100")
 EVEN = EVEN.model_copy(
     update={
@@ -147,7 +149,7 @@ RATE = EVEN.rates("bf16").sustained_rate
 
 
 def products(rows: int, columns: int) -> float:
-    """Seconds of five steps: X X^T, its square, and the product of both with X."""
+    """Returns the seconds of five Newton-Schulz steps: X X^T, its square, and the product of both with X."""
     short, long = sorted((rows, columns))
     return 5 * 2 * short**2 * (2 * long + short) / RATE
 
@@ -162,7 +164,7 @@ def updating(*overrides: str, ranks: int = RANKS) -> float:
     [(1, "none", 56), (8, "none", 56), (8, "optimizer", 7), (24, "optimizer", 3), (64, "optimizer", 1)],
 )
 def test_products_of_muon(ranks: int, shard: str, number: int) -> None:
-    """As many whole matrices as the busiest rank has."""
+    """The update takes the products of as many matrices as the fullest rank has."""
     found = updating(f"state.shard={shard}", ranks=ranks)
     assert found == pytest.approx(number * products(HIDDEN, HIDDEN), rel=1e-3)
 
@@ -179,7 +181,7 @@ def test_only_those_that_muon_updates() -> None:
 
 @pytest.mark.parametrize("tile", [1, 1 << 20])
 def test_matrices_that_tensor_parallelism_splits_are_exchanged(tile: int) -> None:
-    """As many as a tile has room for, and at least one for each of the two ranks, of whatever parameters."""
+    """A tile exchanges as many matrices as fit, and at least one for each of the two ranks."""
     found = updating("parallel.tensor=2", f"state.tile={tile}", ranks=2)
 
     def once(together: int) -> float:

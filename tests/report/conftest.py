@@ -1,4 +1,4 @@
-"""A run folder as a run writes it, of any length."""
+"""Run folders of any length, with the files that a run writes."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import yaml
 
 
 def _make(path: Path, steps: int = 40, *, vocab: int = 256, tokenizer: str = "abc", **changed: Any) -> Path:
-    """`changed` replaces the metrics of all steps from half of the run on."""
+    """Makes a run folder; `changed` replaces metrics of all steps in the second half of the run."""
     path.mkdir(parents=True)
     with (path / "metrics.jsonl").open("w") as metrics, (path / "experts.jsonl").open("w") as experts:
         for step in range(1, steps + 1):
@@ -39,12 +39,12 @@ def _make(path: Path, steps: int = 40, *, vocab: int = 256, tokenizer: str = "ab
 
 @pytest.fixture
 def make_run() -> Callable[..., Path]:
-    """Make a run folder at a path."""
+    """Returns the function that makes a run folder at a path."""
     return _make
 
 
 def embedded(page: str) -> Any:
-    """The data in a page; JSON of the standard, which has no NaN."""
+    """Returns the data embedded in a page. The JSON must be standard, without NaN."""
     text = page.split('<script type="application/json" id="data">')[1].split("</script>")[0]
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 

@@ -1,5 +1,8 @@
-"""Pages in a browser: the verdict first, all charts drawn, nothing on the console, no request, wide and narrow, light and
-dark, by keyboard, readable. That of a run with failures is in `tests/testing/test_lab.py`."""
+"""Pages in a browser: the verdict first, every chart drawn, no console output, no request.
+
+Pages are readable wide and narrow, light and dark, and by keyboard. The page of a run with failures is in
+`tests/testing/test_lab.py`.
+"""
 
 import json
 from collections.abc import Callable
@@ -19,7 +22,7 @@ pytestmark = needs_browser
 
 
 def draws_anew(shown: Any, *keys: str) -> bool:
-    """Whether the keys change the first chart."""
+    """Returns whether the keys change the first chart."""
     before = picture(shown)
     for key in keys:
         shown.keyboard.press(key)
@@ -43,7 +46,7 @@ def test_runs(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     write_samples(run)
     write_report([run, *others], tmp_path / "three.html")
     with browser() as chromium:
-        # Six curves; of each run time and memory, and two canvases of the load of experts.
+        # Six curves; for each run time and memory, and two canvases of the expert load.
         for name, charts, canvases, widths in (("one", 8, 10, (1280, 390)), ("three", 12, 18, (390, 1280))):
             shown, found = opened(chromium, tmp_path / f"{name}.html", widths)
             assert (found["charts"], len(found["canvases"]), found["lanes"]) == (charts, canvases, 4)
@@ -52,7 +55,7 @@ def test_runs(tmp_path: Path, make_run: Callable[..., Path]) -> None:
 
 
 def keys_do_what_the_mouse_does(shown: Any) -> None:
-    """On a page of three runs."""
+    """Keys do the same as the mouse, on a page of three runs."""
     whole = picture(shown)
     chart, button = shown.locator(".chart").first, shown.get_by_role("button", name="Whole curves")
     for key in ("Enter", "Space"):
@@ -67,7 +70,7 @@ def keys_do_what_the_mouse_does(shown: Any) -> None:
     assert picture(shown) == whole
     shown.keyboard.press("ArrowRight")
     said = [each.inner_text() for each in chart.locator(".u-value").all() if each.is_visible()]
-    assert said[0].replace(",", "").isdecimal()  # tokens
+    assert said[0].replace(",", "").isdecimal()  # the tokens
     assert all(each in shown.locator("#said").inner_text() for each in said)
 
     entry = chart.locator(".u-series th").last
@@ -95,7 +98,7 @@ def keys_do_what_the_mouse_does(shown: Any) -> None:
 
 
 def refreshed(shown: Any) -> None:
-    """With `--serve`, new data leaves zoom, hidden curves, what is open, and the focus as they are."""
+    """New data of `--serve` keeps zoom, hidden curves, open sections and the focus."""
     chart, summary = shown.locator(".chart").first, shown.locator("summary").first
     chart.focus()
     shown.keyboard.press("+")
@@ -104,10 +107,8 @@ def refreshed(shown: Any) -> None:
     before = picture(shown)
     shown.evaluate("refresh(structuredClone(data))")
     assert picture(shown) == before
-    assert [each.is_visible() for each in chart.locator(".u-series.u-off").all()] == [
-        False,
-        True,
-    ]  # as measured, smoothed
+    # The measured values are hidden, the smoothed ones are visible.
+    assert [each.is_visible() for each in chart.locator(".u-series.u-off").all()] == [False, True]
     assert shown.locator("details").first.evaluate("each => each.open")
     assert summary.evaluate("each => each === document.activeElement")
 
@@ -119,7 +120,7 @@ def test_a_value_that_is_not_finite_is_said(tmp_path: Path, make_run: Callable[.
         chart = shown.locator(".chart").first
         assert chart.locator(".u-value").last.inner_text() == "-inf"
         chart.focus()
-        smoothed = (0.9 * 0.1 * 4.975 + 0.1 * 4.95) / 0.19  # of the first two steps
+        smoothed = (0.9 * 0.1 * 4.975 + 0.1 * 4.95) / 0.19  # the mean of the first two steps
         for key, value in (
             ("ArrowRight", "-inf"),
             ("Shift+ArrowLeft", f"{smoothed:.3f}"),
@@ -142,7 +143,7 @@ def write_samples(run: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_what_comes_first_and_what_is_folded(tmp_path: Path, make_run: Callable[..., Path], scheme: str) -> None:
-    """In each window, and by the rules of axe-core in its colours."""
+    """The page is in order in each window, and passes the rules of axe-core in its colours."""
     run = make_run(tmp_path / "run", z_loss=0.0, skipped_steps=0)
     write_samples(run)
     with (run / "events.jsonl").open("a") as file:
@@ -161,7 +162,7 @@ def test_what_comes_first_and_what_is_folded(tmp_path: Path, make_run: Callable[
 
 
 def comes_first(shown: Any, text: str) -> None:
-    """From the top down: the verdict, four numbers, the loss, and then the rest."""
+    """The verdict comes first, then four numbers, the loss, and the rest."""
     shown.evaluate("scrollTo(0, 0)")  # the controls stay in the window
     tops = [
         shown.locator(each).first.bounding_box()["y"]
@@ -175,30 +176,31 @@ def comes_first(shown: Any, text: str) -> None:
     numbers = [each.inner_text() for each in shown.locator(".numbers .large").all()]
     assert numbers == ["2", "4.037", "256", "20,480"]
     assert shown.locator("section h2").first.inner_text().startswith("Loss")
-    assert text.index("x20") < text.index("(white space alone)") < text.index("Earlier")  # generated text, newest first
+    # Generated samples, newest first
+    assert text.index("x20") < text.index("(white space alone)") < text.index("Earlier")
 
 
 def has_the_colours(shown: Any, dark: bool) -> None:
-    """Of the page and of a chart, which a change of the system's colours draws anew."""
+    """The page and a chart have the colours of the system's scheme; changing the scheme redraws the chart."""
     light = "each => getComputedStyle(each).backgroundColor.match(/[0-9.]+/g).slice(0, 3).every(part => part > 128)"
     assert [shown.locator(each).first.evaluate(light) for each in ("body", ".panel")] == [not dark] * 2
     before = picture(shown)
     for other in (True, False):
         shown.emulate_media(color_scheme="dark" if dark != other else "light")
         is_so = "([before, other]) => (document.querySelector('canvas').toDataURL() !== before) === other"
-        shown.wait_for_function(is_so, arg=[before, other])  # a busy machine draws it later
+        shown.wait_for_function(is_so, arg=[before, other])  # a busy machine draws later
         assert (picture(shown) != before) == other
 
 
 def reads_events_without_scrolling(shown: Any) -> None:
-    """In 390 pixels each event is a list of what it has; a screen reader has the table nevertheless."""
+    """Each event is a list of its fields at 390 pixels, while a screen reader gets the table."""
     events = shown.locator("section", has=shown.get_by_role("heading", name="Events"))
     region = events.get_by_role("region")
     assert region.evaluate("each => each.scrollWidth - each.clientWidth") <= 0
     rows = events.get_by_role("row").all()
     assert len(rows) == 4
     cells = [[each for each in row.get_by_role("cell").all() if each.is_visible()] for row in rows[1:]]
-    assert [len(each) for each in cells] == [6, 4, 4]  # nothing of what an event has not
+    assert [len(each) for each in cells] == [6, 4, 4]  # fields without a value are left out
     for cell in chain(*cells):
         box = cell.bounding_box()
         assert box["x"] >= 0
@@ -209,7 +211,7 @@ def reads_events_without_scrolling(shown: Any) -> None:
 
 
 def unfolds_what_is_zero(shown: Any) -> None:
-    """By a key; what is inside is then as wide as the others."""
+    """A key unfolds the charts of metrics that are 0 throughout; inside, charts are as wide as the others."""
     fold, widths = shown.locator("details.zero"), "all => all.map(each => each.clientWidth)"
     assert fold.locator("summary").inner_text() == "0 throughout: Skipped steps, Router z-loss"
     assert fold.locator(".chart").count() == 2
@@ -232,12 +234,14 @@ _RED_ROWS = """(canvas, colour) => {
     if (is) rows.push(Math.floor(at / 4 / width));
   }
   return [rows[0], rows.at(-1), height];
-}"""  # of a canvas: the first and the last row of pixels that has the colour, and its height
+}"""  # for a canvas: first and last row of pixels with the colour, and the height
 
 
 def test_runs_of_unequal_length(tmp_path: Path, make_run: Callable[..., Path]) -> None:
-    """They are compared on tokens, and on their share; a failure is on the curve of its own run alone; legends have the last
-    values, also of the shorter run behind its end."""
+    """Runs are compared on tokens and on their share of the run, and a failure marks only the curve of its own run.
+
+    Legends have the last values, also those of a shorter run after its end.
+    """
     short, long = make_run(tmp_path / "short"), make_run(tmp_path / "long", steps=200)
     (short / "events.jsonl").unlink()
     write_report([short, long], tmp_path / "two.html")
@@ -262,7 +266,7 @@ def test_runs_of_unequal_length(tmp_path: Path, make_run: Callable[..., Path]) -
 
         slider = shown.get_by_label("Smoothing")
         slider.focus()
-        shown.keyboard.press("Home")  # as measured
+        shown.keyboard.press("Home")  # no smoothing
         assert legend() == ["last", "4", "4"]
         assert "short: 4" in chart.get_attribute("aria-label")
         for name, ends in (("share", ["100 %", "4", "4"]), ("seconds", ["6.7 min", "4 (last)", "4"])):

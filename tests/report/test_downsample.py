@@ -1,4 +1,4 @@
-"""Fewer points: every peak, every gap and both ends are among them."""
+"""Downsampled curves keep every peak, every gap and both ends."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The list of runs: sorted, filtered, as JSON and as a table."""
+"""The list of runs is sorted, filtered, and printed as JSON or as a table."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Whatever the files of a run folder hold, it has a page and a line of the list, and hides no other."""
+"""A run folder with malformed files still has a page and a line of the list, and hides no other run."""
 
 import json
 import os
@@ -60,7 +60,7 @@ CONTENTS = [
 
 @pytest.fixture
 def folders(tmp_path: Path, make_run: Make) -> list[Path]:
-    """Run folders of which each has one odd file."""
+    """Returns run folders, each with one malformed file."""
     for number, (name, content) in enumerate(CONTENTS):
         file = make_run(tmp_path / "runs" / f"{number:02}-{name.replace('/', '-')}", steps=4) / name
         file.parent.mkdir(exist_ok=True)
@@ -79,7 +79,7 @@ def test_each_has_a_page(folders: list[Path], tmp_path: Path, make_run: Make) ->
 
 
 def test_each_has_a_line(folders: list[Path], tmp_path: Path, make_run: Make) -> None:
-    """And so have one that cannot be read, one whose name is no Unicode, and the good one among them, in any order."""
+    """Each folder has a line in any order, also one that cannot be read and one whose name is not Unicode."""
     assert len(folders) == 36
     unreadable = make_run(tmp_path / "runs" / "unreadable")
     (unreadable / "events.jsonl").unlink()
@@ -101,6 +101,6 @@ def test_each_has_a_line(folders: list[Path], tmp_path: Path, make_run: Make) ->
 
 
 def test_a_pages_title_is_text(tmp_path: Path, make_run: Make) -> None:
-    """Also of a folder whose name is no Unicode."""
+    """The title is text also for a folder whose name is not Unicode."""
     write_report([make_run(tmp_path / os.fsdecode(b"a\xff"))], tmp_path / "page.html")
     assert r"Report of a\xff" in (tmp_path / "page.html").read_text(encoding="utf-8")

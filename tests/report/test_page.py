@@ -1,4 +1,4 @@
-"""The page holds what the files hold, whatever state they are in; bad input is one message."""
+"""The page holds the contents of the files, complete or damaged; bad input gives one message."""
 
 import json
 import math
@@ -20,7 +20,7 @@ Make = Callable[..., Path]
 
 
 def test_the_page_holds_what_the_files_hold(tmp_path: Path, make_run: Make) -> None:
-    """Each metric of each step, NaN and gaps among them; the load of experts, parts of time and memory, events."""
+    """The page has each metric of each step, with NaN and gaps, the expert load, parts of time and memory, and events."""
     run = make_run(tmp_path / "run", loss=math.nan, grad_norm=None)
     write_report([run], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
@@ -40,11 +40,12 @@ def test_the_page_holds_what_the_files_hold(tmp_path: Path, make_run: Make) -> N
     assert [(each["kind"], each["step"]) for each in found["events"]] == [("failure", 10), ("recovered", 11)]
     assert found["clock"]["seconds"][-1] == 80
     assert "model_flops_utilization" not in found["series"]
-    assert text.count("</script>") == 4  # that of an event's text is none
+    assert text.count("</script>") == 4  # an event's text ends no script
 
 
 def test_evaluations_that_are_kept_with_the_run(tmp_path: Path, make_run: Make) -> None:
-    """A row for each task and for the text of each file; what is none of `optimus evaluate` is counted, or has no rows."""
+    """Each task, and the text of each file, has a row; files that `optimus evaluate` did not write are counted or left
+    out."""
     run = make_run(tmp_path / "run")
     folder = run / "evaluations"
     folder.mkdir()
@@ -115,7 +116,7 @@ def test_steps_that_were_run_again(tmp_path: Path, make_run: Make) -> None:
 
 
 def test_a_hundred_thousand_steps(tmp_path: Path, make_run: Make) -> None:
-    """Under 5 MB, and no peak is lost."""
+    """The page of 100,000 steps is under 5 MB and keeps every peak."""
     run = make_run(tmp_path / "run", steps=2)
     draw = random.Random(0)
     names = ["loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "balance_loss", "z_loss", "data_seconds"]
@@ -132,7 +133,7 @@ def test_a_hundred_thousand_steps(tmp_path: Path, make_run: Make) -> None:
 
 
 def test_a_report_is_in_the_folder_of_its_run(tmp_path: Path, make_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several runs it is in the current folder, and no run's own report is written over."""
+    """The report of several runs is in the current folder, and overwrites no run's own report."""
     runs = [make_run(tmp_path / name) for name in ("$NO_SUCH_VARIABLE", "b")]
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -149,7 +150,7 @@ def test_a_report_is_in_the_folder_of_its_run(tmp_path: Path, make_run: Make, mo
 
 
 def test_samples_come_newest_first(tmp_path: Path, make_run: Make) -> None:
-    """Of each step those that were written last."""
+    """Each step shows the samples written last."""
     run = make_run(tmp_path / "run")
     assert report_data([run])["runs"][0]["samples"] == []
     rows = [(10, "a"), (20, "b"), (10, "c")]
@@ -160,7 +161,7 @@ def test_samples_come_newest_first(tmp_path: Path, make_run: Make) -> None:
 
 
 def test_charts_that_are_0_throughout(tmp_path: Path, make_run: Make) -> None:
-    """They are known, if no run has anything else in them."""
+    """A chart that is 0 throughout is marked, unless some run has other values."""
 
     def zero(*runs: Path) -> list[str]:
         return [key for chart in report_data(runs)["charts"] if chart["zero"] for key in chart["keys"]]
@@ -203,7 +204,7 @@ def test_losses_of_other_tokenizers_are_not_compared(tmp_path: Path, make_run: M
 
 
 def test_states(tmp_path: Path, make_run: Make) -> None:
-    """Finished; failed and why; stopped; running, by a lease that is young."""
+    """States are finished, failed with a reason, stopped, and running, which a recent lease shows."""
     assert read_folder(make_run(tmp_path / "finished")).state == ("finished", "")
 
     def cut(name: str, *events: dict[str, object]) -> Path:

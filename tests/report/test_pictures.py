@@ -1,4 +1,4 @@
-"""Pictures of pages: their sizes, light and dark, and that their colours are those of the page."""
+"""Pictures of pages have the requested sizes and modes, and the colours of the page."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from helpers.browser import needs_browser
 from optimus.report.page import write_report
 
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "figures"
-LIGHT, DARK = (0xF3, 0xF5, 0xF8), (0x12, 0x16, 0x1D)  # the page's colour in report.css
+LIGHT, DARK = (0xF3, 0xF5, 0xF8), (0x12, 0x16, 0x1D)  # the page's background in report.css
 
 
 def corner(picture: Path) -> object:
@@ -31,7 +31,7 @@ def test_a_page_is_photographed_as_it_is_asked_for(tmp_path: Path, make_run: Cal
     assert Image.open(tmp_path / "dark.png").size == (390, 700)
     width, height = Image.open(tmp_path / "top.png").size
     assert width == 1280
-    assert 600 < height < 900  # the verdict, the numbers and the loss, and nothing below it
+    assert 600 < height < 900  # the verdict, the numbers and the loss alone
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The report over HTTP: on this machine alone, read anew, ports that are taken."""
+"""The report over HTTP: local addresses only, fresh data on each request, and ports in use."""
 
 import json
 import threading

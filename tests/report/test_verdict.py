@@ -1,4 +1,4 @@
-"""What a report begins with: a sentence and four numbers that are those of the files."""
+"""A report begins with a sentence and four numbers that agree with the files."""
 
 import json
 import math
@@ -17,14 +17,15 @@ Make = Callable[..., Path]
 
 
 def changed(run: Path, change: Callable[[dict[str, Any]], dict[str, Any]], steps: int | None = None) -> Path:
-    """The run with other records, and no more of them than `steps`."""
+    """Rewrites the metrics of a run, with at most `steps` records, and returns the run."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][:steps]
     (run / "metrics.jsonl").write_text("".join(json.dumps(change(each)) + "\n" for each in records))
     return run
 
 
 def test_a_run_that_has_finished(tmp_path: Path, make_run: Make) -> None:
-    """80 s of steps and 40 of checkpoints; computation takes three quarters; the best validation is not the last."""
+    """The run has 80 s of steps and 40 s of checkpoints, computation takes three quarters, and the best validation is
+    not last."""
     run = make_run(tmp_path / "run")
     changed(
         run, lambda each: each | {"checkpoint_seconds": 1.0} | ({"bits_per_byte": 1.5} if each["step"] == 30 else {})
@@ -77,7 +78,7 @@ def test_an_empty_run(tmp_path: Path) -> None:
 
 
 def test_several_runs(tmp_path: Path, make_run: Make) -> None:
-    """The best of each number and its run; no loss, where losses cannot be compared."""
+    """The verdict names the best run of each number, and leaves losses out if they cannot be compared."""
     runs = [
         make_run(tmp_path / "a", loss=3.0, tokens_per_second=100.0),
         make_run(tmp_path / "b", bits_per_byte=1.75, tokens_per_second=900.0),

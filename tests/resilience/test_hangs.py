@@ -1,4 +1,4 @@
-"""Who keeps the others waiting is found, whatever the layout and wherever in a step a rank stops."""
+"""The rank that keeps the others waiting is found in any layout, wherever in a step a rank stops."""
 
 import json
 import random
@@ -44,7 +44,7 @@ def test_where_all_or_none_wait_it_is_who_is_behind() -> None:
     for waiting in (SUM, None):
         states = {0: state(7, waiting), 1: state(6, waiting), 2: state(7, waiting)}
         assert find_culprits(states).culprits == [1]
-        # In a group of its own a rank is behind nobody; and in one that it is not in.
+        # A rank is behind nobody in a group of its own, nor in a group of other ranks.
         states = {rank: each | {"begun": each["begun"] | {str(rank): rank}} for rank, each in states.items()}
         assert find_culprits(states).culprits == [1]
         assert find_culprits({0: state(7, waiting), 1: state(7, waiting)}).culprits == []
@@ -106,7 +106,7 @@ def test_a_rank_whose_process_is_stopped_is_silent(tmp_path: Path, monkeypatch: 
 
 
 def test_who_finds_no_place_to_write_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a full disk, or where the run has gone on without this node and removed the place."""
+    """The disk may be full, or the run may have gone on without this node and removed the folder."""
     monkeypatch.setattr(hangs, "_GATHERING", 0.2)
     (tmp_path / "file").touch()
     found: list[Verdict] = []
@@ -116,7 +116,7 @@ def test_who_finds_no_place_to_write_is_silent(tmp_path: Path, monkeypatch: pyte
 
 
 def hangs_of(config: dict[str, Any]) -> list[str]:
-    """The places where the ranks of a run and of its restart, of the same processes, say where they are."""
+    """Returns the folders in which a run, and its restart in the same processes, write the states of ranks."""
     trainer = trainer_of(config)
     places = []
     for _ in range(2):
@@ -129,7 +129,7 @@ def hangs_of(config: dict[str, Any]) -> list[str]:
 
 def test_a_restart_with_the_same_process_number_reads_nothing_stale(small_run: dict[str, Any]) -> None:
     first, second = run_ranks(hangs_of, 2, small_run)
-    assert first == second  # of all ranks
+    assert first == second  # all ranks agree
     assert len(set(first)) == 2
 
 
@@ -153,7 +153,7 @@ WHERE = ("before", "forward", "backward")
 
 
 class Stop:
-    """Holds the main thread of this rank until it is let go."""
+    """Blocks the main thread of this rank until all ranks have a verdict."""
 
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
         self._rank, self._ranks, self._folder = rank, ranks, folder
@@ -164,14 +164,14 @@ class Stop:
         assert self._over.wait(30)
 
     def tell(self, verdict: Verdict) -> None:
-        """Write the verdict, and let go when all ranks have."""
+        """Writes the verdict, and releases the main thread once all ranks have written theirs."""
         (self._folder / f"{self._rank}.verdict").touch()
         wait_for(lambda: len(list(self._folder.glob("*.verdict"))) == self._ranks)
         self._over.set()
 
 
 def stop_in(block: nn.Module, where: str, stop: Stop) -> None:
-    """Stop in the next forward pass of `block`, or the backward pass of that."""
+    """Stops the next forward pass of `block`, or its backward pass."""
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
@@ -183,7 +183,7 @@ def stop_in(block: nn.Module, where: str, stop: Stop) -> None:
 
 
 def train_stopping(config: dict[str, Any], plan: Sequence[tuple[int, str, int]], folder: Path) -> list[Verdict]:
-    """A step for each of `plan` (rank, where, number of its block); the verdicts of this rank."""
+    """Trains a step for each (rank, place, block) of `plan`, and returns the verdicts of this rank."""
     steps, found = Steps(config), []
     world = steps.groups.world
     steps.train()  # makes connections
@@ -213,9 +213,8 @@ def test_the_rank_that_stops_is_named(layout: str, tmp_path: Path) -> None:
     draw = random.Random(layout)
     config = config_of("moe", **LAYOUTS[layout])
     config["model"] |= {"layers": 4 if "pipeline" in LAYOUTS[layout].get("parallel", {}) else 2}
-    config["train"] |= {
-        "micro_batch": 2 if layout in ("data", "expert") else 8
-    }  # of 16, where all ranks have their own
+    # Layouts whose ranks have 2 of the 16 sequences each need small microbatches.
+    config["train"] |= {"micro_batch": 2 if layout in ("data", "expert") else 8}
     plan = [(draw.randrange(8), draw.choice(WHERE), draw.randrange(4)) for _ in range(4)]
     found = run_ranks(train_stopping, 8, config, plan, tmp_path)
     for rank, verdicts in enumerate(found):

@@ -1,4 +1,4 @@
-"""What a node does when its ranks end, and what it writes down: decisions, the event log and exclusion."""
+"""Decisions of a node whose ranks end, its event log, and the exclusion of nodes."""
 
 import json
 import math
@@ -20,26 +20,26 @@ TERM, KILL = -signal.SIGTERM, -signal.SIGKILL
 @pytest.mark.parametrize(
     ("codes", "crashes", "spares", "expected"),
     [
-        # bad input stops everybody, whatever else has happened
+        # bad input stops all nodes, whatever else ended
         ({0: Exit.USER}, 0, 2, (STOP, False, 0)),
         ({0: KILL, 1: Exit.BAD_NODE, 2: Exit.USER}, 5, 2, (STOP, False, 2)),
-        # a run that was told to end, and has saved; its launcher may have ended some ranks beside
+        # a run that was told to end has saved; its launcher may have ended some ranks too
         ({0: 143, 1: 143}, 1, 2, (Exit.TERMINATED, False, 0)),
         ({0: TERM, 1: 130}, 1, 2, (Exit.INTERRUPT, False, 1)),
         ({0: 129, 1: KILL}, 1, 2, (Exit.HANGUP, False, 0)),
-        # numbers that are not finite: the node goes where a spare is there
+        # non-finite numbers: the node leaves if there is a spare
         ({1: Exit.BAD_NODE, 0: Exit.LOST}, 0, 1, (LEAVE, True, 1)),
         ({1: Exit.BAD_NODE, 0: Exit.LOST}, 0, 0, (RESTART, True, 1)),
-        # of two ranks, the first
+        # the first of two ranks counts
         ({2: Exit.BAD_NODE, 1: Exit.BAD_NODE}, 0, 1, (LEAVE, True, 1)),
-        # divergence is nobody's fault
+        # divergence is no rank's fault
         ({0: Exit.DIVERGED, 1: Exit.DIVERGED}, 0, 2, (RESTART, False, 0)),
-        # nor is it to have lost another
+        # a rank that lost another rank is not at fault
         ({0: Exit.LOST, 1: Exit.LOST}, 1, 2, (RESTART, False, None)),
-        # ranks that the launcher has ended beside them
+        # the launcher has ended other ranks of the node
         ({0: TERM, 1: Exit.LOST}, 1, 2, (RESTART, False, None)),
         ({0: TERM, 1: KILL}, 0, 2, (RESTART, True, 1)),
-        # a crash: the first time the node stays, then it goes where a spare is there
+        # a crash: at first the node stays, later the node leaves if there is a spare
         ({1: KILL, 0: Exit.LOST}, CRASHES - 2, 2, (RESTART, True, 1)),
         ({1: KILL, 0: Exit.LOST}, CRASHES - 1, 2, (LEAVE, True, 1)),
         ({1: KILL, 0: Exit.LOST}, CRASHES - 1, 0, (RESTART, True, 1)),
@@ -58,7 +58,7 @@ def test_decisions(
     [
         (1, "rank 3 crashed (exit code 1)"),
         (KILL, "rank 3 crashed (killed by SIGKILL)"),
-        (-40, "rank 3 crashed (killed by signal 40)"),  # it has no name
+        (-40, "rank 3 crashed (killed by signal 40)"),  # a signal without a name
         (Exit.USER, "the run cannot go on as it is configured"),
         (Exit.BAD_NODE, "its numbers are not finite, or it does not answer"),
         (Exit.DIVERGED, "the training has diverged"),
@@ -110,7 +110,7 @@ def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path: Path) -> None:
 
 
 def test_what_is_no_event_is_left_out(tmp_path: Path) -> None:
-    """A resumed run reckons with their times and steps."""
+    """Malformed events are left out, because a resumed run computes with times and steps of events."""
     log = EventLog(tmp_path)
     log.write("failure", node="n1", detail="whole")
     (whole,) = log.read()
@@ -145,7 +145,7 @@ def test_exclusion(tmp_path: Path) -> None:
     for node in ("n1", "n2", "n1"):
         exclude(tmp_path, node)
     assert excluded(tmp_path) == ["n1", "n2"]
-    (tmp_path / "excluded.txt").write_text("n2\n\n")  # by hand, n1 being mended
+    (tmp_path / "excluded.txt").write_text("n2\n\n")  # edited by hand after a repair of n1
     assert excluded(tmp_path) == ["n2"]
     exclude(tmp_path, "n1")
     assert excluded(tmp_path) == ["n2", "n1"]

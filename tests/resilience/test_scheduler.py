@@ -1,4 +1,4 @@
-"""Batch scripts in a dry run: stand-in programs, first on PATH, record how they are called and play the nodes of a job."""
+"""Batch scripts in a dry run: stand-in programs, first on PATH, record their calls and simulate the nodes of a job."""
 
 import os
 import re
@@ -20,9 +20,9 @@ from optimus.errors import UserError
 from optimus.resilience.scheduler import BatchJob, Scheduler, script, write_script
 
 SCHEDULERS: list[Scheduler] = ["slurm", "pbs"]
-NODES = ["n1", "n2", "n3", "n4"]  # of the job: 2 that train and 2 spares
+NODES = ["n1", "n2", "n3", "n4"]  # 2 nodes that train and 2 spares
 
-# `$PLAY` is a folder: `play` says what an agent does, `dead` names nodes that do not answer, `launches` is what was run.
+# Files of the folder `$PLAY`: `play` is the script of an agent, `dead` has silent nodes, `launches` the recorded calls.
 PROGRAMS = {
     "optimus": """
         if [ "$1" = rendezvous ]; then
@@ -87,15 +87,16 @@ FINISH = 'echo "$finished" >>"$RUN/events.jsonl"\n'
 
 @dataclass
 class Stage:
-    """Where a script is played; blanks and quotes are in every path."""
+    """The environment of a simulated job. All paths have blanks and quotes."""
 
     job: BatchJob
-    path: Path  # of the script
+    path: Path  # the batch script
     play: Path
     environment: dict[str, str]
 
     def command(self, play: str) -> str:
-        """Write the script, whose agents will do `play` ($attempt, $node, $RUN); returns what submits it."""
+        """Writes a batch script whose agents run `play` ($attempt, $node, $RUN), and returns the command that submits
+        it."""
         (self.play / "play").write_text(play)
         return write_script(self.job, self.path)
 
@@ -105,7 +106,7 @@ class Stage:
         )
 
     def launches(self) -> dict[str, list[dict[str, str]]]:
-        """What every agent was called with, by the name of the launch: `words` before the options, and each option."""
+        """Returns the calls of agents by the name of the launch: `words` before the options, and each option."""
         found: dict[str, list[dict[str, str]]] = {}
         for line in (self.play / "launches").read_text().splitlines():
             before, *_ = line.split(" --", 1)
@@ -140,7 +141,7 @@ def names(launch: list[dict[str, str]]) -> list[str]:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("checker", [("bash", "-n"), ("shellcheck", "-s", "bash")])
 def test_the_shell_has_nothing_against_it(scheduler: Scheduler, checker: tuple[str, ...], tmp_path: Path) -> None:
-    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where a virtual environment has programs
+    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # programs of the virtual environment
     program = shutil.which(checker[0], path=beside)
     if program is None:
         pytest.skip(f"{checker[0]} is not installed")
@@ -153,7 +154,7 @@ def test_the_shell_has_nothing_against_it(scheduler: Scheduler, checker: tuple[s
 
 
 def test_success_at_once(stage: Stage) -> None:
-    """One agent on each node, spares counted, the store's address that of the head node; nothing is left behind."""
+    """Each node has one agent, spares included, and the store is on the head node; no process is left behind."""
     done = stage.submit('[ "$node" != n1 ] || ' + FINISH)
     assert (done.returncode, done.stderr) == (0, "")
     assert "finished" in done.stdout
@@ -171,7 +172,10 @@ def test_success_at_once(stage: Stage) -> None:
 
 
 def test_a_bad_node_is_left_out_of_the_next_attempt(stage: Stage) -> None:
-    """The agents of the first attempt fail, an older run's end is in the event log, and a node has been excluded."""
+    """The agents of the first attempt fail and exclude a node.
+
+    An older run's end is in the event log, and another node is excluded already.
+    """
     (stage.job.run / "events.jsonl").write_text('{"time": 0.5, "kind": "finished", "node": "n1"}\n')
     (stage.job.run / "excluded.txt").write_text("elsewhere\n")
     done = stage.submit(f"""
@@ -185,14 +189,14 @@ def test_a_bad_node_is_left_out_of_the_next_attempt(stage: Stage) -> None:
     assert names(launches["4711-1"]) == NODES
     assert names(launches["4711-2"]) == ["n1", "n3", "n4"]
     assert {agent["--spares"] for agent in launches["4711-2"]} == {"1"}
-    assert len(stage.launchers()) == 2  # every node has left its code: none is asked whether it is alive
+    assert len(stage.launchers()) == 2  # every node has left its exit code, so no node is asked whether it is alive
     if stage.job.scheduler == "slurm":
         assert "--nodes=3 --ntasks=3 --ntasks-per-node=1 --exclude=n2 " in stage.launchers()[1]
     assert "without n2" in done.stdout
 
 
 def test_a_node_that_dies_with_its_launcher_is_left_out(stage: Stage) -> None:
-    """The launcher kills everything as a node is gone; of the nodes without a code, those that answer take part again."""
+    """The launcher kills its job as a node dies; nodes without an exit code take part again if they answer."""
     done = stage.submit(f"""
         if [ "$attempt" = 1 ]; then
             if [ "$node" = n1 ]; then exit 1; fi
@@ -205,8 +209,8 @@ def test_a_node_that_dies_with_its_launcher_is_left_out(stage: Stage) -> None:
     assert done.returncode == 0, done.stderr
     assert names(stage.launches()["4711-2"]) == ["n1", "n2", "n4"]
     asked = [line for line in stage.launchers() if line.endswith("true ")]
-    assert len(asked) == 3  # not n1
-    assert not running(stage)  # nor what watched over a node's agent
+    assert len(asked) == 3  # all but n1
+    assert not running(stage)  # no watcher of an agent remains either
 
 
 @pytest.mark.parametrize("play", ["exit 2", '[ "$node" = n1 ] || exit 0; exit 2'], ids=["all", "one, others let go"])
@@ -255,7 +259,7 @@ def test_a_store_that_dies_or_finds_its_port_taken_is_started_again(stage: Stage
 
 
 def test_the_warning_reaches_the_agents(stage: Stage) -> None:
-    """A signal to the script: every agent has SIGTERM and may take its time, and no further attempt is made."""
+    """A signal to the script reaches every agent as SIGTERM with time to save, and ends the attempts."""
     command = stage.command("""
         trap 'sleep 0.3; echo "$node" >>"$PLAY/saved"; exit 1' TERM
         echo "$node" >>"$PLAY/ready"
@@ -286,7 +290,7 @@ def test_pbs_warns_by_a_clock_and_slurm_by_itself(stage: Stage) -> None:
 
 
 def test_directives(stage: Stage) -> None:
-    """Nodes and spares are asked for, and what the user gives takes the place of ours."""
+    """Directives ask for nodes and spares, and those of the user replace the defaults."""
     slurm = stage.job.scheduler == "slurm"
     given = ["--exclusive=user", "--account=physics"] if slurm else ["-l select=4:ncpus=64", "-A physics"]
     lines = script(replace(stage.job, time="24:00:00", directives=given), "submit").splitlines()
@@ -346,7 +350,7 @@ def command_line(
 def test_the_command_line(
     small_run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run folder is the configuration's, seen from here; options of the launch go into the script."""
+    """The run folder is that of the configuration, relative to this folder, and launch options go into the script."""
     monkeypatch.chdir(tmp_path)
     Path("a run.yaml").write_text(yaml.dump(small_run))
     words = ("a run.yaml", "train.output=my runs/x", "--nodes", 2, "--spares", 1, "--keep-alive", "2x4",
@@ -398,7 +402,7 @@ def test_bad_options(
 
 
 def running(stage: Stage) -> list[str]:
-    """Programs that have not ended with the script, or soon after: a signal that is sent takes a moment."""
+    """Returns the programs that outlive the script; signals have some time to arrive."""
     deadline = time.monotonic() + 10
     while (found := _running(stage)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -406,14 +410,14 @@ def running(stage: Stage) -> list[str]:
 
 
 def _running(stage: Stage) -> list[str]:
-    """Those whose PLAY is this one's."""
+    """Returns the processes whose PLAY is that of this stage."""
     marker = f"PLAY={stage.play}".encode()
     found = []
     for process in Path("/proc").iterdir() if Path("/proc").is_dir() else []:
         try:
             if process.name.isdigit() and marker in (process / "environ").read_bytes().split(b"\0"):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found += [command] if command and command != "sleep 2 " else []  # that of a watcher, for 2 s
+                found += [command] if command and command != "sleep 2 " else []  # a watcher's sleep
         except OSError:
             continue
     return found

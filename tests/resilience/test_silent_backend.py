@@ -1,6 +1,8 @@
-"""Failures where the backend behaves as NCCL: to wait raises nothing, and its watchdog aborts who has lost another rank.
+"""Failures with a backend that behaves as NCCL does: waiting raises nothing, and a watchdog aborts ranks that lost
+another.
 
-Three nodes of a rank each. The second is killed, hangs or is slow; exit codes, culprits and exclusions are those of Gloo.
+Three nodes have one rank each. The second is killed, hangs or is slow. Exit codes, culprits and exclusions are those of
+Gloo.
 """
 
 import json
@@ -39,7 +41,7 @@ def joined(aborts: float) -> tuple[Group, SilentGroup]:
 
 
 def rank(number: int, folder: Path, fault: str, deadline: bool) -> None:
-    """A rank's life: after a collective rank 1 fails, and the others go on until somebody ends them."""
+    """Runs one rank: rank 1 fails after a collective, and the others wait until they are ended."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 3), rank=number, world_size=3)
     group, handle = joined(aborts=1.5 if fault == "kill" else 2.5)
@@ -53,7 +55,7 @@ def rank(number: int, folder: Path, fault: str, deadline: bool) -> None:
         time.sleep(60)
     if deadline:
         Deadline(recorder.device, 0.5, lambda _: os._exit(Exit.LOST))
-    group.all_reduce(torch.ones(4))  # nothing is raised
+    group.all_reduce(torch.ones(4))  # raises nothing
     time.sleep(0.3)
     (folder / f"state{number}").write_text(json.dumps(recorder.state()))
     handle.stream.synchronize()
@@ -61,12 +63,12 @@ def rank(number: int, folder: Path, fault: str, deadline: bool) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
-    """The server that processes are forked from has torch."""
+    """Imports torch in the server from which processes are forked."""
     run_ranks(dist.get_rank, 1)
 
 
 def ends(folder: Path, fault: str, deadline: bool) -> list[int | None]:
-    """The exit codes; a rank that hangs is killed when the others have ended, as launchers do."""
+    """Returns the exit codes. A rank that hangs is killed after the others have ended, as launchers do."""
     context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=rank, args=(number, folder, fault, deadline)) for number in range(3)]
     for process in ranks:
@@ -83,7 +85,7 @@ def ends(folder: Path, fault: str, deadline: bool) -> list[int | None]:
 @pytest.mark.parametrize("deadline", [True, False], ids=["own deadline", "watchdog"])
 @pytest.mark.parametrize("fault", ["kill", "hang"])
 def test_codes_and_exclusions(tmp_path: Path, fault: str, deadline: bool) -> None:
-    """Survivors are not at fault, whichever ends them; the node of the lost rank leaves at its second crash."""
+    """Survivors are not at fault, whichever way they end, and the lost rank's node leaves at its second crash."""
     survivor = Exit.LOST if deadline else ABORT
     codes = ends(tmp_path, fault, deadline)
     assert codes == [survivor, KILL, survivor]
@@ -103,33 +105,33 @@ def test_where_nobody_aborts_it_is_a_crash_of_its_own() -> None:
 
 
 def waited() -> tuple[float, dict[str, float]]:
-    """Seconds for which a rank's device has waited for a slow one."""
+    """Returns the seconds that this rank's device waited for a slow rank, in all and by kind of collective."""
     group, handle = joined(aborts=60.0)
     if group.rank == 1:
         time.sleep(0.5)
     group.all_reduce(torch.ones(4))
     handle.stream.synchronize()
-    time.sleep(0.1)  # its watchdog has seen it
+    time.sleep(0.1)  # time for the watchdog to see the collective's end
     recorder = group.observer.recorder
     return recorder.seconds, recorder.by_kind
 
 
 def test_devices_say_who_is_slow() -> None:
-    """Though no host waits."""
+    """Devices name the slow rank although no host waits."""
     (first, kinds), (slow, _), (last, _) = run_ranks(waited, 3)
     assert min(first, last) > slow + 0.3
     assert kinds == {"all_reduce": pytest.approx(first)}
 
 
 class Computing:
-    """A point that a stream has not come to."""
+    """An event that its stream has not reached."""
 
     def query(self) -> bool:
         return False
 
 
 def test_a_device_that_computes_does_not_wait() -> None:
-    """The rank whose kernel hangs before the collective in which the others wait is at fault."""
+    """A rank whose kernel hangs before the collective in which the others wait is the culprit."""
     waits = DeviceWaits(Computing)  # type: ignore[arg-type]
     waits.wait(("0, 1", "all_reduce", 7), [])
     assert waits.waiting() is None

@@ -1,4 +1,4 @@
-"""A rank that persistently takes longer than its peers is named, and no other, whatever the layout."""
+"""A rank that is persistently slower than its peers is named, and no other rank, in any layout."""
 
 import random
 from collections.abc import Sequence
@@ -53,13 +53,13 @@ def test_a_rank_without_peers_is_compared_with_itself() -> None:
     stages = [[0], [1], [2]]
     assert alone({0: 1.0, 1: 2.0, 2: 4.0}, stages) == {0: 0.5, 1: 1.0, 2: 2.0}
     assert alone({0: 1.0, 1: 2.0, 2: 4.0}, [[0, 1], [2]]) == {2: 2.0}
-    assert found([1.0, 1.0, 4.0], stages) == []  # it has more to do, as far as is known
+    assert found([1.0, 1.0, 4.0], stages) == []  # its stage may have more to do
     assert found([1.0, 1.0, 4.0], stages, r0=1.0, r1=1.0, r2=2.0) == [(2, 2.0)]
-    assert found([3.0, 3.0, 12.0], stages, r0=1.0, r1=1.0, r2=4.0) == []  # all are slower alike
+    assert found([3.0, 3.0, 12.0], stages, r0=1.0, r1=1.0, r2=4.0) == []  # all stages are slower by the same factor
 
 
 def named(mesh: Mesh, *windows: Sequence[float]) -> list[tuple[int, int]]:
-    """(window, rank) of the ranks that a hook names which is told these seconds of each rank's own in each window."""
+    """Returns (window, rank) of the ranks that the hook names, given each rank's own seconds in each window."""
     notes: list[str] = []
     trainer: Any = SimpleNamespace(say=notes.append, config=SimpleNamespace(resilience=SimpleNamespace(slow=50.0)))
     record: Any = SimpleNamespace(times=SimpleNamespace(waited=0.0, whole=1.0))
@@ -91,8 +91,8 @@ def test_peers_are_the_ranks_of_a_stage(mesh: Mesh, slow: list[int]) -> None:
 
 # ---- Ranks that are slow ----
 
-# Of what a rank takes when it has the cores to itself, as the others wait for it; they take twice as long, or more, as all
-# of them compute at once on fewer cores.
+# The delay relative to the time that a rank takes alone on the cores. Ranks take twice as long or more when all compute
+# at once on fewer cores.
 FACTOR = 10.0
 WINDOW, OFTEN = 5, 2
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -105,7 +105,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def train_with_a_slow_rank(config: dict[str, Any], plan: FaultPlan) -> tuple[list[str], Exit]:
-    """What a rank was told, and how it ended."""
+    """Returns the notes that a rank printed, and its exit code."""
     slow_ranks.WINDOW, slow_ranks.OFTEN = WINDOW, OFTEN
     trainer, notes = trainer_of(config), list[str]()
     trainer.hooks, trainer.say = [Inject(plan), SlowRanks(f"node{dist.get_rank()}")], notes.append  # type: ignore[method-assign]
@@ -115,22 +115,22 @@ def train_with_a_slow_rank(config: dict[str, Any], plan: FaultPlan) -> tuple[lis
         return notes, code_of(error)
     finally:
         trainer.state.finish()
-        slow_ranks.WINDOW, slow_ranks.OFTEN = 10, 3  # this process is used again
+        slow_ranks.WINDOW, slow_ranks.OFTEN = 10, 3  # other tests use this process too
     return notes, Exit.DONE
 
 
 def config_of_a_run(small_run: dict[str, Any], layout: str, steps: int = 25) -> dict[str, Any]:
     train = small_run["train"] | {"steps": steps, "global_batch": 32}
-    # One block for each stage: a step of many layers is a step of many small transfers.
+    # One block a stage keeps the number of small transfers low.
     stages = LAYOUTS[layout].get("parallel", {}).get("pipeline", 1)
     model = small_run["model"] | {"layers": max(2, stages), "hidden": 64}
-    # Above the usual threshold, as ranks share cores with whatever else the machine does.
+    # The threshold is above the usual one, because ranks share cores with other programs of the machine.
     return small_run | {"train": train, "model": model, "resilience": {"slow": 80}} | LAYOUTS[layout]
 
 
 @pytest.mark.parametrize("number", in_turns(range(10), 5, always=1))
 def test_the_slow_rank_is_named(small_run: dict[str, Any], number: int) -> None:
-    """Ranks drawn at random, over all layouts."""
+    """Slow ranks are drawn at random, over all layouts."""
     rank = random.Random(number).randrange(8)
     config = config_of_a_run(small_run, list(LAYOUTS)[number % len(LAYOUTS)])
     told = run_ranks(train_with_a_slow_rank, 8, config, FaultPlan().slow(rank, FACTOR))

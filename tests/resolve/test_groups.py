@@ -1,4 +1,4 @@
-"""The groups that a run is said to make are those that it makes, and of those for messages it connects what is said."""
+"""A run makes the groups that `run_divisions` predicts, and connects the predicted groups for messages."""
 
 from typing import Any
 from unittest import mock
@@ -49,8 +49,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, mod
 
 
 def made(run: dict[str, Any], backend: str) -> tuple[list[list[int]], list[list[int]]]:
-    """(the groups that this rank makes, those that it is said to make), where the backend were this one; with Gloo it trains
-    for a step besides."""
+    """Returns (the groups that this rank makes, the predicted groups) for a backend; with Gloo also trains a step."""
     calls: list[list[int]] = []
     real = dist.new_group
 
@@ -66,7 +65,7 @@ def made(run: dict[str, Any], backend: str) -> tuple[list[list[int]], list[list[
     layouts = layouts_of(whole_model(steps.config), steps.config)
     said: list[list[int]] = []
     for each in run_divisions(steps.config, mesh, layouts, tags=backend == "gloo"):
-        if each.apart or len(each.division) > 1:  # that of all ranks is there
+        if each.apart or len(each.division) > 1:  # the group of all ranks exists already
             said += (each.apart or 1) * [each.division.group(rank)]
     return sorted(calls), sorted(said)
 
@@ -79,7 +78,7 @@ def test_a_run_makes_the_groups_that_are_said(name: str, backend: str) -> None:
     for rank, (calls, said) in enumerate(found):
         assert calls == said
         assert all(rank in group for group in calls)
-    assert len({len(calls) for calls, _ in found}) == 1  # as torch's names of groups need it
+    assert len({len(calls) for calls, _ in found}) == 1  # torch's names of groups require equal numbers on all ranks
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def test_a_run_makes_the_groups_that_are_said(name: str, backend: str) -> None:
     ids=lambda parallel: parallel.get("schedule", "1f1b"),
 )
 def test_each_direction_between_neighbours_has_a_communicator(parallel: dict[str, Any]) -> None:
-    """As many as there are streams in which the schedule sends or receives (`Links`)."""
+    """Each rank has a communicator for every stream in which the schedule sends or receives (`Links`)."""
     config = load_config(short_run(MODELS["dense"] | {"layers": 8}, context=24, parallel=parallel))
     mesh, schedule = mesh_of(config, config.parallel.pipeline), schedule_of(config, 8)
     said = communicators(config, mesh, layouts_of(whole_model(config), config), range(mesh.pp))
@@ -103,6 +102,6 @@ def test_each_direction_between_neighbours_has_a_communicator(parallel: dict[str
         streams = {(receive.stage, receive.kind) for receive in receives}
         assert [(each.size, each.number) for each in theirs if each.what == "messages of pp"] == [(2, len(streams))]
         connected.append({2 * stage + (kind is Kind.RECEIVE_BACKWARD) for stage, kind in streams})
-    links = links_of(schedule)  # those that are connected at the beginning, one after the other
+    links = links_of(schedule)  # connected at the beginning, one after the other
     assert links == sorted(set(links))
     assert connected == [{stream for stream, ranks in links if rank in ranks} for rank in range(mesh.pp)]

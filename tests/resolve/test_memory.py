@@ -1,4 +1,4 @@
-"""What the account says that the activations of a pipeline take is what a step takes."""
+"""Activations of a pipeline take the bytes of the account in a step."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from optimus.testing.steps import Steps
 
 MODEL = {"family": "olmo", "layers": 8, "hidden": 64, "heads": 4, "intermediate": 256, "vocab": 256}
 MICRO_BATCH, CONTEXT = 2, 128
-MESSAGE = MICRO_BATCH * CONTEXT * 64 * 4  # bytes of a stage's output, or of its gradient
+MESSAGE = MICRO_BATCH * CONTEXT * 64 * 4  # bytes of a stage's output or of the output's gradient
 SETS: list[list[str]] = [[], ["mlp"], ["norm", "attention"], ["block"]]
 
 
@@ -23,7 +23,7 @@ class Peak(NamedTuple):
 
 def peak(source: dict[str, Any]) -> Peak:
     steps = Steps(source)
-    steps.train()  # what is made once is there now
+    steps.train()  # allocates what later steps reuse
     with tracking() as allocations:
         steps.train()
     rank = steps.groups.rank
@@ -37,9 +37,9 @@ def peaks(sources: list[dict[str, Any]]) -> list[Peak]:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zbv"])
 @pytest.mark.usefixtures("warm_ranks")
 def test_what_is_live_in_a_pipeline_is_what_is_there(schedule: str) -> None:
-    """Where backward passes are split, what was recomputed for the first part waits for the second one.
+    """A split backward pass keeps recomputed activations of its first part for the second part.
 
-    Beside it are messages that are on their way: of each stage's input and output, of their gradients, and copies of two.
+    Messages take additional bytes: each stage's input and output, their gradients, and copies of two.
     """
     per_rank = 1 if schedule in ("1f1b", "zb-h1") else 2
     train = {"output": "-", "steps": 2, "global_batch": 8, "micro_batch": MICRO_BATCH, "sequence_length": CONTEXT}

@@ -1,4 +1,4 @@
-"""What `auto` makes of the keys about residency, with made-up free memory and rates."""
+"""Values that `auto` takes for the keys of offloading, given free memory and rates."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ def config_of(**state: Any) -> dict[str, Any]:
 
 
 def timings(rates: Sequence[float], spread: float = 0.0) -> dict[str, Timing]:
-    """Of a machine with such rates."""
+    """Returns the timings of a machine with such rates."""
     seconds = {what: amount / rate for (what, amount), rate in zip(AMOUNTS.items(), rates, strict=True)}
     return {what: Timing(each, each * (1 + spread)) for what, each in seconds.items()}
 
@@ -50,7 +50,7 @@ def timings(rates: Sequence[float], spread: float = 0.0) -> dict[str, Timing]:
 def decided(
     raw: dict[str, Any], free: int, rates: list[float] | None = None, spread: float = 0.0
 ) -> tuple[RunConfig, str]:
-    """What is decided with so many bytes free; on an accelerator, if it is given rates. And why."""
+    """Returns the decided configuration and the reasons, with `free` bytes. Rates make the device an accelerator."""
     run = resolved(
         load_config(copy.deepcopy(raw)),
         device="accelerator" if rates else "cpu",
@@ -61,7 +61,8 @@ def decided(
 
 
 def test_memory_alone_decides_on_a_processor() -> None:
-    """First the least cache, then state of the first chunks, then more cache; never more than there is room for."""
+    """A processor decides by memory: first the smallest cache, then state of the first chunks, then more cache, as
+    fits."""
     before = -1.0, 0
     for free in (0, 4, 6, 8, 12, 1000):
         found, note = decided(config_of(offload="all", resident_fraction="auto"), free * MIB)
@@ -76,7 +77,7 @@ def test_memory_alone_decides_on_a_processor() -> None:
 
 
 def test_a_processors_memory_is_the_hosts() -> None:
-    """State that is on the host takes of the same memory, so it makes no room for what else is left open."""
+    """State on the host takes the memory of the processor too, so offloading frees no memory for other decisions."""
     fitted = 0
     for free in range(1, 12):
         here = Facts(1, 1, "cpu", Bfloat16(False, "made up"), free * MIB)
@@ -94,7 +95,7 @@ def test_a_processors_memory_is_the_hosts() -> None:
 
 
 def test_rates_decide_on_an_accelerator() -> None:
-    """A fast link streams updates; a slow one leaves them to the host."""
+    """A fast link streams updates to the device; a slow link leaves updates to the host."""
     raw, room = config_of(offload="all", resident_fraction="auto"), 6 * MIB
     fast, note = decided(raw, room, [4e11, 4e11, 1e9, 5e10, 1e12])
     assert fast.state.update_on == "device"
@@ -106,7 +107,7 @@ def test_rates_decide_on_an_accelerator() -> None:
 
 
 def test_where_gradients_are_added_up() -> None:
-    """On the device while it has room for those of all chunks beside the least; it is said where that is not so."""
+    """Gradients accumulate on the device if gradients of all chunks fit beside the minimum; otherwise a note says so."""
     rates = [2e10, 2e10, 1e9, 5e10, 1e12]
 
     def chosen(raw: dict[str, Any], free: int, speeds: list[float] | None = rates) -> tuple[str, str]:
@@ -119,13 +120,13 @@ def test_where_gradients_are_added_up() -> None:
     assert by_room == sorted(by_room, reverse=True)  # the host, then the device
     assert {*by_room} == {"device", "host"}
     least = by_room.index("device")
-    # An element of gradients of bf16, whole while they are added up.
+    # Whole gradients of bf16 take more in a deeper model.
     deeper = raw | {"model": raw["model"] | {"layers": 24}}
     assert chosen(deeper, least)[0] == "host"
     assert said not in chosen(raw, least)[1]
     one = raw | {"train": raw["train"] | {"micro_batch": 8}}
     assert chosen(one, 0)[0] == "device"
-    assert chosen(raw, 0, None)[0] == "device"  # a processor, whose memory is the device's
+    assert chosen(raw, 0, None)[0] == "device"  # a processor, whose memory is that of the host
     assert chosen(config_of(offload="all", accumulate_on="host"), 100)[0] == "host"
     assert chosen(config_of(offload="all", accumulate_on="device"), 0)[0] == "device"
     given = config_of(offload="all", cache=3, update_on="host")
@@ -141,7 +142,7 @@ def test_what_is_given_stays() -> None:
 
 
 def test_the_rank_that_has_least_decides() -> None:
-    """Of a pipeline whose stages have other numbers of blocks: as where all had what its fullest has."""
+    """The fullest stage decides if stages have unequal numbers of blocks, as if all stages were as full."""
     raw = config_of(offload="all", resident_fraction="auto", shard="optimizer")
 
     def share(blocks: list[int]) -> Any:
@@ -160,7 +161,10 @@ def test_the_rank_that_has_least_decides() -> None:
 
 
 def test_what_is_measured_are_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the link both ways, updates on host and device, and products; here of a device that is the host."""
+    """The measured rates are those of both directions of the link, updates on host and device, and products.
+
+    The device here is the host.
+    """
     monkeypatch.setattr(facts, "_SQUARE", 256)
     monkeypatch.setattr(facts, "_ELEMENTS", 1 << 16)
     found = facts._measured(transfers(torch.device("cpu")), torch.float32)
@@ -172,7 +176,7 @@ FAST, SLOW = [4e11, 4e11, 1e9, 5e10, 1e12], [4e9, 4e9, 2e9, 5e10, 1e12]
 
 
 def test_what_is_not_clear_is_left_as_it_is_by_default() -> None:
-    """The place of the update; and as much state as there is room for, which needs no link."""
+    """Noisy rates leave the place of the update at its default; the fraction of resident state needs no rate."""
     raw, room = config_of(offload="all", resident_fraction="auto"), 6 * MIB
     assert decided(raw, room, SLOW)[0].state.update_on == "host"
     found, note = decided(raw, room, SLOW, spread=20.0)
@@ -181,7 +185,7 @@ def test_what_is_not_clear_is_left_as_it_is_by_default() -> None:
 
 
 def measured(raw: dict[str, Any], free: int, rates: list[float]) -> Facts:
-    """What a rank finds of its machine, an accelerator with so many bytes free and such rates."""
+    """Returns the facts of a rank on an accelerator with `free` bytes and such rates."""
     config = load_config(copy.deepcopy(raw))
     groups = Groups(mesh_of(config, dist.get_world_size() if dist.is_initialized() else 1))
     with pytest.MonkeyPatch.context() as patch:
@@ -194,7 +198,7 @@ def measured(raw: dict[str, Any], free: int, rates: list[float]) -> Facts:
 
 
 def test_all_runs_find_what_the_first_has_measured(tmp_path: Path) -> None:
-    """Which was as noisy as the others: each finds rates of another machine."""
+    """Noisy measurements differ from run to run; later runs read the cached one of the first."""
     raw, draw = config_of(offload="all", resident_fraction="auto"), random.Random(0)
 
     def rates() -> list[float]:
@@ -231,12 +235,12 @@ def _by_rank(raw: dict[str, Any], free: list[int]) -> Facts:
 
 
 def test_ranks_find_the_same_and_so_does_the_next_run(tmp_path: Path) -> None:
-    """The memory of the fullest, as it was when it was a little fuller; the rates of the slowest."""
+    """The fullest rank's memory, rounded down, and the slowest rank's rates hold for all ranks and for the next run."""
     raw = config_of(offload="optimizer", resident_fraction="auto")
     raw["tuning"] = {"cache": str(tmp_path)}
     first, *others = run_ranks(_by_rank, 3, raw, [2_000, 1_000, 3_000])
     assert others == [first] * 2
-    assert first.device_bytes == coarse(1_000) // 3  # Gloo: they share one device
+    assert first.device_bytes == coarse(1_000) // 3  # Gloo's ranks share one device
     assert first.notes[0].startswith("memory: ")
     assert first.timings is not None
     assert first.timings["up"].best == pytest.approx(3 * timings(FAST)["up"].best)

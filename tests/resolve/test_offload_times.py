@@ -1,4 +1,4 @@
-"""The equations of a step with state on the host against a simulation of its events, and the choice against all choices."""
+"""Equations of a step with state on the host agree with a simulation of its events, and the choice is nearly the best."""
 
 import heapq
 import random
@@ -16,22 +16,22 @@ from optimus.resolve.offload_times import (
     update_seconds,
 )
 
-_TILES, _STEPS, _BUFFERS = 4, 3, 3  # tiles of a chunk, buffers of a disk
+_TILES, _STEPS, _BUFFERS = 4, 3, 3  # tiles of a chunk, steps, buffers of a disk
 
 
 class Events:
-    """Tasks on resources that do one at a time, whichever is ready first, each behind others."""
+    """Tasks on resources that each run one task at a time, in the order in which tasks become ready."""
 
     def __init__(self) -> None:
         self.tasks: list[tuple[str, float, list[int]]] = []
 
     def add(self, resource: str, seconds: float, *after: int | None) -> int:
-        """A task; its number."""
+        """Adds a task that follows others, and returns its number."""
         self.tasks.append((resource, seconds, [each for each in after if each is not None]))
         return len(self.tasks) - 1
 
     def run(self) -> list[float]:
-        """When each has ended."""
+        """Returns the end of each task."""
         waiting = [len(after) for *_, after in self.tasks]
         behind: list[list[int]] = [[] for _ in self.tasks]
         for number, (*_, after) in enumerate(self.tasks):
@@ -42,7 +42,7 @@ class Events:
         while ready:
             at, since, number = heapq.heappop(ready)
             resource, seconds, _ = self.tasks[number]
-            if free.get(resource, 0.0) > at:  # whoever has been ready longest when it is free
+            if free.get(resource, 0.0) > at:  # the task that has been ready longest runs when the resource is free
                 heapq.heappush(ready, (free[resource], since, number))
                 continue
             ends[number] = free[resource] = at + seconds
@@ -55,18 +55,21 @@ class Events:
 
 
 class Cache:
-    """Which chunks are on the device while `uses` go on, by their order alone."""
+    """The chunks on the device during `uses`, which follow from the order of use alone."""
 
     def __init__(self, uses: list[int], blocks: int) -> None:
         self._uses, self._blocks = uses, blocks
-        self.held: dict[int, int] = {}  # with the last task of its fetch
-        self.used = set[int]()  # since they were fetched
+        self.held: dict[int, int] = {}  # with the last task of each fetch
+        self.used = set[int]()  # since their fetch
 
     def next_use(self, chunk: int, behind: int) -> int:
         return next((i for i in range(behind + 1, len(self._uses)) if self._uses[i] == chunk), len(self._uses))
 
     def make_room(self, place: int, now: int, *, ahead: bool) -> bool:
-        """For what is used at `place`, at the use `now`: drop what is used last, ahead of use only if that is later."""
+        """Makes room for the chunk used at `place`, at the use `now`.
+
+        Drops the chunk whose next use is last. A prefetch drops only a chunk that is used after `place`.
+        """
         if len(self.held) < self._blocks:
             return True
         others = [each for each in self.held if each != self._uses[now]]
@@ -79,13 +82,13 @@ class Cache:
 
 
 def simulated(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[float, int]:
-    """(seconds, chunks fetched) of a step, event by event."""
+    """Returns (seconds, fetched chunks) of a step, event by event."""
     chunks, n, part = shape.chunks, shape.shards, shape.elements / shape.shards
     record = 12 * part if shape.offload == "disk" else 0.0
     fetches, link = shape.offload != "optimizer", update_bytes(shape, choice.update_on)
     fetch, gather = shape.itemsize * part / rates.up, shape.itemsize * shape.elements * (n - 1) / n / rates.gather
     events, uses = Events(), [*range(chunks), *reversed(range(chunks))] * shape.microbatches
-    updated: dict[int, int] = {}  # the task that a chunk's parameters come behind
+    updated: dict[int, int] = {}  # the task that makes a chunk's new parameters available
     before: int | None = None
     written: list[int | None] = [None] * _BUFFERS
     ends, fetched = [], 0
@@ -137,7 +140,7 @@ def simulated(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[fl
     return times[-1] - times[-2], fetched
 
 
-REFERENCE = Rates(25e9, 25e9, 2.2e9, 5e10)  # of the design's table: PCIe 4, an update of 62 GB/s
+REFERENCE = Rates(25e9, 25e9, 2.2e9, 5e10)  # the design's table: PCIe 4, an update of 62 GB/s
 
 
 def shape(**values: object) -> StepShape:
@@ -146,7 +149,7 @@ def shape(**values: object) -> StepShape:
 
 @pytest.mark.parametrize("device", [0, 4, 8, 12])
 def test_the_step_of_the_reference_rates(device: int) -> None:
-    """B + max(F, A) and one upload and forward pass; F + B from D / L = 1 - F / A on."""
+    """A step takes B + max(F, A), one upload and one forward pass; from D / L = 1 - F / A on, the step takes F + B."""
     given, choice = shape(), OffloadChoice(4, device, "host")
     seconds, _ = simulated(given, REFERENCE, choice)
     assert step_seconds(given, REFERENCE, choice) == pytest.approx(seconds, rel=0.03)
@@ -170,9 +173,9 @@ def test_loads(cache: int, microbatches: int) -> None:
 
 
 def elixir_choice(shape: StepShape, rates: Rates, free: float, block: float, least: int = 4) -> OffloadChoice:
-    """Elixir's: blocks first or states first, by which saves more seconds per element of the device's memory.
+    """Returns Elixir's choice: blocks or states first, by the seconds saved for an element of the device's memory.
 
-    Its states are a part's parameter and three numbers in fp32: 7 elements in 16 bits. It updates on the host.
+    A state is a part's parameter and three fp32 numbers: 7 elements of 16 bits. Elixir updates on the host.
     """
     up, down, n = shape.shards * rates.up, shape.shards * rates.down, shape.shards
     blocks_save = shape.itemsize / up + shape.itemsize / down
@@ -191,7 +194,8 @@ def elixir_choice(shape: StepShape, rates: Rates, free: float, block: float, lea
 
 
 def machine(seed: int) -> tuple[StepShape, Rates, float, float, list[float]]:
-    """(what a step computes, rates, bytes free, a block, states): made up, from a slow link to NVLink-C2C."""
+    """Returns a random (shape of a step, rates, free bytes, bytes of a block, bytes of states), from slow links to
+    NVLink-C2C."""
     draw = random.Random(seed)
 
     def between(low: float, high: float) -> float:
@@ -242,7 +246,10 @@ def choices(given: StepShape, free: float, block: float, kept: list[float]) -> l
 
 
 def test_the_choice_is_within_3_percent_of_the_best() -> None:
-    """Of all (C, D, place) by the simulation, on 50 random machines; Elixir's rule, where nothing overlaps, does not."""
+    """The choice is within 3 % of the best (C, D, place) by simulation, on 50 random machines.
+
+    Elixir's rule, which assumes no overlap, is not.
+    """
     elixirs = []
     for seed in range(50):
         given, rates, free, block, kept = machine(seed)

@@ -1,4 +1,4 @@
-"""`train.precision: auto`: decided once, for all ranks, and kept by the run."""
+"""`train.precision: auto` is decided once for all ranks, and the run keeps the decision."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ def left_open(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def processor(monkeypatch: pytest.MonkeyPatch, *features: str, **environment: str) -> None:
-    """One that has these, for a torch that the environment limits so."""
+    """Simulates a processor with these features, and a torch that these environment variables limit."""
     monkeypatch.setattr(machine, "_cpu_features", lambda: {"avx2", *features})
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
@@ -101,7 +101,7 @@ def test_without_onednn_products_in_bfloat16_are_emulated(monkeypatch: pytest.Mo
 
 
 def test_the_kernel_is_asked_where_torch_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch and the kernel tell of the same bf16 instructions, on this machine as on any."""
+    """Torch and the kernel report the same bf16 instructions on this machine."""
     names = {"amx_bf16", "avx512_bf16"}
     by_torch = machine._cpu_features()
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
@@ -127,7 +127,7 @@ def test_a_run_says_its_choice_writes_it_and_keeps_it(
     optimus.train(run)
     assert saved(run) == "float32"
     assert "train.precision: float32 (the processor has no instructions for" in capfd.readouterr().err
-    processor(monkeypatch, "avx512_bf16")  # another node
+    processor(monkeypatch, "avx512_bf16")  # the run continues on another node
     run["train"]["stop_at"] = 4
     assert optimus.train(run, resume=True)["step"] == 4
     assert saved(run) == "float32"
@@ -135,7 +135,7 @@ def test_a_run_says_its_choice_writes_it_and_keeps_it(
 
 
 def test_what_a_run_has_kept_is_looked_at(small_run: dict[str, Any]) -> None:
-    """Before anything is trained: somebody may have changed the file."""
+    """Bad values in the kept configuration, which somebody may have edited, are refused before training."""
     run = left_open(small_run)
     run["train"]["stop_at"] = 2
     optimus.train(run)
@@ -158,13 +158,13 @@ def test_what_a_run_has_kept_is_looked_at(small_run: dict[str, Any]) -> None:
 
 
 def chosen(config: RunConfig, device: torch.device, where: Groups | None = None) -> tuple[str, str]:
-    """The precision, and why; nothing where it was given."""
+    """Returns the decided precision and its reason, which is empty for a given precision."""
     run = resolve_run(config, device, where or mesh_of(config, 1))
     return run.config.train.precision, "".join(each.why for each in run.decisions if each.key == "train.precision")
 
 
 def decide(config: RunConfig) -> tuple[str, str]:
-    """On a rank: the node of the first has no bf16 instructions, those of the others have."""
+    """Returns the decision of a rank. The first rank's node has no bf16 instructions, those of the others have."""
     groups = Groups(Mesh.from_sizes(dist.get_world_size()))
     with pytest.MonkeyPatch.context() as patch:
         processor(patch, *(["avx512_bf16"] if groups.rank else []))

@@ -1,4 +1,4 @@
-"""A run is resolved once: everything that was left open is decided, the same wherever it is asked for."""
+"""A run is resolved once: every open value is decided, and equally so wherever the run is resolved."""
 
 import random
 import typing
@@ -27,7 +27,7 @@ from optimus.resolve.run import ResolvedRun, RunInputs
 from optimus.training.resolving import resolve_run
 
 MACHINES = ("laptop", "dgx-h100", "frontier")
-# Of what may be null: nothing is asked for, or everything there is.
+# Keys for which null is a decision: nothing of the kind, or everything there is.
 NULL_IS_AN_ANSWER = {
     "data.path": "there are sources",
     "train.tokens": "the length is in steps",
@@ -49,7 +49,8 @@ NULL_IS_AN_ANSWER = {
     "checkpoint.load_path": "new weights",
     "collectives.machine": "none: they are estimated",
 }
-SECTIONS_OF_FILES = ("model.", "evaluate.", "observe.", "tuning.")  # what is null there is off, or the model has none
+# Null means off, or a part that the model does not have
+SECTIONS_OF_FILES = ("model.", "evaluate.", "observe.", "tuning.")
 
 
 def fields(section: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -71,7 +72,7 @@ def may_be_open(field: Any) -> bool:
 
 
 def wide_open() -> list[RunConfig]:
-    """Runs that together leave open whatever can be."""
+    """Returns runs that together leave every key open that can be open."""
     moe = config_of("moe")
     train = {"steps": None, "epochs": 2, "precision": "auto", "micro_batch": 8}
     open_ = {"train": moe["train"] | train, "lr_schedule": {"name": "wsd"}, "moe": {"dispatch": "auto"}}
@@ -121,7 +122,7 @@ def test_nothing_is_changed_afterwards() -> None:
     given.train.steps = 2
     given.optimizer.weight_decay = 0.5
     assert (run.config.train.steps, run.config.optimizer.weight_decay) == (run.record.train.steps, 0.1)
-    assert given.changed(train={"steps": 1}).train.steps == 1  # what was given is the caller's
+    assert given.changed(train={"steps": 1}).train.steps == 1  # the caller may change the given configuration
 
 
 def twice(config: RunConfig, ranks: int, where: str) -> ResolvedRun:
@@ -141,7 +142,7 @@ def test_every_preset_resolves_alike_wherever_it_is_asked_for(machine: str) -> N
 
 @pytest.mark.parametrize("part", in_turns([*range(4)], 3, always=1))
 def test_random_layouts_resolve_alike(part: int) -> None:
-    """200 of them: on the facts of this machine, and of a machine file."""
+    """200 random layouts resolve equally on the facts of this machine, and on those of a machine file."""
     for number in range(50 * part, 50 * part + 50):
         model, layout = drawn(number)
         config = load_config(config_of(model), layout.overrides)
@@ -153,7 +154,7 @@ def test_random_layouts_resolve_alike(part: int) -> None:
 
 
 def test_what_was_decided_is_checked_again() -> None:
-    """255 tokens in microbatches of one sequence cannot be split over two ranks; in microbatches of two they can."""
+    """A decision is checked again: 255 tokens cannot be split over two ranks, and two sequences of 255 can."""
     sizes = {"sequence_length": 255, "global_batch": 32, "micro_batch": 32}
     run = config_of("dense")
     pipeline = {"tensor": 2, "pipeline": 2, "schedule": "1f1b", "microbatches": 32}
@@ -163,7 +164,7 @@ def test_what_was_decided_is_checked_again() -> None:
 
 
 def test_run_and_plan_decide_the_same_microbatches(tmp_path: Path) -> None:
-    """Of phases, whose batches differ: those with which none of them is idle for long."""
+    """A run and its plan choose equal microbatches for phases with unlike batches, so that no phase has a long bubble."""
     run, phases = config_of("dense"), [{"steps": 5, "global_batch": 64}, {"steps": 5, "global_batch": 8}]
     train = {key: value for key, value in run["train"].items() if key != "steps"} | {
         "global_batch": 64,
@@ -173,7 +174,7 @@ def test_run_and_plan_decide_the_same_microbatches(tmp_path: Path) -> None:
     pipeline = {"pipeline": 4, "schedule": "1f1b", "microbatches": "auto"}
     raw = run | {"model": shape, "train": train, "phases": phases, "parallel": pipeline}
     found = resolved(load_config(raw), 4)
-    assert found.config.train.micro_batch == 1  # eight microbatches of the smaller one
+    assert found.config.train.micro_batch == 1  # eight microbatches of the smaller batch
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(raw))
     assert asked(configured(str(file), [], 4), "laptop", 4, []).train.micro_batch == 1

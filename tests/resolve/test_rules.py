@@ -1,4 +1,4 @@
-"""Which rule each parameter gets, and groups that cannot work."""
+"""The update rule of each parameter, and the refusal of impossible groups."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which buffers a chunk has for what is shared out, and that nothing happens to them but what the table allows."""
+"""The buffers of a sharded chunk, and the refusal of every transition that the table does not have."""
 
 import itertools
 
@@ -17,7 +17,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Plain(UpdateRule):
-    """Keeps nothing."""
+    """An update rule without buffers."""
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
         tile.weight.sub_(tile.gradient, alpha=now.lr)
@@ -90,7 +90,7 @@ def test_what_a_chunk_has() -> None:
 
 @pytest.mark.parametrize("align", [32, 128])
 def test_formats_may_need_multiples(align: int) -> None:
-    """Parameters and shards begin there, as blocks with a scale need it."""
+    """Parameters and shards begin at multiples of `align`, as formats with a scale for each block need."""
     ((_, *first), (_, *second)) = lay_out([100, 130], 1 << 20, align)[0]
     assert (first, second) == ([0, 100], [128, 258])
     places = (("a", 100, 0, 100), ("b", 130, 128, 258))

@@ -1,4 +1,4 @@
-"""What a chunk's buffers weigh, and that its step does not depend on the tile."""
+"""The bytes of a chunk's buffers, and a step that does not depend on the tile."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def chunk_of(*sizes: int, compute: torch.dtype, gradient: torch.dtype) -> TrainedChunk:
-    """One chunk of flat parameters p0, p1, ... of these sizes."""
+    """Returns one chunk of flat parameters p0, p1, ... of these sizes."""
     layouts = {f"p{i}": Layout((size,)) for i, size in enumerate(sizes)}
     options = StateConfig.model_validate({"gradient_dtype": str(gradient).removeprefix("torch.")})
     (plan,) = plan_chunks(layouts, Mesh(), 0, options, recipe(compute))
@@ -28,7 +28,7 @@ def chunk_of(*sizes: int, compute: torch.dtype, gradient: torch.dtype) -> Traine
 @pytest.mark.parametrize("compute", [BF16, FP32])
 @pytest.mark.parametrize("gradient", [BF16, FP32])
 def test_bytes_by_kind(compute: torch.dtype, gradient: torch.dtype) -> None:
-    """Per element: 2 or 4 for the parameter, 2 or 4 for the gradient, 8 for the moments, 4 for a separate master."""
+    """An element has 2 or 4 bytes of parameter, 2 or 4 of gradient, 8 of moments and 4 of separate master weights."""
     with tracking() as allocations:
         chunk = chunk_of(64, 128, 32, compute=compute, gradient=gradient)
     p = 64 + 128 + 32
@@ -77,14 +77,14 @@ def test_the_step_does_not_depend_on_the_tile(compute: torch.dtype, gradient: to
                 assert torch.equal(buffer, found[kind]), (tile, kind)
     assert torch.equal(whole.parameter, whole.resident["model"].to(compute))
     assert not torch.equal(whole.resident["model"], filled(compute, gradient).resident["model"])
-    # Scaled in the tile, not in place.
+    # The gradient is scaled in the tile, not in place.
     assert torch.equal(whole.gradients.gradient, filled(compute, gradient).gradients.gradient)
 
 
 @pytest.mark.parametrize("gradient", [BF16, FP32])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_the_step_needs_one_tile_of_fp32_gradients(gradient: torch.dtype, scale: float) -> None:
-    """Whatever the size of the model (TED, section 7.2)."""
+    """The step takes one tile of fp32 gradients for any size of the model (TED, section 7.2)."""
     tile, peaks = 1024, []
     for size in (5_000, 500_000):
         chunk = chunk_of(size, compute=BF16, gradient=gradient)
@@ -94,15 +94,15 @@ def test_the_step_needs_one_tile_of_fp32_gradients(gradient: torch.dtype, scale:
             chunk.update.step(OptimizerStep(1, 1e-2, scale), tile)
         assert allocations.current == 0
         peaks.append(allocations.peak)
-    small = 512  # of numbers: the norms of tiles, the step count
+    small = 512  # bytes: the norms of tiles, the step count
     assert peaks[0] <= 4 * tile + small
-    assert peaks[1] <= 4 * tile + 2 * 4 * 500_000 // tile + small  # and a norm per tile, twice
+    assert peaks[1] <= 4 * tile + 2 * 4 * 500_000 // tile + small  # and two norms for each tile
 
 
 @pytest.mark.parametrize("gradient", [BF16, FP32])
 @pytest.mark.parametrize("tile", [1 << 20, 1000])
 def test_small_gradients_behind_large_ones_count(gradient: torch.dtype, tile: int) -> None:
-    """Added up one after the other in fp32, the small ones would be lost."""
+    """A single fp32 sum would lose the small gradients."""
     chunk = chunk_of(16 * 1024, 300_003, compute=BF16, gradient=gradient)
     chunk.gradients.gradient.fill_(0.003)
     chunk.gradients.gradient[: 16 * 1024] = 3.0

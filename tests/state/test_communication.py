@@ -1,4 +1,4 @@
-"""What ranks hold and what they send, against the formulas; and what is read from files, and by whom."""
+"""Ranks hold and send the bytes of the formulas, and read each slice of a file once."""
 
 import math
 import zlib
@@ -65,7 +65,7 @@ def built(config: dict[str, Any]) -> tuple[RunConfig, Any, ModelState]:
 
 
 def stepped(config: dict[str, Any], steps: int) -> tuple[Any, Any, dict[str, int]]:
-    """The traffic of the last of some steps, the plans of the chunks, and the bytes held at rest."""
+    """Returns the traffic of the last step, the plans of the chunks, and the bytes at rest."""
     tree, model, state = built(config)
     data = state.groups.along("dp")
     for step in range(1, steps + 1):
@@ -79,7 +79,7 @@ def stepped(config: dict[str, Any], steps: int) -> tuple[Any, Any, dict[str, int
 
 
 def moved(traffic: Traffic, ranks: int) -> float:
-    """Bytes of the tensors that were gathered or scattered: on Gloo each rank sends every other one its part."""
+    """Returns the bytes of the gathered and scattered tensors. On Gloo each rank sends its part to every other rank."""
     assert traffic.bytes["send"] == traffic.bytes["recv"]
     return traffic.bytes["send"] * ranks / (ranks - 1)
 
@@ -103,9 +103,11 @@ SCALARS = 8 + 4 * 4  # the gradient norm, in float64 on a CPU, and the losses
 def test_traffic_of_sharded_state(
     state: dict[str, Any], scattered: Any, gathered: Any, microbatches: int, chunk: int, prefetch: int
 ) -> None:
-    """2P for ZeRO-1 and 2, 3P for ZeRO-3, 2P with parameters kept (ZeRO, section 7), times the microbatches where a
-    microbatch must communicate. The last chunk of a forward pass is the first of the backward pass and is not gathered
-    twice, nor the first of the next forward pass, which was the last of the backward pass."""
+    """Traffic is 2P for ZeRO-1 and 2, 3P for ZeRO-3, and 2P without resharding (ZeRO, section 7).
+
+    Each microbatch that communicates adds to these bytes. The last chunk of a forward pass is the first of the backward
+    pass and is gathered once for both; so is the last chunk of a backward pass for the next forward pass.
+    """
     config = config_of(4, microbatches, chunk=chunk, prefetch=prefetch, **state)
     traffic, plans, _ = run_ranks(stepped, 4, config, 3)[0]
     p = 2 * sum(plan.size for plan in plans)
@@ -118,12 +120,12 @@ def test_traffic_of_sharded_state(
         largest = 2 * max(plan.size for plan in plans)
         assert theory - 2 * microbatches * largest <= moved(traffic, 4) <= theory
         assert moved(traffic, 4) >= 0.8 * theory
-    else:  # one chunk is in use from the first operation of a microbatch to the last
+    else:  # one chunk is in use during the whole microbatch
         assert moved(traffic, 4) == 2 * microbatches * p
 
 
 def test_traffic_of_hybrid_sharding() -> None:
-    """HSDP: gradients are scattered among the ranks that share, and this part summed over the copies."""
+    """Ranks that share a parameter reduce-scatter its gradient, and replicas all-reduce their shards (HSDP)."""
     traffic, plans, _ = run_ranks(stepped, 4, config_of(4, shard="gradients", shard_ranks=2), 1)[0]
     p = 2 * sum(plan.size for plan in plans)
     assert moved(traffic, 2) == 2 * (p + p // 2)
@@ -134,9 +136,9 @@ def test_traffic_of_hybrid_sharding() -> None:
 @pytest.mark.parametrize("expert", [1, 2, 4])
 @pytest.mark.parametrize("over", ["replicas", "data"])
 def test_bytes_at_rest_are_those_of_the_formulas(shard: str, expert: int, over: str) -> None:
-    """16P, (4 + 12/N)P, (2 + 14/N)P and 16P/N with bf16 gradients; of experts and the rest, TED's equation 7.4.
+    """Bytes at rest with bf16 gradients are 16P, (4 + 12/N)P, (2 + 14/N)P and 16P/N (TED, equation 7.4).
 
-    N is the number of ranks that share: those of the data axis of the experts, and for the rest the same (standard) or
+    N is the number of ranks that share: for experts those of the expert data axis, for the rest the same (standard) or
     `expert` times as many (EPSO).
     """
     state = {"shard": shard} | ({"shard_over": over} if shard != "none" else {})
@@ -165,7 +167,10 @@ def test_the_bytes_are_what_is_allocated(shard: str) -> None:
 
 
 def test_epso_holds_the_state_of_what_is_not_expert_once() -> None:
-    """The standard sharded optimizer holds it `expert` times (the Optimus paper, section 3.2)."""
+    """EPSO holds the optimizer state of other parameters once; the standard sharded optimizer holds `expert` copies.
+
+    Source: the Optimus paper, section 3.2.
+    """
     tree = {
         over: load_config(config_of(4, expert=4, shard="optimizer", shard_over=over)) for over in ("data", "replicas")
     }
@@ -179,7 +184,7 @@ def test_epso_holds_the_state_of_what_is_not_expert_once() -> None:
 
 
 def test_bytes_of_a_large_model_on_12288_ranks() -> None:
-    """Mula-7B-A1B with experts over 8 ranks, planned on meta tensors: any rank, no process group."""
+    """Bytes of Mula-7B-A1B with experts over 8 ranks follow on meta tensors, for any rank and without a process group."""
     config = load_config(
         {
             "model": "mula-7b-a1b",
@@ -190,16 +195,16 @@ def test_bytes_of_a_large_model_on_12288_ranks() -> None:
             "state": {"shard": "optimizer", "gradient_dtype": "bfloat16"},
         }
     )
-    expert = 16 * 64 * 3 * 1024 * 2048  # layers, experts
+    expert = 16 * 64 * 3 * 1024 * 2048  # layers, experts, matrices
     other = count_parameters(config.model).total - expert
     for rank in (0, 5, 6143, 12287):
         found = state_bytes(config, 12288, rank)
         formula = (4 + 12 / 12288) * other + (4 + 12 / 1536) * expert / 8
-        assert formula <= sum(found.values()) <= 1.01 * formula  # every chunk is padded to parts of whole vectors
+        assert formula <= sum(found.values()) <= 1.01 * formula  # every chunk is padded to whole vectors
 
 
 def loaded(config: dict[str, Any], send: Any) -> tuple[list[tuple[str, tuple[int, ...]]], int, dict[str, torch.Tensor]]:
-    """(what this rank was asked to read, ranks that read, what is there after it)."""
+    """Returns the slices that this rank was asked to read, the number of reading ranks, and the state after loading."""
     _, _, state = built(config)
     asked = []
 
@@ -217,13 +222,16 @@ def loaded(config: dict[str, Any], send: Any) -> tuple[list[tuple[str, tuple[int
 @pytest.mark.parametrize("send", ["broadcast", "allreduce"])
 @pytest.mark.parametrize("shard", ["none", "parameters"])
 def test_each_parameter_is_read_by_one_of_the_ranks_that_hold_it(send: str, shard: str) -> None:
-    """The Optimus paper, section 4: model broadcasting. With ep = 2, two groups of ranks hold different experts."""
+    """One rank reads each slice and sends it to the others (the Optimus paper, section 4: model broadcasting).
+
+    Two groups of ranks hold different experts with ep = 2.
+    """
     found = run_ranks(loaded, 4, config_of(4, expert=2, shard=shard, chunk=4000), send)
     asked = [place for asked, _, _ in found for place in asked]
-    assert len(asked) == len(set(asked))  # each part once, on whatever rank
+    assert len(asked) == len(set(asked))  # each slice once, on any rank
     assert {key for key, _ in asked} == set(found[0][2])
     assert {readers for _, readers, _ in found} == {sum(bool(asked) for asked, _, _ in found)}
-    assert sum(bool(asked) for asked, _, _ in found) > 1  # the chunks take turns
+    assert sum(bool(asked) for asked, _, _ in found) > 1  # ranks take turns, chunk by chunk
     (alone,) = run_ranks(loaded, 1, config_of(1, chunk=4000), "broadcast")
     for _, _, tensors in found:
         for key, tensor in alone[2].items():

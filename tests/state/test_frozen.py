@@ -1,4 +1,4 @@
-"""Frozen parameters: 2 bytes each in bf16, no traffic of their own, no product for their gradients; the rest is trained."""
+"""Frozen parameters take 2 bytes each in bf16, no traffic and no weight-gradient product; the others are trained."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def made(
 
 
 def rest_of(module: Transformer, frozen: tuple[str, ...]) -> nn.Module:
-    """A module that has the parameters that are trained alone, under their names."""
+    """Returns a module with the trained parameters alone, under their names."""
     rest = nn.Module()
     for name, parameter in module.named_parameters():
         if not name.startswith(frozen):
@@ -83,8 +83,8 @@ def rest_of(module: Transformer, frozen: tuple[str, ...]) -> nn.Module:
 
 
 def cost(ranks: int) -> list[tuple[dict[str, int], int, dict[str, int], dict[str, int]]]:
-    """Of each level: (bytes by kind at rest after a step, elements frozen, traffic of reduction and step, that of a model
-    without what is frozen)."""
+    """Returns, for each level: bytes at rest by kind, frozen elements, traffic of a step, and traffic without frozen
+    parameters."""
     found = []
     for shard in LEVELS:
         module, state = made(ranks, shard, FIRST)
@@ -105,7 +105,7 @@ def cost(ranks: int) -> list[tuple[dict[str, int], int, dict[str, int], dict[str
 
 
 def reduction_and_step(state: ModelState) -> dict[str, int]:
-    """Bytes by collective, gradients being there."""
+    """Returns the bytes of reduction and step by collective, given gradients."""
     state.begin_step()
     for chunk in state.trained:
         chunk.gradients.before_gradient()
@@ -122,7 +122,7 @@ def test_two_bytes_and_no_traffic(ranks: int) -> None:
     for levels in results:
         for shard, (at_rest, size, traffic, without) in zip(LEVELS, levels, strict=True):
             parts = ranks if shard == "parameters" else 1
-            own = -(-size // (32 * parts)) * 32  # whole vectors
+            own = -(-size // (32 * parts)) * 32  # padded to whole vectors
             assert at_rest == {"parameters": 2 * own, "gradients": 0, "master": 0, "moments": 0, "mask": 0}, shard
             assert traffic == without, shard
 
@@ -158,13 +158,13 @@ def test_no_product_for_the_gradient_of_a_frozen_weight() -> None:
         with FlopCounterMode(display=False) as counter:
             module.losses(TOKENS).cross_entropy.backward()
         flops.append(counter.get_total_flops())
-    assert 3 * flops[1] == 2 * flops[0]  # of a weight's three products, that of its gradient is left out
+    assert 3 * flops[1] == 2 * flops[0]  # one of a weight's three products is left out, that of its gradient
 
 
 def whole_at_once(
     ranks: int, frozen: tuple[str, ...], recompute: tuple[str, ...], reshard: bool
 ) -> tuple[list[int], int]:
-    """(how many chunks were whole at a time, the most of each step; uses in a step) of two steps of two microbatches."""
+    """Runs two steps of two microbatches: (the most chunks that were whole at a time in each step, uses)."""
     options = {"limit": 1, "recompute": recompute, "prefetch": 0, "reshard_after_forward": reshard}
     module, state = made(ranks, "parameters", frozen, **options)
     most, uses = [], 0
@@ -191,7 +191,7 @@ def whole_at_once(
 
 @pytest.mark.parametrize("recompute", in_turns([["block"], [], ["norm", "attention", "moe"]], 2, always=1), ids=str)
 def test_frozen_parameters_are_resharded_after_use(recompute: list[str]) -> None:
-    """No more chunks are whole at a time than where all are trained."""
+    """Freezing parameters never makes more chunks whole at a time."""
     (trained, _), _ = run_ranks(whole_at_once, 2, 2, (), tuple(recompute), True)
     for frozen in (FIRST, EVERY_OTHER):
         (most, _), _ = run_ranks(whole_at_once, 2, 2, frozen, tuple(recompute), True)

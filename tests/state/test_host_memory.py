@@ -1,7 +1,8 @@
-"""State beside the device, on a simulated one: fetches, bytes, memory and overlap as the equations say; planted mistakes.
+"""State on the host of a simulated device: fetches, bytes, memory and overlap equal the equations, and mistakes are
+found.
 
-L chunks of S elements, C blocks, M microbatches, n ranks, g bytes of a gradient element; F, B, A: seconds of all forward
-passes, backward passes and updates (design: Elixir, ZeRO-Offload).
+L chunks of S elements, C blocks, M microbatches, n ranks, g bytes of a gradient element; F, B, A: seconds of all
+forward passes, backward passes and updates (design: Elixir, ZeRO-Offload).
 """
 
 import math
@@ -35,7 +36,7 @@ SCALE = 64e6 / S
 LINK, UPDATES = 25e9 / SCALE, 2.2e9 / SCALE  # bytes/s, elements/s
 FORWARD, BACKWARD = 20e-3, 40e-3
 G = 2
-# Bytes of an element that an update takes there and back: states, gradients on the host, weights to compute with.
+# Bytes of an element that an update moves there and back: states, gradients on the host, new weights.
 CARRIED = {
     ("all", "host"): (0, 0),
     ("all", "device"): (12 + G, 12 + 2),
@@ -63,11 +64,11 @@ def on_device(**options: Any) -> Simulation:
     return simulation(offload="none", update_on="auto", **options)
 
 
-# ---- Which block makes room ----
+# ---- The block that is evicted ----
 
 
 class CountedChunk:
-    """What `ParameterPrefetcher` asks of a chunk; counts its fetches."""
+    """The part of a chunk that `ParameterPrefetcher` uses, with a count of the fetches."""
 
     def __init__(self) -> None:
         rule = SimpleNamespace(trains=True)
@@ -93,7 +94,7 @@ class CountedChunk:
 
 
 def fetches(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
-    """Of the second step with this trace, whose uses are known by then."""
+    """Returns the fetches of the second step of this trace, whose uses are known after the first."""
     chunks = [CountedChunk() for _ in range(max(trace) + 1)]
     modules = [nn.ParameterList(chunk.parameters) for chunk in chunks]
     gathering = ParameterPrefetcher()
@@ -111,7 +112,7 @@ def fetches(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
 
 
 def fewest(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
-    """By trying all that may be dropped; each chunk shares the cache with so many that are used next."""
+    """Returns the fewest fetches by brute force over all evictions; `ahead` chunks are needed besides the one in use."""
     found = {frozenset[int](): 0}
     for place in range(len(trace)):
         needed = frozenset([*dict.fromkeys(trace[place:])][: 1 + ahead])
@@ -148,7 +149,7 @@ def test_fetches_equal_those_of_brute_force() -> None:
 
 
 def uses_of_pipeline(stage: int, stages: int, microbatches: int, layers: int) -> list[int]:
-    """Of the chunks of a stage by 1F1B."""
+    """Returns the uses of the chunks of a stage in 1F1B."""
     schedule = make_schedule("1f1b", stages, microbatches, transfers=False)
     passes = {Kind.FORWARD: range(layers), Kind.BACKWARD: range(layers)[::-1]}
     return [chunk for action in schedule.actions[stage] for chunk in passes[action.kind]]
@@ -165,7 +166,7 @@ def test_a_pipeline_fetches_less_than_least_recently_used(cache: int, least: flo
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("cache", [3, 4, 6])
 def test_gathering_ahead_costs_no_more_fetches_than_it_must(stage: int, cache: int) -> None:
-    """Those of brute force where every chunk shares the cache with the next one."""
+    """Prefetching costs the fetches of brute force in which each chunk shares the cache with the next one."""
     trace = uses_of_pipeline(stage, 4, 4, 7)
     assert fetches(trace, cache, ahead=1) == fewest(trace, cache, ahead=1)
 
@@ -175,7 +176,8 @@ def test_gathering_ahead_costs_no_more_fetches_than_it_must(stage: int, cache: i
 
 @pytest.mark.parametrize(("cache", "microbatches"), [(3, 1), (5, 1), (12, 1), (3, 4), (5, 4), (12, 4)])
 def test_fetches_and_bytes_of_a_step(cache: int, microbatches: int) -> None:
-    """2 M L - (2 M - 1) C fetches of 2 S bytes; gradients of g S bytes each; weights stay where they are."""
+    """A step makes 2 M L - (2 M - 1) C fetches of 2 S bytes and sends g S bytes for each gradient; weights stay on the
+    host."""
     for made in simulation(12, cache=cache).run(3, microbatches)[1:]:
         loads = 2 * microbatches * 12 - (2 * microbatches - 1) * cache
         assert (made.loads, made.up, made.down) == (loads, loads * 2 * S, 12 * G * S)
@@ -183,7 +185,8 @@ def test_fetches_and_bytes_of_a_step(cache: int, microbatches: int) -> None:
 
 @pytest.mark.parametrize(("residency", "update_on"), [each for each in CARRIED if each[0] != "none"])
 def test_bytes_of_updates(residency: str, update_on: str) -> None:
-    """Through the device, 12 bytes of an element each way; and gradients that wait on the host, and new weights."""
+    """Updates on the device move 12 bytes of an element each way, besides gradients that wait on the host and new
+    weights."""
     made = simulation(6, residency, update_on, cache=3 if residency == "all" else None).run(3)[-1]
     fetched, left = (9 * 2 * S, 6 * G * S) if residency == "all" else (0, 0)
     there, back = CARRIED[residency, update_on]
@@ -193,7 +196,7 @@ def test_bytes_of_updates(residency: str, update_on: str) -> None:
 
 @pytest.mark.parametrize("cache", [3, 5, 12])
 def test_memory_of_the_device(cache: int) -> None:
-    """2 S C and three gradients of g S: one that is made, two that leave; making the state takes no more."""
+    """The peak is 2 S C and three gradients of g S: one in computation, two on their way; initialization takes no more."""
     made = simulation(12, cache=cache)
     assert made.device.peak <= (2 + G) * S
     assert made.run(3)[-1].peak == 2 * S * cache + 3 * G * S
@@ -208,8 +211,11 @@ SENT = {"accumulate_on": "host"}
 
 @pytest.mark.parametrize("layers", [6, 12, 24])
 def test_gradients_that_each_microbatch_sends(layers: int) -> None:
-    """Device bytes do not depend on the depth: 14 of an element of a layer with four blocks of parameters; the host has g
-    more of each. Every microbatch sends g S bytes of each chunk; where they stay, the device has those of all."""
+    """Device bytes do not depend on the depth if each microbatch sends its gradients.
+
+    Four blocks of parameters and three gradients take 14 bytes of an element of a layer. The host takes g more for each
+    element, and every microbatch sends g S bytes of each chunk. Otherwise the device holds the gradients of all chunks.
+    """
     made = simulation(layers, cache=4, **SENT)
     assert made.device.host == (14 + G) * layers * S
     last = made.run(3, 4)[-1]
@@ -237,7 +243,7 @@ def test_a_device_that_is_too_small() -> None:
 @pytest.mark.parametrize("residency", ["optimizer", "all"])
 @pytest.mark.parametrize("update_on", ["host", "device"])
 def test_numbers_are_those_of_the_device(residency: str, update_on: str) -> None:
-    """Bit for bit, whatever is where."""
+    """Numbers are equal bit for bit, wherever the state lies."""
     right = on_device(layers=6)
     losses = [each[1:3] for each in right.run(4, 2)]
     for options in ({}, {"resident_fraction": 0.4}, {"prefetch": 0}, {"prefetch": 3}):
@@ -251,8 +257,10 @@ Shared = tuple[list[StepFigures], list[tuple[str, int]]]
 
 
 def shared(steps: int, delayed: bool) -> Shared:
-    """Steps of two ranks that share each chunk, if `delayed` with random delays on all links: figures, and the
-    collectives in the order in which this rank began them."""
+    """Runs two ranks that share each chunk, with random delays on all links if `delayed`.
+
+    Returns the figures of the steps and this rank's collectives in the order of their start.
+    """
     rank = torch.distributed.get_rank()
     draw = random.Random(rank)
     delay = (lambda: draw.expovariate(1 / FORWARD)) if delayed else (lambda: 0.0)
@@ -284,7 +292,7 @@ def with_delays(steps: int) -> tuple[Shared, Shared]:
 
 
 def test_delays_change_neither_order_nor_numbers() -> None:
-    """100 draws of all delays: each step has its own."""
+    """Each of 100 steps draws its own delays."""
     found = run_ranks(with_delays, 2, 100)
     order = found[0][1][1]
     assert len(order) == 100 * (5 + 4)
@@ -302,7 +310,7 @@ def test_delays_change_neither_order_nor_numbers() -> None:
     [*((*each, {}) for each in CARRIED if each[0] != "none"), ("all", "host", SENT), ("all", "device", SENT)],
 )
 def test_skipped_steps_and_evaluations(residency: str, update_on: str, more: dict[str, str]) -> None:
-    """Between steps whose updates are under way."""
+    """Skipped steps and evaluations run between steps whose updates are not finished."""
     found = []
     cache = 4 if residency == "all" else None
     for made in (on_device(layers=6), simulation(6, residency, update_on, cache=cache, **more)):
@@ -317,7 +325,7 @@ def test_skipped_steps_and_evaluations(residency: str, update_on: str, more: dic
 @pytest.mark.parametrize(("residency", "more"), [("optimizer", {}), ("all", {}), ("all", SENT)])
 @pytest.mark.parametrize("shard", ["none", "gradients"])
 def test_what_a_step_does_not_use_has_no_gradient(residency: str, shard: str, more: dict[str, str]) -> None:
-    """Nor that of the step before, which its update may still read."""
+    """An unused chunk has no gradient, nor the gradient of the step before, which its update may still read."""
     found = []
     cache = 3 if residency == "all" else None
     for made in (on_device(layers=4), simulation(4, residency, cache=cache, shard=shard, **more)):
@@ -342,7 +350,7 @@ MODELS = [
 
 
 def train_delayed(config: dict[str, Any], steps: int) -> tuple[Trained, float]:
-    """A run on a simulated device with random delays, and when it ended."""
+    """Trains on a simulated device with random delays; returns the results and the time of the end."""
     draw = random.Random(torch.distributed.get_rank())
     links = [CopyLink(1e6, 0.0, lambda: draw.expovariate(10)) for _ in range(2)]
     device = SimulatedDevice(*links, update_rate=1e4)
@@ -355,7 +363,10 @@ def train_delayed(config: dict[str, Any], steps: int) -> tuple[Trained, float]:
 def test_models_give_the_numbers_of_the_device(
     tmp_path: Path, model: str, ranks: int, layout: list[str], state: list[str]
 ) -> None:
-    """Bit for bit, whatever arrives when: a missing wait would give NaN, a change under a copy `Race`."""
+    """Numbers are equal bit for bit in any order of arrival.
+
+    A missing wait would give NaN, and a change during a copy would raise `Race`.
+    """
     elsewhere = [f"state.{each}" for each in state] + [f"state.disk={tmp_path}"] * ("offload=disk" in state)
     given, other = (
         load_config(config_of(model), ["state.chunk=500", *layout, *more]).model_dump(exclude_unset=True)
@@ -379,7 +390,7 @@ def step_seconds(made: Simulation, microbatches: int = 1) -> float:
 @pytest.mark.parametrize("updates", [1.1e9, 2.2e9, 4.4e9])
 @pytest.mark.parametrize("cache", [3, 8])
 def test_updates_hide_behind_the_forward_pass(updates: float, cache: int) -> None:
-    """B + max(F, A), and F + B where the first (1 - F / A) L chunks have their states on the device."""
+    """A step takes B + max(F, A), or F + B if the first (1 - F / A) L chunks have their states on the device."""
     seconds = 24 * 64e6 / updates
     made = step_seconds(simulation(updates=updates / SCALE, cache=cache))
     assert made == pytest.approx(24 * BACKWARD + max(24 * FORWARD, seconds), rel=0.03)
@@ -390,7 +401,7 @@ def test_updates_hide_behind_the_forward_pass(updates: float, cache: int) -> Non
 
 @pytest.mark.parametrize(("residency", "bytes_up"), [("optimizer", 12), ("all", 12 + G + 2)])
 def test_updates_through_the_device_hide_as_well(residency: str, bytes_up: int) -> None:
-    """A: what goes up, the weights that the forward pass fetches included."""
+    """Bytes sent up, including the weights for the forward pass, determine A."""
     seconds = 24 * 64e6 * bytes_up / 25e9
     made = step_seconds(simulation(offload=residency, update_on="device", cache=3 if residency == "all" else None))
     assert made == pytest.approx(24 * BACKWARD + max(24 * FORWARD, seconds), rel=0.03)
@@ -398,7 +409,7 @@ def test_updates_through_the_device_hide_as_well(residency: str, bytes_up: int) 
 
 @pytest.mark.parametrize("down", [25e9, 2e9])
 def test_gradients_are_sent_beside_the_backward_pass(down: float) -> None:
-    """As the equations have it: free, or as long as the link takes where that is more than the backward pass."""
+    """Gradients leave during the backward pass: for free, or in the time of the link if that is longer."""
     links = CopyLink(LINK, 20e-6), CopyLink(down / SCALE, 20e-6)
     made = Simulation(
         SimulatedDevice(*links, update_rate=UPDATES, update_bytes=(0, 0)),
@@ -414,7 +425,10 @@ def test_gradients_are_sent_beside_the_backward_pass(down: float) -> None:
 
 
 def test_a_model_of_three_times_the_device() -> None:
-    """At the rates of the page: links of 25 GB/s, 2.2 G elements/s (0.84 in Elixir's paper)."""
+    """A model of three times the device's memory runs at 0.90 of the speed, with links of 25 GB/s and 2.2 G elements/s.
+
+    Elixir's paper reaches 0.84.
+    """
     layers = 24
     whole = on_device(layers=layers)
     whole.run(1)

@@ -1,4 +1,4 @@
-"""Pruned chunks compute what dense ones with masks do, to the bit; the two forms of their buffers."""
+"""Pruned chunks compute the bits of dense chunks with masks, in both forms of their buffers."""
 
 import math
 from functools import partial
@@ -36,12 +36,12 @@ PRUNED = ["pruning.sparsity=0.9", "pruning.at=0", "state.chunk=500"]
 @pytest.mark.parametrize("tile", [7, 1 << 12, None])
 @pytest.mark.parametrize("left", [0.0, 1.0, 0.1, "one"])
 def test_compress_and_expand(form: MaskForm, tile: int | None, left: float | str) -> None:
-    size = 3 * 4096 + 640  # blocks of which the last is not full
+    size = 3 * 4096 + 640  # the last block is not full
     mask = torch.rand(size, generator=torch.Generator().manual_seed(0)) < (0.0 if left == "one" else left)
     if left == "one":
         mask[5000] = True
     else:
-        mask[4096:8192] = left == 1.0  # a block of which nothing is left
+        mask[4096:8192] = left == 1.0  # a block that is pruned completely or not at all
     positions = mask.nonzero().flatten()
     plan = MaskPlan(size, len(positions), form)
     made = Mask(plan, positions, torch.zeros(plan.elements, dtype=torch.int32), tile)
@@ -52,7 +52,7 @@ def test_compress_and_expand(form: MaskForm, tile: int | None, left: float | str
     assert torch.equal(compressed[: len(positions)], values[mask])
     assert not compressed[len(positions) :].any()
     assert torch.equal(made.compressed(values, slice(3, 40)), torch.cat([values[mask], torch.zeros(40)])[3:40])
-    dense[length:] = torch.where(mask, 7.0, 0.0)[length:]  # what is pruned stays zero
+    dense[length:] = torch.where(mask, 7.0, 0.0)[length:]  # pruned elements stay zero
     made.expand(dense, length, fresh=False)
     assert torch.equal(dense, values * mask)
     made.compress(dense, length)
@@ -81,7 +81,7 @@ def test_bits_of_rows() -> None:
 
 
 def one_of_each_kind(slot: ParameterSlot, weights: Tensor) -> Tensor:
-    """Scores by which of some parameters nothing is left, of some everything, of one a single element."""
+    """Returns scores that prune some parameters completely, some not at all, and one down to a single element."""
     scores = torch.zeros(weights.shape)
     if "q_" in slot.name or "qkv" in slot.name or "stack" in slot.name:
         return scores + 2.0
@@ -91,13 +91,13 @@ def one_of_each_kind(slot: ParameterSlot, weights: Tensor) -> Tensor:
 
 
 def trained(config: dict[str, Any], steps: int, dense: bool, score: str) -> Trained:
-    """Some steps of a pruned model; `dense`: by masks on the state of a model that is not pruned."""
+    """Trains a pruned model; `dense` applies the masks to the state of a model that is not pruned."""
     made = Steps(config)
     made.train()
     layouts = layouts_of(whole_model(made.config), made.config)
     sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
     masks = prune(weights_of(made.state), 0.1, sizes, magnitudes if score == "magnitude" else one_of_each_kind)
-    if score == "some":  # what is below the threshold by one part alone
+    if score == "some":  # some parameters are pruned completely, some not at all
         masks = {
             name: bits if number % 3 else torch.full_like(bits, 255 * (number % 2))
             for number, (name, bits) in enumerate(masks.items())
@@ -134,7 +134,7 @@ def _reduce_and_mask(gradients: GradientReduction, mask: Tensor) -> None:
     gradients.reduced.mul_(mask)
 
 
-# Where dense gradients are added up in place, several microbatches may be rounded otherwise than one by one.
+# Several microbatches may round differently if dense gradients accumulate in place.
 @pytest.mark.swept("model", "ranks")
 @pytest.mark.parametrize(
     ("model", "ranks", "overrides", "score"),
@@ -187,7 +187,7 @@ def pruned_steps(*overrides: str, model: str = "dense", share: float = 0.1) -> S
 
 @pytest.mark.parametrize("form", ["int32", "bits"])
 def test_bytes_at_rest(form: str) -> None:
-    """2 P + f (g + 12 + i) P, and rounding to whole vectors, is what is allocated."""
+    """The chunks allocate 2 P + f (g + 12 + i) P bytes, and at most the padding to whole vectors."""
     steps = pruned_steps(*IN_BF16, f"pruning.indices={form}", "state.chunk=20000")
     chunks = [chunk for chunk in steps.state.trained if chunk.elements.prunes]
     assert chunks
@@ -203,7 +203,7 @@ def test_bytes_at_rest(form: str) -> None:
 
 
 def sent(shard: str, pruned: bool) -> tuple[int, list[tuple[int, int]]]:
-    """(bytes that this rank sends in a step, (elements of the whole, compressed ones) of each pruned chunk)."""
+    """Returns the bytes that this rank sends in a step, and (elements, unpruned elements) of each pruned chunk."""
     overrides = [f"state.shard={shard}", "train.micro_batch=8", *IN_BF16]
     made = pruned_steps(*overrides)
     sizes = [(chunk.plan.size, chunk.plan.borders[-1]) for chunk in made.state.trained if chunk.elements.prunes]
@@ -214,13 +214,13 @@ def sent(shard: str, pruned: bool) -> tuple[int, list[tuple[int, int]]]:
     with counting() as traffic:
         made.train()
         made.state.finish()
-    # Of a sum that Gloo makes itself each of two ranks sends as much as it is long.
+    # Each of two ranks sends as many bytes as an all-reduced tensor has.
     return sum(traffic.sent_to.values()) + traffic.bytes["all_reduce"], sizes
 
 
 @pytest.mark.parametrize(("shard", "each"), [("none", 4 + 4), ("optimizer", 4 + 2), ("parameters", 4 + 2 + 2)])
 def test_bytes_sent(shard: str, each: int) -> None:
-    """Of two ranks each sends half of what is reduced and of what is gathered: of unpruned elements alone."""
+    """Each of two ranks sends half of the reduced and gathered elements, which are the unpruned ones."""
     dense, _ = run_ranks(sent, 2, shard, False)[0]
     pruned, sizes = run_ranks(sent, 2, shard, True)[0]
     assert dense - pruned == sum(whole - compressed for whole, compressed in sizes) * each / 2
@@ -228,7 +228,7 @@ def test_bytes_sent(shard: str, each: int) -> None:
 
 
 def test_peak_of_a_step_above_rest() -> None:
-    """Long gradient buffers of three chunks, and what a tile takes while it is compressed, updated or expanded."""
+    """The peak of a step has dense gradient buffers of three chunks, and the workspace of a tile."""
     tile = 64
     steps = pruned_steps("state.chunk=300", f"state.tile={tile}")
     pruned = [chunk for chunk in steps.state.trained if chunk.elements.prunes]
@@ -250,7 +250,10 @@ def test_peak_of_a_step_above_rest() -> None:
 
 
 def test_a_step_changes_what_is_computed_with() -> None:
-    """Of what is left; what is pruned is exactly zero (the public implementation changes neither)."""
+    """A step changes unpruned weights in the compute type, and keeps pruned ones at exactly zero.
+
+    The public implementation does neither.
+    """
     steps = pruned_steps(*IN_BF16)
     steps.train()
     before = {name: each.detach().clone() for name, each in steps.state._module.named_parameters()}
@@ -283,7 +286,7 @@ def test_a_skipped_step_and_an_evaluation() -> None:
 
 
 def elsewhere(residency: str, folder: Path) -> list[str]:
-    """What of the configuration keeps state there."""
+    """Returns the options that keep state in this place."""
     more = {"optimizer": [], "all": ["state.cache=8"], "disk": ["state.cache=8", f"state.disk={folder}"]}
     return [f"state.offload={residency}", *more[residency]]
 
@@ -293,7 +296,7 @@ def elsewhere(residency: str, folder: Path) -> list[str]:
     [*((each, []) for each in ("optimizer", "all", "disk")), ("all", ["state.accumulate_on=host"])],
 )
 def test_residencies(residency: str, more: list[str], tmp_path: Path) -> None:
-    """What is on the host or a disk is compressed, too: the bits of the device."""
+    """Compressed state on the host or on a disk gives the bits of the device."""
     found = []
     for overrides in ([], [*elsewhere(residency, tmp_path), *more]):
         steps = pruned_steps(*IN_BF16, *overrides)
@@ -310,7 +313,7 @@ def test_residencies(residency: str, more: list[str], tmp_path: Path) -> None:
 
 OF_RULES = {
     "fp32": [],
-    "lion": ["optimizer.name=lion"],  # one kind besides the weights
+    "lion": ["optimizer.name=lion"],  # one state besides the weights
     "bf16 gradients": ["state.gradient_dtype=bfloat16"],
     "schedule-free": ["optimizer.name=schedule-free"],
     "bf16": [*IN_BF16, "state.gradient_dtype=bfloat16"],
@@ -321,7 +324,7 @@ OF_RULES = {
 @pytest.mark.parametrize("rule", OF_RULES)
 @pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
 def test_pruned_between_steps(residency: str, rule: str, tmp_path: Path) -> None:
-    """Once, and once more; almost nothing first, so that as much is kept as before, of more kinds perhaps."""
+    """Pruning once more, after almost nothing was pruned, keeps as much memory as before or more."""
     found = []
     for overrides in ([], elsewhere(residency, tmp_path)):
         steps = Steps(
@@ -341,7 +344,7 @@ def test_pruned_between_steps(residency: str, rule: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("residency", ["all", "disk"])
 def test_less_pruned_than_it_was_made_for(residency: str, tmp_path: Path) -> None:
-    """A run that goes back to a checkpoint before the one that it began to load."""
+    """A run may return to a checkpoint that is less pruned than the one that it began to load."""
     found = []
     for overrides in ([], elsewhere(residency, tmp_path)):
         steps = pruned_steps(*overrides)
@@ -356,7 +359,7 @@ def test_less_pruned_than_it_was_made_for(residency: str, tmp_path: Path) -> Non
 
 
 def steps_of_few_pruned(residency: str) -> Trained:
-    """Steps of four microbatches of a model whose output layer alone is pruned; no rank shares its experts."""
+    """Trains with four microbatches a model that is pruned in its output layer alone; experts have no replicas."""
     options = ["parallel.expert=2", "train.micro_batch=2", "train.global_batch=16", f"state.offload={residency}"]
     options += ["pruning.targets=[head]", *IN_BF16]
     made = pruned_steps(*options, model="moe")
@@ -366,7 +369,7 @@ def steps_of_few_pruned(residency: str) -> Trained:
 
 
 def test_gradients_leave_once() -> None:
-    """Those of a pruned chunk are reduced in each microbatch: an earlier reduction must not be taken for the last."""
+    """The gradients of a pruned chunk are reduced in each microbatch, and leave only after the last reduction."""
     found, right = (run_ranks(steps_of_few_pruned, 2, residency) for residency in ("all", "none"))
     for a, b in zip(found, right):
         assert a.steps == b.steps

@@ -1,4 +1,5 @@
-"""Shards that end at borders of matrices, functions of matrices of which ranks have blocks, and updates by such a rule."""
+"""Shards that end at borders of matrices, functions of whole matrices whose blocks lie on ranks, and their update
+rules."""
 
 import itertools
 import random
@@ -15,7 +16,7 @@ from optimus.testing import run_ranks
 
 
 def best_split(costs: Sequence[int], loads: Sequence[int]) -> int:
-    """The least that the busiest part has to compute, over all ways to give each a run of matrices, in order."""
+    """Returns the smallest possible cost of the fullest part, over all ways to give each part consecutive matrices."""
     found = []
     for cuts in itertools.combinations_with_replacement(range(len(costs) + 1), len(loads) - 1):
         ends = [0, *cuts, len(costs)]
@@ -39,12 +40,12 @@ def test_borders_share_out_the_work(seed: int) -> None:
     assert list(found) == sorted(found)
     taken = [[len(each.within(*part)) * each.cost for each in contents] for part in itertools.pairwise(found)]
     assert [load + sum(costs) for load, costs in zip(before, taken)] == loads
-    assert sum(map(sum, taken)) == sum(costs)  # none is cut, none is lost
+    assert sum(map(sum, taken)) == sum(costs)  # no matrix is split or lost
     assert max(loads) == best
 
 
 def test_who_has_nothing_comes_next() -> None:
-    """Of a chunk with fewer matrices than ranks some get nothing; of the next one these get more."""
+    """Ranks without a matrix of one chunk get more of the next chunk."""
     loads = [0] * 4
     first = borders([Matrices.from_shape(0, (3, 8, 8))], 192, loads)
     assert sorted(loads) == [0, *[Matrices.from_shape(0, (8, 8)).cost] * 3]
@@ -66,12 +67,12 @@ def test_a_vector_is_no_matrix() -> None:
 
 
 def of_whole(x_NRC: Tensor) -> Tensor:
-    """Every element depends on all of its matrix."""
+    """A function of whose results each element depends on all of its matrix."""
     return (x_NRC @ x_NRC.mT @ x_NRC).double().cumsum(-1).cumsum(-2)
 
 
 def blocks_of(mesh: Mesh, layout: Layout) -> tuple[Tensor, Tensor]:
-    """(the function of the blocks of this rank, this rank's blocks of the function)."""
+    """Returns (the function applied to this rank's blocks, this rank's blocks of the function of the whole)."""
     groups = Groups(mesh)
     region = layout.region(mesh, groups.rank)
     x = torch.randn(*layout.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

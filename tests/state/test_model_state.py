@@ -1,4 +1,4 @@
-"""A module whose parameters live in chunks: views, gradients, norm, initial weights."""
+"""A module with parameters in chunks: views, gradients, norm and initial weights."""
 
 import math
 from typing import Any
@@ -66,7 +66,7 @@ def test_initial_weights_are_those_of_a_plain_module(compute: torch.dtype, limit
         assert torch.equal(parameter, expected[name].to(compute)), name
     tensors = whole_state(state)
     for name, weight in expected.items():
-        assert torch.equal(tensors[f"model.{name}"], weight), name  # the master weights, unrounded
+        assert torch.equal(tensors[f"model.{name}"], weight), name  # the master weights, not rounded
     assert set(tensors) == {f"{kind}.{name}" for kind in ("model", "adamw.m", "adamw.v") for name in expected}
 
 
@@ -87,7 +87,7 @@ def test_parameters_are_views_of_the_chunk() -> None:
 @pytest.mark.parametrize("gradient", [BF16, FP32])
 @pytest.mark.parametrize("compute", [BF16, FP32])
 def test_gradients_accumulate_in_the_chunk(compute: torch.dtype, gradient: torch.dtype) -> None:
-    """Backward passes add into the chunk's buffer, in the gradient's type, and never replace it."""
+    """Backward passes add to the chunk's buffer in the gradient's type, and never replace the buffer."""
     module, state = made(compute, gradient)
     (chunk,) = state.chunks
     expected = {name: torch.zeros(p.shape, dtype=gradient) for name, p in module.named_parameters()}
@@ -104,7 +104,7 @@ def test_gradients_accumulate_in_the_chunk(compute: torch.dtype, gradient: torch
         assert parameter.grad is not None
         assert parameter.grad.dtype == gradient
         assert parameter.grad.untyped_storage().data_ptr() == begin
-        # The addends have been rounded to the compute type, whose last bits depend on the order of a product's sums.
+        # Addends are rounded to the compute type; their last bits depend on the order of a product's sums.
         tolerance = 2e-2 if BF16 in (compute, gradient) else 1e-5
         scale = float(expected[name].abs().max())
         torch.testing.assert_close(views[name], expected[name], rtol=0, atol=tolerance * scale)
@@ -114,7 +114,7 @@ def test_gradients_accumulate_in_the_chunk(compute: torch.dtype, gradient: torch
 
 
 def test_fp32_gradients_of_bf16_parameters_keep_small_addends() -> None:
-    """1 + 256 * 2^-9 is 1.5 in fp32; in bf16 every addend is lost in rounding."""
+    """The sum 1 + 256 * 2^-9 is 1.5 in fp32; bf16 rounds every addend away."""
     sums = {}
     for gradient in (FP32, BF16):
         module = nn.Linear(1, 1, bias=False)
@@ -145,7 +145,7 @@ def test_gradient_norm(gradient: torch.dtype) -> None:
 
 
 def test_the_step_reaches_every_chunk_and_counts() -> None:
-    """Chunks and tiles of any size: the same weights as torch's AdamW on a plain module."""
+    """Chunks and tiles of any size give the weights of torch's AdamW on a plain module."""
     module, state = made(FP32)
     parted, parted_state = made(FP32, limit=700)
     theirs = plain()
@@ -167,7 +167,8 @@ def test_the_step_reaches_every_chunk_and_counts() -> None:
 
 def test_bytes_by_kind_sum_over_the_chunks() -> None:
     said = CONFIG.model_dump(exclude_unset=True) | {"hidden": 32, "intermediate": 32, "vocab": 64}
-    config = ModelConfig.model_validate(said)  # nothing but whole alignments
+    # All sizes are multiples of the alignment.
+    config = ModelConfig.model_validate(said)
     module, state = made(BF16, FP32, config=config, limit=1)
     p = sum(parameter.numel() for parameter in module.parameters())
     assert len(state.chunks) == len(list(module.parameters()))
@@ -181,7 +182,7 @@ def test_bytes_by_kind_sum_over_the_chunks() -> None:
 
 
 def test_state_that_nobody_holds_is_freed() -> None:
-    """With the process groups that it knows, of which the backend would keep the threads and connections."""
+    """Freed state frees its process groups, of which the backend would keep threads and connections."""
     import gc
     import weakref
 
@@ -204,7 +205,7 @@ def test_state_that_nobody_holds_is_freed() -> None:
 
 
 def test_a_frozen_parameter_is_refused() -> None:
-    """It would be decayed and moved all the same: before a step, and when the state is made."""
+    """Freezing a parameter by hand is refused before a step and when the state is made: updates would still move it."""
     module, state = made()
     module.head.weight.requires_grad_(False)
     with pytest.raises(UserError, match=r"requires_grad is not as train\.freeze says for head\.weight: name there"):

@@ -1,4 +1,4 @@
-"""Whoever reads state on an accelerator, the phantom, does so behind what its streams and the host's worker do to it."""
+"""Readers of state on the phantom device wait for its streams and for the host's worker."""
 
 import math
 import threading
@@ -30,7 +30,7 @@ RULES = {"adamw": [], "schedule-free": ["optimizer.name=schedule-free"]}
 
 
 def tiles_of_two_threads() -> None:
-    """An update here while the worker has one: each has its own tile, with its memory and its stream."""
+    """Updates of this thread and of the worker run at the same time, each with its own tile, memory and stream."""
     device = torch.device("phantom")
     moves, inside, go = StreamTransfers(device), threading.Event(), threading.Event()
 
@@ -42,7 +42,7 @@ def tiles_of_two_threads() -> None:
                 inside.set()
                 assert go.wait(60)
             scratch = moves.staged("weights", part, "host", filled=True)
-            return bool((scratch == value).all())  # which is there
+            return bool((scratch == value).all())  # the tile's own values
 
     with ThreadPoolExecutor(1) as worker:
         other = worker.submit(update, 1, 1.0)
@@ -58,7 +58,7 @@ def test_an_update_beside_the_workers() -> None:
 
 
 def chosen(steps: Steps) -> dict[str, Tensor]:
-    """Masks by the state's weights; on the host, as the phantom has no selections of nothing."""
+    """Returns masks by the state's weights, on the host: the phantom cannot select from an empty tensor."""
     found = weights_of(steps.state)
 
     def on_host(names: Collection[str]) -> Iterator[LocalWeights]:
@@ -70,10 +70,9 @@ def chosen(steps: Steps) -> dict[str, Tensor]:
 
 
 def everything(config: dict[str, Any], folder: Path, device: str) -> dict[str, Tensor]:
-    """Steps, and between them draws, checkpoints beside the training, a validation, a skipped step and pruning."""
-    torch.compiler.set_stance(
-        "default" if device == "cpu" else "force_eager"
-    )  # updates on the host: seconds to compile
+    """Trains with draws, concurrent checkpoints, a validation, a skipped step and pruning between the steps."""
+    # Updates on the host would take seconds to compile.
+    torch.compiler.set_stance("default" if device == "cpu" else "force_eager")
     steps = Steps(config, device=device)
     losses = [steps.train().loss, steps.train().loss]
     drawn = chosen(steps)
@@ -107,7 +106,7 @@ def everything(config: dict[str, Any], folder: Path, device: str) -> dict[str, T
 @pytest.mark.parametrize("update_on", ["device", "host"])
 @pytest.mark.parametrize("residency", ["optimizer", "all", "disk", "some here"])
 def test_all_that_reads_state(residency: str, update_on: str, rule: str, tmp_path: Path) -> None:
-    """The numbers of the CPU, and no order of streams that could be another."""
+    """Every reader gets the numbers of the CPU, in an order that the streams guarantee."""
     shared = ["pruning.sparsity=0.5", "pruning.at=0", "state.chunk=500", *RULES[rule]]
     there = {
         "optimizer": ["state.offload=optimizer"],

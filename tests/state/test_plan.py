@@ -1,4 +1,4 @@
-"""How parameters are laid out in chunks, and chunks over ranks."""
+"""The layout of parameters in chunks, and of chunks over ranks."""
 
 from math import prod
 from typing import Any
@@ -56,7 +56,7 @@ def test_exactly_the_limit_still_fits() -> None:
 
 
 def test_the_search_wastes_least() -> None:
-    """Against trying every size, for groups whose best size is not an end of the range."""
+    """The search wastes as little as the best of all sizes, for groups whose best size is inside the range."""
     groups = [[300] * 7, [700, 500, 600], [50]]
     sizes = range(4096, 1023, -32)
 
@@ -85,7 +85,8 @@ def test_what_is_wasted_is_what_chunks_leave_empty(sizes: list[int], limits: lis
 
 
 def test_groups_that_fit_into_the_smallest_chunk_are_one_chunk_each() -> None:
-    assert search_limit([[10, 10], [20]], 128, 4096) == 4096  # they do not count: the largest
+    # Groups of one chunk do not count, so the limit is the largest
+    assert search_limit([[10, 10], [20]], 128, 4096) == 4096
 
 
 MESH = Mesh(dp=8, ep=2)  # edp = 4
@@ -141,13 +142,13 @@ def test_shard_ranks_that_do_not_divide() -> None:
     [
         (Mesh(dp=4, cp=2, ep=4), {}, 8),
         (Mesh(dp=8, ep=2), {"shard_over": "data"}, 4),
-        (Mesh(dp=2, tp=2), {}, 4),  # of experts, which are not split over the grid
+        (Mesh(dp=2, tp=2), {}, 4),  # experts, which the grid does not split
         (Mesh(pp=2, dp=2, ep=2), {}, 2),
         (Mesh(), {}, 1),
     ],
 )
 def test_more_shard_ranks_than_replicas_are_refused(mesh: Mesh, options: dict[str, str], most: int) -> None:
-    """They were taken for all, without a word."""
+    """A number of shard ranks above the replicas is refused; earlier versions silently took all replicas."""
     layouts = {"dense": Layout((8, 8)), "experts": Layout((8, 8), ((0, "ep"),), partial_axes=("edp",))}
     for wanted in (None, 1, most):
         check_shard_ranks(layouts, mesh, StateConfig(shard="optimizer", shard_ranks=wanted, **options))
@@ -171,7 +172,8 @@ def test_experts_have_chunks_of_their_own_where_their_replicas_differ() -> None:
     assert (dense.shard_steps, dense.replica_count) == ((ShardStep(8, 3),), 1)
     assert (experts.shard_steps, experts.replica_count) == ((ShardStep(4, 1),), 1)
     assert experts.slots[0].region == (slice(2, 4), slice(0, 32), slice(0, 8))
-    (together,) = plan_chunks(LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"), recipe())  # all are held by all
+    # All ranks hold all parameters
+    (together,) = plan_chunks(LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"), recipe())
     assert [slot.name for slot in together.slots] == ["a", "experts", "b"]
 
 
@@ -185,7 +187,8 @@ def test_experts_have_chunks_of_their_own_where_their_replicas_differ() -> None:
     ],
 )
 def test_bytes_follow_the_formulas(shard: str, formula: object) -> None:
-    """ZeRO, section 5, with bf16 gradients; TED, equation 7.4, for the sum over the two kinds of parameters."""
+    """Bytes are those of ZeRO, section 5, with bf16 gradients, summed over both kinds of parameters (TED, equation
+    7.4)."""
     options = StateConfig.model_validate({"shard": shard, "gradient_dtype": "bfloat16"})
     dense, experts = plan_chunks(LAYOUTS, MESH, 0, options, recipe(BF16))
     assert sum(dense.bytes_by_kind().values()) == formula(768, 8)  # type: ignore[operator]
@@ -205,7 +208,7 @@ def test_global_positions() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"shard": "optimizer", "chunk": 300}, {"shard": "parameters", "chunk": 120}])
 def test_chunks_lie_alike_whatever_part_a_rank_has(options: dict[str, Any]) -> None:
-    """Ranks with smaller parts of one parameter have the same chunks as the others, or could not share other parameters."""
+    """Ranks with smaller parts of one parameter have the same chunks, so that ranks can share the other parameters."""
     layouts = {
         "embedding": Layout((7, 33), ((0, "tp_out"),), uneven=(0,)),
         "experts": Layout((2, 40), partial_axes=("edp",)),

@@ -1,4 +1,4 @@
-"""State on the host or on a disk gives the bits of state on the device, whatever happens meanwhile."""
+"""State on the host or on a disk gives the bits of state on the device, with any events between the steps."""
 
 import errno
 import os
@@ -75,7 +75,7 @@ def test_the_same_bits(model: str, ranks: int, overrides: list[str], name: str, 
 
 @pytest.mark.parametrize("residency", ["none", "all"])
 def test_parameters_in_a_cache(residency: str) -> None:
-    """As without one, for sharded parameters on the device, too."""
+    """A cache of sharded parameters changes no bit, also with state on the device."""
     config, shard = config_of("moe"), ["state.chunk=500", "state.shard=parameters"]
     trees = [load_config(config, [*shard, *more]) for more in ([], [f"state.offload={residency}", "state.cache=9"])]
     (a, _), (b, _) = (run_ranks(train_steps, 2, tree.model_dump(exclude_unset=True), 3) for tree in trees)
@@ -83,7 +83,7 @@ def test_parameters_in_a_cache(residency: str) -> None:
     assert all(torch.equal(a.tensors[key], b.tensors[key]) for key in a.tensors)
 
 
-# ---- What there is, and where ----
+# ---- Buffers, and their residency ----
 
 
 def rows(residency: str, gradient: torch.dtype, compute: torch.dtype = BF16) -> list[tuple[str, str, str]]:
@@ -104,14 +104,14 @@ def test_buffers_of_each_residency() -> None:
         ("gradients", "device", "step"),
     ]
     assert rows("all", BF16) == [*fetched, *((kind, "host", "always") for kind in states)]
-    # In another type gradients cannot wait in the place of the parameters.
+    # Gradients of another type cannot reuse the memory of the parameters.
     assert rows("all", FP32) == [
         *fetched,
         ("gradients.host", "host", "always"),
         *((kind, "host", "always") for kind in states),
     ]
     assert rows("disk", BF16) == [*fetched, *((kind, "disk", "always") for kind in states)]
-    # The parameters are the master weights: gradients would destroy them.
+    # Gradients would overwrite the master weights, which are the parameters.
     assert ("gradients.host", "host", "always") in rows("all", FP32, FP32)
 
 
@@ -127,7 +127,7 @@ def test_buffers_of_each_residency() -> None:
     ],
 )
 def test_bytes_per_parameter(overrides: list[str], host: int, on_disk: int, device: int) -> None:
-    """With gradients in bf16, 14 on the host; the plan says what is allocated."""
+    """Planned and allocated bytes agree: 14 bytes a parameter on the host, with gradients in bf16."""
     steps = Steps(
         load_config(config_of("dense"), ["state.chunk=500", *IN_BF16, *overrides]).model_dump(exclude_unset=True)
     )
@@ -142,11 +142,11 @@ def test_bytes_per_parameter(overrides: list[str], host: int, on_disk: int, devi
     assert allocated == (host + device) * elements
 
 
-# ---- What happens meanwhile ----
+# ---- Events between the steps ----
 
 
 class Slow:
-    """Updates wait until they are let go."""
+    """A patch that delays updates until `go` is set."""
 
     def __init__(self, right: Callable[..., None]) -> None:
         self.right, self.go = right, threading.Event()
@@ -174,10 +174,10 @@ def steps_of(*overrides: str, model: str = "dense") -> Steps:
 def test_a_step_does_not_wait_for_its_updates(slow: Slow, residency: str, tmp_path: Path) -> None:
     on_disk = [f"state.disk={tmp_path}"] if residency == "disk" else []
     steps = steps_of(f"state.offload={residency}", *on_disk)
-    steps.train()  # would not end
+    steps.train()  # returns before its updates, which wait
     waiting = threading.Timer(0.2, slow.go.set)
     waiting.start()
-    second = steps.train()  # each chunk waits for its own
+    second = steps.train()  # waits chunk by chunk
     slow.go.set()
     expected = steps_of()
     expected.train()
@@ -186,7 +186,7 @@ def test_a_step_does_not_wait_for_its_updates(slow: Slow, residency: str, tmp_pa
 
 @pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
 def test_a_skipped_step(residency: str, tmp_path: Path) -> None:
-    """Gradients that have taken the place of the parameters on the host leave nothing behind."""
+    """A skipped step restores the parameters whose memory on the host holds gradients."""
     on_disk = [f"state.disk={tmp_path}"] if residency == "disk" else []
     found = []
     for overrides in ([], [f"state.offload={residency}", *on_disk]):
@@ -214,7 +214,7 @@ def test_an_evaluation_between_steps(residency: str, tmp_path: Path) -> None:
             losses += [steps.train()]
             with torch.no_grad(), steps.state.evaluating():
                 batch, at = random_batch(steps.config, 10 + number)[:2], torch.tensor([3, 40])
-                for _ in range(3):  # passes of which the cache learns, too
+                for _ in range(3):  # the cache learns from these passes too
                     logits += [steps.model.at_tokens(batch, at, steps.model.head)]
         found.append((losses, logits))
     (a, scores), (b, expected) = found
@@ -226,7 +226,7 @@ def test_an_evaluation_between_steps(residency: str, tmp_path: Path) -> None:
 
 
 def test_records_are_kept(tmp_path: Path) -> None:
-    """Of any length, more of them than there are buffers; they begin at zero, and no more than three are under way."""
+    """Records of any length, more of them than buffers, begin at zero; at most three are in use at once."""
     file = StateFile(tmp_path, Transfers(CPU))
     sizes = [0, 1, 1000, 1024, 3 * (4 << 20) // 4 + 5]
     records = [DiskStates(file, ["master", "adamw.m"], size) for size in sizes]
@@ -252,7 +252,7 @@ def test_records_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_file_is_closed_by_a_thread_of_its_own(tmp_path: Path) -> None:
-    """As garbage may be collected there: it cannot wait for itself."""
+    """The garbage collector may close the file in one of the file's own threads, which cannot wait for itself."""
     file = StateFile(tmp_path, Transfers(CPU))
     number = file._file
     file._threads.submit(file.close).result()
@@ -266,7 +266,7 @@ def test_a_file_is_closed_by_a_thread_of_its_own(tmp_path: Path) -> None:
 
 
 def test_records_of_another_length(tmp_path: Path) -> None:
-    """One that grows harms no other; its kinds are the same for ever."""
+    """A record that grows leaves the others intact; its kinds never change."""
     file = StateFile(tmp_path, Transfers(CPU))
     first, second = (DiskStates(file, ["master", "adamw.m"], 1000) for _ in range(2))
     file.reserve()
@@ -287,7 +287,7 @@ def test_records_of_another_length(tmp_path: Path) -> None:
 
 
 def test_kinds_on_a_disk_stay_the_same() -> None:
-    """Of parameters that may be pruned, in fp32, the master weights are apart from the beginning."""
+    """Prunable fp32 parameters have separate master weights from the beginning."""
     makes, none = [{"prunable": True}, {"prunable": True, "pruned": True}, {}], ShardDepths(0, 0, 0)
     now, later, never = (
         [each for each in buffers(none, FP32, FP32, ADAMW, offload="disk", **more) if each.residency == "disk"]
@@ -311,7 +311,7 @@ def losses(config: dict[str, Any]) -> list[float]:
 
 
 def test_runs_go_on_with_another_residency(run: dict[str, Any], tmp_path: Path) -> None:
-    """From the disk to the device, to the host, and back: as if nothing had been."""
+    """A run moves from the disk to the device, to the host and back, with the losses of an unchanged run."""
     whole = run | {"train": run["train"] | {"output": str(tmp_path / "whole")}, "state": {"chunk": 3000}}
     optimus.train(whole)
     optimus.train(run, ["train.stop_at=2"])
@@ -328,7 +328,7 @@ def test_runs_go_on_with_another_residency(run: dict[str, Any], tmp_path: Path) 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_failing_disk(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
-    """One message; the last checkpoint is whole, and the run goes on from it when the disk is mended."""
+    """A failing disk gives one message; the last checkpoint is complete, and the run resumes from it."""
     right, fails = disk._write, threading.Event()
 
     def write(file: int, piece: memoryview, offset: int) -> None:
@@ -356,7 +356,7 @@ def test_a_failing_disk(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, as
 
 @pytest.mark.root
 def test_a_disk_that_is_too_small(run: dict[str, Any], tmp_path: Path) -> None:
-    """It is found before the first step."""
+    """A full disk is found before the first step."""
     small = tmp_path / "states"
     small.mkdir()
     if os.system(f"mount -t tmpfs -o size=64k tmpfs {small}"):
@@ -370,7 +370,7 @@ def test_a_disk_that_is_too_small(run: dict[str, Any], tmp_path: Path) -> None:
 
 
 def train_and_die(config: dict[str, Any]) -> None:
-    """Train in this process, which is killed in the middle of the updates of the fifth step."""
+    """Trains in this process until a signal kills it amid the updates of the fifth step."""
     update, done = Update._update_tiles, [0]
 
     def train_tiles(self: Update, *arguments: Any) -> None:
@@ -399,8 +399,10 @@ def test_killed_in_an_update(run: dict[str, Any], tmp_path: Path, residency: str
 
 @pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
 def test_a_checkpoint_between_queued_updates(slow: Slow, residency: str, tmp_path: Path) -> None:
-    """It is the state behind the updates that are under way, and before those of the next step; what the device has not is
-    written from where it lies."""
+    """A checkpoint has the state after the unfinished updates and before those of the next step.
+
+    State that the device does not hold is written from its place.
+    """
     from optimus.checkpoint.folder import Description, step_folder
     from optimus.checkpoint.saving import Target
     from optimus.checkpoint.store import load_state
@@ -416,7 +418,7 @@ def test_a_checkpoint_between_queued_updates(slow: Slow, residency: str, tmp_pat
     right = whole_state(expected.state)
     assert steps.train() == expected.train()
     saver.finish()
-    assert not saver._staging._copies or residency == "optimizer"  # in fp32 the device has the master weights there
+    assert not saver._staging._copies or residency == "optimizer"  # the device has the fp32 master weights in this case
     assert all(chunk.residency("model") == "device" for chunk in steps.state.chunks) == (residency == "optimizer")
     again = steps_of()
     load_state(again.state, target.folder, model=steps.config.model, full=True)
@@ -426,7 +428,7 @@ def test_a_checkpoint_between_queued_updates(slow: Slow, residency: str, tmp_pat
 
 @pytest.mark.parametrize("then", ["read", "evaluate", "initialize", "save", "train"])
 def test_after_a_step_that_did_not_end(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients wait in the place of the parameters: the weights are there, and whoever computes with them has them."""
+    """Parameters whose memory holds gradients are restored for whichever reader comes next."""
     steps, expected = steps_of("state.offload=all", "state.cache=9", *IN_BF16), steps_of(*IN_BF16)
     for each in (steps, expected):
         each.train()

@@ -1,4 +1,4 @@
-"""What chunks hold and send for each update rule, and what is evaluated of a rule that averages."""
+"""The bytes and the traffic of each update rule, and the evaluated weights of a rule that averages."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
 from optimus.testing.traffic import counting
 
-KEPT = {"adamw": (2, 2), "lion": (1, 1), "muon": (1, 2), "schedule-free": (2, 2)}  # of matrices, and of the rest
+# Moments of matrices and of other parameters
+KEPT = {"adamw": (2, 2), "lion": (1, 1), "muon": (1, 2), "schedule-free": (2, 2)}
 LEVELS = ("none", "optimizer", "gradients", "parameters")
 
 
@@ -22,7 +23,8 @@ def config_of(rule: str, shard: str = "none", **more: Any) -> dict[str, Any]:
 
 
 def held(config: dict[str, Any]) -> dict[str, Any]:
-    """Of matrices of blocks, and of the rest: (elements of whole chunks, of this rank's parts, bytes allocated at rest)."""
+    """Returns, for matrices of blocks and for the rest: (elements of chunks, elements of this rank's shards, bytes at
+    rest)."""
     found = {}
     for matrices in (True, False):
         chunks = [
@@ -48,8 +50,11 @@ def buffers_of(chunk: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("rule", KEPT)
 @pytest.mark.parametrize(("ranks", "shard"), [(1, "none"), *((4, shard) for shard in LEVELS)])
 def test_bytes_of_each_rule(rule: str, ranks: int, shard: str) -> None:
-    """In bf16: 16 P for AdamW and schedule-free, 12 P for Lion and for matrices by Muon; (4 + 12 / N) P, (2 + 14 / N) P and
-    16 P / N of ranks that shard it, and the like. Shards of matrices differ in length; together they are the whole."""
+    """Bytes in bf16 are 16 P for AdamW and schedule-free, and 12 P for Lion and for matrices of Muon.
+
+    Sharded state takes (4 + 12 / N) P, (2 + 14 / N) P and 16 P / N, or correspondingly less. Shards of matrices differ
+    in length; all shards together have the elements of the chunks.
+    """
     results = run_ranks(held, ranks, config_of(rule, shard))
     level = LEVELS.index(shard)
     for matrices, kept in zip((True, False), KEPT[rule]):
@@ -60,7 +65,8 @@ def test_bytes_of_each_rule(rule: str, ranks: int, shard: str) -> None:
 
 
 def sent(config: dict[str, Any]) -> tuple[dict[str, int], int, int]:
-    """(payload of reducing and of the optimizer step, elements of this rank's chunks, of its parts of split matrices)."""
+    """Returns the bytes of reduction and step, the elements of this rank's chunks, and those of its blocks of split
+    matrices."""
     state = Steps(config).state
     with counting() as traffic:
         state.reduce_gradients()
@@ -79,18 +85,18 @@ def sent(config: dict[str, Any]) -> tuple[dict[str, int], int, int]:
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_rules_of_matrices_send_what_the_others_send(rule: str, shard: str) -> None:
-    """Every rank's parts to the others, and the gradients of theirs: that is ZeRO-1's, and no more."""
+    """Rules of matrices send the bytes of ZeRO-1: every rank's shard to the others, and the gradients of theirs."""
     found = run_ranks(sent, 4, config_of(rule, shard))
     total = sum(traffic.get("send", 0) for traffic, _, _ in found)
     size = found[0][1]
-    # With sharded parameters, gradients have been scattered on arrival, and there is nothing that all gather.
+    # Sharded parameters: gradients are scattered on arrival, and nothing is gathered.
     assert total == (3 * 2 * 2 * size if shard == "optimizer" else 0)
     assert {kind for traffic, _, _ in found for kind in traffic} <= {"send", "recv", "all_reduce"}
     assert all(traffic["all_reduce"] == 8 for traffic, _, _ in found)  # the norm, in float64
 
 
 def test_blocks_of_matrices_are_sent_there_and_back() -> None:
-    """With tensor parallelism, each element twice in the type of the run."""
+    """Tensor parallelism sends each element of a split matrix twice, in the type of the run."""
     parallel = {"tensor": 2, "expert": 2}
     found = run_ranks(sent, 4, config_of("muon", "optimizer", parallel=parallel))
     assert sum(own for *_, own in found)
@@ -104,7 +110,7 @@ def test_blocks_of_matrices_are_sent_there_and_back() -> None:
 def evaluated(
     config: dict[str, Any],
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(parameters while evaluating, before and after, and the weights that a checkpoint has)."""
+    """Returns the parameters during an evaluation, those before and after, and the weights of a checkpoint."""
     steps = Steps(config)
     for _ in range(3):
         steps.train()

@@ -1,4 +1,4 @@
-"""Optimizer state sharded over ranks: the numbers of one process, the bytes of the formula, the traffic of the theory."""
+"""Sharded optimizer state has the numbers of one process, the bytes of the formula and the traffic of the theory."""
 
 import zlib
 from collections import Counter
@@ -64,7 +64,7 @@ def made(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype, li
 
 
 def set_gradients(state: ModelState, rank: int, step: int) -> None:
-    """A gradient per parameter that depends on its name, the rank and the step, whatever the chunks."""
+    """Sets gradients that depend on the parameter's name, the rank and the step, not on the chunks."""
     for chunk in state.chunks:
         for name, view in chunk.views(chunk.gradients.gradient).items():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {rank} {step}".encode()))
@@ -72,7 +72,7 @@ def set_gradients(state: ModelState, rank: int, step: int) -> None:
 
 
 def updated(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype, limit: int) -> dict[str, object]:
-    """Three steps on this rank; what is left, whole."""
+    """Returns the norms, the whole parameters and the whole state of three steps on this rank."""
     rank = torch.distributed.get_rank()
     state = made(ranks, shard, compute, gradient, limit)
     norms = []
@@ -89,7 +89,7 @@ def updated(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype,
 
 
 def expected(ranks: int, compute: torch.dtype, gradient: torch.dtype) -> ModelState:
-    """One process with the sum of all ranks' gradients."""
+    """Returns the state of one process with the sum of all ranks' gradients."""
     state = made(1, "none", compute, gradient, 1 << 26)
     others = made(1, "none", compute, gradient, 1 << 26)
     for step in range(3):
@@ -130,7 +130,8 @@ def test_bf16_copies_follow_the_sharded_master_weights(gradient: torch.dtype) ->
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_bytes_per_rank(ranks: int) -> None:
-    """(4 + 12 / N) P with bf16 parameters and gradients (ZeRO, section 5.1), up to the padding of the parts."""
+    """Bytes are (4 + 12 / N) P with bf16 parameters and gradients (ZeRO, section 5.1), and at most the padding of the
+    shards."""
     bytes_by_kind = run_ranks(updated, ranks, ranks, "optimizer", BF16, BF16, 1 << 26)[0]["bytes"]
     right = made(1, "none", BF16, BF16, 1 << 26)
     p = right.chunks[0].plan.size
@@ -155,14 +156,14 @@ def traffic_of_a_step(ranks: int, shard: str) -> tuple[dict[str, int], int]:
 
 
 def test_traffic_of_a_step() -> None:
-    """ZeRO-1 replaces the all-reduce of 2 bytes an element by a reduce-scatter and an all-gather of as many.
+    """ZeRO-1 replaces the all-reduce of 2 bytes an element by a reduce-scatter and an all-gather of 2 bytes each.
 
-    The norm of gradients of which each rank has a part is one number more.
+    The norm of sharded gradients adds one number.
     """
     found, size = run_ranks(traffic_of_a_step, 2, 2, "none")[0]
     assert found == {"send": 2 * size, "recv": 2 * size}
     found, size = run_ranks(traffic_of_a_step, 2, 2, "optimizer")[0]
-    # Both are sent from rank to rank: half of the buffer to the other one, and the half that it has updated.
+    # A rank sends half of the buffer to be reduced, and the half that it has updated.
     assert found == {"send": 2 * size, "recv": 2 * size, "all_reduce": 8}
 
 
@@ -175,7 +176,7 @@ def trained(
     sequences: int = 8,
     eps: float = 1e-8,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Two steps of two microbatches through the backward pass; this rank has its part of the sequences of a step."""
+    """Trains two steps of two microbatches on this rank's sequences."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     module, state = made_with_module(ranks, shard, FP32, FP32, limit, widths, replace(ADAMW, eps=eps))
     norms = []
@@ -217,7 +218,7 @@ NESTED = [
 @pytest.mark.parametrize(("shard", "ranks", "widths"), NESTED, ids=str)
 @pytest.mark.parametrize("on_arrival", [True, False])
 def test_nested_shards_equal_one_process(shard: str, ranks: int, widths: dict[str, int], on_arrival: bool) -> None:
-    """Parameters over the ranks of a card, gradients over those of a node, the rest over all, or over fewer (HSDP)."""
+    """Parameters are sharded over a card, gradients over a node, the rest over all ranks or over fewer (HSDP)."""
     norms, right = trained(1, "none", 1 << 26, on_arrival, sequences=2 * ranks, eps=1e-5)
     for its_norms, tensors in run_ranks(trained, ranks, ranks, shard, 2000, on_arrival, widths, 2 * ranks, 1e-5):
         assert its_norms == pytest.approx(norms, rel=1e-5)
@@ -226,7 +227,7 @@ def test_nested_shards_equal_one_process(shard: str, ranks: int, widths: dict[st
 
 
 def nested_step(ranks: int, widths: dict[str, int]) -> tuple[dict[int, int], dict[str, int], int]:
-    """(bytes sent to ranks at each distance in a step of two microbatches, bytes at rest, elements)."""
+    """Returns bytes sent by distance in a step of two microbatches, bytes at rest, and elements."""
     module, state = made_with_module(ranks, "parameters", BF16, BF16, 1 << 26, widths)
     for _ in range(2):
         with counting() as traffic:
@@ -244,19 +245,19 @@ def nested_step(ranks: int, widths: dict[str, int]) -> tuple[dict[int, int], dic
 
 
 def test_only_what_the_optimizer_shares_crosses_nodes() -> None:
-    """Of 8 ranks, with (2, 4, all): parameters are gathered on cards of 2, gradients scattered on nodes of 4."""
+    """Shards of (2, 4, all) of 8 ranks gather parameters on cards of 2 and scatter gradients on nodes of 4."""
     for found, at_rest, p in run_ranks(nested_step, 8, 8, {"parameters": 2, "gradients": 4}):
         assert at_rest == {"parameters": p, "gradients": p // 2, "master": p // 2, "moments": p, "mask": 0}
-        # Bytes of bf16. On a card: gathered for two microbatches, once each, as all is one chunk; and scattered.
+        # Bytes of bf16 on a card: one chunk, gathered and scattered for each of two microbatches.
         assert found[2] == 2 * (2 * p // 2 + 2 * p // 2)
-        # On a node: of the half that the card has, a half of each microbatch; after the step, given back.
+        # On a node: half of the card's half for each microbatch, and gathered once after the step.
         assert found[4] == 2 * (2 * p // 4 + p // 4)
-        # Across: of a fourth, a half once a step, there and back.
+        # Between nodes: half of a fourth, there and back once a step.
         assert found[8] == 2 * (p // 8 + p // 8)
 
 
 def gradient_memory(ranks: int) -> tuple[list[int], int]:
-    """Gradient bytes at rest: before the first step, after the reduction, and after the step."""
+    """Returns the gradient bytes before the first step, after the reduction and after the step; and all bytes at rest."""
     module, state = made_with_module(ranks, "gradients", BF16, BF16, 1 << 26)
     found = [allocated(state.chunks)["gradients"]]
     state.begin_step()
@@ -269,7 +270,7 @@ def gradient_memory(ranks: int) -> tuple[list[int], int]:
 
 
 def test_sharded_gradients_keep_a_part_only() -> None:
-    """(2 + 14 / N) P bytes at rest (ZeRO, section 5.2)."""
+    """Sharded gradients leave (2 + 14 / N) P bytes at rest (ZeRO, section 5.2)."""
     found, total = run_ranks(gradient_memory, 4, 4)[0]
     own = -(-made(1, "none", BF16, BF16, 1 << 26).chunks[0].plan.size // 4 // 32) * 32
     assert found == [2 * own] * 3
@@ -277,7 +278,7 @@ def test_sharded_gradients_keep_a_part_only() -> None:
 
 
 def partly_used(ranks: int, shard: str) -> list[torch.Tensor]:
-    """Reduced gradients where the backward passes of a step do not reach all parameters of a chunk."""
+    """Returns reduced gradients of a step whose backward passes do not reach all parameters of a chunk."""
     rank = torch.distributed.get_rank()
     module, state = made_with_module(ranks, shard, FP32, FP32, 1 << 26)
     state.begin_step()
@@ -302,7 +303,7 @@ def test_parameters_without_a_gradient_do_no_harm(shard: str) -> None:
 
 
 def last_without_some(ranks: int, shard: str, residency: str) -> tuple[float, list[torch.Tensor]]:
-    """Norm and reduced gradients of chunks of which most have no gradient in the last backward pass."""
+    """Returns the norm and the reduced gradients of chunks, most of which have no gradient in the last backward pass."""
     module, state = made_with_module(ranks, shard, FP32, FP32, 500, offload=residency)
     state.begin_step()
     tokens = torch.arange(24).view(2, 12)

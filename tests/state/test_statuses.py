@@ -1,4 +1,4 @@
-"""That nothing happens to a chunk but what the table allows, in whatever order its users do what they may."""
+"""Chunks make only the transitions of the table, in any order of events that their users may cause."""
 
 import sys
 from importlib import import_module
@@ -17,7 +17,7 @@ from optimus.state.transfers import transfers
 
 EVENTS = {thing: sorted({event for ways in table.values() for event in ways}) for thing, table in TRANSITIONS.items()}
 EVERY = [(thing, status, event) for thing, table in TRANSITIONS.items() for status in table for event in EVENTS[thing]]
-ORDERS, BLOCK = 5000, 500  # with one thread and with several, each
+ORDERS, BLOCK = 5000, 500  # with one thread, and as many with several
 
 
 @pytest.mark.parametrize(("thing", "status", "event"), EVERY)
@@ -149,7 +149,7 @@ PLANTED = [
 
 @pytest.mark.parametrize(("file", "right", "wrong"), PLANTED)
 def test_planted_orders_raise(file: str, right: str, wrong: str) -> None:
-    """Lines that are removed or added, one at a time: in some order the table is not kept to, and says so."""
+    """A removed or added line breaks the table's order for some order of events, and raises."""
     with mock.patch.dict(sys.modules):
         made = [_changed(name, right if name == file else "", wrong) for name in (WHOLE, REDUCTION, UPDATE, CHUNK)]
         said = [_said(seed, threads, made[-1]) for seed in range(3 * len(CASES)) for threads in (False, True)]
@@ -157,7 +157,7 @@ def test_planted_orders_raise(file: str, right: str, wrong: str) -> None:
 
 
 def _changed(name: str, right: str, wrong: str) -> ModuleType:
-    """The module of the state with the change, in the place of itself."""
+    """Returns the changed module of the state, which replaces the original in `sys.modules`."""
     file = Path(import_module(f"optimus.state.{name}").__file__ or "")
     source = file.read_text(encoding="utf-8")
     assert right in source
@@ -168,7 +168,7 @@ def _changed(name: str, right: str, wrong: str) -> ModuleType:
 
 
 def _said(seed: int, threads: bool, changed: ModuleType) -> str:
-    """What an order raises."""
+    """Returns the message that an order of events raises, or an empty string."""
     try:
         Order(CASES[seed % len(CASES)], seed, threads, changed, placement).run()
     except RuntimeError as error:

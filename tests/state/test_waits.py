@@ -1,4 +1,4 @@
-"""Whoever reads state reads it behind the updates that are under way, in whatever thread, wherever the state lies."""
+"""Readers of state wait for unfinished updates, in any thread and in any place of the state."""
 
 import math
 import threading
@@ -45,7 +45,7 @@ PRUNED = ["pruning.sparsity=0.5", "pruning.at=0", "state.chunk=500"]
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[LateTransfers]:
-    """Those of the states that are made."""
+    """Returns the transfers of the states that a test makes."""
     made: list[LateTransfers] = []
 
     def transfers(device: torch.device) -> LateTransfers:
@@ -57,7 +57,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LateTransfers]:
 
 
 def steps_of(rule: str, residency: str | None, disk: Path, done: int = 2, *more: str) -> Steps:
-    """So many steps; where state is on the host, the updates of the last one have not begun."""
+    """Trains `done` steps. The updates of the last step have not begun if the state lies on the host."""
     overrides = [*PRUNED, *RULES[rule], *(RESIDENCES[residency] if residency else [])]
     overrides += [f"state.disk={disk}"] if residency == "disk" else []
     overrides += more
@@ -67,11 +67,11 @@ def steps_of(rule: str, residency: str | None, disk: Path, done: int = 2, *more:
     return steps
 
 
-# ---- Who reads ----
+# ---- Readers ----
 
 
 def masks_chosen(steps: Steps, folder: Path) -> dict[str, Tensor]:
-    """As an event of pruning, and a draw for an early-bird ticket, choose them."""
+    """Returns the masks of a pruning step, or of a draw for an early-bird ticket."""
     layouts = layouts_of(whole_model(steps.config), steps.config)
     sizes = {name: math.prod(layouts[name].shape) for name in steps.state.recipe.unpruned}
     return prune(weights_of(steps.state), 0.5, sizes, magnitudes)
@@ -86,7 +86,7 @@ def gathered(steps: Steps, folder: Path) -> dict[str, Tensor]:
 
 
 def in_memory(steps: Steps, folder: Path) -> dict[str, Tensor]:
-    """As a node that is at fault is looked for, and a state is compared."""
+    """Returns the state in memory, as the search for a faulty node and a comparison of states read the state."""
     found: dict[str, Tensor] = {}
     for chunk in steps.state.chunks:
         with chunk.states() as states:
@@ -107,7 +107,7 @@ def evaluated(steps: Steps) -> Tensor:
 
 
 def validated(steps: Steps, folder: Path) -> dict[str, Tensor]:
-    """Of schedule-free weights the averages; training goes on with the others."""
+    """Validates with the averages of schedule-free weights; training continues with the other weights."""
     return {"logits": evaluated(steps), "loss": torch.tensor(steps.train().loss)}
 
 
@@ -118,7 +118,7 @@ def skipped(steps: Steps, folder: Path) -> dict[str, Tensor]:
 
 
 def begun_anew(steps: Steps, folder: Path) -> dict[str, Tensor]:
-    """What is written behind an update is not undone by it."""
+    """Initializes over an unfinished update, which must not overwrite the new values."""
     steps.state.initialize(5, 0.1)
     steps.train()
     return whole_state(steps.state)
@@ -134,12 +134,12 @@ def loaded(steps: Steps, folder: Path) -> dict[str, Tensor]:
 
 
 def saved(steps: Steps, folder: Path, beside: bool = False) -> dict[str, int]:
-    """The sums of a full checkpoint's slices, and of weights alone."""
+    """Returns the checksums of the slices of a full checkpoint and of weights alone."""
     full = Target(step_folder(folder, 2), Description(steps.config.model, 24, 2, True))
     weights = Target(weights_folder(folder, 2), Description(steps.config.model, 24, 2, False))
     saver = Saver(steps.state, beside=beside)
     saver.save(weights, full)
-    steps.train()  # whose updates must wait until it is written
+    steps.train()  # its updates must wait for the checkpoint
     steps.train()
     saver.finish()
     return {
@@ -184,7 +184,8 @@ def test_what_is_read_is_behind_the_updates(
 
 @pytest.fixture
 def read_beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Set when the thread that writes a checkpoint has the state of a pruned chunk; it goes on when the other is set."""
+    """Yields two events: one is set when the checkpoint's thread holds the state of a pruned chunk, the other releases
+    it."""
     there, go = threading.Event(), threading.Event()
     right = Target.buffer
 
@@ -207,7 +208,10 @@ def test_what_is_on_a_disk_is_read_by_two_threads(
     rule: str,
     tmp_path: Path,
 ) -> None:
-    """Each has its own: a draw for an early-bird ticket, or a validation, while a checkpoint is written."""
+    """Two threads read from a disk into buffers of their own.
+
+    The first thread writes a checkpoint while the second draws an early-bird ticket or validates.
+    """
     found = []
     for residency in ("disk", None):
         there, go = read_beside
@@ -236,7 +240,7 @@ def test_what_is_on_a_disk_is_read_by_two_threads(
 
 @pytest.mark.parametrize("residency", ["optimizer", "disk", None])
 def test_what_is_copied_does_not_change(residency: str | None, tmp_path: Path) -> None:
-    """Neither by an update, nor by what is loaded or begun anew; each waits once."""
+    """A copy in use delays updates, loading and initialization, and each delay ends once."""
     steps, waits = steps_of("fp32", residency, tmp_path, done=1), list[str]()
     first, *_ = steps.state.trained
     first.block_update_until(Handle(lambda: waits.append("read")))
@@ -254,7 +258,7 @@ def test_what_is_copied_does_not_change(residency: str | None, tmp_path: Path) -
 
 
 def read_by_ranks(disk: Path, residency: str | None, rule: str) -> list[Mapping[str, Any]]:
-    """What each reader finds, one behind the other, with steps between them."""
+    """Returns the results of all readers, with a step after each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_state, "transfers", LateTransfers)
         steps = steps_of(rule, residency, disk, 2, "state.shard=parameters")

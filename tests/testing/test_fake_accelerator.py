@@ -1,6 +1,6 @@
-"""Real training, evaluation and whole runs on a fake accelerator: what would break or slow them on a real one.
+"""Training, evaluation and whole runs on a fake accelerator, which finds errors and waits of a real one.
 
-All run in one process of their own, which has the fake accelerator for good.
+All tests run in one separate process, which keeps the fake accelerator to its end.
 """
 
 import os
@@ -46,48 +46,48 @@ from optimus.training import step
 from optimus.training.checks import _saved_bytes
 from optimus.training.trainer import Ending, Trainer
 
-POOL = range(300)  # draws that the covering sample is chosen from
+POOL = range(300)  # draws from which the covering sample is chosen
 OFTEN = (
-    "pruning.",  # steps alone are made, and nothing after them
+    "pruning.",  # steps are taken alone, without events after them
     "model.layers",
     "parallel.layers_per_stage",
     "parallel.max_in_flight",
     "train.micro_batch",
-)  # numbers that make no other code run
+)  # their values run no other code
 DENSE = {"model": "mula-1b"}
 SPARSE = {"model": "mula-7b-a1b"}
 
 
 def on_fake(function: Callable[..., Any], *args: Any) -> Any:
-    """In the process that has the fake accelerator."""
+    """Runs a function in the process of the fake accelerator."""
     return run_ranks(function, 1, *args, pool="fake accelerator")[0]
 
 
 class Seen(NamedTuple):
-    """Of the last step of a rank."""
+    """The observations of the last step of a rank."""
 
     waits: list[Any]
     launches: Counter[tuple[str, str]]
     peak: int  # bytes
     at_rest: int
-    chunks: int  # that are trained
+    chunks: int  # trained chunks
 
     def of(self, *phases: str) -> int:
-        """Launches."""
+        """Returns the launches in these phases."""
         return sum(count for (phase, _), count in self.launches.items() if phase in phases)
 
     def kernel(self, name: str) -> int:
-        """Launches of one kernel or operator."""
+        """Returns the launches of one kernel or operator."""
         return sum(count for (_, kernel), count in self.launches.items() if kernel == name)
 
     def waited(self, place: str) -> int:
-        """How often the host has waited there."""
+        """Returns the number of waits of the host at a place."""
         return sum(wait.place.startswith(place) for wait in self.waits)
 
 
 @contextmanager
 def phases(machine: Any) -> Iterator[None]:
-    """Name those of a step."""
+    """Names the phases of a step."""
     named = (
         (step, "accumulate_gradients", "microbatches"),
         (ModelState, "reduce_gradients", "norm"),
@@ -112,27 +112,27 @@ def steps_of(
     config: dict[str, Any], overrides: Sequence[str] = (), ranks: int = 1, rank: int = 0, per_node: int | None = None,
     chip: str = "H200",
 ) -> Iterator[tuple[Any, Any]]:  # fmt: skip
-    """The machine, and steps of a rank on it, of which none has been."""
+    """Yields the machine, and a `Steps` of one of its ranks that has taken no step yet."""
     from helpers.fake_accelerator import fake_accelerator
     from helpers.fake_device import NAME
     from optimus.testing.steps import Steps
 
     tree = load_config(config, overrides)
     with fake_accelerator(chip, ranks=ranks, rank=rank) as machine, phases(machine), ExitStack() as stack:
-        if tree.train.sequence_length > 100:  # a thousand million random numbers take as many operators as pieces
+        if tree.train.sequence_length > 100:  # random numbers of large models would take too long
             stack.enter_context(mock.patch.object(ModelState, "initialize"))
         yield machine, Steps(tree, per_node, torch.device(NAME, 0))
 
 
 def one_step(config: dict[str, Any], overrides: Sequence[str] = (), *layout: Any) -> Seen:
-    """The first step on one rank."""
+    """Takes the first step on one rank."""
     return train(config, overrides, *layout, count=1)
 
 
 def train(
     config: dict[str, Any], overrides: Sequence[str] = (), *layout: Any, chip: str = "H200", count: int = 2
 ) -> Seen:
-    """Steps on one rank; what happens in the last."""
+    """Takes steps on one rank, and returns the observations of the last."""
     with steps_of(config, overrides, *layout, chip=chip) as (machine, steps):
         for _ in range(count):
             machine.forget()
@@ -143,7 +143,7 @@ def train(
 
 
 def full_size(model: dict[str, Any], ranks: int = 1, **sections: Any) -> dict[str, Any]:
-    """The configuration of a model with 16,384 tokens of a rank in a microbatch, as it would be trained."""
+    """Returns the configuration of a full-size run, with 16,384 tokens of a rank in a microbatch."""
     sizes = {"steps": 9, "global_batch": 8 * ranks, "micro_batch": 8, "sequence_length": 2048}
     train = {"output": "", "precision": "bfloat16"} | sizes | sections.pop("train", {})
     return model | {"data": {"path": ""}, "train": train} | sections
@@ -154,13 +154,13 @@ def full_size(model: dict[str, Any], ranks: int = 1, **sections: Any) -> dict[st
 
 @cache
 def cases() -> list[int]:
-    """Draws that together have every value of every option, every model and number of ranks."""
+    """Returns the draws that together have every value of every option, every model and every number of ranks."""
 
     def asked(number: int) -> set[object]:
         model, layout = drawn(number)
         return {model, layout.ranks, *(each for each in layout.overrides if not each.startswith(OFTEN))}
 
-    costs = [32 + passes(*drawn(number)) for number in POOL]  # one rank's
+    costs = [32 + passes(*drawn(number)) for number in POOL]  # of one rank
     return [POOL[index] for index in covering([asked(number) for number in POOL], costs)]
 
 
@@ -173,8 +173,10 @@ def test_layouts(number: int) -> None:
 
 
 def check_waits(seen: Seen) -> None:
-    """Twice in a step, for the norm and for the losses; once for each time that experts on several ranks are run. Transfers
-    of state to and from the host have an order of their own, and so do pipelines that do what has arrived."""
+    """A step waits once for the norm and once for the losses, and once whenever experts on several ranks run.
+
+    Transfers of state and message-driven pipelines may wait too.
+    """
     assert seen.waited("state/model_state.py") == 1, seen.waits
     assert seen.waited("training/step.py") == 1, seen.waits
     assert seen.waited("parallel/dispatch") <= seen.kernel("_count"), seen.waits
@@ -189,7 +191,7 @@ def check_waits(seen: Seen) -> None:
 
 
 SIZES = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 24, "vocab": 59}
-FAMILY: dict[str, dict[str, Any]] = {  # fields without which a family is none
+FAMILY: dict[str, dict[str, Any]] = {  # fields that a family requires
     "gpt2": {"learned_positions": 64, "kv_heads": 4},
     "opt": {"learned_positions": 64, "kv_heads": 4},
     "olmo3": {"window": 7, "full_attention_every": 2, "kv_heads": 4},
@@ -212,7 +214,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("number", in_turns(range(len(families())), 3, always=3), ids=sorted(families()))
 def test_families(number: int) -> None:
-    """Each in one of the layouts, and with experts on two ranks."""
+    """Each family runs in one of the layouts, and with experts on two ranks."""
     name = sorted(families())[number]
     fields, overrides = families()[name].fields, [*LAYOUTS[number % len(LAYOUTS)]]
     model = SIZES | {"family": name} | FAMILY.get(name, {})
@@ -222,11 +224,11 @@ def test_families(number: int) -> None:
     check_waits(on_fake(one_step, config_of("dense") | {"model": model}, overrides, 4, number % 4))
 
 
-GROUPED = {"hidden": 32, "heads": 4, "kv_heads": 2}  # heads of 8 columns, as flash attention likes them
+GROUPED = {"hidden": 32, "heads": 4, "kv_heads": 2}  # heads of 8 columns, which flash attention needs
 
 
 def heads_of_attention(model: dict[str, Any], overrides: Sequence[str]) -> tuple[Seen, Counter[tuple[int, int]]]:
-    """A step; heads of queries and of keys as flash attention is given them, and how often."""
+    """Takes a step; returns the observations, and how often flash attention got which (query heads, key heads)."""
     from optimus.kernels import attention
 
     flash, given = attention._flash, Counter[tuple[int, int]]()
@@ -245,8 +247,7 @@ def heads_of_attention(model: dict[str, Any], overrides: Sequence[str]) -> tuple
     [("llama", [], 2), ("qwen3", ["recompute=[block]"], 4), ("mistral", [], 2)],
 )
 def test_heads_that_share_keys_are_one_operator(family: str, overrides: list[str], forward: int) -> None:
-    """Dense grouped-query attention gets keys and values as they are, and nothing repeats them: for each of two layers and
-    two microbatches."""
+    """Flash attention gets the shared keys and values without repetition, for each of two layers and two microbatches."""
     seen, given = on_fake(heads_of_attention, SIZES | GROUPED | {"family": family}, overrides)
     check_waits(seen)
     assert given == {(4, 2): 2 * forward}
@@ -255,8 +256,10 @@ def test_heads_that_share_keys_are_one_operator(family: str, overrides: list[str
 
 
 def products_under_way(overrides: list[str], ranks: int, per_node: int | None) -> list[int]:
-    """Of a step of a model with a shared expert: for each all-to-all, in order, how many products are launched from when it
-    has begun to when it is waited for."""
+    """Returns, for each all-to-all of a step, the matrix products launched between its start and its wait.
+
+    The model has a shared expert.
+    """
     model = SIZES | {"family": "deepseek_v3", "experts": 4, "experts_per_token": 2} | FAMILY["deepseek_v3"]
     found, begin = [], Observer.begin
 
@@ -283,16 +286,19 @@ def products_under_way(overrides: list[str], ranks: int, per_node: int | None) -
 
 @pytest.mark.parametrize(("again", "recomputed"), [([], 0), (["recompute=[moe]"], 3)], ids=["saved", "recomputed"])
 def test_tokens_are_under_way_beside_shared_experts(again: list[str], recomputed: int) -> None:
-    """Forward: counts, which are waited for; tokens, weights and choices, beside the first projection; results, beside the
-    second. Backward: gradients of the results, beside what is recomputed, of weights and of tokens, each beside two products
-    of a projection's."""
+    """Shared experts are computed while tokens travel.
+
+    The forward pass waits for counts, then sends tokens, weights and indices during the first projection and results
+    during the second. The backward pass sends gradients of results during recomputation, and gradients of weights and
+    tokens during two products of a projection each.
+    """
     found = on_fake(products_under_way, ["parallel.expert=4", "train.micro_batch=2", *again], 4, None)
     microbatches = 16 // 4 // 2
     assert found == [0, 1, 1, 1, 1, recomputed + 2, 2, 2] * microbatches
 
 
 def test_tokens_between_nodes_are_under_way_beside_shared_experts() -> None:
-    """Those on the node are waited for."""
+    """Tokens between nodes travel during the shared expert; the rank waits for those on the node."""
     found = on_fake(products_under_way, ["parallel.expert=4", "train.micro_batch=4"], 4, 2)
     assert found == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 2, 0, 0, 0, 2, 2]
 
@@ -301,8 +307,10 @@ def test_tokens_between_nodes_are_under_way_beside_shared_experts() -> None:
 
 
 def run(config: dict[str, Any], device: str) -> tuple[Counter[str], int, set[int]]:
-    """A run with its hooks, then what is done with its checkpoint on another device: (places of waits of the run, waits
-    outside of this process' device, devices touched by the latter)."""
+    """Runs training with hooks, then evaluation and generation from the checkpoint on another device.
+
+    Returns the places of waits of the run, its steps, and the devices that the evaluation touches.
+    """
     from helpers.fake_accelerator import fake_accelerator
     from optimus.evaluation.run import evaluate, generate_text
     from optimus.training.reading import read_run
@@ -322,13 +330,13 @@ def test_a_whole_run(small_run: dict[str, Any], prepared: Path) -> None:
     small_run |= {"checkpoint": {"every": 3}, "validation": [{"name": "held", "path": str(prepared), "every": 3}]}
     waits, steps, touched = on_fake(run, small_run, "fakegpu:1")
     assert waits.pop("training/step.py") == waits.pop("state/model_state.py") == steps == 6
-    assert touched == {1}  # the device that evaluation is told is the one that kernels are launched on
-    # What is left belongs to validation and to what is written at the end.
+    assert touched == {1}  # evaluation launches kernels on the device of its option alone
+    # The other waits belong to validation and to the checkpoint at the end.
     assert set(waits) <= {"evaluation/score.py", "checkpoint/format.py", "checkpoint/staging.py", "state/transfers.py"}
 
 
 def uploads(config: dict[str, Any]) -> Counter[tuple[str, bool]]:
-    """Of a run: the files that give the device something of the host's, and whether beside what it does."""
+    """Returns the uploads of a run by file, and whether each was asynchronous."""
     from helpers.fake_accelerator import fake_accelerator
     from optimus.training.reading import read_run
 
@@ -339,7 +347,8 @@ def uploads(config: dict[str, Any]) -> Counter[tuple[str, bool]]:
 
 
 def test_batches_come_from_pinned_memory(small_run: dict[str, Any], prepared: Path, tmp_path: Path) -> None:
-    """Of six steps tokens and sources; of each of their two microbatches positions in documents and the ends of these."""
+    """Each of six steps uploads tokens and sources, and each of two microbatches uploads positions and ends of
+    documents."""
     other = shutil.copytree(prepared, tmp_path / "other")
     sources = [{"path": str(path), "weight": 1} for path in (prepared, other)]
     small_run["data"] = {"sources": sources, "documents": "mask"}
@@ -353,7 +362,7 @@ def test_batches_come_from_pinned_memory(small_run: dict[str, Any], prepared: Pa
 
 
 def staged() -> tuple[list[Any], list[int]]:
-    """What waits while a copy of the state is made for a checkpoint; bytes of its buffers."""
+    """Stages a checkpoint; returns the waits of its beginning and the bytes of the buffers."""
     from optimus.checkpoint.staging import Staging
 
     with steps_of(config_of("dense")) as (machine, steps):
@@ -367,7 +376,7 @@ def staged() -> tuple[list[Any], list[int]]:
 
 
 def test_checkpoints_are_staged_beside_the_training() -> None:
-    """To begin one waits for nothing."""
+    """The beginning of a checkpoint waits for nothing."""
     before, sizes = on_fake(staged)
     assert not before
     assert all(sizes)
@@ -377,7 +386,7 @@ def test_checkpoints_are_staged_beside_the_training() -> None:
 
 
 def setup_of_rank(config: dict[str, Any]) -> list[set[int]]:
-    """Devices that are touched by a launcher's checks, and by all that a rank does before its first step."""
+    """Returns the devices touched by a launcher's checks, and by a rank before its first step."""
     from helpers.fake_accelerator import fake_accelerator
     from optimus.training.reading import read_run
 
@@ -388,7 +397,7 @@ def setup_of_rank(config: dict[str, Any]) -> list[set[int]]:
         for key, value in {"WORLD_SIZE": 4, "RANK": 2, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 4}.items():
             os.environ[key] = str(value)
         machine.forget()
-        # Autograd has a thread for the first of these devices alone.
+        # Autograd starts a thread for the first of these devices alone.
         with (
             mock.patch.object(program, "dry_run", return_value=""),
             mock.patch.object(Trainer, "fit", return_value=Ending()),
@@ -399,7 +408,7 @@ def setup_of_rank(config: dict[str, Any]) -> list[set[int]]:
 
 
 def test_a_rank_touches_its_own_device_alone(small_run: dict[str, Any]) -> None:
-    """And its launcher none: to ask a device for its free memory takes some."""
+    """A rank touches its own device, and its launcher none, because a query of free memory takes some memory."""
     small_run["train"] |= {"micro_batch": 2}
     assert on_fake(setup_of_rank, small_run) == [set(), {2}]
 
@@ -418,7 +427,7 @@ def train_elsewhere() -> None:
         Steps(config_of("dense"), None, torch.device(NAME, 1)).train()
 
 
-# ---- What it is there to find, planted ----
+# ---- Planted mistakes ----
 
 
 def with_host_tensor() -> None:
@@ -471,9 +480,9 @@ def test_waits_of_a_dense_step() -> None:
 
 
 def train_pruned(form: str, shard: str, ranks: int) -> Seen:
-    """Steps of a model of whose matrices a tenth is left."""
+    """Takes steps of a model of whose matrices a tenth is left."""
     overrides = ["pruning.sparsity=0.9", "pruning.at=0", f"pruning.indices={form}", f"state.shard={shard}"]
-    # Its masks, which are the host's, have as many elements as the model.
+    # The masks lie on the host and have as many elements as the model.
     small = ["model.layers=2", "model.vocab=4096"]
     with steps_of(full_size(DENSE, ranks), [*overrides, *small], ranks) as (machine, steps):
         slots = [slot for chunk in steps.state.trained for slot in chunk.plan.slots]
@@ -513,8 +522,10 @@ EXPERTS: dict[str, tuple[list[str], int | None]] = {
 
 @pytest.mark.parametrize("name", in_turns([*EXPERTS], 3, always=2))
 def test_waits_of_experts_on_several_ranks(name: str) -> None:
-    """One for each layer with experts and microbatch; what is run again has cached what it was told. The dense layer beside
-    each expert of PR-MoE adds none."""
+    """A step waits once for each sparse layer and microbatch, and recomputation reuses the cached counts.
+
+    The dense layer beside each expert of PR-MoE adds no wait.
+    """
     overrides, per_node = EXPERTS[name]
     config = config_of("moe") | ({"model": SIZES | PYRAMID} if name == "pyramid" else {})
     seen = on_fake(train, config, [*overrides, "train.micro_batch=2"], 4, 0, per_node)
@@ -525,7 +536,7 @@ def test_waits_of_experts_on_several_ranks(name: str) -> None:
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
 def test_launches_of_norm_and_update(shard: str) -> None:
-    """Of an accelerator a few for a chunk, however long it is; tiles are a CPU's."""
+    """A chunk needs a few launches, however long the chunk is; only CPUs use tiles."""
     seen = on_fake(train, full_size(SPARSE, 8), [f"state.shard={shard}", "model.layers=4"], 8)
     assert seen.chunks > 5
     assert seen.of("norm", "update") <= 8 * seen.chunks
@@ -533,8 +544,10 @@ def test_launches_of_norm_and_update(shard: str) -> None:
 
 
 def test_weight_gradients_are_not_rounded() -> None:
-    """Each is added to the fp32 buffer by the product itself: for each layer q, k and v, the output, up and down; of the
-    output layer for each block of rows."""
+    """Each product adds its weight gradient to the fp32 buffer itself.
+
+    A layer has four such products: q, k and v; output; up; down. The output layer has one for each block of rows.
+    """
     seen = on_fake(train, full_size(DENSE))
     blocks = -(-8 * 2048 // ((1 << 27) // 50304))
     assert seen.kernel("aten.addmm.dtype_out") == 4 * 16 + blocks
@@ -546,19 +559,19 @@ def test_weight_gradients_are_not_rounded() -> None:
         (["parallel.pipeline=2", "parallel.vocabulary=true", "parallel.microbatches=4"], 2, (4 * 2 + 1) * 4),
         (["parallel.tensor=2"], 2, 2 * (4 * 4 + 16)),  # of 1,024 rows
         (["parallel.tensor=2", "model.tie_embeddings=true"], 2, 2 * (4 * 4 + 16)),
-        # Of frozen matrices none but the two factors' of each; the output layer is trained.
+        # Frozen matrices have none but those of their two factors each; the output layer is trained.
         (["train.freeze=[matrix]", "train.lora_rank=4", "train.micro_batch=8"], 1, 4 * 4 * 3 + 1),
     ],
     ids=["vocabulary over stages", "vocabulary over ranks", "tied", "low rank"],
 )
 def test_no_weight_gradient_is_rounded(overrides: list[str], ranks: int, products: int) -> None:
-    """Where it does not go to a buffer by way of `linear` either."""
+    """Weight gradients that do not pass through `linear` are not rounded either."""
     seen = on_fake(train, full_size(DENSE, ranks), ["model.layers=4", "model.vocab=4096", *overrides], ranks)
     assert seen.kernel("aten.addmm.dtype_out") == products
 
 
 def saved(config: dict[str, Any], overrides: Sequence[str], ranks: int) -> int:
-    """Bytes that a forward pass keeps for its backward pass."""
+    """Returns the bytes that a forward pass saves for its backward pass."""
     from helpers.fake_device import NAME
 
     with steps_of(config, overrides, ranks) as (_, steps):
@@ -569,7 +582,7 @@ def saved(config: dict[str, Any], overrides: Sequence[str], ranks: int) -> int:
 
 @pytest.mark.parametrize("dispatch", ["alltoall", "allgather", None])
 def test_saved_activations_of_experts(dispatch: str | None) -> None:
-    """Of 7B on 8 ranks that share experts, and on one: as much as is planned, where each expert is chosen equally often."""
+    """A 7B model saves the planned bytes on 8 ranks that share experts and on one, with balanced experts."""
     ranks = 8 if dispatch else 1
     overrides = [f"parallel.expert={ranks}", "model.layers=8", *([f"moe.dispatch={dispatch}"] if dispatch else [])]
     config = full_size(SPARSE, ranks)
@@ -593,13 +606,15 @@ PEAKS = {
 WHOLE_PEAKS = {
     "parameters sharded",
     "experts recomputed",
-}  # of fewer layers, what one needs for a moment is a larger part
+}  # fewer layers would make the workspace of one layer a larger share
 
 
 @pytest.mark.parametrize("name", in_turns([*PEAKS], 3, always=2))
 def test_peak_of_memory(name: str) -> None:
-    """Most bytes of a step against the plan, state at rest and the peak of activations: within a tenth. Where the loss alone
-    decides, activations are fewer than planned, as of its logits fewer are there at a time than on a CPU."""
+    """The peak of a step is within a tenth of the plan: state at rest and the peak of activations.
+
+    Activations take less if the loss decides, because fewer logits are alive at once than on a CPU.
+    """
     model, ranks, overrides = PEAKS[name]
     if name not in WHOLE_PEAKS:
         overrides = [*overrides, "model.layers=6"]
@@ -611,7 +626,7 @@ def test_peak_of_memory(name: str) -> None:
 
 
 def planned_activations(config: dict[str, Any], overrides: Sequence[str], ranks: int) -> Any:
-    """What `recompute: auto` and the planner go by."""
+    """Returns the activations that `recompute: auto` and the planner predict."""
     tree = load_config(config, overrides)
     parallel = tree.parallel
     mesh = Mesh.from_sizes(
@@ -622,7 +637,8 @@ def planned_activations(config: dict[str, Any], overrides: Sequence[str], ranks:
 
 
 def built(shard: str) -> tuple[int, int, int]:
-    """Bytes of the state of a 7B model on one of 8 ranks: most while it is made, at rest, of the longest chunk's buffers."""
+    """Returns bytes of a 7B model's state on one of 8 ranks: peak during creation, at rest, and the longest chunk's
+    buffers."""
     with steps_of(full_size(SPARSE, 8), [f"state.shard={shard}", "model.layers=8"], 8) as (machine, steps):
         plans = [chunk.plan for chunk in steps.state.chunks]
         sizes = [sum(each.dtype.itemsize * plan.size for each in plan.buffers if each.depth == 0) for plan in plans]
@@ -631,13 +647,13 @@ def built(shard: str) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
 def test_peak_while_the_state_is_made(shard: str) -> None:
-    """At rest and one chunk: none waits with all of its memory until the last is made."""
+    """Creation takes the bytes at rest and those of one chunk, because each chunk is sharded before the next is made."""
     peak, at_rest, chunk = on_fake(built, shard)
     assert at_rest <= peak <= at_rest + 1.01 * chunk
 
 
 def groups_of_rank(ranks: int) -> tuple[list[int], list[int]]:
-    """Sizes of the process groups that a rank of a large run makes, and of the communicators that it is to have."""
+    """Returns the sizes of the process groups that a rank makes, and of the communicators planned for the rank."""
     from helpers.fake_accelerator import fake_accelerator
     from optimus.resolve.groups import run_divisions
     from optimus.resolve.ranks import mesh_of
@@ -654,14 +670,14 @@ def groups_of_rank(ranks: int) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("ranks", [256, 4096])
 def test_process_groups_of_a_large_run(ranks: int) -> None:
-    """A rank makes the groups that it is in, however many ranks there are; each is planned."""
+    """A rank makes the groups of which it is a member, for any number of ranks, and each is planned."""
     made, planned = on_fake(groups_of_rank, ranks)
     assert len(made) <= 32
-    assert {size for size in made if size > 1} - {8} <= set(planned)  # those of messages along the pipeline are of 8
+    assert {size for size in made if size > 1} - {8} <= set(planned)  # groups of 8 carry the pipeline's messages
 
 
 def links_of_rank(rank: int) -> tuple[list[tuple[Any, int]], set[tuple[Any, int]]]:
-    """Links that a rank connects before its first step, in order, and those of messages in it: streams and peers."""
+    """Returns the links that a rank connects before its first step, in order, and those that the step uses."""
     found: dict[str, list[tuple[Any, int]]] = {"connection": [], "other": []}
 
     def noted(begin: Callable[..., Any]) -> Callable[..., Any]:
@@ -685,7 +701,10 @@ def links_of_rank(rank: int) -> tuple[list[tuple[Any, int]], set[tuple[Any, int]
 
 
 def test_links_are_connected_in_one_order() -> None:
-    """Each before the first step: ranks that make a communicator of two at its first message would wait for each other."""
+    """Links are connected in one order before the first step.
+
+    Ranks that create a communicator of two at its first message would wait for each other.
+    """
     connected, used = zip(*[on_fake(links_of_rank, rank) for rank in range(4)], strict=True)
     for rank, links in enumerate(connected):
         assert used[rank] == {*links}
@@ -695,7 +714,8 @@ def test_links_are_connected_in_one_order() -> None:
 
 
 def waiting_threads() -> set[tuple[bool, bool]]:
-    """Of those that wait for collectives: whether each is the main one, and whether it is beside the training."""
+    """Returns, for each wait for a collective: whether the thread is the main one, and whether it runs beside the
+    training."""
     found, beside = set(), recorder._beside
 
     def noted() -> bool:
@@ -711,7 +731,7 @@ def waiting_threads() -> set[tuple[bool, bool]]:
 
 
 def test_waits_of_the_backward_pass_are_of_the_training() -> None:
-    """Its thread is autograd's."""
+    """Autograd's own thread waits in the backward pass."""
     assert on_fake(waiting_threads) == {(True, False), (False, False)}
 
 
@@ -726,7 +746,7 @@ def train_7b_on_a100() -> None:
 
 @pytest.mark.parametrize("chip", ["A100", "H200", "MI300X", "PVC"])
 def test_chips(chip: str) -> None:
-    """A step runs on each, whose peak of arithmetic and shared memory are known."""
+    """A step runs on each chip, whose peak rate and shared memory are known."""
     on_fake(train_on, chip)
 
 

@@ -1,4 +1,4 @@
-"""Plans of faults: from and to a file, what is refused, and that each fault happens once."""
+"""Plans of faults: reading and writing files, refused plans, and faults that occur once."""
 
 import re
 from pathlib import Path
@@ -122,7 +122,7 @@ def test_a_plan_of_ranks_that_are_not_there(config: Path, tmp_path: Path) -> Non
     message = "there is no rank 2, the run has ranks 0 to 1"
     with pytest.raises(UserError, match=message):
         rehearse(NodeJob(config, nodes=2), inject=tmp_path / "plan.yaml")
-    with pytest.raises(UserError, match=message):  # by `optimus launch`
+    with pytest.raises(UserError, match=message):  # the same message from `optimus launch`
         rank_program(tmp_path / "plan.yaml", 2)
 
 

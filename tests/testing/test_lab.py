@@ -1,4 +1,4 @@
-"""Runs that lose nodes, in the lab: each goes on as its event log tells, and ends where one that loses none ends."""
+"""Runs that lose nodes in the lab recover as their event logs tell, and end with the weights of an undisturbed run."""
 
 import json
 import os
@@ -32,19 +32,19 @@ from optimus.testing.faults import FaultPlan
 from optimus.testing.lab import Lab, lab, namespaces_allowed, rehearse
 
 STEPS = 15
-KEEP_ALIVE = (1, 5)  # not less, as tests run beside others
+KEEP_ALIVE = (1, 5)  # not less: other tests run at the same time
 
 
 @pytest.fixture(scope="module")
 def namespaces() -> None:
-    """Skips where hosts cannot be network namespaces."""
+    """Skips where network namespaces are not allowed."""
     if not namespaces_allowed():
         pytest.skip("network namespaces are not allowed here (Linux, root)")
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path: Path) -> Iterator[None]:
-    """Of the lab, once it is over: no process, no namespace, none of its files in /etc."""
+    """Fails if the lab leaves a process, a namespace or a file in /etc."""
     before = psutil.pids()
     yield
     tag = f"o{os.getpid() % 100000}"
@@ -69,7 +69,7 @@ def _has_ip() -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """For each rank, as there are more of them than cores."""
+    """Gives each rank one thread, because ranks outnumber cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
@@ -77,8 +77,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Gloo, whose collectives raise where a rank is lost; or what behaves as NCCL: its handles never raise, and its
-    watchdog aborts ranks that wait for a lost one."""
+    """Selects the backend: Gloo, whose collectives raise if a rank is lost, or one that behaves as NCCL does.
+
+    The handles of the latter never raise, and its watchdog aborts ranks that wait for a lost one.
+    """
     name: str = request.param
     with pytest.MonkeyPatch.context() as patch:
         if name == "silent":
@@ -87,16 +89,16 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def on_backends(turn: int) -> Any:
-    """Of a test in the lab: each backend in its turn, of those of five tests."""
+    """Parametrizes a test with both backends, each in its turn of ten."""
     turns = {"gloo": turn, "silent": turn + 5}
     cases = [pytest.param(name, marks=pytest.mark.in_turn(number, 10)) for name, number in turns.items()]
     return pytest.mark.parametrize("backend", cases, indirect=True, scope="module")
 
 
 def configuration(prepared: Path, folder: Path, hang: int = 600, **checkpoint: int) -> Path:
-    """That of a run of a tiny model on any number of ranks that 12 is a multiple of, in `folder`/run.
+    """Writes the configuration of a run of a tiny model in `folder`/run, on any number of ranks that divides 12.
 
-    Where no rank is to hang, none is seen to, however busy the machine is: a run has less time than that.
+    The default limit for hangs is longer than a run, so that a busy machine looks like no hang.
     """
     tiny = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 16, "experts": 4, "experts_per_token": 2}
     run = {
@@ -130,7 +132,7 @@ def perform(
     wait: float = 30.0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The run in the lab, with what `rehearse` returns; of its events none of the plan and of ranks that are only slow."""
+    """Runs the lab; returns the result of `rehearse` without events of the plan and of ranks that are only slow."""
     file = config.with_name("plan.yaml")
     plan.write(file)
     job = NodeJob(config, (), nodes, spares, ranks_per_node, KEEP_ALIVE, wait)
@@ -151,7 +153,7 @@ def perform(
 
 
 def end_of(config: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of all steps, and the weights at the end."""
+    """Returns the losses of all steps, and the final weights."""
     records = read_metrics(config.parent / "run")
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     newest = list_checkpoints(config.parent / "run")[-1]
@@ -163,7 +165,7 @@ def end_of(config: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
 def undisturbed(
     namespaces: None, backend: str, prepared: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], tuple[list[float], dict[str, torch.Tensor]]]:
-    """A run in which nothing fails, and its end."""
+    """A run without faults, and its losses and weights."""
     config = configuration(prepared, tmp_path_factory.mktemp("undisturbed"))
     return perform(config, FaultPlan()), end_of(config)
 
@@ -182,7 +184,7 @@ def test_nothing_fails(undisturbed: Any) -> None:
     result, _ = undisturbed
     assert result["isolated"]
     assert result["finished"]
-    assert result["exit_codes"] == {f"node{number}": 0 for number in range(5)}  # two of them were never used
+    assert result["exit_codes"] == {f"node{number}": 0 for number in range(5)}  # two of them are spares
     assert result["kinds"] == ["finished"]
     assert "hostname of the client socket" not in "".join(result["log"].values())
 
@@ -204,13 +206,13 @@ def test_a_rank_then_a_link_then_the_first_node_are_lost(
         assert event["seconds"] >= 5
     assert cut["node"] != lost["node"]
     recovered = [event for event in result["events"] if event["kind"] == "recovered"]
-    assert [event["step"] for event in recovered] == [4, 7, 10]  # the newest checkpoint and one
+    assert [event["step"] for event in recovered] == [4, 7, 10]  # each resumes one step after the newest checkpoint
     assert [event["detail"] for event in recovered] == [event["detail"] for event in (crash, cut, lost)]
     codes = result["exit_codes"]
     assert codes.pop(lost["node"]) == -9
     assert codes.pop(cut["node"]) != 0
     assert list(codes.values()) == [0, 0, 0]
-    assert excluded(tmp_path / "run") == []  # nobody is to blame, not even whom the watchdog has aborted
+    assert excluded(tmp_path / "run") == []  # no node is at fault, not even one that the watchdog aborted
     assert ("Fatal Python error: Aborted" in "".join(result["log"].values())) == (backend == "silent")
     check_same_end(config, undisturbed[1])
 
@@ -236,7 +238,7 @@ def test_a_rank_hangs_another_is_not_finite_and_a_checkpoint_is_torn(
     assert out == excluded(tmp_path / "run") == [hang["node"], soft["node"]]
     assert crash["node"] not in out
     recovered = [event["step"] for event in result["events"] if event["kind"] == "recovered"]
-    assert recovered == [4, 7, 7]  # the last one from before the torn checkpoint, of step 9
+    assert recovered == [4, 7, 7]  # the checkpoint before the torn one of step 9
     assert {node for node, code in result["exit_codes"].items() if code} == set(out)
     check_same_end(config, undisturbed[1])
 
@@ -245,7 +247,10 @@ def test_a_rank_hangs_another_is_not_finite_and_a_checkpoint_is_torn(
 @on_backends(3)
 @pytest.mark.usefixtures("backend")
 def test_divergence_is_nobodys_fault_and_a_spare_is_there_for_who_is_lost_later(prepared: Path, tmp_path: Path) -> None:
-    """On plain processes. After restarting from weights with fresh moments, numbers are others than undisturbed."""
+    """Divergence excludes no node, so a spare can replace a node that is lost later.
+
+    The lab uses plain processes. Losses differ from the undisturbed run's after a restart with fresh moments.
+    """
     config = configuration(prepared, tmp_path, weights_every=3)
     plan = FaultPlan().nan(0, 5).nan(1, 5).nan(2, 5).kill_agent(1, 8)
     result = perform(config, plan, spares=1, plain=True)
@@ -277,7 +282,7 @@ def test_divergence_is_nobodys_fault_and_a_spare_is_there_for_who_is_lost_later(
 @on_backends(4)
 @pytest.mark.usefixtures("backend")
 def test_a_full_disk_and_then_more_nodes_lost_than_there_are_spares(prepared: Path, tmp_path: Path) -> None:
-    """Either ends the run, with a message on every node; what is saved stays, and another launch goes on from it."""
+    """A full disk and a lack of nodes each end the run with a message on every node; another launch resumes the run."""
     config = configuration(prepared, tmp_path)
     full = perform(config, FaultPlan().fill_disk(0, 6), nodes=2, spares=0, plain=True)
     assert not full["finished"]
@@ -300,11 +305,11 @@ def test_a_full_disk_and_then_more_nodes_lost_than_there_are_spares(prepared: Pa
     assert code == 1
     assert f"error: {end['detail']}: start more nodes, or set a smaller --nodes" in few["log"][last]
     steps = [record["step"] for record in read_metrics(tmp_path / "run")]
-    assert steps == list(range(1, 8))  # it had gone on from where the disk was full
+    assert steps == list(range(1, 8))  # resumed where the disk was full
 
 
 def test_a_lab_that_is_interrupted(namespaces: None, tmp_path: Path) -> None:
-    """`nothing_left` is what this tests, too."""
+    """An interrupted lab leaves nothing behind (`nothing_left`)."""
     pids: list[int] = []
 
     def interrupted() -> None:
@@ -367,7 +372,7 @@ def test_a_lab_that_is_sent_a_signal_takes_everything_down(
 
 
 def start_all(cluster: Lab, log: Path) -> list[int]:
-    """On each host, a process with two of its own, one of which in another session, as ranks are; all these six."""
+    """Starts a process on each host with two children, one in another session, as ranks are; returns all six ids."""
     for host in cluster.hosts:
         cluster.start(host, ["sh", "-c", "setsid sleep 1234 & sleep 1234"], log)
     deadline = time.monotonic() + 30
@@ -381,7 +386,7 @@ def start_all(cluster: Lab, log: Path) -> list[int]:
 
 
 def all_end(pids: list[int]) -> bool:
-    """Whether these have ended, or do so now, as a signal that is sent takes a moment; asked how or not."""
+    """Returns whether these processes end within the time that a signal takes to arrive."""
     deadline = time.monotonic() + 10
     while True:
         found = [process for process in psutil.process_iter(["status"]) if process.pid in pids]
@@ -401,14 +406,14 @@ def test_hosts_that_cannot_be_made(namespaces: None) -> None:
 
 
 class Rehearsed:
-    """A cluster of one node that has an event in each look at it, and ends in the fourth."""
+    """A cluster of one node that writes an event at each poll, and ends at the fourth."""
 
     hosts = ("n0",)
     endpoint = "127.0.0.1:1"
 
     def __init__(self, run: Path, seen: Callable[[], str]) -> None:
         self._log, self._seen = EventLog(run), seen
-        self.after: list[str] = []  # what had been printed when each event but the last had been seen
+        self.after: list[str] = []  # the text printed by the time each event but the last was seen
 
     def start(self, host: str, command: Sequence[str], log: Path) -> None: ...
 
@@ -425,7 +430,7 @@ class Rehearsed:
 def test_events_are_printed_when_they_happen(
     as_json: bool, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where standard output is a pipe, which keeps what is not flushed."""
+    """Events appear at once, even if standard output is a pipe, which buffers."""
     config, (read, write) = configuration(prepared, tmp_path), os.pipe()
     os.set_blocking(read, False)
     printed = ""
@@ -438,7 +443,7 @@ def test_events_are_printed_when_they_happen(
 
     cluster = Rehearsed(tmp_path / "run", seen)
     monkeypatch.setattr(laboratory, "lab", lambda *given, **named: nullcontext(cluster))
-    with os.fdopen(write, "w") as pipe:  # buffered, as a pipe is
+    with os.fdopen(write, "w") as pipe:  # buffered as any pipe
         monkeypatch.setattr(sys, "stderr" if as_json else "stdout", pipe)
         app(["lab", str(config), "--nodes", "1", "--plain", *(["--json"] if as_json else [])], standalone_mode=False)
         monkeypatch.undo()

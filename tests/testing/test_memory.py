@@ -1,4 +1,4 @@
-"""tracking: exact counts of programs small enough to count by hand, and the allocator's own count of a larger one."""
+"""`tracking` counts small programs exactly, and a larger program as PyTorch's allocator does."""
 
 import gc
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def test_a_view_is_its_base(allocations: Allocations) -> None:
     view = base.view(10, 10)[:, 3].detach()
     assert allocations.current == 400
     del base
-    assert allocations.current == 400  # kept by the view
+    assert allocations.current == 400  # the view keeps the memory
     del view
     assert allocations.current == 0
 
@@ -59,7 +59,7 @@ def test_what_existed_before_does_not_count() -> None:
         view = old[:50]
         view += 1
         torch.add(old, old, out=old)
-        old.set_(torch.empty(0).untyped_storage())  # dies, and was not ours
+        old.set_(torch.empty(0).untyped_storage())  # frees memory that was allocated before
         del view
     assert (allocations.current, allocations.peak) == (0, 0)
 
@@ -86,7 +86,7 @@ def test_resizing_a_storage_from_before() -> None:
 def test_resizing_a_storage_from_inside(allocations: Allocations) -> None:
     new = torch.ones(100)
     new.untyped_storage().resize_(200)
-    assert (allocations.current, allocations.peak) == (200, 600)  # both while the contents are copied
+    assert (allocations.current, allocations.peak) == (200, 600)  # old and new memory while the contents are copied
     del new
     assert allocations.current == 0
 
@@ -107,17 +107,17 @@ def test_operators_that_resize_their_output(existed: bool) -> None:
 
 def test_saved_tensors_live_until_the_backward_pass(allocations: Allocations) -> None:
     x = torch.ones(100, requires_grad=True)
-    loss = x.exp().sum()  # exp keeps its result
+    loss = x.exp().sum()  # exp saves its result
     assert allocations.current == 2 * 400 + FLOAT
     loss.backward()
     assert x.grad is not None
-    assert allocations.current == 2 * 400 + FLOAT  # the result of exp has gone, the gradient of x has come
+    assert allocations.current == 2 * 400 + FLOAT  # the result of exp is freed, the gradient of x is new
     del loss, x
     assert allocations.current == 0
 
 
 def test_allocations_of_the_backward_pass_are_seen() -> None:
-    """Those of operators and of a function written in Python, the sum of two gradients included."""
+    """Counts include operators, a function written in Python, and the sum of two gradients."""
     x = torch.ones(100, requires_grad=True)
     loss = Doubled.apply(x).sum() + (x * 3).sum()
     with tracking() as allocations:
@@ -125,14 +125,14 @@ def test_allocations_of_the_backward_pass_are_seen() -> None:
         assert x.grad is not None
         assert x.grad.tolist() == [5.0] * 100
         assert allocations.current == 400
-        # Of the two products with the seed 1 both are there when they are summed, into a third or into one of them.
+        # Both products with the seed 1 are alive when they are summed, into a third tensor or into one of them.
         assert allocations.peak in (2 * 400 + FLOAT, 3 * 400 + FLOAT)
         x.grad = None
     assert allocations.current == 0
 
 
 class Doubled(torch.autograd.Function):
-    """2 x."""
+    """A function that doubles its input."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def test_the_end_freezes_the_counts() -> None:
 
 
 def test_the_allocator_counts_the_same() -> None:
-    """A training step of a small network, as PyTorch's profiler sees it in the allocator."""
+    """Counts of a small network's training step equal those of PyTorch's profiler."""
     with tracking() as allocations:
         kept = train_a_little()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -188,7 +188,7 @@ def test_the_allocator_counts_the_same() -> None:
     events = profiler.profiler.kineto_results.events()
     totals = np.cumsum([event.nbytes() for event in events if event.name() == "[memory]"])
     assert allocations.current == totals[-1]
-    assert allocations.peak == pytest.approx(totals.max(), rel=1e-3)  # operators have scalars of their own inside
+    assert allocations.peak == pytest.approx(totals.max(), rel=1e-3)  # operators allocate internal scalars
     del kept
 
 

@@ -1,4 +1,4 @@
-"""The phantom computes what the CPU does, and finds what would go wrong on an accelerator: each fault is planted once."""
+"""The phantom computes the CPU's numbers and finds mistakes of an accelerator; each kind is planted once."""
 
 import ctypes
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 from helpers.phantom import FaultError, check, on_phantom
 from optimus.testing.ranks import RankError
 
-DELAY = 0.05  # seconds, of a kernel that something must wait for
+DELAY = 0.05  # seconds of a slow kernel
 
 
 def controls() -> Any:
@@ -20,7 +20,8 @@ def controls() -> Any:
 
 
 def same(compute: Callable[[str], Tensor]) -> None:
-    """Device and CPU find the same; torch takes some gradients apart on all devices but the CPU."""
+    """Checks that device and CPU agree within rounding; torch composes some gradients from smaller ones except on the
+    CPU."""
     torch.testing.assert_close(compute("phantom").cpu(), compute("cpu"), rtol=1e-6, atol=1e-6)
 
 
@@ -69,7 +70,7 @@ def accelerator() -> None:
     storage.resize_(0)
     assert torch.accelerator.memory_allocated() == before
     storage.resize_(4 << 20)
-    assert x[:5].isnan().all().item()  # what it held is lost
+    assert x[:5].isnan().all().item()  # the old contents are lost
     controls().set_limit(8 << 20)
     with pytest.raises(torch.OutOfMemoryError, match="phantom out of memory"):
         torch.ones(1 << 20, device="phantom") + 1
@@ -89,7 +90,7 @@ def test_it_is_an_accelerator_to_torch() -> None:
 
 
 def beside(waits: bool) -> list[float]:
-    """What a second stream makes of a slow product of the first."""
+    """Returns the results of a second stream that reads a slow product of the first."""
     first, second = torch.accelerator.current_stream(), torch.Stream("phantom")
     x = torch.zeros(4096, device="phantom")
     torch.accelerator.synchronize()
@@ -124,7 +125,7 @@ def test_a_wrong_order_gives_a_wrong_number() -> None:
 
 
 def released(recorded: bool) -> float:
-    """A stream adds up what is freed on the host meanwhile."""
+    """Sums a tensor on a stream while the host frees the tensor."""
     side = torch.Stream("phantom")
     controls().delay(side.stream_id, DELAY)
     x = torch.ones(4096, device="phantom")
@@ -148,7 +149,7 @@ def test_planted_use_after_release() -> None:
 
 
 def to_host(synchronises: bool) -> float:
-    """What the host reads of a copy into pinned memory."""
+    """Returns the host's sum of a copy into pinned memory."""
     x, host = torch.full((8192,), 3.0, device="phantom"), torch.zeros(8192, pin_memory=True)
     host.copy_(x, non_blocking=True)
     if synchronises:
@@ -166,7 +167,7 @@ def test_planted_missing_synchronisation() -> None:
 
 
 def from_host(synchronises: bool) -> float:
-    """What the device gets of memory that the host writes to once more."""
+    """Returns the device's sum of a copy from pinned memory that the host overwrites."""
     host = torch.ones(8192, pin_memory=True)
     x = host.to("phantom", non_blocking=True)
     if synchronises:

@@ -1,4 +1,4 @@
-"""run_ranks: results, failures of one rank in every way, and that nothing of a call is left for the next."""
+"""`run_ranks` returns results, reports every failure of a rank, and leaves nothing for the next call."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ from optimus.testing import RankError, run_ranks
 
 @dataclass
 class Own:
-    """A class that only this file knows, to be sent both ways."""
+    """A class of this file alone, sent both ways."""
 
     value: int
 
@@ -69,13 +69,13 @@ def sleep_on_2() -> None:
 
 
 def sleep_alone() -> None:
-    """Rank 1 is done at once, and is not to blame."""
+    """Rank 0 sleeps; rank 1 ends at once and is not at fault."""
     if dist.get_rank() == 0:
         time.sleep(60)
 
 
 def exit_on_1() -> None:
-    dist.barrier()  # so that the others are connected, and fail when it dies
+    dist.barrier()  # connects the ranks, so that the others fail when rank 1 ends
     if dist.get_rank() == 1:
         os._exit(7)
     dist.barrier()
@@ -186,7 +186,7 @@ def test_a_plain_script_leaves_no_processes_or_files(tmp_path: Path, request: py
         "    print(*[result.process for result in run_ranks(own, 3)], flush=True)\n"
         "    if sys.argv[1] == 'killed': os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    temporary = Path(tempfile.mkdtemp())  # that of the test's own may be too long for the name of a socket
+    temporary = Path(tempfile.mkdtemp())  # the test's own folder may be too long for the name of a socket
     request.addfinalizer(lambda: shutil.rmtree(temporary))
     environment = {**os.environ, "TMPDIR": str(temporary)}
     command = [sys.executable, str(script), end]

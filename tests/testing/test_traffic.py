@@ -1,4 +1,4 @@
-"""The counters against the theory, for each collective, on ranks of their own and in this process."""
+"""The counters equal the theory for each collective, on ranks and in one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +56,7 @@ def reduce_scatter() -> None:
 
 
 def all_to_all_uneven() -> None:
-    """Every rank sends r + 1 elements to rank r."""
+    """Sends r + 1 elements from every rank to rank r."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sent = [peer + 1 for peer in range(size)]
     received = [rank + 1] * size
@@ -74,7 +74,7 @@ def scatter() -> None:
 
 
 def ring(send: Callable[..., Any], receive: Callable[..., Any]) -> None:
-    """Even ranks send first, so that the blocking form does not lock."""
+    """Sends around a ring. Even ranks send first, so that blocking calls do not deadlock."""
     rank, size = dist.get_rank(), dist.get_world_size()
     turns = [lambda: send(torch.ones(N), (rank + 1) % size), lambda: receive(torch.empty(2 * N)[:N], (rank - 1) % size)]
     works = [turn() for turn in (turns if rank % 2 == 0 else reversed(turns))]
@@ -104,13 +104,13 @@ def counted(collectives: list[Callable[[], None]]) -> list[tuple[dict[str, int],
     for collective in collectives:
         with counting() as traffic:
             collective()
-        all_reduce()  # outside: not counted
+        all_reduce()  # outside of the context, so not counted
         results.append((dict(traffic.calls), dict(traffic.bytes)))
     return results
 
 
 def expected(rank: int, size: int) -> dict[Callable[[], None], tuple[dict[str, int], dict[str, int]]]:
-    """Calls and bytes on one rank."""
+    """Returns the expected calls and bytes of one rank."""
     one = N * F
     uneven = F * sum(range(1, size + 1)) + F * size * (rank + 1)
     ring = ({"send": 1, "recv": 1}, {"send": one, "recv": one})

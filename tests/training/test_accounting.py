@@ -1,4 +1,4 @@
-"""Where time and memory go, and the load of the experts, as a run writes them every `observe.log_every` steps."""
+"""The time, the memory and the expert load that a run writes every `observe.log_every` steps."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def loads(run: dict[str, Any]) -> list[dict[str, Any]]:
 def test_the_load_is_that_of_the_routers(
     small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, recompute: list[str]
 ) -> None:
-    """Of every layer in the steps that are written, and cut where the run is resumed."""
+    """Each written step has the load of every layer, and a resumed run cuts the file at its first step."""
     seen: list[torch.Tensor] = []
     forward = Router.forward
 
@@ -54,7 +54,7 @@ def test_the_load_is_that_of_the_routers(
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_uniform_routing_is_balanced_over_ranks_and_stages(small_run: dict[str, Any]) -> None:
-    """Every rank's tokens count, and every stage's layers; time and memory add up."""
+    """The load includes every rank's tokens and every stage's layers; parts of the time add up to the step."""
     small_run["observe"] |= {"log_every": 2}
     small_run["moe"] = {"force_balanced": True}
     small_run["parallel"] = {"pipeline": 2}

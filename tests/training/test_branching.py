@@ -1,4 +1,4 @@
-"""One trunk of a constant learning rate, and runs that branch from it with a cooldown of their own."""
+"""A trunk with a constant learning rate, and branches with their own cooldowns."""
 
 import copy
 from pathlib import Path
@@ -32,7 +32,10 @@ def trunk(small_run: dict[str, Any], tmp_path: Path) -> Path:
 def test_a_branch_is_the_run_that_cooled_down_from_the_start(
     small_run: dict[str, Any], tmp_path: Path, trunk: Path, ranks: int
 ) -> None:
-    """Steps, losses and learning rates; the trunk stays as it is. Two ranks share the optimizer's state of one."""
+    """A branch has the steps, losses and learning rates of a run with one cooldown, and leaves the trunk unchanged.
+
+    Two ranks share the optimizer state that one rank saved.
+    """
     cooling: dict[str, Any] = {"name": "wsd", "cooldown_steps": 4}
     optimus.train(with_schedule(small_run, tmp_path / "whole", 8, **cooling))
     before = sorted((path, path.stat().st_mtime_ns) for path in trunk.parent.parent.rglob("*"))

@@ -1,4 +1,4 @@
-"""What is found to be wrong before the first step or in the middle of a run, each with its message."""
+"""Errors that are found before the first step or in the middle of a run, each with its message."""
 
 import copy
 import gzip
@@ -32,7 +32,7 @@ from optimus.training.build import build_run
 
 
 def edited(config: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    """`config` with keys of its sections replaced."""
+    """Returns `config` with keys of its sections replaced."""
     config = copy.deepcopy(config)
     for name, values in sections.items():
         config[name] = {**config.get(name, {}), **values}
@@ -48,7 +48,7 @@ def message(config: dict[str, Any], **options: Any) -> str:
 
 @pytest.fixture
 def own_data(tmp_path: Path) -> Path:
-    """Prepared data in shards of 16 instances, to be damaged: always the same, so that a run always reads them alike."""
+    """Prepares data in shards of 16 instances, always the same, for tests that damage them."""
     folder, text = tmp_path / "data", tmp_path / "text.txt"
     text.write_text("\n".join(f"{number} times {number + 3} is {number * (number + 3)}." for number in range(1, 600)))
     optimus.prepare([text], folder, train_tokenizer=300, context=32, workers=1, shard_size=1024)
@@ -60,7 +60,7 @@ def shard(folder: Path, number: int) -> Path:
 
 
 def corrupt(path: Path, place: int = -1) -> None:
-    """Turn one bit of a byte, by default of the last."""
+    """Flips one bit of a byte, by default of the last byte."""
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
@@ -128,8 +128,10 @@ def test_ranks_that_cannot_share_the_work(
 
 
 def test_sequences_of_which_one_cannot_be_divided(small_run: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
-    """32 tokens are no multiple of 3 ranks, but those of 3 sequences are, and their memory is measured.
-    Before it the groups of ranks are shown."""
+    """Three ranks divide the tokens of 3 sequences, although 32 tokens are no multiple of 3.
+
+    The memory of a microbatch is measured, and the groups of ranks are printed before.
+    """
     shape = {"family": "olmo", "hidden": 24, "layers": 1, "heads": 6, "intermediate": 24, "vocab": 321}
     config = edited(small_run, train={"global_batch": 3, "micro_batch": 3, "steps": 1}) | {"model": shape}
     assert optimus.train(config | {"parallel": {"tensor": 3}, "observe": {"verbose": True}})["step"] == 1
@@ -160,7 +162,10 @@ def test_a_corrupted_shard_is_found_by_check(small_run: dict[str, Any], own_data
 
 
 def test_a_corrupted_shard_in_the_middle_of_a_run(small_run: dict[str, Any], own_data: Path, tmp_path: Path) -> None:
-    """Steps of 8 from shards of about 15: the run saves what it has, says so, and goes on once the shard is back."""
+    """A run on a damaged shard saves its steps, names the shard, and resumes once the shard is repaired.
+
+    A step reads 8 sequences from shards of about 15.
+    """
     config = edited(small_run, data={"path": str(own_data)})
     path = shard(own_data, 2)
     whole = path.read_bytes()
@@ -182,7 +187,7 @@ def test_a_corrupted_shard_in_the_middle_of_a_run(small_run: dict[str, Any], own
 
 @pytest.mark.slow
 def test_the_error_of_a_rank_is_the_error_of_the_run(small_run: dict[str, Any], own_data: Path, tmp_path: Path) -> None:
-    """One line of it, without the launcher's own report."""
+    """The error of one rank is one line, without the launcher's report."""
     corrupt(shard(own_data, 2))
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(edited(small_run, data={"path": str(own_data)})))
@@ -194,7 +199,7 @@ def test_the_error_of_a_rank_is_the_error_of_the_run(small_run: dict[str, Any], 
     )
     assert done.returncode == 2
     *before, error = done.stderr.splitlines()
-    first = [line.startswith("memory per rank: ") for line in before].index(True)  # after it, steps alone
+    first = [line.startswith("memory per rank: ") for line in before].index(True)  # then come steps alone
     assert all(line.startswith(("training: ", "time: ")) for line in before[first + 1 :]), done.stderr
     assert re.fullmatch(
         rf"error: rank \d failed: {shard(own_data, 2)} is corrupted: .* \(the run is saved up to step \d\)", error
@@ -202,7 +207,7 @@ def test_the_error_of_a_rank_is_the_error_of_the_run(small_run: dict[str, Any], 
 
 
 def test_the_first_instance_corrupted(small_run: dict[str, Any], own_data: Path) -> None:
-    corrupt(shard(own_data, 0), 128)  # behind the header
+    corrupt(shard(own_data, 0), 128)  # after the header
     found = message(edited(small_run, data={"path": str(own_data)}))
     assert "is corrupted" in found
     assert "saved" not in found
@@ -217,7 +222,7 @@ def test_output_folders_that_are_not_free(small_run: dict[str, Any]) -> None:
     (folder / "thesis.tex").write_text("important")
     assert message(small_run).startswith(f"train.output: {folder} is not empty and holds no run: choose another")
     (folder / "thesis.tex").unlink()
-    optimus.train(small_run)  # an empty folder will do
+    optimus.train(small_run)  # an empty folder is accepted
     before = sorted(path.stat().st_mtime_ns for path in folder.rglob("*"))
     expected = f"train.output: {folder} already holds a run (saved at step 6): continue it with `resume=True` or"
     for options in ({}, {"check": True}):
@@ -280,7 +285,7 @@ def with_free_memory(monkeypatch: pytest.MonkeyPatch, free: Callable[[], int]) -
 def test_a_state_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, prepared: Path, precision: str, gradients: str, per_parameter: int
 ) -> None:
-    """A model of 6.9 B parameters is refused before a byte of it is allocated, as exactly as its bytes are known."""
+    """A model of 6.9 B parameters is refused before allocation, at exactly one byte too little."""
     train = {
         "output": "x",
         "steps": 9,
@@ -306,22 +311,22 @@ def test_a_state_that_does_not_fit(
     needed = size_text(total * per_parameter)
     text = rf"the state of this model \(6\.92 B parameters, {per_parameter} bytes each\) needs {needed}, but cpu has .* free"
     assert re.match(text, str(caught.value))
-    with pytest.raises(optimus.UserError, match=r"bytes each, 4 ranks\)"):  # which share the memory of one machine
+    with pytest.raises(optimus.UserError, match=r"bytes each, 4 ranks\)"):  # 4 ranks share the memory of one machine
         check_memory(config, torch.device("cpu"), 4)
 
 
 def test_the_state_needs_what_the_check_says(small_run: dict[str, Any]) -> None:
-    """The check's bytes per parameter are those of the chunks, but for the gaps of alignment."""
+    """The check's bytes per parameter are those of the chunks, without the padding."""
     run = build_run(load_config(small_run), torch.device("cpu"), resume=False)
     total = sum(parameter.numel() for parameter in run.model.parameters())
     assert 18 * total <= sum(allocated(run.state.chunks).values()) < 18.2 * total
 
 
 def direct_count(config: dict[str, Any]) -> int:
-    """Bytes that the forward pass of one sequence keeps for the backward pass, found from the graph itself."""
+    """Returns the bytes that the forward pass of one sequence saves, from the autograd graph itself."""
     run = build_run(load_config(config), torch.device("cpu"), resume=False)
     state = {chunk.parameter.untyped_storage().data_ptr() for chunk in run.state.chunks}
-    kept: list[torch.UntypedStorage] = []  # all are held, so no address is used twice
+    kept: list[torch.UntypedStorage] = []  # holds every storage, so no address is reused
     tokens = torch.arange(32)[None]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.untyped_storage()) or t, lambda t: t):
         losses = run.model.model.losses(tokens)
@@ -336,11 +341,11 @@ def test_the_dry_run_counts_the_activations(small_run: dict[str, Any], recompute
     report = checks.dry_run(run)
     one = direct_count(small_run)
     assert f"activations of a microbatch {size_text(8 * one)}; " in report
-    assert one > 32 * 32 * 2 * 2  # at the very least, the input of every block
+    assert one > 32 * 32 * 2 * 2  # at least the input of every block
 
 
 def test_activations_that_do_not_fit(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message names the largest microbatch that does, and that one is accepted."""
+    """The message names the largest microbatch that fits, and a run with that microbatch is accepted."""
     one = direct_count(small_run)
     free = 2 * one + one // 2
     monkeypatch.setattr(checks, "check_memory", lambda *_, **__: None)
@@ -357,7 +362,7 @@ def test_activations_that_do_not_fit(small_run: dict[str, Any], monkeypatch: pyt
 
 
 def test_an_accelerator_that_runs_out_of_memory(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the whole microbatch is tried, and its allocator has the last word."""
+    """An accelerator runs the whole microbatch, and its allocator decides."""
     run = build_run(load_config(small_run), torch.device("cpu"), resume=False)
     right = checks.accumulate_gradients
 
@@ -424,9 +429,8 @@ def test_what_is_needed_later_is_looked_for_first(small_run: dict[str, Any], tmp
         assert found.startswith("validation.0.text: ")
         assert problem in found
     assert not Path(small_run["train"]["output"]).exists()
-    optimus.train(
-        small_run | {"validation": [{"text": str(late), "max_bytes": 20}]}, check=True
-    )  # it is not read so far
+    # The bad line lies beyond the first 20 bytes.
+    optimus.train(small_run | {"validation": [{"text": str(late), "max_bytes": 20}]}, check=True)
 
 
 def test_initial_weights_of_another_model_are_refused_by_the_check(small_run: dict[str, Any], tmp_path: Path) -> None:
@@ -465,7 +469,7 @@ def check_memory(config: Any, device: torch.device, ranks: int) -> None:
 
 
 def least_free(monkeypatch: pytest.MonkeyPatch, config: Any, device: torch.device, *ranks: int) -> int:
-    """The fewest bytes free with which the check passes."""
+    """Returns the fewest free bytes with which the check passes."""
     run = run_of(config, device, *ranks)
     low, high = 0, 1 << 40
     while high - low > 1:
@@ -479,14 +483,14 @@ def least_free(monkeypatch: pytest.MonkeyPatch, config: Any, device: torch.devic
     return high
 
 
-ACCELERATOR = torch.device("meta")  # whatever is no CPU
+ACCELERATOR = torch.device("meta")  # any device but a CPU
 
 
 @pytest.mark.parametrize("schedule", [{}, {"schedule": "interleaved-1f1b", "stages_per_rank": 2}, {"schedule": "zbv"}])
 def test_a_rank_of_a_pipeline_needs_room_for_its_stages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, schedule: dict[str, Any]
 ) -> None:
-    """On an accelerator for the fullest rank's, on a node of CPUs for those of its ranks."""
+    """An accelerator needs memory for the fullest rank, and a node of CPUs for all of its ranks."""
     one = least_free(monkeypatch, staged_config(tmp_path), ACCELERATOR, 1)
     stages = {"stages_per_rank": 2} if schedule.get("schedule") == "zbv" else {}
     config = staged_config(tmp_path, parallel={"pipeline": 4, **schedule, **stages})
@@ -512,7 +516,7 @@ def test_a_node_needs_room_for_its_own_ranks_and_their_copies(
     assert least_free(monkeypatch, copying, cpu, 8) == 8 * one + copied
     found = least_free(monkeypatch, copying, cpu, 8, 2) - 2 * one
     assert copied / 4 <= found <= (copied / 2 if scattered else copied)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # a launcher knows
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # set by a launcher
     assert least_free(monkeypatch, plain, cpu, 8) == 4 * one
 
 
@@ -524,13 +528,16 @@ def test_a_run_that_is_pruned_first_needs_room_for_what_is_left_alone(
         for at in (0, 1)
     )
     assert later == least_free(monkeypatch, staged_config(tmp_path), ACCELERATOR, 1)
-    # 18 bytes of each element, or 2, and 20 with its position of each that is left.
+    # 18 bytes an element, or 2 and another 20 with the index for each unpruned one.
     assert later - first == pytest.approx((18 - 2 - 0.1 * 20) * MATRICES, rel=0.01)
 
 
 def test_device_and_host_need_room_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of each parameter: 2 bytes on the device and 12 on the host, where only the optimizer's are there; 14 on the host with
-    all; 2 and none where they are on a disk. A processor needs both together. Copies are of what the device has."""
+    """A parameter with offloaded optimizer state takes 2 bytes on the device and 12 on the host.
+
+    Offloading everything takes 14 bytes on the host, or 2 with a disk. A processor needs the sum of device and host.
+    Copies for checkpoints duplicate state on the device alone.
+    """
     cpu, elements = torch.device("cpu"), MATRICES + REST
     found = dict[str, list[float]]()
     for residency in ("optimizer", "all", "disk"):
@@ -562,7 +569,7 @@ def message_of_check(config: Any, device: torch.device, ranks: int) -> str:
 
 
 def test_only_what_the_device_has_is_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """State on the host is written from where it lies; of the chunks whose state is on the device there are copies."""
+    """Checkpoints copy the state of chunks on the device, and write other state from the host."""
 
     def copied(**state: Any) -> int:
         plain, copying = (staged_config(tmp_path, state=state, checkpoint={"asynchronous": on}) for on in (False, True))
@@ -574,7 +581,7 @@ def test_only_what_the_device_has_is_copied(monkeypatch: pytest.MonkeyPatch, tmp
     assert 0.2 * whole < copied(offload="all", resident_fraction=0.5, chunk=1 << 20) <= 0.5 * whole
 
 
-MATRICES, REST = 8 * (4 * 256 * 256 + 3 * 256 * 1024), 2 * 1024 * 256  # elements of that model
+MATRICES, REST = 8 * (4 * 256 * 256 + 3 * 256 * 1024), 2 * 1024 * 256  # elements of the model
 
 
 @pytest.mark.parametrize(
@@ -605,7 +612,7 @@ NESTED = {"shard": "parameters", "shard_ranks": {"parameters": 2, "gradients": 4
 def test_the_rank_with_most_matrices_needs_room_for_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: dict[str, Any]
 ) -> None:
-    """On an accelerator, whichever rank it is; on a node of CPUs all of them together."""
+    """An accelerator needs memory for the fullest rank, whichever rank that is; a node of CPUs for all of them."""
     config = staged_config(tmp_path, optimizer={"name": "muon"}, state=state)
     held = [sum(state_bytes(config, 8, rank).values()) for rank in range(8)]
     assert held[0] < max(held)

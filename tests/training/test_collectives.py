@@ -1,4 +1,4 @@
-"""What a run chooses its algorithms by: given in a machine file, kept in its folder."""
+"""Measurements that choose the collective algorithms: read from a machine file and kept in the run folder."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_measurements_are_kept_with_the_run(tmp_path: Path) -> None:
     assert said == []
     assert measured.model_dump(exclude_defaults=True) == {"all_gather": CURVES}
     keep(measured, tmp_path)
-    written(machine, collectives={"all_gather": {}})  # as if it had been measured again
+    written(machine, collectives={"all_gather": {}})  # the machine has been measured again
     assert measured_collectives(config, Mesh(dp=2), True) == (measured, [])
     assert measured_collectives(run_of(tmp_path), Mesh(dp=2), True) == (measured, [])
 

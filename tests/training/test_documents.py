@@ -1,4 +1,4 @@
-"""Documents packed into sequences have the loss and the gradients that they have alone, on every layout."""
+"""Documents packed into sequences have the loss and the gradients that they have alone, in every layout."""
 
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from optimus.testing.steps import Steps, random_batch
 from optimus.testing.traffic import Traffic, counting
 from optimus.training.step import training_step
 
-# Of 16 sequences of 24: whole ones, uneven ones that no piece of a sequence begins or ends with, some of one token.
+# 16 sequences of 24: whole ones, uneven ones at whose borders no piece of a sequence begins or ends, some of one token
 SEQUENCES = [[24], [5, 19], [1, 7, 1, 15], [23, 1], [8, 8, 8], [3] * 8, [10, 1, 1, 12], [1, 23]] * 2
 DOCUMENT_BS = torch.stack([torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in SEQUENCES]).int()
 MASK_BS = torch.rand(16, 24, generator=torch.Generator().manual_seed(5)) < 0.7
@@ -42,10 +42,10 @@ SPARSE = {"family": "mixtral", "kv_heads": 2, "window": 7}
 
 
 def run_config(model: str, *overrides: str, precision: str = "bfloat16", **more: Any) -> dict[str, Any]:
-    """Without losses of a router, which are about the tokens of a microbatch, and without clipping."""
+    """Returns a configuration without clipping and without router losses, which depend on the tokens of a microbatch."""
     config = config_of(model, optimizer={"clip_norm": None})
     config["model"] = config["model"] | more
-    # bfloat16: for what `trained` puts in its place
+    # bfloat16, which `trained` replaces by float64
     config["train"] = config["train"] | {"micro_batch": 4, "precision": precision}
     if "experts" in config["model"]:
         config["moe"] = {"balance_coefficient": 0.0, "z_coefficient": 0.0}
@@ -55,7 +55,7 @@ def run_config(model: str, *overrides: str, precision: str = "bfloat16", **more:
 def alone(
     model: Transformer, tokens_BS: Tensor, document_BS: Tensor, mask_BS: Tensor
 ) -> tuple[float, dict[str, Tensor]]:
-    """The definition in float64, document by document: the loss per predicted token, and the gradient of each parameter."""
+    """Returns the loss per predicted token and the gradients by definition: in float64, document by document."""
     total, predicted = torch.zeros((), dtype=torch.float64), 0
     for tokens_S, document_S, mask_S in zip(tokens_BS, document_BS, mask_BS, strict=True):
         for number in document_S.unique():
@@ -72,9 +72,9 @@ def alone(
 def trained(
     config: dict[str, Any], masks: list[Tensor | None], document_BS: Tensor = DOCUMENT_BS
 ) -> list[tuple[float, dict[str, Tensor]]]:
-    """With each mask, the loss of a step, and on rank 0 the gradients, as the optimizer's first moment has them.
+    """Returns, for each mask, the loss of a step and on rank 0 the gradients, from the optimizer's first moments.
 
-    The model computes in float64: in float32 the gradients of the norms of q and k, in which much cancels, are 2e-6 apart.
+    The model computes in float64: cancellation makes float32 gradients of the norms of q and k differ by 2e-6.
     """
     found = []
     for mask_BS in masks:
@@ -138,7 +138,7 @@ def test_documents_are_what_they_are_alone(model: str, more: dict[str, Any], ran
     ids=str,
 )
 def test_eight_documents_of_2048_tokens(model: str, more: dict[str, Any], ranks: int, overrides: list[str]) -> None:
-    """In a sequence each, on every kind of layout; with a mask in the second sequence alone."""
+    """A sequence has eight documents, in every kind of layout; the second sequence also has a mask."""
     document_BS = torch.arange(8).repeat_interleave(2048).expand(2, -1).int()
     mask_BS = torch.rand(2, 8 * 2048, generator=torch.Generator().manual_seed(7)) < 0.7
     mask_BS[0] = True
@@ -160,7 +160,7 @@ def assert_as_alone(config: dict[str, Any], ranks: int, document_BS: Tensor, mas
 
 
 def assert_same(found: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-    """Within 1e-6 (relative, in the Frobenius norm)."""
+    """Checks that gradients agree within 1e-6 relative to the Frobenius norm."""
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-6, name
@@ -168,7 +168,7 @@ def assert_same(found: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("heads", [{}, {"family": "mistral", "kv_heads": 1, "window": 700}], ids=["dense", "windows"])
 def test_eight_documents_of_2048_tokens_in_a_sequence(heads: dict[str, Any]) -> None:
-    """In float32, with and without recomputation; the loss and the gradient of all parameters together."""
+    """Loss and gradient agree in float32, with and without recomputation."""
     model = load_config(run_config("dense", **({"heads": 2} | heads))).model
     tokens_BS = torch.randint(model.vocab, (8, 2048), generator=torch.Generator().manual_seed(0))
     packed = Batch(tokens_BS.view(1, -1), document_BS=torch.arange(8).repeat_interleave(2048)[None])
@@ -209,7 +209,7 @@ def test_documents_within_the_learned_positions_may_lie_in_a_longer_sequence() -
 
 
 def counted(config: dict[str, Any]) -> list[Traffic]:
-    """Of a step without documents, and of one with them."""
+    """Returns the traffic of a step without documents and of one with documents."""
     steps, found = Steps(config), []
     for document_BS in (None, DOCUMENT_BS):
         with counting() as traffic:
@@ -220,7 +220,7 @@ def counted(config: dict[str, Any]) -> list[Traffic]:
 
 @pytest.mark.parametrize("overrides", [["parallel.pipeline=2"], ["parallel.context=2"], []], ids=str)
 def test_no_borders_are_sent(overrides: list[str]) -> None:
-    """Every rank has those of its sequences; data ranks tell each other how many tokens are predicted."""
+    """Ranks know the documents of their own sequences, and data ranks exchange the number of predicted tokens alone."""
     data = {} if overrides else {"all_reduce": 1}
     for plain, documents in run_ranks(counted, 2, run_config("dense", *overrides, precision="float32")):
         assert documents.calls - plain.calls == data

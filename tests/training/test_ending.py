@@ -1,4 +1,4 @@
-"""How a run ends before its end: by signals, with its launcher, without its terminal; and who may go on in its folder."""
+"""Runs that end early: by signals, with their launcher, without their terminal; and the lease on the run folder."""
 
 import os
 import pty
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("default_signals")
 
 @pytest.fixture
 def endless(small_run: dict[str, Any], tmp_path: Path) -> Path:
-    """The configuration of a run that nobody would wait for."""
+    """Returns the configuration file of a run that is too long to finish."""
     small_run["train"]["steps"] = 100_000
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(small_run))
@@ -47,7 +47,7 @@ def folder_of(config: Path) -> Path:
 
 @contextmanager
 def running(config: Path, *words: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
-    """A command as a process, ended with the context; its temporary folder is `tmp` beside the configuration."""
+    """Runs a command as a process until the end of the context; its temporary folder is `tmp` beside the configuration."""
     temporary = config.with_name("tmp")
     temporary.mkdir(exist_ok=True)
     process = subprocess.Popen(
@@ -65,7 +65,7 @@ def running(config: Path, *words: str, **streams: Any) -> Iterator[subprocess.Po
 
 @contextmanager
 def training(config: Path, *words: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
-    """`optimus train`, which has done a step."""
+    """Runs `optimus train` and waits for its first step."""
     with running(config, "train", str(config), *words, **streams) as process:
         until(lambda: process.poll() is not None or steps(config) > 0)
         assert process.poll() is None
@@ -85,7 +85,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def check_saved(config: Path) -> None:
-    """At its last step, and the folder is free."""
+    """Checks that the last step is saved and the folder is free."""
     folder = folder_of(config)
     assert read_description(list_checkpoints(folder)[-1]).step == read_metrics(folder)[-1]["step"]
     assert not (folder / LEASE).exists()
@@ -102,7 +102,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_resume(endless: Path) ->
 
 
 def test_a_launcher_that_is_told_to_end_has_its_ranks_save(endless: Path) -> None:
-    """Nothing is left in the temporary folder."""
+    """The ranks of a launcher save as the launcher ends, and leave the temporary folder empty."""
     with training(endless, "--ranks", "2") as process:
         process.terminate()
         out, err = process.communicate()
@@ -126,7 +126,7 @@ def test_one_rank_that_is_told_to_end_ends_the_run(endless: Path) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_node_that_is_told_to_end(endless: Path, nodes: int) -> None:
-    """While its ranks train, or while it waits for another node; then it has none to wait for."""
+    """A node ends cleanly on SIGTERM, while its ranks train and while the node waits for another."""
     store = serve(0)
     words = ("launch", str(endless), "--nodes", str(nodes), "--rendezvous", f"127.0.0.1:{store.port}")
     with running(endless, *words) as process:
@@ -146,19 +146,19 @@ def test_a_node_that_is_told_to_end(endless: Path, nodes: int) -> None:
 
 
 def test_a_terminal_that_is_gone(endless: Path) -> None:
-    """As when the connection of an ssh session breaks: the process is told, and what it prints is refused."""
+    """A broken ssh connection signals the process and refuses its output; the run saves and ends."""
     ours, theirs = pty.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
     tty = os.ttyname(theirs)
     with training(endless, **streams, preexec_fn=lambda: (os.setsid(), os.open(tty, os.O_RDWR))) as process:
         os.close(theirs)
-        os.close(ours)  # the kernel sends SIGHUP
+        os.close(ours)  # sends SIGHUP
         assert process.wait() == 129
     check_saved(endless)
 
 
 def test_nohup_is_respected(endless: Path) -> None:
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the run inherits the handler
     try:
         with training(endless, "--ranks", "2") as process:
             done = steps(endless)
@@ -197,7 +197,7 @@ def test_others_are_kept_out_while_it_lives_and_its_ranks_end_with_it(
 def test_a_run_whose_folder_was_taken_writes_no_more(
     small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was stopped for so long that another has gone on."""
+    """A run that was stopped while another continued writes no further checkpoint."""
     folder = Path(small_run["train"]["output"])
     right = Metrics.after_step
 
@@ -219,7 +219,7 @@ def test_a_run_whose_folder_was_taken_writes_no_more(
 def test_a_run_that_is_beyond_its_end_has_finished(
     small_run: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One that is resumed with fewer steps: a batch script would start it again and again."""
+    """A run that is resumed with fewer steps counts as finished, or a batch script would start it again and again."""
     optimus.train(small_run)
     small_run["train"]["steps"] = 4
     run_rank(dump_config(load_config(small_run)), True, node="n0")
@@ -231,7 +231,7 @@ def test_a_run_that_is_beyond_its_end_has_finished(
 def test_an_error_of_a_hook_leaves_no_checkpoint_half_written(
     small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was being written beside the training: its thread has ended when the error is there."""
+    """The thread that writes an asynchronous checkpoint has ended when the error is raised."""
     small_run["checkpoint"] = {"every": 2, "asynchronous": True}
     failed, write, right = threading.Event(), saving.write_slices, Metrics.after_step
 
@@ -256,7 +256,7 @@ def test_an_error_of_a_hook_leaves_no_checkpoint_half_written(
 
 
 def test_a_thread_that_is_not_the_main_one_trains(small_run: dict[str, Any]) -> None:
-    """As a notebook or a server may have it, whatever it is called; signals are then the program's own."""
+    """A notebook or a server may train in any thread of any name, and keeps its own signal handlers."""
     ended: list[int] = []
     thread = threading.Thread(target=lambda: ended.append(optimus.train(small_run)["step"]), name="update_0")
     thread.start()

@@ -1,4 +1,4 @@
-"""What a run ran on can be read from its folder: every start and resume, and no secret."""
+"""Every start and resume of a run records its environment, without secrets."""
 
 import json
 import os

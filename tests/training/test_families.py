@@ -1,4 +1,4 @@
-"""Every family trains the same on each axis of parallelism as in one process."""
+"""Every family trains on each axis of parallelism as in one process."""
 
 from typing import Any
 
@@ -52,14 +52,14 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
-OTHERS: dict[str, dict[str, Any]] = {  # models of which there is no family
+OTHERS: dict[str, dict[str, Any]] = {  # models without a family
     "norms with biases around": {"family": "llama", "norm": "layer_affine", "norm_place": "both"},
     "norms with offsets behind experts": EXPERTS | {"family": "olmoe", "norm": "rms_offset", "norm_place": "after"},
 }
 
 
 def layouts(model: dict[str, Any]) -> list[Layout]:
-    """Each axis, and pairs of them, with what is run again and shared out; eight of them."""
+    """Returns eight layouts: each axis and pairs of axes, with recomputation and sharding."""
     feed_forward, expert = (
         ("moe", ["parallel.expert=2"]) if "experts" in families()[model["family"]].fields else ("mlp", [])
     )
@@ -77,7 +77,7 @@ def layouts(model: dict[str, Any]) -> list[Layout]:
 
 
 def small(model: dict[str, Any]) -> dict[str, Any]:
-    """A run of a model, whose ranks have two microbatches at least."""
+    """Returns the run of a model, with at least two microbatches on each rank."""
     config = config_of("dense") | {"model": model}
     config["train"]["global_batch"] = 8
     return config
@@ -96,7 +96,8 @@ def test_layouts(name: str, number: int) -> None:
 
 
 def test_biases_of_experts_in_parts() -> None:
-    """That of the last projection is added once, however many ranks have a part of an expert, or the same tokens."""
+    """The last projection's bias is added once, for any number of ranks with a part of an expert or with the same
+    tokens."""
     model = SIZES | {"family": "gpt_oss"} | MODELS["gpt_oss"]
     parts = ["parallel.tensor=2", "parallel.expert_tensor=2"]
     whole = [

@@ -1,4 +1,4 @@
-"""What follows a run's end: events that say why, the report, a notification, the summary."""
+"""The end of a run: events with the reason, the report, a notification and the summary."""
 
 import json
 import shlex
@@ -58,7 +58,7 @@ def page_state(folder: Path) -> str:
 
 
 class Interrupting(Hook):
-    """Ctrl-C in the second step."""
+    """A hook that sends Ctrl-C in the second step."""
 
     def before_step(self, trainer: Trainer) -> None:
         if trainer.progress.step == 1:
@@ -76,7 +76,7 @@ def test_the_report_of_an_interrupted_run_and_of_its_end(
 
 
 def test_what_nodes_say_of_a_run_while_they_hold_it(small_run: dict[str, Any]) -> None:
-    """Its ranks may have ended, and some may have been lost with their last words."""
+    """A node's announcements set the state of the report, also where ranks have ended without last messages."""
     small_run["train"]["stop_at"] = 2
     optimus.train(small_run)
     small_run["train"]["stop_at"] = None

@@ -1,4 +1,4 @@
-"""`train.freeze` on every kind of layout: one process's numbers, and frozen values as they were."""
+"""`train.freeze` gives one process's numbers in every layout, and frozen values stay as they were."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from optimus.resolve.run import RunInputs
 from optimus.testing import run_ranks
 
 STEPS = 2
-FIRST = ["embedding", "blocks.0.*"]  # so that a first stage has nothing to train
+FIRST = ["embedding", "blocks.0.*"]  # leaves a first stage nothing to train
 LAST = ["blocks.1.*", "head"]
 SHARDED = ["state.shard=parameters", "state.chunk=500"]
 PIPELINE = "parallel.pipeline=2"

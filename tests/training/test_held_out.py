@@ -1,4 +1,4 @@
-"""Validation on several ranks: one reads the text, and what it cannot read ends the run on all of them."""
+"""Validation on several ranks: one rank reads the text, and a text that it cannot read ends the run on all ranks."""
 
 import math
 import shutil
@@ -24,7 +24,7 @@ TEXT = Path(__file__)
 
 
 def train_rank(config: dict[str, Any], texts: list[str], data: list[str]) -> str:
-    """One rank of a run, on a node where text and data lie in places of its own; what ended it."""
+    """Runs one rank, on a node with its own paths of text and data; returns the error or "done"."""
     rank = dist.get_rank()
     config["validation"][0]["text"], config["data"]["path"] = texts[rank], data[rank]
     try:
@@ -41,7 +41,7 @@ def config(small_run: dict[str, Any]) -> dict[str, Any]:
     return small_run
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "parameters"])  # rank 0 measures alone; all measure together
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])  # rank 0 validates alone; all ranks validate together
 def test_text_on_the_first_rank_s_node_suffices(config: dict[str, Any], tmp_path: Path, shard: str) -> None:
     config["state"] = {"shard": shard}
     data = [config["data"]["path"]] * 2
@@ -58,13 +58,13 @@ def test_text_that_the_first_rank_cannot_read_ends_all(config: dict[str, Any], t
         ended
         == [f"input not found: {tmp_path / 'absent'} (no such file or folder, and no file matches it as a glob)"] * 2
     )
-    assert (Path(config["train"]["output"]) / "checkpoints" / "step-00000001").is_dir()  # the step is not lost
+    assert (Path(config["train"]["output"]) / "checkpoints" / "step-00000001").is_dir()  # the finished step is saved
 
 
 def test_only_the_first_rank_is_asked_for_the_text(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a launcher starts every rank with its own checks, a refusal on another node would leave the first waiting."""
+    """Only rank 0 checks the text: a refusal on another node would leave rank 0 waiting."""
     config["validation"][0]["text"] = str(tmp_path / "absent")
     tree = load_config(config)
     data = TrainingData(tree)
@@ -87,7 +87,7 @@ def test_data_damaged_on_one_node_is_named_by_all(config: dict[str, Any], tmp_pa
     other = tmp_path / "data"
     shutil.copytree(config["data"]["path"], other)
     content = bytearray((other / "shard-00000.npy").read_bytes())
-    content[128 + 5 * 32 * 2] ^= 1  # instance 5, the second rank's in the first step
+    content[128 + 5 * 32 * 2] ^= 1  # instance 5, which the second rank reads in the first step
     (other / "shard-00000.npy").write_bytes(content)
     ended = run_ranks(train_rank, 2, config, [str(TEXT)] * 2, [config["data"]["path"], str(other)])
     assert [text.split(" at instance")[0] for text in ended] == [
@@ -96,7 +96,7 @@ def test_data_damaged_on_one_node_is_named_by_all(config: dict[str, Any], tmp_pa
 
 
 def validate_rank(config: dict[str, Any]) -> None:
-    """One rank of a run."""
+    """Trains one rank of a run."""
     train_here(config)
 
 

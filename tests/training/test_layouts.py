@@ -1,8 +1,8 @@
-"""Every layout gives the numbers of one process: combinations of all that says how work and state are divided.
+"""Every layout gives the numbers of one process, for all combinations of options that divide work and state.
 
-They are drawn at random. Of many draws, a covering array is tested: some eighty small ones that have every value of every
-option, every pair of values of the options in `factors` that any draw has, every pair of `PAIRS`, and every kind of sharding
-where backward passes are split. Beside them, those of `SWEEP` have turns.
+Layouts are drawn at random. A covering array of some eighty small draws is always tested. The array has every value of
+every option, every pair of values of `factors` that any draw has, every pair of `PAIRS`, and every sharding with split
+backward passes. The draws of `SWEEP` are tested in turns.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from optimus.pipeline.schedules import schedules
 from optimus.pipeline.schedules.row import Sizes
 from optimus.testing import run_ranks
 
-POOL = range(2500)  # draws that the covering array is chosen from
+POOL = range(2500)  # draws from which the covering array is chosen
 SWEEP = range(160)
 STEPS = 3
 PAIRS: list[tuple[str, ...]] = [
@@ -87,7 +87,7 @@ PAIRS: list[tuple[str, ...]] = [
     ("parallel.executor=message-driven", "parallel.stages_per_rank=2 parallel.max_in_flight=["),
 ]
 
-SPLITTING = {  # schedules that split backward passes, and what they are chosen with
+SPLITTING = {  # schedules that split backward passes, with the overrides that choose them
     row.name: [f"parallel.schedule={row.name}", f"parallel.stages_per_rank={row.stages}"]
     for row in schedules().values()
     if row.make(Sizes(2, 4, row.stages)).splits_backward
@@ -148,7 +148,9 @@ OPTIONS = {
     "pruning.indices": ("int32", "bits"),
 }
 VALUES = {f"{option}={value}" for option, values in OPTIONS.items() for value in values}
-PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.drop_duplicates: what it meets is in `PAIRS`
+# Options that the pairs take as drawn; `factors` adds the others. Few draws give moe.drop_duplicates, so `PAIRS` has
+# its pairs.
+PAIRED = (
     "parallel.sequence",
     "parallel.overlap",
     "parallel.context_method",
@@ -171,14 +173,15 @@ PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.dro
 
 
 def factors(model: str, layout: Layout) -> dict[str, str]:
-    """Options and values that are met in pairs: sizes are told apart where they make other code run."""
+    """Returns the options and values that must occur in pairs; sizes are reduced to the distinctions that run other
+    code."""
     said = dict(override.split("=", 1) for override in layout.overrides)
     outputs, _, inputs = said.get("parallel.tensor", "1").strip("[]").partition(",")
     recomputed = said.get("recompute", "nothing")
     return {option: said[option] for option in PAIRED if option in said} | {
         "model": model,
         "pruning.at": said.get("pruning.at", "never"),
-        "levels": str(1 < (layout.per_node or 1) < layout.ranks),  # several ranks on several nodes
+        "levels": str(1 < (layout.per_node or 1) < layout.ranks),  # several ranks on each of several nodes
         "outputs": str(int(outputs) > 1),
         "inputs": str(int(inputs or 1) > 1),
         "parallel.pipeline": said.get("parallel.pipeline", "1"),
@@ -187,19 +190,21 @@ def factors(model: str, layout: Layout) -> dict[str, str]:
             for option in ("parallel.context", "parallel.expert", "parallel.expert_tensor", "recompute_every")
         },
         "nested": str(any(option.startswith("state.shard_ranks.") for option in said)),
-        **{kind: str(kind in recomputed) for kind in ("nothing", "block", "norm", "attention", "m")},  # moe or mlp
+        **{kind: str(kind in recomputed) for kind in ("nothing", "block", "norm", "attention", "m")},  # "m": moe or mlp
     }
 
 
 def pairs(model: str, layout: Layout) -> set[tuple[object, ...]]:
-    """All pairs of factors."""
+    """Returns all pairs of factors."""
     return set(itertools.combinations(sorted(factors(model, layout).items()), 2))
 
 
 def split_backward(model: str, layout: Layout) -> set[tuple[object, ...]]:
-    """How state is sharded and where it is kept, of a draw whose schedule splits backward passes; there passes of other
-    microbatches come between the two parts of one. Sharded parameters are told apart by experts, which have chunks of their
-    own."""
+    """Returns sharding and residency of a draw with split backward passes.
+
+    Passes of other microbatches run between both parts of such a pass. Sharded parameters are distinguished by experts,
+    which have chunks of their own.
+    """
     said = dict(override.split("=", 1) for override in layout.overrides)
     if said.get("parallel.schedule") not in SPLITTING:
         return set()
@@ -212,20 +217,20 @@ def split_backward(model: str, layout: Layout) -> set[tuple[object, ...]]:
 
 
 def asked(model: str, layout: Layout) -> set[object]:
-    """All that this draw has of what some case must have."""
+    """Returns everything of this draw that some case must have."""
     text = " ".join(layout.overrides)
     together = {pair for pair in PAIRS if all(part in text for part in pair)} | split_backward(model, layout)
     return {model, layout.ranks, *VALUES.intersection(layout.overrides), *together, *pairs(model, layout)}
 
 
 def cost(model: str, layout: Layout) -> float:
-    """What a case costs: so much by itself, and what its ranks do."""
+    """Returns the cost of a case: a constant, and the work of its ranks."""
     return 32 + layout.ranks * passes(model, layout)
 
 
 @cache
 def cases() -> list[int]:
-    """The draws of the covering array."""
+    """Returns the draws of the covering array."""
     draws = [drawn(number) for number in POOL]
     return [POOL[index] for index in covering([asked(*draw) for draw in draws], [cost(*draw) for draw in draws])]
 
@@ -248,7 +253,7 @@ FORCED = {
 
 @pytest.mark.parametrize("axis", FORCED)
 def test_forced_routing(axis: str) -> None:
-    """Of 24 tokens and 7 experts: no rank's choices, and no sequence's, are divided by the experts."""
+    """The number of experts divides neither a rank's choices nor a sequence's, with 24 tokens and 7 experts."""
     experts = {"experts": 14 if axis in ("tensor", "data") else 7, "experts_per_token": 3, "renormalise": True}
     config = config_of("moe", moe={"force_balanced": True}) | {"model": MODELS["moe"] | experts}
     config["train"]["global_batch"] = 4
@@ -280,7 +285,7 @@ def test_random_layouts(number: int) -> None:
     ],
 )
 def test_stages_side_by_side(model: str, overrides: list[str]) -> None:
-    """Ranks 0 and 1, 4 and 5 (or 0, 2, 4, 6) are the first stage, those between them the second."""
+    """Ranks 0, 1, 4 and 5 (or 0, 2, 4 and 6) are the first stage, the others the second."""
     assert_same_as_one_process(config_of(model), [Layout(8, ["parallel.pipeline=2", *overrides])], STEPS, rtol=2e-5)
 
 
@@ -301,7 +306,7 @@ def test_nested_shards(model: str, overrides: list[str]) -> None:
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
 
 
-SHARDINGS = {  # how state is sharded and where it is kept, and the replicas that a stage's parameters then have
+SHARDINGS = {  # sharding and residency, with the number of replicas of a stage's parameters
     "optimizer": (2, ["state.shard=optimizer"]),
     "gradients": (2, ["state.shard=gradients"]),
     "parameters": (2, ["state.shard=parameters"]),
@@ -326,10 +331,11 @@ SHARDINGS = {  # how state is sharded and where it is kept, and the replicas tha
 def test_split_backward_passes(
     schedule: list[str], sharding: str, model: str, chunk: int, mlp: str, recompute: str
 ) -> None:
-    """Four microbatches and more, of which the second part of one's backward pass comes behind the first of the next.
+    """The second part of a backward pass runs after the first part of the next one, with four or more microbatches.
 
-    A norm's gradient comes in the first part, a matrix's in the second: a chunk that has both, as these have, must not take
-    those of two microbatches for all of one."""
+    The first part gives a norm's gradient, the second a matrix's. A chunk with both, as here, must not mistake the
+    gradients of two microbatches for all gradients of one.
+    """
     replicas, overrides = SHARDINGS[sharding]
     recompute = recompute % mlp if "%" in recompute else recompute
     more = [
@@ -353,13 +359,13 @@ def test_the_cases_meet_everything() -> None:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 def test_the_cases_combine(pair: tuple[str, ...]) -> None:
-    """Forms that meet in the same place of the code are drawn together."""
+    """Options that meet in the same code occur together in some case."""
     drawings = [" ".join(drawn(number)[1].overrides) for number in cases()]
     assert any(all(part in text for part in pair) for text in drawings)
 
 
 def test_the_cases_have_every_pair() -> None:
-    """That any draw has, of those they were chosen from; and but for rare ones, of others."""
+    """The cases have every pair that any draw of the pool has, and all but rare pairs of other draws."""
 
     def found(numbers: Iterable[int]) -> set[object]:
         draws = [drawn(number) for number in numbers]
@@ -372,28 +378,31 @@ def test_the_cases_have_every_pair() -> None:
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
 def test_bf16_gradients_are_as_good_on_ranks(shard: str) -> None:
-    """bf16 gradients with fp32 computation: sums in another order, whose rounding Adam makes as large as any gradient."""
+    """Gradients of bf16 are summed in another order, and Adam enlarges the rounding errors to the size of any gradient.
+
+    Computation is in fp32.
+    """
     layout = Layout(4, ["parallel.expert=2", f"state.shard={shard}", "state.gradient_dtype=bfloat16"])
     assert_same_as_one_process(config_of("moe"), [layout], 5, rtol=4e-2)
 
 
 @pytest.mark.parametrize("shard", in_turns(["gradients", "parameters"], 2))
 def test_fifty_steps_in_bf16(shard: str) -> None:
-    """Sharded bf16 gradients lose nothing that shows: within 1 % of one process."""
+    """Sharded bf16 gradients stay within 1 % of one process."""
     config = config_of("moe")
     config["train"] |= {"precision": "bfloat16", "steps": 50}
     config["state"] |= {"gradient_dtype": "bfloat16"}
     alone = train_steps(config, 50).steps
     spread = config | {"parallel": {"expert": 2}, "state": config["state"] | {"shard": shard}}
     there = run_ranks(train_steps, 4, spread, 50)[0].steps
-    assert alone[-1].loss < 0.97 * alone[0].loss  # it has learnt something
+    assert alone[-1].loss < 0.97 * alone[0].loss  # the model has learnt
     assert there[-1].loss == pytest.approx(alone[-1].loss, rel=1e-2)
     assert max(abs(a.loss / b.loss - 1) for a, b in zip(there, alone, strict=True)) < 1e-2
 
 
 @pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
 def test_the_global_balance_loss_knows_no_microbatches(dispatch: str) -> None:
-    """Counted over the global batch, it is the same for any number of them, here against one microbatch of everything."""
+    """The balance loss of the global batch does not depend on the number of microbatches."""
     config = config_of("moe", moe={"balance_scope": "global", "balance_coefficient": 0.5, "dispatch": dispatch})
     config["train"]["micro_batch"] = 16
     right = train_steps(config, 5)
@@ -403,10 +412,10 @@ def test_the_global_balance_loss_knows_no_microbatches(dispatch: str) -> None:
         for a, b in zip(found.steps, right.steps, strict=True):
             assert a[:-1] == pytest.approx(b[:-1], rel=1e-5), (ranks, micro_batch)
     local = train_steps(config | {"moe": {"balance_coefficient": 0.5}}, 1).steps[0]
-    assert local[:-1] == pytest.approx(right.steps[0][:-1], rel=1e-5)  # of one microbatch they are the same
+    assert local[:-1] == pytest.approx(right.steps[0][:-1], rel=1e-5)  # equal with one microbatch
     config["train"]["micro_batch"] = 2
     smaller = train_steps(config | {"moe": {"balance_coefficient": 0.5}}, 1).steps[0]
-    assert smaller.balance_loss != pytest.approx(local.balance_loss, rel=1e-4)  # of more they are not
+    assert smaller.balance_loss != pytest.approx(local.balance_loss, rel=1e-4)  # unlike with several
 
 
 def test_a_difference_is_found_and_named() -> None:

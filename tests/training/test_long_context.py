@@ -1,4 +1,4 @@
-"""A sequence that is long for this machine, over ranks that each hold a part of it."""
+"""A long sequence, of which each rank holds a part."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def config(**sections: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.in_turn(0, 3)
 def test_sixteen_thousand_tokens_train_on_four_ranks_of_a_ring() -> None:
-    """The loss is that of one process, which would take minutes for a step; the step lowers it."""
+    """The loss is that of one process without the backward pass, which would take minutes; a step lowers the loss."""
     tree = load_config(config())
     model, state = build(tree, Groups(mesh_of(tree, 1)))
     state.initialize(tree.train.seed, tree.model.init_std)

@@ -1,4 +1,4 @@
-"""The loss is a mean over the predicted tokens of the global batch, wherever they are, and however they are masked."""
+"""The loss is the mean over the predicted tokens of the global batch, for any distribution and any mask."""
 
 from typing import Any
 
@@ -22,8 +22,11 @@ MASKS = ["random", "microbatch", "rank", "one", "none"]
 
 
 def mask_of(kind: str, step: int, shape: tuple[int, int]) -> Tensor:
-    """Which tokens of the global batch [B, S] are predicted: a random half, but none of the first microbatch, or of the
-    second half of the batch (a data rank's), or none but one token, or none at all."""
+    """Returns the mask of the predicted tokens [B, S] of the global batch: a random half.
+
+    Some kinds exclude the first microbatch, or the second half of the batch (one data rank), or all tokens but one, or
+    all.
+    """
     mask_BS = torch.rand(shape, generator=torch.Generator().manual_seed(step)) < 0.5
     if kind == "microbatch":
         mask_BS[:2] = False
@@ -36,7 +39,7 @@ def mask_of(kind: str, step: int, shape: tuple[int, int]) -> Tensor:
 
 
 def train_masked(config: dict[str, Any], kinds: list[str]) -> Trained:
-    """A step with each of these masks."""
+    """Trains a step with each of these masks."""
     steps = Steps(config)
     shape = config["train"]["global_batch"], config["train"]["sequence_length"]
     results = [steps.train(mask_of(kind, number, shape)) for number, kind in enumerate(kinds)]
@@ -82,7 +85,7 @@ def test_masked_targets_are_those_of_one_process(model: str, ranks: int, overrid
 
 
 def reference(model: Transformer, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The definition in float64: the loss, and the gradient of every parameter."""
+    """Returns the loss and the gradient of every parameter by definition, in float64."""
     logits_BSV = model.double()(batch.tokens_BS)
     loss_BS = F.cross_entropy(logits_BSV[:, :-1].transpose(1, 2), batch.tokens_BS[:, 1:], reduction="none")
     chosen_BS = torch.ones_like(batch.tokens_BS) if batch.target_mask_BS is None else batch.target_mask_BS
@@ -93,7 +96,7 @@ def reference(model: Transformer, batch: Batch) -> tuple[Tensor, dict[str, Tenso
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_uneven_microbatches_are_one_mean(masked: bool) -> None:
-    """Seven sequences in microbatches of two, with ever fewer predicted tokens in each."""
+    """Seven sequences in microbatches of two, with a decreasing share of predicted tokens, give one mean."""
     steps = Steps(config_of("dense"))
     tokens_BS = random_batch(steps.config, 1)[:7]
     mask_BS = torch.rand(tokens_BS.shape) < torch.linspace(1, 0.1, 7)[:, None] if masked else None
@@ -111,7 +114,7 @@ def test_uneven_microbatches_are_one_mean(masked: bool) -> None:
 
 
 def uneven(config: dict[str, Any]) -> StepResult:
-    """A step of seven sequences in microbatches of two."""
+    """Trains a step of seven sequences in microbatches of two."""
     steps = Steps(config)
     batch = Batch(random_batch(steps.config, 1), mask_of("random", 1, (16, 24))).split(7)[0]
     return training_step(steps.model, steps.state, batch, steps.config, 1)
@@ -132,11 +135,12 @@ def test_a_batch_without_targets_is_a_loss_of_zero() -> None:
     result = steps.train(torch.zeros(16, 24, dtype=torch.bool))
     assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, False)
     assert all(torch.isfinite(parameter).all() for parameter in steps.model.parameters())
-    assert all(torch.allclose(a, b, rtol=1e-2) for a, b in zip(before, steps.model.parameters()))  # but for the decay
+    # Weight decay alone changes the parameters
+    assert all(torch.allclose(a, b, rtol=1e-2) for a, b in zip(before, steps.model.parameters()))
 
 
 def test_a_mask_of_all_is_no_mask() -> None:
-    """And the first token of a sequence is never predicted, whatever its mask says."""
+    """A mask of all tokens changes nothing, and the first token of a sequence is never predicted."""
     plain, masked = Steps(config_of("moe")), Steps(config_of("moe"))
     mask_BS = torch.ones(16, 24, dtype=torch.bool)
     mask_BS[::2, 0] = False
@@ -144,7 +148,7 @@ def test_a_mask_of_all_is_no_mask() -> None:
 
 
 def counted(config: dict[str, Any]) -> list[Traffic]:
-    """Of a step without a mask, and of one with a mask."""
+    """Returns the traffic of a step without a mask and of one with a mask."""
     steps, found = Steps(config), []
     for mask_BS in (None, mask_of("random", 1, (16, 24))):
         with counting() as traffic:

@@ -1,4 +1,4 @@
-"""`train.lora_rank`: low-rank factors beside frozen weights, of which zeros stay zero; and what reads their checkpoints."""
+"""`train.lora_rank` adds low-rank factors to frozen weights, whose zeros stay zero; checkpoints merge the factors."""
 
 import copy
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_layouts_equal_one_process(model: str, freeze: list[str], ranks: int, ov
 
 @pytest.fixture
 def pruned(small_run: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
-    """The configuration of a run with factors that begins with a pruned model."""
+    """Returns the configuration of a run with factors that starts from a pruned model."""
     config = copy.deepcopy(small_run)
     config["train"] |= {"output": str(tmp_path / "pruned"), "precision": "float32"}
     optimus.train(config | {"pruning": {"sparsity": 0.6, "at": 0}})
@@ -126,7 +126,7 @@ def test_a_run_and_what_reads_its_checkpoints(pruned: dict[str, Any], tmp_path: 
     optimus.train(pruned)
     plain["train"] |= {"output": str(tmp_path / "plain")}
     optimus.train(plain, ["train.lora_rank=null"])
-    # With B = 0 the model is the pruned one; then it is better than without factors.
+    # B = 0 gives the pruned model, which then becomes better than without factors.
     assert records(run)[0] == records(tmp_path / "plain")[0]
     assert records(run)[-1] < records(tmp_path / "plain")[-1]
     last, before = run / "checkpoints" / "step-00000006", load_model(tmp_path / "pruned")
@@ -151,7 +151,7 @@ def test_a_run_and_what_reads_its_checkpoints(pruned: dict[str, Any], tmp_path: 
     for path in (run / "checkpoints" / "weights-00000006", tmp_path / "imported", tmp_path / "averaged"):
         assert all(torch.equal(each, weights[name]) for name, each in load_model(path).named_parameters())
         assert whole_masks(Reader.open(path)).keys() == masks.keys()
-    # Merged it computes the same: a run that begins with it is where this one has ended.
+    # Merged weights compute the same: a run that starts from them continues where this one ended.
     config = copy.deepcopy(pruned)
     config["checkpoint"]["load_path"] = str(last)
     config["train"] |= {"output": str(tmp_path / "again"), "steps": 1}
@@ -166,7 +166,7 @@ def test_a_run_and_what_reads_its_checkpoints(pruned: dict[str, Any], tmp_path: 
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_resumed(pruned: dict[str, Any], tmp_path: Path) -> None:
-    """Bit for bit on the same layout, within rounding on another; without its factors it is refused."""
+    """A resumed run has the same bits in the same layout and close numbers in another; factors may not be dropped."""
     optimus.train(pruned)
     parted = copy.deepcopy(pruned)
     parted["train"]["output"] = str(tmp_path / "parted")

@@ -9,7 +9,7 @@ from optimus.training.malloc_trim import keep_freed_memory
 
 
 def faults() -> int:
-    """Pages faulted in by allocations as long as others that have been freed before."""
+    """Returns the page faults of allocations as long as others that were freed before."""
     keep_freed_memory()
     for _ in range(8):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,4 +1,4 @@
-"""More threads than free cores are named with the cure; with made-up times and loads, without a clock."""
+"""More threads than free cores are reported with the cure. Times and loads are made up, without a clock."""
 
 import re
 import time
@@ -18,9 +18,8 @@ from optimus.training.hooks.oversubscription import WINDOW, Oversubscription, th
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Trainer
 
-Window = tuple[
-    float, float, float
-]  # seconds of a step, threads that want to run, share of its cores that the rank gets
+# Seconds of a step, threads that want to run, the share of its cores that the rank gets
+Window = tuple[float, float, float]
 
 
 def machine(patch: pytest.MonkeyPatch, wanted: Callable[[], float], cores: int, threads: int) -> None:
@@ -32,7 +31,7 @@ def machine(patch: pytest.MonkeyPatch, wanted: Callable[[], float], cores: int, 
 def said(
     windows: Iterable[Window], cores: int = 4, threads: int = 2, ranks: int = 2, mesh: Mesh | None = None
 ) -> list[str]:
-    """The notes of a run of so many windows of steps."""
+    """Returns the notes of a run of these windows of steps."""
     notes: list[str] = []
     trainer: Any = SimpleNamespace(say=notes.append, run=SimpleNamespace(device=torch.device("cpu")))
     trainer.groups, trainer.progress = SimpleNamespace(mesh=mesh or Mesh(dp=ranks)), SimpleNamespace(step=0)
@@ -83,9 +82,9 @@ def test_it_is_said_again_only_after_the_run_has_recovered() -> None:
     "windows",
     [
         [QUIET] * 4,
-        [QUIET, (2.4, 4.0, 0.9)],  # slow, but the machine is not crowded: longer checkpoints, a slow disk
-        [QUIET, (0.3, 9.0, 0.9)],  # crowded, but nothing is slow
-        [(2.4, 4.0, 0.9), QUIET],  # it gets faster
+        [QUIET, (2.4, 4.0, 0.9)],  # slow on a free machine: longer checkpoints, a slow disk
+        [QUIET, (0.3, 9.0, 0.9)],  # a crowded machine without a slow step
+        [(2.4, 4.0, 0.9), QUIET],  # steps get faster
     ],
 )
 def test_silence_where_it_is_something_else(windows: list[Window]) -> None:
@@ -103,7 +102,7 @@ def test_what_the_machine_says_now() -> None:
 
 
 def test_a_run_on_processors_watches(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """As it is put together, with a reading that makes it speak; on rank 0, beside the steps."""
+    """A run on processors watches its threads on rank 0, as a whole run with a made-up clock shows."""
     spent = iter(number * 1e-9 for number in range(10**6))
     monkeypatch.setattr(time, "process_time", lambda: next(spent))
     machine(monkeypatch, lambda: 99.0, 2, 4)

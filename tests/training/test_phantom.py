@@ -1,4 +1,4 @@
-"""Training on the phantom gives the numbers of the CPU; mistakes in the order of copies and updates are found."""
+"""Training on the phantom gives the CPU's numbers, and mistakes in the order of copies and updates are found."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -55,7 +55,7 @@ def configured(layout: str) -> dict[str, Any]:
         "data": {"path": "random"},
         "lr_schedule": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 2},
         **more,
-        # With eps of 1e-8 an update would be as large where a gradient is hardly more than what rounding leaves of it.
+        # A smaller eps would enlarge gradients that are hardly more than rounding errors.
         "optimizer": {"eps": 3e-5} | more.get("optimizer", {}),
         "train": train | more.get("train", {}),
     }
@@ -64,12 +64,12 @@ def configured(layout: str) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_numbers_of_the_cpu(layout: str) -> None:
     config = configured(layout)
-    rtol = 1e-5 if config["train"]["precision"] == "float32" else 3e-2  # as results of every operation are rounded to
+    rtol = 1e-5 if config["train"]["precision"] == "float32" else 3e-2  # bf16 rounds the result of every operation
     assert_same_as_one_process(config, [Layout(1)], STEPS, rtol=rtol, device="phantom")
 
 
 def with_shared_keys(config: dict[str, Any]) -> tuple[Trained, int]:
-    """Steps where the device has flash attention; how often torch's attention is given heads that share keys as they are."""
+    """Trains with flash attention; returns the calls of torch's attention whose heads share keys without repetition."""
     attend, shared = torch.nn.functional.scaled_dot_product_attention, []
 
     def noted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -86,7 +86,7 @@ def with_shared_keys(config: dict[str, Any]) -> tuple[Trained, int]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_heads_that_share_keys(family: str) -> None:
-    """Dense grouped-query attention by torch's own operator has the numbers of the CPU, whose path is another."""
+    """Torch's operator for dense grouped-query attention gives the numbers of the CPU's own path."""
     config = configured("dense") | {"model": SIZES | {"family": family, "heads": 4, "kv_heads": 2}}
     ((found, shared),) = on_phantom(with_shared_keys, 1, config)
     assert shared == 2 * 2 * 2  # steps, microbatches, layers
@@ -116,7 +116,7 @@ def test_ranks_that_share_a_device(layout: Layout) -> None:
 
 
 def planted(layout: str, name: str) -> None:
-    """Steps in which `StreamTransfers` lacks something."""
+    """Trains with `StreamTransfers` that lacks one of its waits."""
     with mock.patch.object(StreamTransfers, name, PLANTED[name]):
         train_steps(configured(layout), STEPS, device="phantom")
 
@@ -136,10 +136,10 @@ PLANTED: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("layout", "name", "message"),
     [
-        ("dense", "in_order", "FaultError: (.*\n)*race: _fused_adamw_ on stream"),  # updates beside the backward pass
+        ("dense", "in_order", "FaultError: (.*\n)*race: _fused_adamw_ on stream"),  # an update during the backward pass
         ("all on the host", "_behind", "FaultError: (.*\n)*race: copy to the device on stream"),
         ("all on the host", "_behind", "FaultError: (.*\n)*use after release: copy to the host on stream"),
-        ("optimizer on the host", "staged", "killed by SIGSEGV"),  # updated before it is there
+        ("optimizer on the host", "staged", "killed by SIGSEGV"),  # an update of a tensor that has not arrived
     ],
 )
 def test_planted_mistakes_are_found(layout: str, name: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures and phases: a run finds its part of the data from any step, on any layout, and says what it has read."""
+"""A run with mixtures and phases finds its data from any step and in any layout, and reports the tokens of each source."""
 
 import copy
 import json
@@ -30,7 +30,8 @@ NAMES = ["model", "data", "comm", "training", "kernels"]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Five prepared folders with one tokenizer, context 32. Every word says its source: no two share a sequence."""
+    """Prepares five folders with one tokenizer and context 32. Every word names its source, so no sequence is in two
+    sources."""
     place, root = tmp_path_factory.mktemp("sources"), Path(__file__).resolve().parents[2] / "optimus"
     for name, mark in zip(NAMES, "ABCDE"):
         text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((root / name).rglob("*.py")))
@@ -43,7 +44,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def phased(small_run: dict[str, Any], folders: dict[str, str]) -> dict[str, Any]:
-    """Three phases of five sources: other mixtures, lengths, batches and learning rates."""
+    """Returns the configuration of three phases of five sources, with unlike mixtures, lengths, batches and learning
+    rates."""
     run = copy.deepcopy(small_run)
     del run["data"], run["train"]["steps"]
     run["model"] = {k: v for k, v in run["model"].items() if "experts" not in k} | {"family": "olmo"}
@@ -84,11 +86,11 @@ def changed(run: dict[str, Any], **train: Any) -> dict[str, Any]:
 
 
 def test_counts_are_exact_and_no_sequence_is_read_twice(phased: dict[str, Any]) -> None:
-    """Read by one rank, and step for step by two and by four; each source's tokens are those that the metrics say."""
+    """One, two and four ranks read the same steps, and each source has the tokens of the metrics."""
     tree, data = read_run(phased)
     by_rank = [[TokenLoader(data.phases, rank=r, ranks=n) for r in range(n)] for n in (1, 2, 4)]
     seen: dict[str, list[bytes]] = {name: [] for name in NAMES}
-    owners: dict[bytes, set[str]] = {}  # half a row may be in two of the folders, such as a file's first lines
+    owners: dict[bytes, set[str]] = {}  # two folders may share half a row, such as a file's first lines
     for name, shards in zip(NAMES, data.folders.values()):
         for row in shards.rows(0, shards.instances).astype(np.int64):
             for part in (row, row[:16], row[16:]):
@@ -118,7 +120,7 @@ def test_counts_are_exact_and_no_sequence_is_read_twice(phased: dict[str, Any]) 
 def test_a_folder_that_is_spelled_in_two_ways_is_one_source(
     small_run: dict[str, Any], folders: dict[str, str], tmp_path: Path
 ) -> None:
-    """Phases go on where the ones before have left it, and within a phase it may be there once."""
+    """Phases continue a source where earlier phases left it, and a phase may have a source only once."""
     link = tmp_path / "link"
     link.symlink_to(folders["model"])
     spellings = [folders["model"], f"{folders['data']}/../model/", str(link)]
@@ -143,7 +145,7 @@ def test_a_loader_starts_at_any_step(phased: dict[str, Any]) -> None:
 
 
 def part(config: dict[str, Any], resume: bool) -> None:
-    """One rank's run."""
+    """Runs one rank."""
     import torch.distributed as dist
 
     train_here(read_run(config)[0], resume)
@@ -151,7 +153,7 @@ def part(config: dict[str, Any], resume: bool) -> None:
 
 
 def test_a_run_resumes_at_every_step_bit_for_bit(phased: dict[str, Any], tmp_path: Path) -> None:
-    """Also in and at the borders of phases; its checkpoints name the phase."""
+    """A run resumes at every step, also at the borders of phases, with the same bits; checkpoints name the phase."""
     optimus.train(phased)
     whole = records(phased)
     assert [record["phase"] for record in whole] == [0] * 3 + [1] * 4 + [2] * 4
@@ -167,7 +169,7 @@ def test_a_run_resumes_at_every_step_bit_for_bit(phased: dict[str, Any], tmp_pat
 
 
 def parts(configs: list[dict[str, Any]], resume: bool) -> None:
-    """One rank's run of each of these, or one run that goes on with them."""
+    """Runs one rank of each configuration, or of one run that continues with each of them."""
     for number, config in enumerate(configs):
         part(config, resume and number > 0)
 
@@ -209,7 +211,10 @@ def test_the_saved_configuration_is_the_same_run(phased: dict[str, Any], tmp_pat
 
 
 def test_the_loss_of_each_source_is_that_of_its_sequences(phased: dict[str, Any], tmp_path: Path) -> None:
-    """Of the first step, by hand; the mean over the sources is the loss; in steps that are logged, on every layout."""
+    """The loss of each source is that of its sequences, and the mean over the sources is the loss of the step.
+
+    The first logged step is computed by hand; all layouts log the same steps and losses.
+    """
     phased["observe"] |= {"log_every": 2}
     phased["checkpoint"] = {"every": 100}
     optimus.train(phased)
@@ -338,7 +343,7 @@ def test_bad_input_is_refused(
 
 
 def lined(tmp_path: Path, tokenizer: str, pack: str) -> str:
-    """Prepared documents of a line each, so that many lie in a sequence."""
+    """Prepares documents of one line each, so that a sequence has many."""
     text = (Path(__file__).resolve().parents[2] / "optimus" / "config" / "tree.py").read_text().splitlines()
     (tmp_path / "lines.jsonl").write_text("".join(f"{json.dumps({'text': line})}\n" for line in text))
     prepare([tmp_path / "lines.jsonl"], tmp_path / pack, tokenizer=tokenizer, context=32, workers=1, pack=pack)  # type: ignore[arg-type]
@@ -349,7 +354,7 @@ def lined(tmp_path: Path, tokenizer: str, pack: str) -> str:
 def test_documents_in_a_run_are_what_they_are_alone(
     small_run: dict[str, Any], folders: dict[str, str], tmp_path: Path, pack: str
 ) -> None:
-    """The loss of the first step is that of each document by itself; padding has none. Then on other layouts."""
+    """The loss of the first step is that of each document alone, padding excluded, also in other layouts."""
     small_run["data"] = {"path": lined(tmp_path, folders["model"], pack), "documents": "mask"}
     small_run["model"] = {k: v for k, v in small_run["model"].items() if "experts" not in k} | {"family": "olmo"}
     small_run["train"] |= {"precision": "float32", "steps": 3}
@@ -384,7 +389,8 @@ def test_packed_rows_without_masks_train_on_all_but_padding(
 
 
 def test_replay_reads_again_what_was_read(small_run: dict[str, Any], folders: dict[str, str]) -> None:
-    """A quarter of a phase, from each source in proportion to what the phases before have read of it, and only that."""
+    """A quarter of a phase repeats tokens of earlier phases, from each source in proportion to its tokens read, and no
+    others."""
     run = copy.deepcopy(small_run)
     del run["data"], run["train"]["steps"]
     first = [{"path": folders["model"], "weight": 3}, {"path": folders["data"], "weight": 1}]

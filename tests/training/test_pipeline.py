@@ -1,4 +1,4 @@
-"""The pipeline of a run, from its configuration: microbatches, where the stages are, what is refused before launch."""
+"""The pipeline of a run, from its configuration: microbatches, stages, and refusals before the launch."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def config_of(*overrides: str, layers: int = 8, pipeline: int = 4) -> RunConfig:
 
 
 def bubble(config: RunConfig, microbatches: int) -> float:
-    """As the simulator has it; too many where the schedule cannot be."""
+    """Returns the bubble of the simulation; infinite for an impossible schedule."""
     if config.parallel.executor == "message-driven":
         parallel = config.parallel
         return simulate_message_driven(
@@ -84,13 +84,13 @@ def test_auto_for_a_message_driven_pipeline(caps: str) -> None:
 def test_auto_takes_the_best_there_is_where_none_is_enough() -> None:
     config = config_of("parallel.microbatches=auto", "train.global_batch=8", "train.micro_batch=8")
     assert with_microbatches(config, 4).train.micro_batch == 1
-    assert with_microbatches(config, 8).train.micro_batch == 1  # of the four of each data-parallel rank
+    assert with_microbatches(config, 8).train.micro_batch == 1  # four sequences for each data-parallel rank
 
 
 def test_auto_with_interleaving_fills_the_ranks() -> None:
     config = config_of("parallel.microbatches=auto", *INTERLEAVED, "train.global_batch=4", "train.micro_batch=4")
     found = with_microbatches(config, 4)
-    assert found.train.micro_batch == 1  # four, fewer cannot be
+    assert found.train.micro_batch == 1  # interleaving needs four
     check_batches(found, mesh_of(found, 4))
 
 
@@ -103,7 +103,7 @@ def test_train_micro_batch_is_the_limit_of_auto() -> None:
 def test_a_number_of_microbatches(ranks: int, micro_batch: int) -> None:
     config = config_of("parallel.microbatches=8")
     assert with_microbatches(config, ranks).train.micro_batch == micro_batch
-    assert config.train.micro_batch == 96  # what was given stays as it is
+    assert config.train.micro_batch == 96  # the given configuration is unchanged
 
 
 def test_without_a_number_nothing_is_changed() -> None:
@@ -126,7 +126,7 @@ def test_a_number_that_does_not_divide_is_refused(overrides: tuple[str, ...], me
         with_microbatches(config_of("parallel.microbatches=7", *overrides), 4)
 
 
-# ---- Where the stages are ----
+# ---- Places of the stages ----
 
 
 def test_stages_go_there_and_back_for_zbv() -> None:
@@ -154,7 +154,7 @@ def test_ranks_of_a_stage_have_the_same_blocks() -> None:
 
 
 def test_without_a_pipeline_there_is_one_stage() -> None:
-    """Whose passes take turns, so that one microbatch's activations are held."""
+    """The passes of the only stage take turns, so that one microbatch's activations are alive."""
     config = config_of(pipeline=1)
     assert partition_of(config, Mesh(dp=2), 0) == StagePartition([range(8)], [0])
     schedule = schedule_of(config, 5)
@@ -168,9 +168,9 @@ def test_without_a_pipeline_there_is_one_stage() -> None:
     [
         ([], True),
         (INTERLEAVED, True),
-        (V, False),  # one rank has both ends
+        (V, False),  # one rank has the embedding and the output layer
         (MESSAGE_DRIVEN, True),
-        (["parallel.vocabulary=true"], False),  # all ranks have a part of it
+        (["parallel.vocabulary=true"], False),  # each rank has a part of the vocabulary
     ],
 )
 def test_ends_that_share_an_embedding(overrides: list[str], expected: bool) -> None:
@@ -186,7 +186,7 @@ def test_the_schedule_has_the_stages_of_the_placement() -> None:
         assert [place.rank_of(stage) for stage in stages] == [schedule.rank_of(stage) for stage in stages]
 
 
-# ---- What cannot be ----
+# ---- Refused configurations ----
 
 
 @pytest.mark.parametrize(

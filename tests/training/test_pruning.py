@@ -1,4 +1,4 @@
-"""Pruning as an event of a run: the same masks on every layout, in checkpoints, exports and resumed runs."""
+"""A run prunes with the same masks in every layout, and keeps the masks in checkpoints, exports and resumed runs."""
 
 import copy
 import math
@@ -63,7 +63,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights, masks as booleans) of a checkpoint."""
+    """Returns the weights and the boolean masks of a checkpoint."""
     reader = Reader.open(path)
     weights = dict(load_model(path).named_parameters())
     masks = {}
@@ -86,7 +86,7 @@ def check_pruned(path: Path, share: float) -> None:
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_run_and_its_checkpoints(small_run: dict[str, Any], tmp_path: Path) -> None:
-    """Resumed bit for bit between two prunings and behind them; within rounding on other layouts."""
+    """A run resumes between two prunings and after them, with the same bits, and with close losses in other layouts."""
     whole, parted = (changed(small_run, tmp_path / name, pruning=ITERATIVE) for name in ("whole", "parted"))
     optimus.train(whole)
     for stop in (3, 5):
@@ -119,7 +119,7 @@ def test_masks_survive_export_import_and_conversion(small_run: dict[str, Any], t
     _, there = tensors(tmp_path / "imported")
     check_pruned(tmp_path / "imported", 0.2)
     assert all(torch.equal(there[name], mask) for name, mask in masks.items())
-    # A run that begins with it is pruned from its beginning; norms and the head alone are retrained (PERP).
+    # A run that starts from the imported model is pruned; norms and the head alone are retrained (PERP).
     retrained = changed(
         small_run,
         tmp_path / "retrained",
@@ -132,7 +132,7 @@ def test_masks_survive_export_import_and_conversion(small_run: dict[str, Any], t
     found, kept = tensors(last)
     assert all(torch.equal(kept[name], mask) for name, mask in masks.items())
     assert not torch.equal(found["final_norm.weight"], weights["final_norm.weight"])
-    # Nothing is frozen: what is pruned stays so all the same. Masks beside the weights of a folder count as well.
+    # Pruned weights stay zero without freezing. Masks beside the weights of a folder count too.
     for initial in ("imported", "exported"):
         tuned = changed(small_run, tmp_path / f"tuned {initial}", checkpoint={"load_path": str(tmp_path / initial)})
         optimus.train(tuned, ["state.shard=optimizer", "parallel.pipeline=2"], ranks=2)
@@ -146,7 +146,7 @@ def test_masks_survive_export_import_and_conversion(small_run: dict[str, Any], t
 def test_a_rule_of_matrices_cannot_go_on_with_what_is_pruned(
     small_run: dict[str, Any], tmp_path: Path, folder: bool
 ) -> None:
-    """But for what is frozen."""
+    """Muon refuses pruned matrices unless they are frozen."""
     initial = tmp_path / "first"
     optimus.train(
         changed(small_run, initial, pruning={"sparsity": 0.5, "at": 0, "targets": ["matrix"]}), ["train.steps=1"]
@@ -164,7 +164,7 @@ def test_a_rule_of_matrices_cannot_go_on_with_what_is_pruned(
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_pruning_goes_on_from_a_pruned_checkpoint(small_run: dict[str, Any], tmp_path: Path) -> None:
-    """What was pruned before stays so, frozen or not; other parameters are pruned besides."""
+    """Pruned weights stay pruned, frozen or not; other parameters are pruned in addition."""
     first = changed(small_run, tmp_path / "first", pruning={"sparsity": 0.5, "at": 0, "targets": ["matrix"]})
     optimus.train(first)
     _, before = tensors(tmp_path / "first" / "checkpoints" / "step-00000008")
@@ -185,7 +185,7 @@ def test_pruning_goes_on_from_a_pruned_checkpoint(small_run: dict[str, Any], tmp
 
 @pytest.mark.parametrize("rewind", [0, 2, 5])
 def test_rewinding(small_run: dict[str, Any], tmp_path: Path, rewind: int) -> None:
-    """What is left has the weights of that step, and fresh moments."""
+    """Unpruned weights are rewound to those of the step, with fresh moments."""
     run = tmp_path / "run"
     config = changed(
         small_run,
@@ -195,7 +195,7 @@ def test_rewinding(small_run: dict[str, Any], tmp_path: Path, rewind: int) -> No
     )
     optimus.train(config)
     weights, masks = tensors(run / "checkpoints" / "step-00000005")
-    if rewind == 5:  # its own step: the weights stay as they are
+    if rewind == 5:  # rewinding to the pruning step keeps the weights
         whole = changed(small_run, tmp_path / "whole", checkpoint={"every": 5})
         optimus.train(whole, ["train.stop_at=5"])
         early = dict(load_model(tmp_path / "whole").named_parameters())
@@ -212,7 +212,7 @@ def test_rewinding(small_run: dict[str, Any], tmp_path: Path, rewind: int) -> No
 
 @pytest.mark.parametrize("kind", ["checkpoint", "folder"])
 def test_rewinding_to_what_a_run_began_with(small_run: dict[str, Any], tmp_path: Path, kind: str) -> None:
-    """Frozen parameters stay as they were; what has become of the other run in the meantime does not matter."""
+    """Frozen parameters keep their values, and later steps of the other run do not matter."""
     first = changed(small_run, tmp_path / "first", checkpoint={"every": 2})
     optimus.train(first, ["train.stop_at=2"])
     early = dict(load_model(tmp_path / "first").named_parameters())
@@ -237,7 +237,7 @@ def test_rewinding_to_what_a_run_began_with(small_run: dict[str, Any], tmp_path:
 
 
 def test_pruning_of_a_branch(small_run: dict[str, Any], tmp_path: Path) -> None:
-    """A branch goes back to its trunk's beginning. It has no weights of the trunk's steps, nor does it prune at these."""
+    """A branch rewinds to the beginning of its trunk, and neither rewinds to nor prunes at steps of the trunk."""
     constant = {"lr_schedule": {"name": "constant"}}
     optimus.train(changed(small_run, tmp_path / "trunk", **constant, checkpoint={"every": 4}), ["train.stop_at=4"])
     told = {"lr_schedule": {"name": "constant", "branch_from": str(tmp_path / "trunk")}, "checkpoint": {"every": 6}}
@@ -266,7 +266,7 @@ def test_pruning_of_a_branch(small_run: dict[str, Any], tmp_path: Path) -> None:
     late = changed(small_run, tmp_path / "trunk", **constant, pruning={"sparsity": 0.5, "at": [3, 6]})
     with pytest.raises(UserError, match=r"pruning.at 3: .*is at step 4 and not pruned"):
         optimus.train(late, resume=True, check=True)
-    # One that was pruned in time goes on.
+    # A trunk that was pruned in time continues.
     pruned = changed(small_run, tmp_path / "pruned", **constant, pruning={"sparsity": 0.5, "at": [2, 6]})
     optimus.train(pruned, ["train.stop_at=4"])
     told["lr_schedule"]["branch_from"] = str(tmp_path / "pruned")
@@ -285,7 +285,7 @@ def test_early_bird_tickets_of_what_is_pruned_already(small_run: dict[str, Any],
 
 
 def test_early_bird_tickets(small_run: dict[str, Any], tmp_path: Path) -> None:
-    """Drawn every so often; pruned when five distances in a row are small."""
+    """Tickets are drawn at intervals; the run prunes after five small distances in a row."""
     run = tmp_path / "run"
     pruning = {"method": "early-bird", "sparsity": 0.5, "at": 1, "every": 1, "distance": 0.9}
     optimus.train(changed(small_run, run, pruning=pruning))
@@ -295,7 +295,7 @@ def test_early_bird_tickets(small_run: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_early_bird_tickets_after_a_resume(small_run: dict[str, Any], tmp_path: Path) -> None:
-    """Draws go on as in an unbroken run, to the bit; on another layout they find the ticket at the same step."""
+    """Draws continue as in an unbroken run, with the same bits; another layout finds the ticket at the same step."""
     pruning = {"method": "early-bird", "sparsity": 0.5, "at": 1, "every": 1, "distance": 0.9}
     whole, parted = (changed(small_run, tmp_path / name, pruning=pruning) for name in ("whole", "parted"))
     optimus.train(whole)
@@ -318,7 +318,7 @@ def test_early_bird_tickets_after_a_resume(small_run: dict[str, Any], tmp_path: 
 
 
 def test_early_bird_tickets_of_other_targets_after_a_resume(small_run: dict[str, Any], tmp_path: Path) -> None:
-    """Parameters that were not drawn before count as all new: the search goes on."""
+    """Parameters without an earlier draw count as changed, so the search continues."""
     pruning = {"method": "early-bird", "sparsity": 0.5, "at": 1, "every": 1, "distance": 0.9, "targets": ["matrix"]}
     run = changed(small_run, tmp_path / "run", pruning=pruning)
     optimus.train(run, ["train.stop_at=3", "checkpoint.every=1"])
@@ -331,7 +331,10 @@ def test_early_bird_tickets_of_other_targets_after_a_resume(small_run: dict[str,
 def test_a_run_that_is_pruned_first_never_has_state_of_what_is_pruned(
     small_run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From initial weights, a checkpoint, a pruned one and an exported folder; the same masks on other layouts."""
+    """The run starts from initial weights, a checkpoint, a pruned checkpoint or an exported folder.
+
+    Each start gives the same masks in other layouts.
+    """
     first = {"pruning": {"sparsity": 0.8, "at": 0}}
     optimus.train(changed(small_run, tmp_path / "dense"), ["train.steps=2"])
     optimus.export(tmp_path / "dense", tmp_path / "exported")
@@ -408,7 +411,7 @@ def tied(ranks: int) -> tuple[float, int]:
 
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_a_tied_embedding_counts_once(ranks: int) -> None:
-    """The first and the last of several stages hold it; their number does not divide that of the ranks."""
+    """The first and the last of several stages hold the embedding, and their number does not divide that of the ranks."""
     for left, too_many in run_ranks(tied, ranks, ranks):
         assert too_many == 0
         assert left == pytest.approx(0.2, abs=1e-4)
@@ -428,7 +431,7 @@ def test_other_scores_on_every_layout(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "block", "layer"])
 def test_what_is_pruned_already_counts_as_pruned(kind: str) -> None:
-    """Half of the weights, then three fifths of those that are left."""
+    """First half of the weights are pruned, then three fifths of the others."""
     tree = load_config(config_of("moe"), ["pruning.sparsity=0.9", "pruning.at=0"])
     made = Steps(tree.model_dump(exclude_unset=True))
     sizes = targets_of(made.config, whole_model(made.config))
@@ -436,7 +439,7 @@ def test_what_is_pruned_already_counts_as_pruned(kind: str) -> None:
     before = made.state.masks
     score = {"random": random_scores(2), "block": block_norms, "layer": magnitudes}[kind]
     made.state.prune(prune(weights_of(made.state), 0.2, sizes, score, per_tensor=kind == "layer"))
-    largest = 0 if kind != "block" else 256 / sum(sizes.values())  # of a block all are left
+    largest = 0 if kind != "block" else 256 / sum(sizes.values())  # whole blocks remain
     assert 0.2 <= share_left(made.state, sizes) + 1e-4 <= 0.2 + largest + 2e-4
     assert all(torch.equal(bits & before[name], bits) for name, bits in made.state.masks.items())
 
@@ -465,7 +468,7 @@ def test_what_is_pruned_first_are_the_weights_that_a_run_begins_with(ranks: int,
 
 
 class Empty(nn.Module):
-    """Columns of no features beside others."""
+    """A module with a parameter that has no columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -523,7 +526,7 @@ def test_ties_and_signed_zeros() -> None:
     assert magnitudes(None, torch.tensor([-0.0])).view(torch.int32).item() == 0  # type: ignore[arg-type]
 
 
-# ---- What cannot be ----
+# ---- Refused configurations ----
 
 
 @pytest.mark.parametrize(
@@ -576,10 +579,10 @@ def test_bad_input(
 def test_blocks_that_are_not_there_are_named_before_anything_is_pruned(
     small_run: dict[str, Any], tmp_path: Path, target: str, tensor: int, message: str, at: int, check: bool
 ) -> None:
-    """Also where masks are found before the state is made, and by `--check`."""
+    """The error also comes from `--check`, and before state is made where masks are found first."""
     pruning = {"sparsity": 0.5, "at": at, "scope": "block 16x16", "targets": [target]}
     run = changed(small_run, tmp_path / "run", pruning=pruning, parallel={"tensor": tensor, "expert_tensor": tensor})
-    run["model"] |= {"intermediate": 24}  # 12 of them on each of two ranks
+    run["model"] |= {"intermediate": 24}  # each of two ranks has 12
     with pytest.raises(UserError, match=message):
         optimus.train(run, check=check)
 
@@ -588,7 +591,7 @@ def test_blocks_that_are_not_there_are_named_before_anything_is_pruned(
 def test_blocks_of_matrices_beside_vectors_that_are_pruned_already(
     small_run: dict[str, Any], tmp_path: Path, at: int
 ) -> None:
-    """Only targets need have blocks."""
+    """Only targets must divide into blocks."""
     pruned = {"sparsity": 0.5, "at": 0, "targets": ["vector"], "method": "random"}
     optimus.train(changed(small_run, tmp_path / "first", pruning=pruned), ["train.steps=1"])
     blocks = {"sparsity": 0.5, "at": at, "scope": "block 16x16", "targets": ["blocks.*.attention.out.weight"]}
@@ -599,14 +602,14 @@ def test_blocks_of_matrices_beside_vectors_that_are_pruned_already(
 
 
 def test_the_steps_of_pruning_are_those_of_the_run(small_run: dict[str, Any], tmp_path: Path) -> None:
-    """Not those of a phase that has learning rates of its own."""
+    """Pruning counts steps of the run, not those of a phase with its own learning rates."""
     run = changed(small_run, tmp_path / "run", pruning={"sparsity": 0.5, "at": 6}, phases=PHASES)
     optimus.train(run)
     check_pruned(tmp_path / "run" / "checkpoints" / "step-00000008", 0.5)
 
 
 def test_a_run_of_epochs_is_pruned(small_run: dict[str, Any], tmp_path: Path) -> None:
-    """How many steps it has is known when its data are."""
+    """The data determine the number of steps."""
     run = changed(small_run, tmp_path / "run", pruning={"sparsity": 0.5, "at": 1})
     del run["train"]["steps"]
     optimus.train(run, ["train.epochs=0.5", "train.stop_at=2"])

@@ -1,4 +1,4 @@
-"""What a run leaves open is settled before it begins: its length, its warm-up; and it is said what looks like a mistake."""
+"""Open values of a run, such as its length and warm-up, are decided before its start, and likely mistakes are reported."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def edited(run: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def settled(run: Any, instances: int) -> RunConfig:
-    """Of so many sequences of data, with what is decided."""
+    """Returns the resolved configuration for data of so many sequences."""
     return resolved(run, sequences=instances).config
 
 
@@ -47,7 +47,7 @@ def test_a_length_in_epochs_is_the_whole_steps_of_the_data(small_run: dict[str, 
 
 def test_a_run_of_some_tokens(small_run: dict[str, Any]) -> None:
     run = edited(small_run, train={"steps": None, "tokens": 500}, lr_schedule={"warmup_steps": None})
-    assert optimus.train(run)["step"] == 2  # of 256 tokens
+    assert optimus.train(run)["step"] == 2  # steps of 256 tokens
     saved = yaml.safe_load((Path(run["train"]["output"]) / "config.yaml").read_text())
     assert (saved["train"]["steps"], saved["train"]["tokens"], saved["lr_schedule"]["warmup_steps"]) == (2, None, 0)
 
@@ -59,7 +59,7 @@ def warmup_of(run: dict[str, Any], *overrides: str, resume: bool = False) -> int
 
 
 def test_a_resumed_run_keeps_its_warm_up(small_run: dict[str, Any]) -> None:
-    """A longer run would have a longer one by itself, and the learning rate would jump."""
+    """A resumed run keeps its warm-up; a longer run's default would be longer, and the learning rate would jump."""
     run = edited(small_run, train={"steps": 40, "stop_at": 1}, lr_schedule={"warmup_steps": None})
     optimus.train(run)
     optimus.train(run, ["train.steps=80", "train.stop_at=3"], resume=True)
@@ -71,7 +71,7 @@ def test_a_resumed_run_keeps_its_warm_up(small_run: dict[str, Any]) -> None:
 
 
 def test_what_a_run_of_an_earlier_version_has_written(small_run: dict[str, Any]) -> None:
-    """Its configuration has other names for some keys."""
+    """The configuration of an earlier version has other names for some keys."""
     run = edited(small_run, train={"steps": 40}, lr_schedule={"warmup_steps": None})
     folder = Path(run["train"]["output"])
     folder.mkdir(parents=True)
@@ -89,7 +89,7 @@ def test_what_a_run_of_an_earlier_version_has_written(small_run: dict[str, Any])
         "validation": [text, other],
     }
     read = ValidationConfig.model_validate(text)
-    assert read.tokens >= 65536 + 1  # what it was limited to are bytes alone
+    assert read.tokens >= 65536 + 1  # bytes alone limit the text
     assert ValidationConfig.model_validate(read.model_dump()) == read
     never = {"evaluate": {"text": None, "every": None, "max_bytes": 262_144}}
     assert with_new_names(never) == {"evaluate": {}, "validation": []}
@@ -99,7 +99,7 @@ def test_what_a_run_of_an_earlier_version_has_written(small_run: dict[str, Any])
     ("sections", "expected"),
     [
         ({}, []),
-        ({"train": {"steps": 50}}, []),  # of 8 sequences: 4 epochs of 100
+        ({"train": {"steps": 50}}, []),  # 8 sequences a step: 4 epochs of 100 sequences
         ({"train": {"steps": 51}}, [r"reads its data 4.08 times"]),
         ({"train": {"steps": 51, "stop_at": 50}}, []),
         ({"lr_schedule": {"warmup_steps": 3}}, []),
@@ -149,7 +149,10 @@ def test_check_warns_as_the_run_does(small_run: dict[str, Any]) -> None:
 
 
 def test_the_configuration_that_an_earlier_version_has_written_goes_on(small_run: dict[str, Any]) -> None:
-    """As `optimus train RUN/config.yaml --resume`; the same file of a user's own is refused, and says what to write."""
+    """`optimus train RUN/config.yaml --resume` accepts a configuration of an earlier version.
+
+    The same keys in a user's own file are refused with their new names.
+    """
     run = edited(small_run, train={"steps": 2, "stop_at": 1})
     optimus.train(run)
     path = Path(run["train"]["output"]) / "config.yaml"

@@ -1,4 +1,4 @@
-"""`--resume auto` begins a run, and goes on with it, by the same command."""
+"""`--resume auto` starts a run or continues it, with the same command."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Biases that balance experts without a loss: moved by the choices of the global batch, kept wherever the weights are."""
+"""Router biases balance experts without a loss: they follow the global batch and are kept with the weights."""
 
 import copy
 from pathlib import Path
@@ -53,7 +53,7 @@ def biases(path: str | Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("again", [[], ["moe"], ["block"]])
 def test_a_bias_moves_towards_the_mean(again: list[str]) -> None:
-    """By the choices of all microbatches, counted here by hooks; recomputation and validation change nothing."""
+    """A bias follows the choices of all microbatches, which hooks count here; recomputation and validation add nothing."""
     steps = Steps(config() | {"recompute": again})
     before = [torch.zeros(8) for _ in routers(steps)]
     for _ in range(3):
@@ -67,7 +67,8 @@ def test_a_bias_moves_towards_the_mean(again: list[str]) -> None:
         for hook in hooks:
             hook.remove()
         with torch.no_grad():
-            steps.model.model(torch.zeros(1, 24, dtype=torch.int64))  # would count for a few experts
+            # Would count for a few experts if evaluation counted
+            steps.model.model(torch.zeros(1, 24, dtype=torch.int64))
         for router, counts_E, then in zip(routers(steps), counts, before, strict=True):
             assert router.bias is not None
             torch.testing.assert_close(router.bias, then + RATE * (counts_E.mean() - counts_E).sign())
@@ -76,7 +77,7 @@ def test_a_bias_moves_towards_the_mean(again: list[str]) -> None:
 
 
 def test_what_a_dry_run_has_chosen_is_forgotten() -> None:
-    """Passes on other tokens before a step, as a run makes them to find its memory each time that it is started."""
+    """Choices of a dry run, which each start makes to measure its memory, do not move a bias."""
     plain, after = Steps(config()), Steps(config())
     for _ in range(8):
         tokens_BS = torch.zeros(1, 24, dtype=torch.int64)
@@ -101,7 +102,7 @@ def test_a_step_that_is_left_out_moves_no_bias() -> None:
     assert not steps.train().skipped
     assert not right.train().skipped
     for router, other in zip(routers(steps), routers(right), strict=True):
-        torch.testing.assert_close(router.bias, other.bias)  # of the second step's choices alone
+        torch.testing.assert_close(router.bias, other.bias)  # the second step's choices alone
 
 
 @pytest.mark.swept("ranks")
@@ -124,15 +125,15 @@ def test_a_step_that_is_left_out_moves_no_bias() -> None:
     ],
 )
 def test_layouts(ranks: int, overrides: list[str]) -> None:
-    """Biases are among what is compared. Their steps are no numbers that rounding may change a little."""
+    """The comparison includes biases, whose steps do not depend on rounding."""
     assert_same_as_one_process(config(), [Layout(ranks, overrides)], 3, rtol=2e-5)
     assert any(key.endswith("router.bias") for key in train_steps(config(), 1).tensors)
 
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_runs_go_on_with_their_biases(prepared: Path, tmp_path: Path) -> None:
-    """In bf16, of which they are no part; on two stages, then on two ranks that share their state; to a folder and back."""
-    rate = 1e-5  # less than scores differ by: no step is taken back by the next
+    """Biases stay fp32 in a bf16 run, on two stages, then on two sharded ranks, and through an exported folder."""
+    rate = 1e-5  # less than the distances of scores: no step reverses another
     base: dict[str, Any] = config(
         moe=MOE | {"bias_rate": rate}, model=MODEL | {"vocab": 320}, data={"path": str(prepared)}
     ) | {

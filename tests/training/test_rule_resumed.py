@@ -1,4 +1,4 @@
-"""Runs by each update rule, saved and resumed on other layouts; and gone on with by another rule."""
+"""Runs with each update rule, saved and resumed in other layouts, and continued with another rule."""
 
 import copy
 from pathlib import Path
@@ -30,7 +30,7 @@ def changed(config: dict[str, Any], output: Path, **sections: dict[str, Any]) ->
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("rule", in_turns(["muon", "lion", "schedule-free"], 2, always=1))
 def test_resumed_on_another_layout(small_run: dict[str, Any], tmp_path: Path, rule: str) -> None:
-    """As if nothing had been: bit by bit on one rank, within rounding from four sharded ranks on two others."""
+    """A resumed run has the same bits on one rank, and close losses from four sharded ranks on two others."""
     by_rule = {"name": rule}
     whole, parted = (changed(small_run, tmp_path / name, optimizer=by_rule) for name in ("whole", "parted"))
     optimus.train(whole)
@@ -45,7 +45,7 @@ def test_resumed_on_another_layout(small_run: dict[str, Any], tmp_path: Path, ru
 
 
 def test_weights_of_an_average_are_what_is_loaded(small_run: dict[str, Any], tmp_path: Path) -> None:
-    """Full checkpoints and those of the weights alone hold the average, not what is trained."""
+    """Full checkpoints and those of weights alone hold the average, not the trained weights."""
     config = changed(small_run, tmp_path / "run", optimizer={"name": "schedule-free"}, checkpoint={"weights_every": 6})
     optimus.train(config)
     path = tmp_path / "run" / "checkpoints" / "step-00000006"
@@ -72,7 +72,7 @@ def test_another_rule(small_run: dict[str, Any], tmp_path: Path) -> None:
         optimus.train(config, ["optimizer.name=muon"], fresh_optimizer=True)
     found = optimus.train(config, ["optimizer.name=muon", "train.stop_at=5"], resume=True, fresh_optimizer=True)
     assert found["step"] == 5
-    assert optimus.train(config, ["optimizer.name=muon"], resume=True)["step"] == 6  # with the momentum of step 5
+    assert optimus.train(config, ["optimizer.name=muon"], resume=True)["step"] == 6  # the momentum of step 5 is resumed
     assert [record["step"] for record in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(UserError, match=r"step-00000006 was written with another update rule and lacks adamw.m of "):
         optimus.train(config, ["train.steps=8"], resume=True)

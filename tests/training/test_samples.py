@@ -1,5 +1,7 @@
-"""Prompts that a run continues at its validations: what `optimus.generate` finds, the same on every layout, without a trace
-in the run itself."""
+"""Prompts that a run continues at its validations give the text of `optimus.generate` in every layout.
+
+Samples do not change the run.
+"""
 
 import json
 from pathlib import Path
@@ -36,7 +38,7 @@ def test_samples_are_what_the_model_writes_and_change_nothing(config: dict[str, 
     samples = found(config)
     assert [record["step"] for record in samples] == [2, 4, 5]
     assert all([each["prompt"] for each in record["samples"]] == PROMPTS for record in samples)
-    # The context of 32 tokens has room for 16 new ones.
+    # the context of 32 tokens leaves 16 new ones
     written = [generate(config["train"]["output"], prompt, max_tokens=16) for prompt in PROMPTS]
     assert [each["text"] for each in samples[-1]["samples"]] == written
     assert any(written)
@@ -55,7 +57,7 @@ def test_samples_are_what_the_model_writes_and_change_nothing(config: dict[str, 
 @pytest.mark.parametrize(
     ("sections", "ranks"),
     [
-        ({"state": {"shard": "optimizer"}}, 2),  # rank 0 alone
+        ({"state": {"shard": "optimizer"}}, 2),  # rank 0 generates alone
         ({"state": {"shard": "parameters"}}, 2),
         ({"parallel": {"pipeline": 2}}, 2),
         ({"parallel": {"pipeline": 2, "vocabulary": True}}, 2),
@@ -82,7 +84,7 @@ def test_a_long_prompt_loses_its_beginning_and_a_resumed_run_its_later_samples(c
     first = found(config)
     assert len(first) == 3
     folder = Path(config["train"]["output"])
-    with (folder / "samples.jsonl").open("a") as file:  # as of a run that died before the checkpoint after it
+    with (folder / "samples.jsonl").open("a") as file:  # as a run leaves the file that died before its next checkpoint
         file.write('{"step": 6, "samples": []}\n')
     config["train"] |= {"steps": 7}
     train(config, resume=True)

@@ -1,4 +1,4 @@
-"""What a run on several nodes does in a step whose gradients are not finite: how its ranks end, and what the log says."""
+"""A step with non-finite gradients on several nodes: the exit codes of the ranks and the events of the log."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ Ended = tuple[Exit, str]
 
 
 class Damage(Hook):
-    """Something of the state of one rank is not finite from a step on."""
+    """A hook that makes a buffer of one rank non-finite at a step."""
 
     order = Order.FIRST
 
@@ -42,7 +42,7 @@ class Damage(Hook):
 
 
 class SlowDisk(Hook):
-    """A checkpoint that is written beside the training is complete when the training waits for it, and no sooner."""
+    """A hook that completes an asynchronous checkpoint only once the training waits for the checkpoint."""
 
     order = Order.FIRST
 
@@ -64,7 +64,7 @@ class SlowDisk(Hook):
 
 
 class SlowRank(Hook):
-    """Rank 2 is found to be slow in step 4."""
+    """A hook that reports rank 2 as slow in step 4."""
 
     order = Order.FIRST
 
@@ -79,7 +79,7 @@ class SlowRank(Hook):
 
 
 def train_rank(config: dict[str, Any], plan: FaultPlan, others: Sequence[Hook]) -> Ended:
-    """One rank of a run, begun or resumed, as the launcher of its node has it; how it ended."""
+    """Runs one rank, new or resumed, as the launcher of its node does; returns the exit code and the message."""
     rank = dist.get_rank()
     try:
         train_here(config, resume=True, node=f"node{rank // PER_NODE}", more=[Inject(plan), *others])
@@ -89,7 +89,7 @@ def train_rank(config: dict[str, Any], plan: FaultPlan, others: Sequence[Hook]) 
 
 
 class Trial:
-    """A run of four ranks on two nodes, and how it ended."""
+    """A run of four ranks on two nodes, and its end."""
 
     def __init__(self, config: dict[str, Any], **sections: dict[str, Any]) -> None:
         merged = {"checkpoint": {"every": 1, "weights_every": 2}, **config, **sections}
@@ -104,7 +104,7 @@ class Trial:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What has come of the faults."""
+        """Returns the events that follow the faults."""
         return [event for event in EventLog(self.folder).read() if event["kind"] != "injected"]
 
     def kinds(self) -> list[str]:
@@ -137,7 +137,7 @@ def test_the_node_of_one_rank_is_at_fault(small_run: dict[str, Any], layout: dic
     }
     assert event["detail"].startswith("rank 2 gave numbers that are not finite, first in ")
     assert event["detail"] in trial.said[0]
-    assert trial.go(FaultPlan().nan(rank=2, step=4)) == [Exit.DONE] * RANKS  # from where it was, with a sound node
+    assert trial.go(FaultPlan().nan(rank=2, step=4)) == [Exit.DONE] * RANKS  # resumes with a sound node
     assert trial.kinds() == ["failure", "recovered"]
     assert [record["step"] for record in read_metrics(trial.folder)] == [1, 2, 3, 4, 5, 6]
 
@@ -190,7 +190,7 @@ def test_without_weights_there_is_nothing_to_go_back_to(small_run: dict[str, Any
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 def test_parameters_that_are_damaged_on_one_rank(small_run: dict[str, Any], shard: str) -> None:
-    """Others may have gathered them before anything was computed from them; moments damage them in the next update."""
+    """Other ranks may have gathered damaged parameters before the check; damaged moments act in the next update."""
     for buffer, step, found in (("own", 3, 3), ("adamw.m", 2, 3)):
         config = small_run | {"train": small_run["train"] | {"output": f"{small_run['train']['output']}-{buffer}"}}
         trial = Trial(config, state={"shard": shard})
@@ -202,8 +202,10 @@ def test_parameters_that_are_damaged_on_one_rank(small_run: dict[str, Any], shar
 
 @pytest.mark.parametrize("cause", ["not finite", "slow"])
 def test_a_checkpoint_that_is_being_written_is_completed(small_run: dict[str, Any], cause: str) -> None:
-    """By ranks that end together, all alive: else the steps since the one before it would be lost, too. It was begun after
-    step 2, and its disk is slow; a run of fast steps ends in step 4."""
+    """Ranks that end together complete the checkpoint in progress, or they would lose the steps since the one before.
+
+    The checkpoint of step 2 goes to a slow disk, and the run ends in step 4.
+    """
     trial = Trial(small_run, checkpoint={"every": 2, "asynchronous": True}, resilience={"exclude_slow": True})
     fault = (FaultPlan(), SlowRank()) if cause == "slow" else (FaultPlan().nan(2, 4),)
     assert trial.go(*fault, SlowDisk()) == SECOND_AT_FAULT

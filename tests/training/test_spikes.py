@@ -1,4 +1,4 @@
-"""A step whose loss is far above those before is left out, or the run goes back."""
+"""A step whose loss is far above that of earlier steps is skipped, or the run rolls back."""
 
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from optimus.training import checks, step
 
 
 def spiking(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    """Let the loss of these calls of a training step be ten times what it is."""
-    assert checks  # imported before it is replaced: its dry run is no step
+    """Multiplies the loss of these calls of a training step by ten."""
+    assert checks  # imported before the replacement, so its dry run counts as no call
     right, calls = step.accumulate_gradients, iter(range(1000))
 
     def accumulate(*inputs: Any) -> tuple[torch.Tensor, int]:
@@ -59,7 +59,7 @@ def test_a_loss_that_stays_up_is_taken_for_what_it_is(config: dict[str, Any], mo
 
 
 def test_going_back(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the newest weights first, then further; then it is over. What is resumed has no spike."""
+    """A run rolls back to the newest weights, then ends; the resumed run has no spike."""
     run, events = Path(config["train"]["output"]), EventLog(config["train"]["output"])
     config["resilience"] = {"on_spike": "rollback", "max_rollbacks": 1}
     config["checkpoint"]["asynchronous"] = True

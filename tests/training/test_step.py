@@ -1,4 +1,4 @@
-"""What all ranks decide alike in a step."""
+"""Decisions of a step that all ranks take alike."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from optimus.training.step import StepResult, training_step
 
 
 def with_another_loss(config: dict[str, Any], limit: float, other: float) -> StepResult:
-    """A step in which `other` is added to the loss of the last rank, as if it had computed otherwise."""
+    """Takes a step in which `other` is added to the loss of the last rank, as a rounding difference would."""
     steps = Steps(config)
     tokens_BS = random_batch(steps.config, 1)
     terms, last = module.terms, steps.groups.rank == steps.groups.world.size - 1
@@ -37,14 +37,14 @@ def with_another_loss(config: dict[str, Any], limit: float, other: float) -> Ste
 @pytest.mark.parametrize("tensor", [2, [2, 2]])
 @pytest.mark.parametrize(("limit", "other"), [(5.0, 1.5), (5.0, 20.0), (math.inf, math.nan)])
 def test_a_step_is_skipped_on_all_ranks_or_none(tensor: Any, limit: float, other: float) -> None:
-    """The loss is 4.0 and the limit 5.0, but on one rank of the tensor-parallel ones it is another."""
+    """The loss is 4.0 and the limit 5.0, except that one tensor-parallel rank has another loss."""
     config = config_of("dense", parallel={"tensor": tensor})
     results = run_ranks(with_another_loss, 2 if tensor == 2 else 4, config, limit, other)
     assert len({str(result) for result in results}) == 1
     assert results[0].skipped == (other != 1.5)
 
 
-# The update rules, places of the state, and what the ranks divide.
+# update rules, places of the state, and divisions over ranks
 DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
     "adamw": (1, {}),
     "lion": (1, {"optimizer": {"name": "lion"}}),
@@ -59,8 +59,10 @@ NORMS = (1e18, 1.7e19, 1e20)
 
 
 def with_gradients_of(config: dict[str, Any], norms: Sequence[float], folder: str) -> list[tuple[bool, ...]]:
-    """Of a step with gradients of each norm, on one rank: whether it was skipped, is to be noted, all of the state stayed
-    finite, and anything of it changed; then the same of a usual step."""
+    """Takes a step with gradients of each norm on one rank, and then a usual step.
+
+    Returns for each step: whether it was skipped, was reported as huge, left all state finite, and changed any state.
+    """
     if config["state"].get("offload") == "disk":
         config["state"]["disk"] = folder
     steps, found = Steps(config), []
@@ -74,7 +76,7 @@ def with_gradients_of(config: dict[str, Any], norms: Sequence[float], folder: st
 
     for number, norm in enumerate([*norms, None], start=1):
         before = whole_state(steps.state)
-        usual = result(number, 1.0, limit=-math.inf)  # which is not applied
+        usual = result(number, 1.0, limit=-math.inf)  # is not applied
         assert usual.skipped
         assert not usual.unfit
         given = result(number, 1.0 if norm is None else norm / usual.grad_norm)
@@ -89,24 +91,24 @@ def with_gradients_of(config: dict[str, Any], norms: Sequence[float], folder: st
 
 @pytest.mark.parametrize("case", DIVIDED)
 def test_gradients_whose_squares_do_not_fit_are_not_applied(case: str, tmp_path: Path) -> None:
-    """An infinite second moment would keep its parameter as it is, for good: every later update is 0."""
+    """An infinite second moment would freeze its parameter for good: every later update would be 0."""
     ranks, sections = DIVIDED[case]
     config = config_of("moe", **{**sections, "state": {"chunk": 2000} | sections.get("state", {})})
-    config["lr_schedule"]["warmup_steps"] = 10  # in which nothing is clipped
+    config["lr_schedule"]["warmup_steps"] = 10  # warm-up, which does not clip
     results = run_ranks(with_gradients_of, ranks, config, NORMS, str(tmp_path))
     applied, skipped, usual = (False, True, True, True), (True, True, True, False), (False, False, True, True)
     assert results == [[applied, applied, skipped, usual]] * ranks
 
 
 def test_what_is_clipped_is_applied(tmp_path: Path) -> None:
-    """Its squares fit, whatever they were before."""
+    """Clipping makes the squares finite, however large the gradient was."""
     config = config_of("dense", optimizer={"clip_norm": 1.0, "clip_during_warmup": True})
     assert with_gradients_of(config, NORMS, str(tmp_path)) == [(False, False, True, True)] * 4
 
 
 @pytest.mark.parametrize("rule", [ADAMW, LION, MUON, SCHEDULE_FREE], ids=lambda rule: type(rule).__name__)
 def test_the_largest_gradients_that_are_applied_leave_all_finite(rule: UpdateRule) -> None:
-    """Of one element, at the first step and again at the second, whose moments are those of the first."""
+    """One element gets the largest gradient in the first step, and again in the second with the moments of the first."""
     weight, gradient = torch.ones(2, 2), torch.tensor([[module.LARGEST_NORM, 0.0], [0.0, 0.0]])
     kept = [torch.empty(2, 2) for _ in rule.kinds]
     rule.begin(weight, kept)

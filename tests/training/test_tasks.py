@@ -1,4 +1,4 @@
-"""Tasks during training: into the metrics, the same on every layout, without a trace in the run itself."""
+"""Tasks during training enter the metrics, are equal in every layout and do not change the run."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_tasks_are_in_the_metrics_and_change_nothing(config: dict[str, Any], tmp
     "sections",
     [{"state": {"shard": "optimizer"}}, {"state": {"shard": "parameters"}}, {"parallel": {"pipeline": 2}}],
     ids=str,
-)  # rank 0 alone; all together; each a part of the model
+)  # rank 0 alone; all ranks together; each rank a part of the model
 def test_every_layout_has_the_numbers_of_one_process(
     config: dict[str, Any], tmp_path: Path, sections: dict[str, Any]
 ) -> None:

@@ -1,4 +1,4 @@
-"""A frozen teacher: its divergence is in the loss and in the metrics, on every layout where logits are whole."""
+"""A frozen teacher's divergence is part of the loss and of the metrics, in every layout with whole logits."""
 
 import copy
 from pathlib import Path
@@ -29,7 +29,7 @@ def changed(run: dict[str, Any], output: Path, **train: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> list[str]:
-    """Two trained models, of other sizes than the student."""
+    """Returns the paths of two trained models of other sizes than the student."""
     paths = []
     for seed, hidden in enumerate((16, 32)):
         model = {"family": "olmo", "hidden": hidden, "layers": 1, "heads": 2, "intermediate": 32, "vocab": 320}
@@ -60,7 +60,7 @@ def losses(run: dict[str, Any]) -> list[tuple[float, float]]:
 
 
 def part(config: dict[str, Any]) -> None:
-    """One rank's run."""
+    """Runs one rank."""
     import torch.distributed as dist
 
     train_here(read_run(config)[0])
@@ -68,7 +68,7 @@ def part(config: dict[str, Any]) -> None:
 
 
 def test_the_first_step_has_the_divergence_from_the_mean_logits(student: dict[str, Any]) -> None:
-    """By the definition, from models that are loaded apart."""
+    """The divergence equals its definition, computed from separately loaded models."""
     optimus.train(student)
     tree, data = read_run(student)
     with TokenLoader(data.phases) as loader:
@@ -107,7 +107,7 @@ def test_the_model_comes_nearer_to_its_teacher(student: dict[str, Any], tmp_path
 def test_every_layout_with_whole_logits_gives_the_same_numbers(
     student: dict[str, Any], tmp_path: Path, sections: dict[str, Any]
 ) -> None:
-    """Documents are kept apart for the teacher, too."""
+    """Documents are separate for the teacher too."""
     student["data"]["documents"] = "mask"
     optimus.train(student)
     other = changed(student, tmp_path / "other") | sections

@@ -1,9 +1,11 @@
-"""What a run can do beside its steps, drawn together: pruning, rewinding, state off the device, checkpoints beside the
-training, beginnings, phases, teachers, low-rank factors, frozen parameters, hooks of users, measured text, prompts, kills.
+"""Features of a run, drawn together, with kills.
 
-A run that has all this is killed, and goes on; it has the losses and the state, bit for bit, of one that kept its state on
-the device, stopped for its checkpoints and was never killed. Of many draws a covering array is tested, which has every pair
-of values that any draw has; others have turns.
+A draw combines pruning, rewinding, offloaded state, asynchronous checkpoints, kinds of start, phases, teachers,
+low-rank factors, frozen parameters, users' hooks, validation text and prompts.
+
+A killed run resumes with the losses and the state, bit for bit, of a run that kept its state on the device, waited for
+its checkpoints and was never killed. A covering array of the draws is always tested, with every pair of values that any
+draw has; other draws are tested in turns.
 """
 
 import copy
@@ -28,11 +30,11 @@ from optimus.checkpoint.slices import whole_slices
 from optimus.observe.metrics import read_metrics
 from optimus.training.trainer import Trainer
 
-POOL = range(1500)  # draws that the covering array is chosen from
+POOL = range(1500)  # draws from which the covering array is chosen
 STEPS = 6
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 32, "vocab": 320}
 MODELS: dict[str, dict[str, Any]] = {
-    "sparse": SIZES  # with biases of the router, which a rule of their own moves
+    "sparse": SIZES  # with router biases, which a rule of their own updates
     | {
         "family": "deepseek_v3",
         "latent": {"keys": 16, "rotary": 8, "value": 16},
@@ -47,14 +49,14 @@ PRUNING: dict[str, dict[str, Any]] = {
     "never": {},
     "first": {"at": 0},
     "twice": {"at": [2, 4], "indices": "bits"},
-    "early-bird": {"at": 0, "method": "early-bird", "every": 1, "distance": 0.9},  # five distances are found at step 5
+    "early-bird": {"at": 0, "method": "early-bird", "every": 1, "distance": 0.9},  # step 5 has five distances
     "back to 0": {"at": 3, "method": "random", "rewind": 0},
     "back to 1": {"at": [2, 3], "scope": "layer", "rewind": 1},
 }
 
 
 class Draw(NamedTuple):
-    """What a run does; `kills` are the steps in which it is killed."""
+    """The features of a run; `kills` are the steps in which the run is killed."""
 
     model: str
     pruning: str
@@ -68,22 +70,22 @@ class Draw(NamedTuple):
     shard: str
     offload: str
     update_on: str
-    beside: bool  # checkpoints are written beside the training
+    beside: bool  # checkpoints are asynchronous
     every: int
     kills: tuple[int, ...]
-    hook: bool  # one of the user's, which has a state
-    measured: bool  # text is measured, prompts are continued, and all that is decided is said
+    hook: bool  # a user's hook with a state
+    measured: bool  # validation text, prompts and verbose decisions
 
     def plain(self) -> "Draw":
-        """The same numbers, unkilled and without what must not change them."""
+        """Returns the draw with the same numbers, without kills and without features that must not change the numbers."""
         return self._replace(offload="none", beside=False, kills=(), measured=False)
 
 
 def drawn(number: int) -> Draw:
-    """The number decides everything."""
+    """Returns the draw of a number."""
     of = random.Random(number).choice
     lora = of((False, False, True))
-    # Branches begin with a trunk of the same run; a head is beside the embedding that a checkpoint of another freezes.
+    # Frozen embeddings and low-rank factors restrict the other choices.
     draw = Draw(
         model=of([*MODELS]),
         pruning="never" if lora else of([*PRUNING]),
@@ -105,35 +107,37 @@ def drawn(number: int) -> Draw:
     )
     if draw.offload == "none":
         draw = draw._replace(update_on="device")
-    if draw.rule == "muon" and draw.start in ("pruned", "folder"):  # which needs whole matrices
+    if draw.rule == "muon" and draw.start in ("pruned", "folder"):  # Muon needs whole matrices
         draw = draw._replace(rule="adamw")
-    if draw.rule == "muon" and draw.model == "tied" and draw.freeze == ("embedding",):  # nothing else could be pruned
+    # No other parameter could be pruned
+    if draw.rule == "muon" and draw.model == "tied" and draw.freeze == ("embedding",):
         draw = draw._replace(freeze=())
-    if draw.pruning == "back to 1" and draw.start == "branch":  # at step 2, which has no weights of step 1
+    # The branch begins at step 2 and has no weights of step 1
+    if draw.pruning == "back to 1" and draw.start == "branch":
         draw = draw._replace(start="new")
     return draw
 
 
 def values(draw: Draw) -> list[tuple[str, object]]:
-    """What is met in pairs."""
+    """Returns the values that must occur in pairs."""
     killed = ("never", "once", "twice")[len(draw.kills)]
     return [*draw._replace(kills=killed)._asdict().items()]  # type: ignore[arg-type]
 
 
 @cache
 def cases() -> list[int]:
-    """The draws of the covering array."""
+    """Returns the draws of the covering array."""
     asked = [[*itertools.combinations(values(drawn(number)), 2)] for number in POOL]
     return [POOL[index] for index in covering(asked, [2.0 + (drawn(number).start == "branch") for number in POOL])]
 
 
 class Killed(BaseException):
-    """A run is, in the middle of a step."""
+    """Raised in the middle of a step that is killed."""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Path:
-    """Where checkpoints and an exported folder are that runs begin with, by model, and a teacher."""
+    """Makes a pruned checkpoint and an exported folder of each model, and a teacher; returns their folder."""
     folder = tmp_path_factory.mktemp("beginnings")
     for model in MODELS:
         pruning = {"sparsity": 0.4, "at": 0, "targets": ["matrix"]}
@@ -185,14 +189,17 @@ def config_of(draw: Draw, data: Path, place: Path, output: Path) -> dict[str, An
 
 
 def targets(draw: Draw) -> list[str]:
-    """Parameters that are trained, by rules that can go on with what is left of them."""
+    """Returns parameters that the draw trains, by rules that can update pruned parameters."""
     if draw.rule == "muon":
         return ["vector"] if draw.freeze == ("embedding",) else ["embedding"]
     return ["blocks.1.attention.*.weight"] if draw.freeze == ("blocks.0.*",) else ["matrix"]
 
 
 def train(config: dict[str, Any], kills: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train to the end; killed in these steps, when it has done nothing of them or all but what follows a step."""
+    """Trains to the end through kills in these steps.
+
+    A kill comes before the step does anything, or after everything but the hooks that follow a step.
+    """
     whole, left = Trainer._step, [*kills]
 
     def step(trainer: Trainer, loader: Any) -> None:
@@ -216,7 +223,7 @@ def train(config: dict[str, Any], kills: Sequence[int], monkeypatch: pytest.Monk
 
 
 def last(output: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The whole state at the end, masks included, and the counters beside it."""
+    """Returns the whole state at the end, with masks, and the counters."""
     reader = Reader.open(step_folder(output, STEPS))
     found = {
         key: torch.zeros(shape, dtype=torch.uint8 if key.startswith(("mask.", "drawn.")) else torch.float32)

@@ -1,4 +1,4 @@
-"""A run from start to end, interrupted, resumed, spread over ranks; and the recipe's details."""
+"""A run from start to end: interrupted, resumed, spread over ranks; and details of the recipe."""
 
 import copy
 import json
@@ -59,7 +59,7 @@ def test_the_saved_config_runs_again_to_the_same_losses(small_run: dict[str, Any
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["olmo", "olmoe"])
 def test_resume_is_bit_exact(small_run: dict[str, Any], tmp_path: Path, precision: str, family: str) -> None:
-    """Twenty steps after the restart equal the uninterrupted run's, and so do the final weights and moments."""
+    """Twenty steps after the restart, and the final weights and moments, equal those of an uninterrupted run."""
     if family == "olmo":
         small_run["model"] = {k: v for k, v in small_run["model"].items() if "experts" not in k} | {"family": "olmo"}
     small_run = changed(small_run, steps=25, precision=precision)
@@ -74,7 +74,7 @@ def test_resume_is_bit_exact(small_run: dict[str, Any], tmp_path: Path, precisio
 
 
 def load_everything(run: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the newest checkpoint, read by plain DCP tools."""
+    """Returns all tensors of the newest checkpoint, read by plain DCP tools."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     out = run / "plain.pt"
@@ -83,7 +83,7 @@ def load_everything(run: Path) -> dict[str, torch.Tensor]:
 
 
 def test_metrics_after_the_last_checkpoint_are_written_once(small_run: dict[str, Any]) -> None:
-    """A run killed between two checkpoints repeats the steps in between; their records appear once, and equal."""
+    """A run killed between two checkpoints repeats the steps in between; their records are equal and appear once."""
     small_run["checkpoint"] = {"every": 2}
     optimus.train(changed(small_run, stop_at=2))
     folder = Path(small_run["train"]["output"])
@@ -95,7 +95,7 @@ def test_metrics_after_the_last_checkpoint_are_written_once(small_run: dict[str,
 
 
 def test_microbatches_do_not_change_the_numbers(small_run: dict[str, Any], tmp_path: Path) -> None:
-    """Without the balance loss, which is a function of each microbatch."""
+    """Microbatches change no number if the balance loss, a function of each microbatch, is off."""
     small_run["moe"] = {"balance_coefficient": 0.0}
     runs = [
         changed(small_run, precision="float32", micro_batch=micro, output=str(tmp_path / f"m{micro}"))
@@ -120,12 +120,12 @@ def test_microbatches_do_not_change_the_numbers(small_run: dict[str, Any], tmp_p
 def test_two_ranks_equal_one(
     request: pytest.FixtureRequest, small_run: dict[str, Any], tmp_path: Path, shard: str, expert: int, send: str
 ) -> None:
-    """Whatever the ranks hold a part of; one goes on where two have stopped, and two where one has.
+    """One rank continues a run of two, and two ranks a run of one, with any sharding.
 
-    The data are our own sources. AdamW's first step of an element is the rate, whatever its gradient is, if `eps` is small
-    beside it; a gradient that is zero but for rounding must not be one of them.
+    The data are the project's own sources. AdamW's first update of an element is the learning rate for any gradient far
+    above `eps`, so no gradient may be zero but for rounding.
     """
-    if shard != "none":  # one case has the launcher, the others ranks that are there
+    if shard != "none":  # one case runs the launcher, the others use running ranks
         request.getfixturevalue("warm_ranks")
     text = {"every": 3, "text": str(Path(__file__).with_name("test_checks.py")), "max_bytes": 2000}
     one = changed(small_run, precision="float32", micro_batch=4) | {
@@ -141,7 +141,7 @@ def test_two_ranks_equal_one(
     optimus.train(two, resume=True, ranks=2)
     lines = (Path(two["train"]["output"]) / "environment.jsonl").read_text(encoding="utf-8").splitlines()
     commands = [json.loads(line)["command"] for line in lines]
-    if shard == "none":  # ranks name the command that the user has given, not their own
+    if shard == "none":  # ranks record the user's command, not their own
         assert commands == [psutil.Process().cmdline()] * 3
     records = [read_metrics(Path(run["train"]["output"])) for run in (one, two)]
     for key in ("loss", "balance_loss", "z_loss", "grad_norm"):
@@ -151,7 +151,7 @@ def test_two_ranks_equal_one(
     assert {step: measured[1][step] for step in (3, 6)} == pytest.approx(measured[0], rel=1e-5)
     ends = [load_everything(Path(run["train"]["output"])) for run in (one, two)]
     for key, tensor in ends[0].items():
-        torch.testing.assert_close(tensor, ends[1][key], rtol=1e-4, atol=1e-5)  # of steps of 3e-3
+        torch.testing.assert_close(tensor, ends[1][key], rtol=1e-4, atol=1e-5)  # updates are 3e-3
 
 
 def test_recomputation_changes_no_number(small_run: dict[str, Any], tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_uniform_routing_trains(small_run: dict[str, Any]) -> None:
     optimus.train(small_run)
     records = read_metrics(Path(small_run["train"]["output"]))
     assert records[-1]["loss"] < records[0]["loss"]
-    # Every expert gets the share K / E, so the loss is K whatever the router says.
+    # Every expert has the share K / E, so the loss is K for any router.
     assert all(record["balance_loss"] == pytest.approx(2.0, rel=1e-5) for record in records)
 
 
@@ -225,7 +225,7 @@ def test_steps_with_infinite_gradients_are_skipped_then_end_the_run(
 def test_huge_gradients_are_noted_and_too_large_ones_end_the_run(
     small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the steps 2, 4, 5 and 6, where only the first can be applied."""
+    """Steps 2, 4, 5 and 6 have huge gradients, of which only the first can be applied."""
     right, factors = step.objective, iter([1.0] * 2 + [1e17] * 2 + [1.0] * 2 + [1e22] * 6)  # two microbatches a step
     monkeypatch.setattr("optimus.launch.rank.dry_run", lambda run: "no dry run")
     monkeypatch.setattr(step, "objective", lambda *given: right(*given) * next(factors))
@@ -244,12 +244,12 @@ def test_huge_gradients_are_noted_and_too_large_ones_end_the_run(
 
 @pytest.mark.slow
 def test_bad_data_on_one_rank_ends_all_and_saves(prepared: Path, small_run: dict[str, Any], tmp_path: Path) -> None:
-    """Shards of 12 rows: of the second step's rows 8 to 15, only rank 1's lie in the second, whose first row is damaged."""
+    """Rank 1 alone reads the damaged row: shards have 12 rows, and the second step has rows 8 to 15."""
     sources = Path(__file__).resolve().parents[2] / "optimus" / "config"
     data = tmp_path / "data"
     optimus.prepare([sources], data, tokenizer=prepared, context=32, workers=1, shard_size=12 * 32 * 2)
     damaged = bytearray((data / "shard-00001.npy").read_bytes())
-    damaged[128] ^= 1  # in its first row
+    damaged[128] ^= 1  # in the first row of the shard
     (data / "shard-00001.npy").write_bytes(damaged)
     small_run |= {"data": {"path": str(data)}, "state": {"shard": "optimizer"}}
     with pytest.raises(optimus.UserError, match=r"rank [01] failed: .*\(the run is saved up to step 1\)"):
@@ -272,9 +272,9 @@ def test_a_trace_shows_gradients_on_their_way_during_the_backward_pass(
     spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("ph") == "X"]
     backward = [span for span in spans if "Backward0" in span[2]]
     sent = [span for span in spans if span[2].startswith("gloo:") and collective in span[2]]
-    assert len(sent) > 5  # chunks
+    assert len(sent) > 5  # one for each chunk
     during = [span for span in sent if any(span[0] < start and end < span[1] for start, end, _ in backward)]
-    assert len(during) >= 2  # operations of the backward pass begin and end while they are on their way
+    assert len(during) >= 2  # operations of the backward pass begin and end during the transfer
 
 
 @pytest.mark.usefixtures("warm_ranks")
@@ -282,7 +282,7 @@ def test_a_trace_shows_gradients_on_their_way_during_the_backward_pass(
 def test_a_trace_shows_input_gradients_on_their_way_beside_the_weights_product(
     small_run: dict[str, Any], sequence: bool, overlap: bool
 ) -> None:
-    """In the backward pass of a projection, the second product is made while the first one's result travels (OAR)."""
+    """A projection computes its second product while the result of the first one travels (OAR)."""
     small_run["observe"] |= {"profile_step": 2}
     small_run["train"]["stop_at"] = 2
     small_run["parallel"] = {"tensor": 2, "sequence": sequence, "overlap": overlap}
@@ -300,7 +300,7 @@ def test_a_trace_shows_input_gradients_on_their_way_beside_the_weights_product(
         if start < product[0] < end
         and any(start < sending[0] < product[0] and product[1] < sending[1] for sending in sent)
     ]
-    assert len(projections) >= 2 * 2 * 2  # projections of the attention, layers, microbatches
+    assert len(projections) >= 2 * 2 * 2  # attention projections, layers, microbatches
     assert bool(beside) == overlap
 
 
@@ -312,7 +312,7 @@ def test_a_trace_shows_input_gradients_on_their_way_beside_the_weights_product(
 def test_a_pipelined_run_equals_one_process(
     small_run: dict[str, Any], tmp_path: Path, pipeline: dict[str, Any]
 ) -> None:
-    """From the command's point of view: dry run, steps, checkpoint, and another layout that goes on from there."""
+    """A run with a pipeline does its dry run, steps and checkpoint, and continues in another layout."""
     small_run["model"]["layers"] = 4
     small_run["train"] |= {"precision": "float32", "micro_batch": 2}
     alone = copy.deepcopy(small_run)

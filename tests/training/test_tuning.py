@@ -1,4 +1,4 @@
-"""A run times its products in the first step, says what it has chosen, and the next run need not measure."""
+"""A run times its products in the first step and reports its choices; the next run reads them from the cache."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def kept(folder: Path) -> Measurements:
 
 @pytest.fixture
 def tuned_run(small_run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The small run, whose small products are timed."""
+    """Returns the small run with timing of small products."""
     monkeypatch.setattr(matmul, "_LEAST_WORK", 0)
     return small_run | {"tuning": {"cache": str(tmp_path / "cache")}}
 
@@ -48,10 +48,10 @@ def test_first_step_measures_and_the_next_run_does_not(
     known = matmuls(kept(tmp_path / "cache").timings())
     model = tuned_run["model"]
     rows = 4 * 32
-    assert MatmulShape("NT", rows, model["hidden"], 3 * model["hidden"], "bfloat16") in known  # q, k and v
-    assert (
-        MatmulShape("TN", 3 * model["hidden"], rows, model["hidden"], "bfloat16") in known
-    )  # the gradient of their weights
+    # Queries, keys and values
+    assert MatmulShape("NT", rows, model["hidden"], 3 * model["hidden"], "bfloat16") in known
+    # The gradient of their weights
+    assert MatmulShape("TN", 3 * model["hidden"], rows, model["hidden"], "bfloat16") in known
     monkeypatch.setattr(matmul, "_seconds", lambda *_: pytest.fail("measured again"))
     monkeypatch.setattr(matmul.MatmulForms, "form", only_known(matmul.MatmulForms.form))
     optimus.train(tuned_run, ["train.stop_at=6", "observe.verbose=true"], resume=True)
@@ -62,7 +62,7 @@ def test_first_step_measures_and_the_next_run_does_not(
 
 
 def only_known(form: Any) -> Any:
-    """Products of experts with another number of rows may be new in any step."""
+    """Allows measurements only of known products; the rows of experts may give new products in any step."""
 
     def ask(self: matmul.MatmulForms, product: MatmulShape, a: torch.Tensor, b: torch.Tensor) -> Any:
         before, self.measuring = self.measuring, self.measuring and product in self.timings
@@ -136,7 +136,7 @@ def test_choices_are_named() -> None:
 def test_all_runs_choose_the_same_however_noisy_the_first_was(
     tuned_run: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each finds another form the fastest, by far."""
+    """Another form is by far the fastest in each run."""
     found = []
     for number in range(3):
         slow = {FORMS[(number + place) % 3]: seconds for place, seconds in enumerate((1.0, 2.0, 3.0))}
@@ -149,14 +149,14 @@ def test_all_runs_choose_the_same_however_noisy_the_first_was(
         assert any("matrix products: " in line for line in lines)
         found.append([line for line in lines if " instead of " in line and "[" in line])
     assert found[0]
-    rows = "[128"  # those of tokens; of an expert, whose rows vary, a run may have others
+    rows = "[128"  # products of tokens; experts have varying rows, so runs may differ in theirs
     assert [[line for line in lines if rows in line] for lines in found[1:]] == [
         [line for line in found[0] if rows in line]
     ] * 2
 
 
 def choices_of(config: dict[str, Any]) -> list[Any]:
-    """What a rank uses after the first step, when ranks measure different times."""
+    """Returns the forms of a rank after the first step, with unlike measurements on the ranks."""
     trainer = trainer_of(config)
     hook = TuneMatmuls()
     trainer.hooks = [hook]
@@ -171,10 +171,10 @@ def choices_of(config: dict[str, Any]) -> list[Any]:
 
 
 def forms_of(config: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The forms of a rank's products in two steps, when ranks measure different times and have different caches."""
+    """Returns the forms of a rank's products in two steps, with unlike measurements and caches on the ranks."""
     group = Groups(Mesh(dp=2)).world
     tree = load_config(config, [f"tuning.cache={config['train']['output']}-cache-{group.rank}"])
-    known = MatmulShape("NT", 2 * 32, 32, 3 * 32, "bfloat16")  # q, k and v of a microbatch of 2
+    known = MatmulShape("NT", 2 * 32, 32, 3 * 32, "bfloat16")  # queries, keys and values of a microbatch of 2
     mine = [times(NN=1.0, NT=2.0, TN=3.0), times(NN=3.0, NT=2.0, TN=1.0)][group.rank]
     kept(Path(str(tree.tuning.cache))).add({named(known): mine})
     trainer = trainer_of(tree)
@@ -196,12 +196,12 @@ def forms_of(config: dict[str, Any]) -> list[tuple[str, ...]]:
     ):
         trainer.fit()
     trainer.state.finish()
-    assert (str(known), "NN") in used  # as the first rank's cache says
+    assert (str(known), "NN") in used  # the choice of the first rank's cache
     return used
 
 
 def test_ranks_use_the_same_forms_from_the_first_product_on(small_run: dict[str, Any]) -> None:
-    """Those of tensor parallelism compute the same from the same tokens, and route them."""
+    """Tensor-parallel ranks compute and route the same tokens, so their products must have the same form."""
     small_run["train"] |= {"stop_at": 2, "micro_batch": 2}
     small_run["parallel"] = {"data": 2}
     first, second = (set(forms) for forms in run_ranks(forms_of, 2, small_run))

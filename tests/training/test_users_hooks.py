@@ -1,4 +1,4 @@
-"""Hooks of users: what they can do, in files outside of the project, and the one message about each that cannot."""
+"""Hooks in users' own files: their abilities, and the message for each that fails."""
 
 import copy
 import json
@@ -255,7 +255,7 @@ NO_HOOK = 5
 
 @pytest.fixture
 def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module in the current folder, that no other test has loaded."""
+    """Returns the name of a module in the current folder that no other test has loaded."""
     name = f"users_{tmp_path.name}".replace("-", "_")
     folder = tmp_path / "of the user"
     folder.mkdir()
@@ -277,7 +277,7 @@ def steps_of(config: dict[str, Any]) -> list[int]:
 def test_a_hook_ends_the_run_early_and_keeps_a_number_over_a_resume(
     small_run: dict[str, Any], hooks: str, ranks: int, tmp_path: Path
 ) -> None:
-    """In programs, as users start them."""
+    """Users start runs as programs."""
     config = with_hooks(small_run, f"{hooks}.StopEarly")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     words = [sys.executable, "-m", "optimus", "train", str(tmp_path / "run.yaml"), "--ranks", str(ranks)]
@@ -293,7 +293,7 @@ def test_a_hook_ends_the_run_early_and_keeps_a_number_over_a_resume(
     assert "step 3: the run ends here: seen enough" in said
     assert steps_of(config)[-1] == 3
     assert [each["seen"] for each in read_metrics(Path(config["train"]["output"]))] == [1.0, 2.0, 3.0]
-    train("--resume")  # it has seen more than enough
+    train("--resume")  # the hook has seen enough
     assert steps_of(config)[-1] == 6
 
 
@@ -301,7 +301,7 @@ def test_objects_are_hooks_where_ranks_are_programs(
     small_run: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Late(optimus.Hook):
-        """Of no module, and with a number of its own."""
+        """A local class with a number of its own."""
 
         def __init__(self, at: int) -> None:
             self.at = at
@@ -371,7 +371,7 @@ def test_ranks_limit_the_loss_alike(small_run: dict[str, Any], hooks: str) -> No
 
 @pytest.mark.in_turn(0, 1)
 def test_ranks_that_are_out_of_step(small_run: dict[str, Any], hooks: str) -> None:
-    """One is in a collective of the hook, and the other one has left it: it meets no other collective."""
+    """One rank is in a collective of the hook, which the other has left without meeting another collective."""
     config = with_hooks(small_run, f"{hooks}.OutOfStep") | {"resilience": {"timeout": 40}, "checkpoint": {"every": 1}}
     message = rf"step 3: hook {hooks}.OutOfStep, after_step: .*: what calls collectives must do so on all ranks alike"
     with pytest.raises(UserError, match=message):
@@ -418,7 +418,7 @@ def test_the_state_of_one_that_is_not_there_any_more(
     ],
 )
 def test_one_that_cannot_be(small_run: dict[str, Any], hooks: str, name: str, message: str, check: bool) -> None:
-    """Before anything is written, by `--check` too."""
+    """The error comes before anything is written, also with `--check`."""
     config = with_hooks(small_run, name.replace("HOOKS", hooks))
     with pytest.raises(UserError, match=rf"train\.hooks: .*{message}"):
         optimus.train(config, check=check)
@@ -456,7 +456,7 @@ def test_the_first_failure_is_the_runs_and_a_later_one_is_heard(
 
 
 def test_the_step_of_a_failure_is_the_one_that_was_to_come(small_run: dict[str, Any], hooks: str) -> None:
-    """And what a user's code puts between backticks is none of our arguments."""
+    """The error names the step that was to come, and turns the backticks of a user's message into quotes."""
     with pytest.raises(
         UserError, match=r"step 3: the hook .* failed in before_step: ValueError: 'ranks' is too 'steps'"
     ):
@@ -479,7 +479,7 @@ def test_one_that_fails_while_others_wait_for_it(small_run: dict[str, Any], hook
 
 
 def test_numbers_for_the_metrics(small_run: dict[str, Any], hooks: str) -> None:
-    """Of Python or NumPy; JSON has no others than finite ones."""
+    """Numbers may be of Python or NumPy, and JSON has finite numbers only."""
     optimus.train(with_hooks(small_run, f"{hooks}.Measures"))
     text = (Path(small_run["train"]["output"]) / "metrics.jsonl").read_text()
 
@@ -506,7 +506,7 @@ def test_numbers_for_the_metrics(small_run: dict[str, Any], hooks: str) -> None:
     ],
 )
 def test_what_is_no_number_of_its_own(small_run: dict[str, Any], values: dict[Any, Any], message: str) -> None:
-    """The step is saved, and its metrics are as they were."""
+    """The step is saved with its own metrics unchanged."""
 
     class Another(optimus.Hook):
         def after_step(self, trainer: optimus.Trainer, record: optimus.StepRecord) -> None:
@@ -531,7 +531,7 @@ def test_what_a_step_has_given_stays(small_run: dict[str, Any], hooks: str) -> N
 
 
 def test_whatever_a_hook_raises_or_changes_is_said(small_run: dict[str, Any]) -> None:
-    """An error that cannot be said in words, one that ends a task, a change inside of what a step has given."""
+    """The error has no text, ends a task, or is a change within the step's record."""
 
     class Mute(Exception):
         def __str__(self) -> str:
@@ -567,7 +567,7 @@ def test_whatever_a_hook_raises_or_changes_is_said(small_run: dict[str, Any]) ->
 def test_what_a_hook_leaves_as_it_is(
     small_run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """It is put back, so that the step's record and checkpoint are right."""
+    """Changes of a hook are undone, so that the step's record and checkpoint are right."""
 
     class Moves(optimus.Hook):
         def before_step(self, trainer: optimus.Trainer) -> None:
@@ -635,7 +635,7 @@ def test_an_object_that_cannot_be_sent(small_run: dict[str, Any]) -> None:
 def test_the_example_of_the_documentation(
     small_run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the page has it, in a file of its own."""
+    """The page's code runs in a file of its own."""
     page = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
     code = textwrap.dedent(page.split("```python\n# my_hooks.py\n")[1].split("```")[0])
     (tmp_path / "my_hooks.py").write_text(code)

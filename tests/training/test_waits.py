@@ -1,4 +1,4 @@
-"""Runs in which all that reads state does so at once, on the host and on disks, and while updates are late."""
+"""Everything that reads state does so in one run, with state on the host and on disks, while updates are late."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> str:
 
 
 def train_and_die(config: dict[str, Any]) -> None:
-    """Train in this process, which is killed in the middle of the updates of the fifth step."""
+    """Trains in this process until a signal kills it amid the updates of the fifth step."""
     update, done = Update._update_tiles, [0]
 
     def train_tiles(self: Update, *given: Any) -> None:
@@ -67,7 +67,7 @@ def train_and_die(config: dict[str, Any]) -> None:
 
 
 def results(config: dict[str, Any]) -> dict[str, Any]:
-    """Losses, also of validation, by step; the sums of all that the checkpoints hold."""
+    """Returns the losses by step, also of validation, and the checksums of all checkpoints."""
     folder = Path(config["train"]["output"])
     found: dict[str, Any] = {}
     for record in read_metrics(folder):
@@ -96,7 +96,7 @@ def test_one_run_with_all_of_it(
     trained: str,
     broken: str,
 ) -> None:
-    """The losses, masks and checkpoints of a run that nothing interrupts and whose state is on the device."""
+    """An interrupted run has the losses, masks and checkpoints of an uninterrupted one with state on the device."""
     small_run["train"] |= {"steps": 8, "precision": "float32", **TRAINED[trained]}
     if trained == "from a teacher":
         small_run["train"]["teacher"] = {"checkpoints": [teacher]}
@@ -105,7 +105,7 @@ def test_one_run_with_all_of_it(
     small_run["validation"] = [{"name": "held", "path": str(prepared), "every": 2, "tokens": 300}]
     for name, section in RULES[rule].items():
         small_run[name] = small_run.get(name, {}) | section
-    if (given := PRUNING[pruning]) is not None and trained != "low rank":  # whose weights are pruned before
+    if (given := PRUNING[pruning]) is not None and trained != "low rank":  # the low-rank run starts from pruned weights
         small_run["pruning"] = given
     there = RESIDENCES[residency] | ({"disk": str(tmp_path / "disk")} if residency == "disk" else {})
     run = small_run | {
@@ -122,7 +122,7 @@ def test_one_run_with_all_of_it(
         optimus.train(run, ["train.stop_at=4"])
     optimus.train(run, resume=True)
     found, expected = results(run), results(small_run)
-    if broken == "ended":  # where a run ends it writes a checkpoint
+    if broken == "ended":  # the end of a run writes a checkpoint
         found = {key: value for key, value in found.items() if not key.startswith("step-00000004/")}
     assert found.keys() == expected.keys()
     for key, right in expected.items():
@@ -131,7 +131,7 @@ def test_one_run_with_all_of_it(
 
 @pytest.mark.parametrize("residency", ["all", "disk"])
 def test_a_dry_run_leaves_the_parameters(small_run: dict[str, Any], tmp_path: Path, residency: str) -> None:
-    """Its gradients, which have left for the host, must not be what the first step fetches."""
+    """Gradients of a dry run, which have left for the host, must not be the parameters of the first step."""
     found = []
     for state in ({}, {"offload": residency, "cache": 4}):
         small_run["train"]["output"] = str(tmp_path / f"{len(state)}")

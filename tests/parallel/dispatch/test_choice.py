@@ -1,4 +1,4 @@
-"""Which dispatcher `moe.dispatch: auto` takes."""
+"""The dispatcher that `moe.dispatch: auto` chooses."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def found(mesh: Mesh, tokens: int, measured: Measured | None = None, model: Mode
 def test_copies_of_a_token() -> None:
     assert copies(8, 1, 2) == 1
     assert copies(8, 8, 2) == pytest.approx(2)
-    assert copies(4, 2, 2) == pytest.approx(1 / 3 * 1 + 2 / 3 * 2)  # both in one half: 2 of 6 pairs
+    assert copies(4, 2, 2) == pytest.approx(1 / 3 * 1 + 2 / 3 * 2)  # 2 of the 6 pairs of experts lie in one half
 
 
 def test_what_is_asked_for_is_taken() -> None:

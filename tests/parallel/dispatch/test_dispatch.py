@@ -1,4 +1,4 @@
-"""Both dispatchers against the layer on one device, given the tokens of all ranks.
+"""Both dispatchers give the outputs and gradients of the layer on one device, which gets the tokens of all ranks.
 
 Legend: T tokens of all ranks, K experts per token, E experts, H hidden.
 """
@@ -35,16 +35,16 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
-    """Relative, Frobenius; what should be zero must be."""
+    """Returns the relative error in the Frobenius norm. A result that should be zero must be zero."""
     assert ours.shape == theirs.shape
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30)).item()
 
 
-# ---- The dispatcher alone, its routing given ----
+# ---- A dispatcher without a router ----
 
 
 class Inputs(NamedTuple):
-    """Of all ranks, in rank order."""
+    """The inputs and parameters of all ranks, in rank order."""
 
     x_TH: Tensor
     weights_TK: Tensor
@@ -63,25 +63,25 @@ def inputs(indices_TK: Tensor, experts: int, dtype: torch.dtype) -> Inputs:
 
 
 def outputs(given: Inputs, dispatch: TokenDispatcher) -> list[Tensor]:
-    """y, and the gradients of x, the weights and both parameters; dim 0 of each is tokens or experts."""
+    """Returns y and the gradients of x, of the weights and of both parameters. Dim 0 of each is tokens or experts."""
     experts = Experts(len(given.down), H, I)
     experts.gate_up, experts.down = nn.Parameter(given.gate_up.clone()), nn.Parameter(given.down.clone())
     x_TH, weights_TK = given.x_TH.clone().requires_grad_(), given.weights_TK.clone().requires_grad_()
     y_TH = dispatch(x_TH, weights_TK, given.indices_TK, experts)
     grads = torch.autograd.grad(y_TH, [x_TH, weights_TK, experts.gate_up, experts.down], given.y_grad_TH)
     with torch.no_grad():
-        assert dispatch(x_TH, weights_TK, given.indices_TK, experts).equal(y_TH)  # the same bits again
+        assert dispatch(x_TH, weights_TK, given.indices_TK, experts).equal(y_TH)  # a second pass gives the same bits
     return [y_TH.detach(), *grads]
 
 
 def part(given: Inputs, mesh: Mesh, rank: int, tokens: list[int]) -> Inputs:
-    """What rank `rank` has: `tokens[rank]` tokens, its share of the experts, and its part of each of these."""
+    """Returns the inputs of rank `rank`: `tokens[rank]` tokens, its share of the experts, and its part of each expert."""
     mine = [value.split(tokens)[rank] for value in given[:4]]
     return Inputs(*mine, *(own_experts(value, mesh, rank) for value in given[4:]))
 
 
 def own_experts(value: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """The part of an experts' parameter, or of its gradient, that `rank` holds."""
+    """Returns the part of the experts' parameter, or of its gradient, that `rank` holds."""
     own = value.chunk(mesh.ep)[mesh.coordinate(rank, "ep")]
     return own.chunk(mesh.etp, 2)[mesh.coordinate(rank, "etp")]
 
@@ -122,7 +122,7 @@ def check(
 
 
 def routing(name: str, ranks: int) -> tuple[Tensor, int]:
-    """(indices_TK, E) of 12 tokens a rank; two experts a rank but where more are needed."""
+    """Returns (indices_TK, E) of 12 tokens and two experts a rank."""
     tokens, experts = 12 * ranks, 2 * ranks
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
     cases = {
@@ -165,7 +165,7 @@ def test_all_to_all_of_different_numbers_of_tokens(tokens: list[int]) -> None:
 @pytest.mark.parametrize(("ranks", "per_node", "etp"), [(4, 2, 1), (8, 2, 1), (8, 4, 1), (8, 4, 2)])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_on_two_levels(ranks: int, per_node: int, etp: int, name: str) -> None:
-    """Experts of every rank, on several nodes with several ranks."""
+    """Each rank of several nodes, with several ranks each, holds experts."""
     indices_TK, experts = routing(name, ranks)
     check("alltoall", indices_TK, experts, torch.float32, [12] * ranks, etp, per_node)
 
@@ -184,7 +184,7 @@ def test_parts_with_different_numbers_of_tokens(tokens: list[int]) -> None:
 
 
 def with_duplicates(given: Inputs, mesh: Mesh) -> list[Tensor]:
-    """Every rank along `etp` has the tokens of all of them."""
+    """Runs the dispatcher of a rank whose tokens all ranks along `etp` have too."""
     rank = mesh.coordinate(Groups(mesh).rank, "ep")
     same = Inputs(*(value.chunk(mesh.ep)[rank] for value in given[:4]), *given[4:])
     tokens = [0] * mesh.size
@@ -194,7 +194,7 @@ def with_duplicates(given: Inputs, mesh: Mesh) -> list[Tensor]:
 
 @pytest.mark.parametrize(("ep", "etp"), [(2, 2), (1, 2), (2, 4)])
 def test_all_to_all_of_duplicates(ep: int, etp: int) -> None:
-    """Every rank of the parts sends all tokens; each finds the whole result and gradients of the whole."""
+    """Every rank along `etp` sends all tokens, and gets the whole result and the gradients of the whole layer."""
     mesh = Mesh(dp=ep, tp=etp, ep=ep, etp=etp)
     indices_TK, experts = routing("random", 2)
     given = inputs(indices_TK, experts, torch.float32)
@@ -224,7 +224,7 @@ def losses_and_gradients(model: Transformer, tokens_BS: Tensor) -> tuple[float, 
 
 
 def model_on_a_rank(mesh: Mesh, kind: Kind, recomputed: list[str]) -> tuple[float, dict[str, Tensor]]:
-    """The mean loss of this rank's sequences; of the gradients, the sums over the ranks that hold the same parameter."""
+    """Returns the mean loss of this rank's sequences, and gradients summed over the ranks that hold the same parameter."""
     groups = Groups(mesh)
     options = StageOptions(dispatch=kind, recomputation=Recomputation(tuple(recomputed)))
     model = parallelize(Transformer(MODEL), groups, options)
@@ -269,7 +269,7 @@ def test_a_model_has_the_gradients_of_one_process(kind: Kind, mesh: Mesh, recomp
 
 
 def _six_expert_ranks() -> Groups:
-    """Of which there is no need here."""
+    """Returns groups of six expert ranks, of which none has to run."""
     groups = Groups(Mesh())
     groups._along = {frozenset({axis}): Group(range(size), 0) for axis, size in (("ep", 6), ("etp", 1))}
     return groups

@@ -1,4 +1,4 @@
-"""Tokens are under way while shared experts are computed, and no bit depends on when they are waited for."""
+"""Tokens travel while the shared experts are computed, and results do not depend on the moment of waiting."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +39,7 @@ def at_once(self: Group, rows: Tensor, send: Sequence[int], receive: Sequence[in
 
 
 def trained(overrides: list[str], per_node: int | None, waits_at_once: bool) -> list[Tensor]:
-    """Losses and weights after two steps."""
+    """Returns the losses of two steps and the weights after them."""
     from optimus.config import load_config
 
     config: dict[str, Any] = config_of("dense") | {"model": MODEL}

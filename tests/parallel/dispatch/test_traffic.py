@@ -1,4 +1,4 @@
-"""Bytes that the dispatchers move, against what follows from the routing; each token travels once to a rank.
+"""The dispatchers move the bytes that follow from the routing: each token travels once to a rank.
 
 Legend: T tokens of a rank, K experts per token, E experts, H hidden, N ranks.
 """
@@ -22,14 +22,17 @@ from optimus.testing import run_ranks
 from optimus.testing.traffic import Traffic, counting
 
 T, H, I, PER_RANK = 20, 16, 8, 2
-INDEX = 4  # bytes of a choice that is sent
-COUNT = 16  # bytes of the two counts that a rank tells another
+INDEX = 4  # bytes of the index of a chosen expert
+COUNT = 16  # bytes of the two counts that a rank sends each other rank
 
 Counted = tuple[Counter[str], Counter[str]]
 
 
 def routing(ranks: int, chosen: int) -> Tensor:
-    """Experts of all ranks' tokens, [N, T, K]: low ones oftener, so that ranks get very different numbers."""
+    """Returns the experts of all ranks' tokens, [N, T, K].
+
+    Low experts are chosen more often, so that ranks get very different numbers of tokens.
+    """
     generator = torch.Generator().manual_seed(chosen)
     probabilities = torch.linspace(3, 0.1, ranks * PER_RANK).expand(ranks * T, -1)
     return torch.multinomial(probabilities, chosen, generator=generator).view(ranks, T, chosen)
@@ -40,7 +43,7 @@ def copied(traffic: Traffic) -> Counted:
 
 
 def on_a_rank(kind: str, indices_NTK: Tensor, dtype: torch.dtype) -> tuple[Counted, Counted]:
-    """Calls and bytes of the forward pass, and of the backward pass."""
+    """Returns calls and bytes of the forward pass and of the backward pass."""
     ranks = len(indices_NTK)
     group = Groups(Mesh(dp=ranks, ep=ranks)).along("ep")
     gathers = AllGatherDispatch(group, group.rank * PER_RANK, PER_RANK)
@@ -59,9 +62,10 @@ def on_a_rank(kind: str, indices_NTK: Tensor, dtype: torch.dtype) -> tuple[Count
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_gather_moves_all_tokens_however_they_are_routed(ranks: int, dtype: torch.dtype) -> None:
-    """Gathered are tokens, weights and choices, scattered the outputs; in the backward pass it is the other way round.
+    """Tokens, weights and indices are all-gathered and outputs are reduce-scattered; the backward pass does the
+    reverse.
 
-    On Gloo each rank sends every other one its part, or the other one's.
+    On Gloo each rank exchanges parts with every other rank.
     """
     chosen, b = 3, dtype.itemsize
     tokens, weights, choices = ((ranks - 1) * T * n for n in (H * b, chosen * b, chosen * INDEX))
@@ -73,7 +77,7 @@ def test_all_gather_moves_all_tokens_however_they_are_routed(ranks: int, dtype: 
 
 
 def rows_sent(indices_NTK: Tensor) -> list[list[int]]:
-    """Rows from each rank to each: the tokens of which at least one expert is there."""
+    """Returns the rows that each rank sends to each: the tokens with at least one expert there."""
     ranks = len(indices_NTK)
     holders = [[{choice // PER_RANK for choice in token} for token in tokens] for tokens in indices_NTK.tolist()]
     return [[sum(to in holder for holder in holders[origin]) for to in range(ranks)] for origin in range(ranks)]
@@ -87,16 +91,16 @@ def test_all_to_all_moves_a_row_for_each_rank_that_a_token_needs(chosen: int, dt
     sent = rows_sent(indices_NTK)
     results = run_ranks(on_a_rank, ranks, "alltoall", indices_NTK, dtype)
     for rank, (forward, backward) in enumerate(results):
-        rows = sum(sent[rank]) + sum(row[rank] for row in sent)  # out and in
+        rows = sum(sent[rank]) + sum(row[rank] for row in sent)  # sent and received
         there = rows * (H * b + chosen * b + chosen * INDEX) + 2 * ranks * COUNT
         assert forward == ({"all_to_all_single": 5}, {"all_to_all_single": there + rows * H * b})
         assert backward == ({"all_to_all_single": 3}, {"all_to_all_single": rows * (2 * H * b + chosen * b)})
-    if chosen == 8:  # every expert of every rank: each token once to each rank, and not once per choice
+    if chosen == 8:  # each token needs every expert, and travels once to each rank, not once per expert
         assert sent == [[T] * ranks] * ranks
 
 
 def rows_to_nodes(indices_NTK: Tensor) -> list[Counter[int]]:
-    """Bytes that each rank of two nodes sends the ranks of the other one in a forward pass on two levels."""
+    """Returns the rows that a rank sends to each other rank in each all-to-all of a forward pass on two levels."""
     mesh = Mesh(dp=4, ep=4, ranks_per_node=2)
     groups = Groups(mesh)
     levels = groups.levels("ep")
@@ -107,7 +111,7 @@ def rows_to_nodes(indices_NTK: Tensor) -> list[Counter[int]]:
     real = Group.all_to_all_async
 
     def noted(self: Group, tensor: Tensor, *counts: list[int] | None) -> Any:
-        sent = counts[0] if counts and counts[0] else [1] * self.size  # of counts
+        sent = counts[0] if counts and counts[0] else [1] * self.size  # the all-to-all of counts
         rows.append(Counter({rank: count for rank, count in zip(self.ranks, sent) if rank != groups.rank}))
         return real(self, tensor, *counts)
 
@@ -118,15 +122,18 @@ def rows_to_nodes(indices_NTK: Tensor) -> list[Counter[int]]:
 
 
 def test_on_two_levels_a_token_crosses_to_a_node_once() -> None:
-    """Counts between nodes and on the node; tokens, weights, choices between nodes and then on the node, and the results of
-    both; of rows, those between nodes are the tokens that need any rank of the other."""
+    """A token crosses once to a node, whichever of the node's ranks hold its experts.
+
+    Counts travel between nodes and on the node; tokens, weights and indices between nodes and then on the node; results
+    the way back.
+    """
     indices_NTK = routing(4, 3)
     sent = [
         sum(any(choice // (2 * PER_RANK) != rank // 2 for choice in token) for token in tokens)
         for rank, tokens in enumerate(indices_NTK.tolist())
     ]
     for rank, rows in enumerate(run_ranks(rows_to_nodes, 4, indices_NTK)):
-        other = (rank + 2) % 4  # of the same place
+        other = (rank + 2) % 4  # the rank of the other node with the same local rank
         assert [count[other] for count in rows[2:5]] == [sent[rank]] * 3
         on_node = [{rank ^ 1}]
         assert [set(count) - {other} for count in rows] == [set(), *on_node, *[set()] * 3, *on_node * 4, set()]
@@ -134,7 +141,7 @@ def test_on_two_levels_a_token_crosses_to_a_node_once() -> None:
 
 
 def test_copies_of_tokens() -> None:
-    """Token 0 goes to rank 2 once for two choices, token 1 to ranks 0 and 2, token 2 to rank 0; rank 1 gets none."""
+    """Token 0 goes to rank 2 once for its two experts, token 1 to ranks 0 and 2, token 2 to rank 0; rank 1 gets none."""
     rank_TK = torch.tensor([[2, 2], [2, 0], [0, 0]])
     needed_TN = needed_by(rank_TK, 3)
     assert needed_TN.sum(0).tolist() == [2, 0, 2]

@@ -1,4 +1,4 @@
-"""Measuring a machine: times made up from a known machine give it back; a real one's file is read again and is possible."""
+"""Fitting the times of a known machine gives that machine back; the measured file of a real one is valid and plausible."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -32,7 +32,7 @@ KINDS: tuple[Talk, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to
 
 
 def made_up(machine: Machine, *, nodes: int = 1, cores: int | None = None) -> Observations:
-    """What a perfect measurement of `machine` would give."""
+    """Returns the times that a perfect measurement of `machine` would give."""
     accelerator = machine.cores > 8
     extent = Extent.for_device("accelerator" if accelerator else "cpu")
     seen = Observations(
@@ -66,7 +66,7 @@ def groups(machine: Machine, bandwidths: dict[str, float]) -> Machine:
 
 @pytest.mark.parametrize(("name", "cores"), [("laptop", None), ("h200", None), ("h200", 64), ("aurora", None)])
 def test_made_up_times_give_the_machine_back(name: str, cores: int | None) -> None:
-    """Also where an accelerator says another number of cores: the search begins with it."""
+    """The fit also holds where an accelerator reports another number of cores, with which the search begins."""
     machine = load_machine(name)
     peaks = {precision: rates.peak for precision, rates in machine.arithmetic.items()}
     found = fit(made_up(machine, cores=cores), name=name, source="made up", peaks=peaks)
@@ -123,7 +123,7 @@ def test_the_network_of_several_nodes_is_found_and_that_of_one_is_the_nodes() ->
 
 
 def test_host_memory_and_disks_of_an_accelerators_node(tmp_path: Path) -> None:
-    """They are rates of what was moved; a processor's node has none."""
+    """An accelerator's node gets the rates of the bytes moved; a processor's node gets none."""
     assert fit(made_up(load_machine("laptop")), name="mine", source="made up").host.bandwidth is None
 
     class Second:
@@ -148,7 +148,7 @@ def test_peak_is_the_best_that_was_reached_where_no_vendor_states_one() -> None:
     machine = load_machine("laptop")
     found = fit(made_up(machine), name="mine", source="made up")
     assert found.arithmetic["fp32"].peak == found.arithmetic["fp32"].achieved
-    # Attention faster than any product: then that is the peak.
+    # The peak is that of attention if attention is faster than any product.
     faster = made_up(machine)
     faster.attended = [each._replace(seconds=each.seconds / 10) for each in faster.attended]
     found = fit(faster, name="mine", source="made up")
@@ -158,7 +158,7 @@ def test_peak_is_the_best_that_was_reached_where_no_vendor_states_one() -> None:
 
 
 def test_least_squares_keeps_within_its_bounds() -> None:
-    """min (log x - log 8)^2 + (log x y)^2 is at x = 8, y = 1 / 8."""
+    """The minimum of (log x - log 8)^2 + (log x y)^2 is at x = 8, y = 1 / 8."""
 
     def residuals(x: list[float]) -> list[float]:
         return [log(x[0] / 8), log(x[0] * x[1])]
@@ -244,7 +244,7 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     path.write_text("precious", encoding="utf-8")
     with pytest.raises(UserError, match=r"mine\.yaml exists: remove it, or choose another name"):
         bench.run(2, path)
-    with pytest.raises(UserError, match=r"cannot write .*mine\.yaml: File exists"):  # made while we measured
+    with pytest.raises(UserError, match=r"cannot write .*mine\.yaml: File exists"):  # created during the measurement
         bench.write(load_machine("laptop"), path)
     assert path.read_text(encoding="utf-8") == "precious"
 
@@ -263,7 +263,7 @@ def test_output_that_cannot_be(out: str, message: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(dir: Path) -> None:  # the tests may run as root, who may write anywhere
+    def refuse(dir: Path) -> None:  # the tests may run as root, which may write anywhere
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(bench, "TemporaryFile", refuse)
