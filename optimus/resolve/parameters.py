@@ -44,7 +44,7 @@ def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> State
     """
     rules, pruning = rules_of(config.optimizer, model, config.train.freeze), config.pruning
     targets = pruned_by(pruning, model, rules, tied=config.model.tie_embeddings)
-    check_prunable("what the run begins with is pruned", inputs.unpruned, rules)
+    check_prunable("the initial weights are pruned", inputs.unpruned, rules)
     first = pruning.unpruned(0) if pruning is not None and pruning.comes_first and inputs.begins else None
     unpruned = (
         dict.fromkeys(targets) | dict(inputs.unpruned) | (dict.fromkeys(targets, first) if first is not None else {})

@@ -214,7 +214,7 @@ class ParameterPrefetcher:
 
     def _make_room(self, chunk: Chunk, using: Sequence[Chunk], place: int = 0, nearest: bool = True) -> bool:
         """Reshards the chunk with the furthest next use, counted from position `place`, if the cache is full; returns
-        whether `chunk` now fits.
+        True if `chunk` now fits.
 
         Chunks that are in use, or are used again before `place`, stay. If the chunk with the furthest use must stay, this
         method returns False, because an eviction would cost one more gather. For the `nearest` chunk it evicts another chunk
@@ -233,7 +233,7 @@ class ParameterPrefetcher:
         free = [each for each in held if each not in using and next_use(each) >= place]
         if not free and not place:
             raise UserError(
-                f"state.cache {self._cache}: a module uses parameters of {len(using)} chunks at a time: raise it to "
+                f"state.cache {self._cache}: a module uses parameters of {len(using)} chunks at a time: raise this number to "
                 f"{len(using)}"
             )
         dropped = max(free if nearest else held, key=order, default=None)
