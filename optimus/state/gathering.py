@@ -233,7 +233,7 @@ class ParameterPrefetcher:
         free = [each for each in held if each not in using and next_use(each) >= place]
         if not free and not place:
             raise UserError(
-                f"state.cache {self._cache}: a module uses parameters of {len(using)} chunks at a time: raise this number to "
+                f"state.cache {self._cache}: a module uses parameters of {len(using)} chunks at a time: raise it to "
                 f"{len(using)}"
             )
         dropped = max(free if nearest else held, key=order, default=None)

@@ -35,9 +35,9 @@ def _go_back(trainer: Trainer, detail: str) -> int:
         step for path in list_checkpoints(trainer.folder, "weights") if (step := step_of(path)) < trainer.progress.step
     ]
     if rollbacks >= limit or not steps:
-        why = "there are no weights to go back to (checkpoint.weights_every)"
+        why = "no weights of an earlier step are saved (checkpoint.weights_every)"
         if rollbacks >= limit:
-            why = f"it has gone back {rollbacks} times already (resilience.max_rollbacks)"
+            why = f"the run has already gone back {rollbacks} times (resilience.max_rollbacks)"
         events.write("failure", step=trainer.progress.step, detail=f"{detail}; {why}")
         raise UserError(f"{detail}; {why}. Lower lr_schedule.lr, or look at the data of that step")
     back = steps[max(0, len(steps) - 1 - rollbacks)]

@@ -47,11 +47,14 @@ def _resume(run: Run, points: Sequence[ResumePoint]) -> Start:
             notes.append(str(error))
     else:
         raise DamagedError("; ".join(notes))
-    how = "" if point.full else ", its weights with fresh moments"
+    how = "" if point.full else ", with its weights and fresh moments"
     notes.append(f"resumed from {point.path} (step {start.progress.step}){how}{_readers(run, readers)}")
     if run.groups.rank == 0:
-        with naming_disk_errors(run.folder, "Mend the folder's permissions"):
-            notes += [f"set aside as {path}" for path in set_newer_aside(run.folder, start.progress.step)]
+        with naming_disk_errors(run.folder, "Correct the folder's permissions"):
+            notes += [
+                f"a newer checkpoint was set aside as {path}"
+                for path in set_newer_aside(run.folder, start.progress.step)
+            ]
     start.notes[:0] = notes
     return start
 
@@ -92,7 +95,7 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
         origin,
         kept.get("hooks", {}) if full else {},
         description.frozen if same else None,
-        [f"going on with another configuration: {changed}"] if changed else [],
+        [f"continuing with another configuration: {changed}"] if changed else [],
     )
     return start, readers
 

@@ -287,7 +287,7 @@ class Trainer:
             if self.ending.why:
                 self.say(f"step {self.progress.step}: the run ends here: {self.ending.why}")
             elif self.groups.rank == 0 and own is None:
-                say_at_once("another rank was told to end: saving")
+                say_at_once("another rank was told to end: saving a checkpoint")
 
     @contextmanager
     def _displaying(self) -> Iterator[None]:
@@ -319,7 +319,9 @@ class Trainer:
             if name in known:
                 known[name].load_state_dict(state)
             else:
-                self.say(f"the checkpoint has the state of {name}, a hook that this run has not: it is left out")
+                self.say(
+                    f"the checkpoint has the state of the hook {name}, which this run does not use: the state is ignored"
+                )
 
 
 @contextmanager
