@@ -166,7 +166,7 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
     the hosts.
     """
     if bandwidth is not None and not isolated:
-        raise UserError("--bandwidth needs network namespaces (Linux, root); leave it out")
+        raise UserError("--bandwidth needs network namespaces (Linux, root); leave out --bandwidth")
     tag = f"o{os.getpid() % 100000}"
     hosts = [f"{tag}n{number}" for number in range(nodes)]
     made = Lab(hosts, f"{_NETWORK}.1:{_PORT}" if isolated else f"127.0.0.1:{_free_port()}", isolated)
@@ -250,8 +250,8 @@ def _run(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise UserError(
-            f"the lab cannot make its hosts: `{' '.join(words)}` says: {done.stderr.strip()}. It needs Linux and root; "
-            "without, use --plain"
+            f"the lab cannot make its hosts: `{' '.join(words)}` says: {done.stderr.strip()}. Network namespaces need Linux "
+            "and root: otherwise use --plain"
         )
 
 

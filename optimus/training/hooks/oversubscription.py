@@ -90,6 +90,6 @@ class Oversubscription(Hook):
             cure = "end other programs" if others >= 1 else f"use at most {cores} ranks on this machine"
         trainer.say(
             f"step {trainer.progress.step}: steps take {how}, and {wanted:.0f} threads compete for the {cores} cores of "
-            f"this machine (the {ranks} x {threads} threads of this run get {100 * min(1.0, share):.0f} % of the time that they "
-            f"need): {cure}"
+            f"this machine (the {ranks} x {threads} threads of this run get {100 * min(1.0, share):.0f} % of the time that "
+            f"they need): {cure}"
         )
