@@ -4,8 +4,8 @@ Equations 5.1 to 5.5 give the bytes that a ring moves; case 1 and equation 5.7 g
 dissertation models large messages only. This module adds the latency of each step, algorithms with fewer steps where those
 are cheaper, and a network with less bandwidth between distant nodes.
 
-A run of this library chooses among the algorithms of `comm.algorithms`. The planner chooses by the same table. It predicts
-the table's measured seconds, or simulates the messages where the table has no measurement.
+A run of this library chooses among the algorithms of `comm.algorithms`. The planner chooses by the same table, and
+predicts the table's measured seconds, or simulates the messages where the table has no measurement.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Facts about a machine, which all ranks measure together or the planner reads from a machine file.
 
-`facts_here` measures only facts that an open option of the configuration depends on. It caches timings per chip
-(`tuning.cache`), and rounds free memory down to a coarse step, so that two starts find the same value.
+`facts_here` measures only facts that an open option of the configuration depends on. The function caches timings per
+chip (`tuning.cache`), and rounds free memory down to a coarse step, so that two starts find the same value.
 """
 
 import time

@@ -55,7 +55,7 @@ def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> State
 
 
 def check_blocks_of(config: RunConfig, model: Transformer, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Raises `UserError` if the run prunes by blocks and a target is no matrix or has a block that several ranks would
+    """Raises `UserError` if the run prunes by blocks and a target is not a matrix or has a block that several ranks would
     share.
 
     The check skips parameters that only the initial weights prune, since their masks may have no blocks.

@@ -61,7 +61,7 @@ def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = 
     `Frozen`.
 
     Raises `UserError` for a group or an entry of `freeze` that matches no parameter, and for a model without trainable
-    parameters. Raises `UserError` for a group that gives a matrix rule to a parameter that is not a matrix.
+    parameters. Raises `UserError` for a group whose rule cannot update the role of a parameter.
     """
     roles = {name: declared.role for name, declared in declarations(model)}
     for number, group in enumerate(config.groups):

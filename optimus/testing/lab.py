@@ -65,7 +65,7 @@ class Lab:
         return codes
 
     def stop(self) -> None:
-        """Kills everything on every host."""
+        """Kills all processes on every host."""
         for host, process in self._processes.items():
             for pid in self._pids(host):
                 with suppress(ProcessLookupError):
@@ -266,7 +266,7 @@ def _free_port() -> int:
 
 
 def _main() -> None:
-    """Runs a node in the lab. Its command line has the job and the node's arguments as JSON."""
+    """Runs a node in the lab. The command line has the job and the node's arguments as JSON."""
     job, node = json.loads(sys.argv[1])
     try:
         outcome = launch(NodeJob(**job), **node)

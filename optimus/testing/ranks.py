@@ -7,8 +7,8 @@ addresses, and a slow name server stalls a connection for seconds. Calls do not 
 the function leaves in its process, for example a patched module.
 
 If a rank fails, the caller kills all ranks of the call, because the others may wait forever for the failed rank; the next
-call forks new processes. The error names the culprit rank. This is a dead rank, because a death makes other ranks raise, or
-else the first rank that raised.
+call forks new processes. The error names the culprit rank: a dead rank, because a death makes other ranks raise, or
+otherwise the first rank that raised.
 """
 
 import atexit

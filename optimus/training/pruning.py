@@ -37,7 +37,7 @@ def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
     """Records a pruning event and, if so configured, rewinds the remaining weights to an earlier step.
 
     Returns lines for the user. `step` is the last completed step; `began_with` is the source of the run's initial weights.
-    All ranks must call.
+    All ranks must call this function.
     """
     state, pruning = run.state, run.config.pruning
     assert pruning is not None

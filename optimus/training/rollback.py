@@ -9,7 +9,8 @@ from optimus.training.trainer import Trainer
 
 
 def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
-    """Returns the exception that ends this rank when this or another node is at fault. All ranks must call and then end.
+    """Returns the exception that ends this rank when this or another node is at fault. All ranks must call this
+    function and then end.
 
     Completes the checkpoint in progress first, while all ranks are still alive.
     """
@@ -19,7 +20,7 @@ def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
 
 def go_back(trainer: Trainer, detail: str) -> int:
     """Prepares a restart from saved weights of an earlier step; each rollback of a run goes further back. All ranks must
-    call and then end.
+    call this function and then end.
 
     `detail` is the reason. Returns the step of the weights. Raises `UserError` on all ranks when no earlier weights are
     saved, or after `resilience.max_rollbacks` rollbacks.

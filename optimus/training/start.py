@@ -31,7 +31,7 @@ _DECIDING = (
 
 def start_run(run: Run, resume: bool) -> Start:
     """Fills the state of `run` with initial weights, or, with `resume`, from its newest intact checkpoint. All ranks must
-    call."""
+    call this function."""
     points = run.groups.world.on_first(lambda: resume_points(run.folder)) if resume else []
     return _resume(run, points) if points else _begin(run, resume)
 
