@@ -35,7 +35,7 @@ def users_hooks(named: Sequence[str], given: Sequence[Any] = (), rank: int = 0) 
     names = [hook.name for hook in found]
     if theirs := {hook.name for hook in found if "." not in hook.name}:
         raise UserError(
-            f"train.hooks: the name {min(theirs)} of a hook has no dot, like the library's own: add a dot or remove `name`"
+            f"train.hooks: the name {min(theirs)} of a hook has no dot, like those of the library: add a dot or remove `name`"
         )
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(

@@ -274,5 +274,5 @@ def test_a_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.Monke
 def test_ranks_that_torchrun_has_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(UserError, match="--ranks 2: torchrun has started 4 on each node"):
+    with pytest.raises(UserError, match="--ranks 2: torchrun has started 4 ranks on each node"):
         bench.run(2, tmp_path / "mine.yaml")
