@@ -41,7 +41,9 @@ class OtherActivations:
 
     def stage(self, counts: PartCounts) -> float:
         """Returns the bytes saved from a microbatch's forward pass to its backward pass."""
-        saved = 2 * self.stream * counts.last + sum(counts.count_at(layer) * self._block(layer) for layer in self.blocks)
+        saved = 2 * self.stream * counts.last + sum(
+            counts.count_at(layer) * self._block(layer) for layer in self.blocks
+        )
         return self.profile.fragments * saved
 
     def working(self, counts: PartCounts) -> float:

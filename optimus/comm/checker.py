@@ -1,11 +1,7 @@
-<<<<<<< HEAD:optimus/comm/checker.py
 """Proves that the rounds of a collective are right. Each function raises `ValueError` for rounds that are wrong.
 
 The argument of each function is the list of all ranks' rounds.
 """
-=======
-"""Checks that the rounds of a collective are right; each function raises `AssertionError` for wrong ones."""
->>>>>>> w-tests1:tests/lib/helpers/rounds.py
 
 from collections.abc import Sequence
 
@@ -13,34 +9,21 @@ from optimus.comm.schedules import Round
 
 
 def check_gather(ranks: Sequence[Sequence[Round]]) -> None:
-<<<<<<< HEAD:optimus/comm/checker.py
     """Proves an all-gather: every rank receives every block once, from a rank that has the block."""
-=======
-    """Asserts that every rank gets every block once, from a rank that has it."""
->>>>>>> w-tests1:tests/lib/helpers/rounds.py
     have = [{rank} for rank in range(len(ranks))]
     _check(ranks, have, [set(range(len(ranks)))] * len(ranks))
 
 
 def check_exchange(ranks: Sequence[Sequence[Round]]) -> None:
-<<<<<<< HEAD:optimus/comm/checker.py
     """Proves an all-to-all: every rank receives its block of every other rank, and ranks send only blocks that they have."""
-=======
-    """Asserts that every rank gets each other rank's block for it, and sends only blocks that it has."""
->>>>>>> w-tests1:tests/lib/helpers/rounds.py
     every = range(len(ranks))
     have = [{rank * len(ranks) + target for target in every} for rank in every]
     _check(ranks, have, [{source * len(ranks) + rank for source in every} for rank in every])
 
 
 def check_reduction(ranks: Sequence[Sequence[Round]]) -> None:
-<<<<<<< HEAD:optimus/comm/checker.py
     """Proves a reduce-scatter: every rank's block gets every addend once, and all blocks that a rank receives in a round are
     the same."""
-=======
-    """Asserts that each rank's block gets every addend once, and that all messages to a rank in one round hold the same
-    blocks."""
->>>>>>> w-tests1:tests/lib/helpers/rounds.py
     every = range(len(ranks))
     sums = [{block: {rank} for block in every} for rank in every]
     for number in range(max(map(len, ranks))):
@@ -69,11 +52,7 @@ def _check(ranks: Sequence[Sequence[Round]], have: list[set[int]], wanted: Seque
 
 
 def _messages(ranks: Sequence[Sequence[Round]], number: int) -> list[tuple[int, int, tuple[int, ...]]]:
-<<<<<<< HEAD:optimus/comm/checker.py
     """Returns (sender, receiver, blocks) of each message of a round, of which the sender and the receiver must both know."""
-=======
-    """Returns (sender, receiver, blocks) of a round; sender and receiver must agree on each message."""
->>>>>>> w-tests1:tests/lib/helpers/rounds.py
     rounds = [(rank, rounds[number]) for rank, rounds in enumerate(ranks) if number < len(rounds)]
     sent = [(rank, *message) for rank, each in rounds for message in each.sends]
     awaited = [(message.peer, rank, message.blocks) for rank, each in rounds for message in each.receives]

@@ -45,7 +45,7 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
     expected, seen = dict.fromkeys(_expected(schedule, rank)), set()
     for action in schedule.actions[rank]:
         if action not in expected:
-            raise _fail(schedule, rank, f"has {action}, which does not belong there")
+            raise _fail(schedule, rank, f"has {action}, which does not belong to this rank")
         if action in seen:
             raise _fail(schedule, rank, f"has {action} twice")
         seen.add(action)
@@ -93,7 +93,7 @@ def _check_channels(schedule: Schedule) -> None:
     for (source, target), sends in sent.items():
         for number, (send, receive) in enumerate(zip(sends, received[source, target])):
             if partner(send) != receive:
-                text = f"sends rank {target} as message {number} that of {send}, where {receive} stands there"
+                text = f"sends message {number} to rank {target} by {send}, but rank {target} receives it by {receive}"
                 raise _fail(schedule, source, text)
 
 

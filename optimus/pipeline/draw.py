@@ -71,7 +71,7 @@ def draw(timelines: Mapping[str, Timeline], path: Path, units: Mapping[str, str]
     panels = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights)[:, 0]
     for (name, timeline), panel in zip(timelines.items(), panels):
         _draw_panel(name, timeline, panel, (units or {}).get(name, UNIT))
-    with naming_disk_errors(path, "Make room, or choose another place."):
+    with naming_disk_errors(path, "Make room, or choose another place"):
         figure.savefig(path, dpi=120)
 
 
@@ -105,7 +105,7 @@ def _draw_panel(name: str, timeline: Timeline, panel: "Axes", unit: str) -> None
         panel.bar_label(bars, numbers, label_type="center", fontsize=7)
     peak = max(timeline.peak_activations, default=0)
     panel.set_title(
-        f"{name}: bubble {timeline.bubble:.1%} of the computing time, at most {peak} activations", loc="left"
+        f"{name}: bubble {timeline.bubble:.1%} of the computing time, at most {peak} live activations", loc="left"
     )
     panel.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
     panel.invert_yaxis()
@@ -117,7 +117,7 @@ def _draw_panel(name: str, timeline: Timeline, panel: "Axes", unit: str) -> None
     if several > 1:
         legend += [
             Patch(color=first, label="dark: a rank's first stage"),
-            Patch(color=last, label=f"pale: its stage {several} of {several}"),
+            Patch(color=last, label=f"pale: a rank's stage {several} of {several}"),
         ]
     panel.legend(handles=legend, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
 

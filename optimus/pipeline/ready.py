@@ -19,7 +19,7 @@ def find_caps(caps: int | Sequence[int] | None, stages: int) -> list[int]:
     """
     limits = per_stage(stages if caps is None else caps, stages, "message-driven pipeline: {} caps")
     if min(limits) < 1:
-        raise UserError(f"message-driven pipeline: cap {caps} lets no microbatch in; give at least 1 for every stage")
+        raise UserError(f"message-driven pipeline: cap {caps} admits no microbatch; give at least 1 for every stage")
     return limits
 
 

@@ -9,7 +9,7 @@ Interval = tuple[float, float]
 
 
 class ScheduleError(UserError):
-    """Raised for an incorrect schedule. The message names the rank and the action."""
+    """An error in a schedule. The message names the rank and the action."""
 
 
 def replay(

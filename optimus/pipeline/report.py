@@ -55,7 +55,7 @@ def run(
     found = summary(schedule, timeline)
     if output is not None:
         output = user_path(output)
-        with naming_disk_errors(output, "Make room, or choose another place."):
+        with naming_disk_errors(output, "Make room, or choose another place"):
             write_json(output, found)
     if plot is not None:
         draw(timelines, plot, units)

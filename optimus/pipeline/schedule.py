@@ -235,9 +235,9 @@ class Computed(Protocol):
 def live_changes(steps: Iterable[Computed]) -> Iterator[tuple[int, int]]:
     """Yields, for each action or event in `steps` of one rank, (stage, change of the stage's live activations).
 
-    The unit is one stage's saved activations of one microbatch. They live from the beginning of the forward pass to the end
-    of the backward pass. If the backward pass is split, activations live to the end of the weight part, which needs the
-    inputs of the layers.
+    The unit is one stage's saved activations of one microbatch. Activations live from the beginning of the forward pass to
+    the end of the backward pass. If the backward pass is split, activations live to the end of the weight part, which needs
+    the inputs of the layers.
     """
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHTS: -1}
     return ((step.stage, changes.get(step.kind, 0)) for step in steps)

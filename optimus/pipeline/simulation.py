@@ -73,7 +73,9 @@ def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
                     posted[action] = now[rank]
     for rank, batch in enumerate(batches):
         if batch:
-            raise ScheduleError(f"schedule {schedule.name}: deadlock: rank {rank} waits at {batch[0]}; check it first")
+            raise ScheduleError(
+                f"schedule {schedule.name}: deadlock: rank {rank} waits at {batch[0]}; `check` names the cause"
+            )
     return times
 
 

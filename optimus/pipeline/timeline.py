@@ -112,6 +112,6 @@ def read_timeline(path: Path) -> Timeline:
     for event in events:
         if not 0 <= event.rank < ranks:
             raise UserError(
-                f"{path}: {event} is of no rank from 0 to {ranks - 1}; correct its rank or the number of ranks"
+                f"{path}: {event} has a rank outside 0 to {ranks - 1}; correct its rank or the number of ranks"
             )
     return Timeline.from_events(events, ranks)

@@ -54,8 +54,8 @@ Where = int | Literal["first", "last", "tied", "every"]
 
 
 class ParameterKind(NamedTuple):
-    """Parameters with the same layout and the same position in a block or in the model. The fractions `between` select those
-    with the update rule `rule`. After pruning, the share `unpruned` of their elements is left."""
+    """Parameters with the same layout and the same position in a block or in the model. The fractions `between` select the
+    parameters with the update rule `rule`. Pruning leaves the share `unpruned` of the elements of these parameters."""
 
     where: Where
     layout: Layout

@@ -4,8 +4,8 @@ Equations 5.1 to 5.5 give the bytes that a ring moves; case 1 and equation 5.7 g
 dissertation models large messages only. This module adds the latency of each step, algorithms with fewer steps where those
 are cheaper, and a network with less bandwidth between distant nodes.
 
-A run of this library chooses among the algorithms of `comm.algorithms`. The planner chooses by the same table. It predicts
-the table's measured seconds, or simulates the messages where the table has no measurement.
+A run of this library chooses among the algorithms of `comm.algorithms`. The planner chooses by the same table, and
+predicts the table's measured seconds, or simulates the messages where the table has no measurement.
 """
 
 import math
@@ -216,8 +216,8 @@ def library_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, mac
     library = machine.network.library
     if library is None:
         raise UserError(
-            f"machine {machine.name} does not say how fast its vendor's collectives are between nodes: "
-            "profile.collectives=library needs network.library"
+            f"profile.collectives=library: machine {machine.name} has no network.library, the measured speed of the "
+            "vendor's collectives between nodes: add it to the machine's file or choose other collectives"
         )
     block, rings = whole / place.size, place.groups_on_a_node(machine.ranks_per_node)
     steps = (
@@ -237,8 +237,8 @@ def pccl_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machin
     doubling, here = machine.network.doubling, place.on_a_node(machine.ranks_per_node)
     if doubling is None:
         raise UserError(
-            f"machine {machine.name} does not say how long rounds between nodes take: profile.collectives=pccl needs "
-            "network.doubling"
+            f"profile.collectives=pccl: machine {machine.name} has no network.doubling, the measured time of rounds between "
+            "nodes: add it to the machine's file or choose other collectives"
         )
     nodes, across = place.nodes(machine.ranks_per_node), place.outer(here)
     sent = (nodes - 1) / nodes * whole / here

@@ -34,9 +34,7 @@ Rules = tuple[tuple[tuple[Rule, float, float], ...], ...]
 
 _PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
 _FACTOR = ".lora_a"
-_WORTH = (
-    0.8  # largest ratio of matmul times, bf16 to fp32, with which a run uses bf16: the rest of a step gains nothing
-)
+_WORTH = 0.8  # largest ratio of matmul times, bf16 to fp32, at which a run uses bf16: only matmuls become faster
 _GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes of a gradient per parameter
 
 
@@ -169,12 +167,12 @@ class Job:
         if ranks > node and ranks % node:
             low = ranks // node * node
             raise UserError(
-                f"{ranks} ranks do not fill nodes of {node} ({self.machine.name}): take {low} or {low + node}"
+                f"{ranks} ranks do not fill nodes of {node} ranks ({self.machine.name}): use {low} or {low + node}"
             )
         if links is not None and len(links) < self.node_count:
             raise UserError(
-                f"{ranks} ranks need {self.node_count} nodes of {node} ({self.machine.name}), but its links are those "
-                f"of {len(links)}: add the others, or take {len(links) * node} ranks"
+                f"{ranks} ranks need {self.node_count} nodes of {node} ranks ({self.machine.name}), but network.links has "
+                f"{len(links)} nodes: add the missing nodes, or use {len(links) * node} ranks"
             )
         self.machine.rates(self.precision)
         return self
@@ -243,10 +241,10 @@ def job_of(
 def machine_facts(machine: Machine, ranks: int) -> Facts:
     """Returns the facts that a run on `ranks` ranks finds on a machine."""
     known, per_node = machine.arithmetic, min(ranks, machine.ranks_per_node)
-    native, why = "bf16" in known or "fp32" not in known, f"{machine.name} computes in it"
+    native, why = "bf16" in known or "fp32" not in known, f"{machine.name} computes in bf16"
     if "bf16" in known and "fp32" in known:
         ratio = known["fp32"].sustained_rate / known["bf16"].sustained_rate
-        native, why = ratio <= _WORTH, f"on {machine.name} products in bf16 take {ratio:.2f} times as long as in fp32"
+        native, why = ratio <= _WORTH, f"on {machine.name} matmuls in bf16 take {ratio:.2f} times as long as in fp32"
     device = "cpu" if machine.host.shared else "accelerator"
     return Facts(ranks, per_node, device, Bfloat16(native, why), int(machine.memory), collectives=machine.collectives)
 

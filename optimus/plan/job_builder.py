@@ -67,7 +67,7 @@ def plan(
     if best < 1:
         raise UserError(f"`best` is {best}: ask for at least one plan")
     if largest and (as_is or scale):
-        raise UserError("`largest` looks for a model: leave out `as_is` and `scale`, which keep the one that is given")
+        raise UserError("`largest` changes the model, which `as_is` and `scale` keep: leave out `as_is` and `scale`")
     job = asked(configured(model, overrides, number), machine, number, what_if, imbalance, links)
     given = predict(as_configured(job)) if as_is else None
     if scale:
@@ -120,9 +120,9 @@ def asked(
     is in epochs but the data is missing.
     """
     if not 1 <= imbalance < math.inf:
-        raise UserError(f"`imbalance` is {imbalance}: it is 1, where experts get equally many tokens, or more")
+        raise UserError(f"`imbalance` is {imbalance}: give 1, which means equally many tokens for all experts, or more")
     if not machine:
-        raise UserError(f"--machine is missing: name one of {', '.join(machine_names())}, or a file")
+        raise UserError(f"--machine is missing: name one of {', '.join(machine_names())}, or a machine file")
     kind = load_machine(machine)
     if links is not None:
         network = kind.network.model_dump() | {"links": read_links(links)}
@@ -155,13 +155,9 @@ def read_links(path: Path) -> list[list[float]]:
         try:
             rows += [[float(value) for value in line.split(",")]] if line.strip() else []
         except ValueError as error:
-            raise UserError(
-                f"--links {path}, line {number}: {error}; numbers with commas between them are needed"
-            ) from None
+            raise UserError(f"--links {path}, line {number}: {error}; write numbers with commas between them") from None
     if not rows:
-        raise UserError(
-            f"--links {path} is empty: it has a line for each node, with that node's bandwidth to each node"
-        )
+        raise UserError(f"--links {path} is empty: write a line for each node, with the node's bandwidth to every node")
     return rows
 
 
@@ -172,7 +168,7 @@ def best_layout(config: str | Path, overrides: Iterable[str], machine: str, rank
     Raises `UserError` when the number of ranks is unknown, or no layout fits.
     """
     if ranks is None and "WORLD_SIZE" not in os.environ:
-        raise UserError("--auto-plan divides ranks: say how many with --ranks, or start them with a launcher")
+        raise UserError("--auto-plan needs the number of ranks: give --ranks, or start the ranks with a launcher")
     number = _counted(int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else ranks)
     run = configured(str(config), overrides, number)
     best = search(asked(run, machine, number, []), best=1)[0]

@@ -19,12 +19,10 @@ def largest(job: Job) -> list[Plan]:
     Raises `UserError` when the model's layers are not all of one kind, or when no number of layers fits.
     """
     if len(set(job.model.alike)) > 1:
-        raise UserError(
-            "--largest adds layers that are like the others, but the layers of this model are of several kinds"
-        )
+        raise UserError("--largest adds layers of the same kind, but the layers of this model are of several kinds")
     found = [plan for each in residencies(job.checked().undivided) for plan in _deepest(each)]
     if not found:
-        raise UserError(f"--largest: on {job.mesh.size} ranks of {job.machine.name} no model of such layers fits")
+        raise UserError(f"--largest: no number of these layers fits on {job.mesh.size} ranks of {job.machine.name}")
     return found
 
 

@@ -27,8 +27,8 @@ _STEP = 32  # attention kernels pad the columns of a head to a multiple of this
 class Arithmetic(Section):
     """Rates of matmuls in one precision."""
 
-    peak: float = Field(gt=0, description="What the vendor states, FLOP/s; utilisation is a share of it.")
-    achieved: float = Field(gt=0, description="What the best product of large matrices has reached, FLOP/s.")
+    peak: float = Field(gt=0, description="The vendor's figure, FLOP/s; utilisation is a share of this peak.")
+    achieved: float = Field(gt=0, description="The best measured rate of matmuls of large matrices, FLOP/s.")
     sustained: float = Field(1.0, gt=0, le=1)
     """Share of `achieved` that consecutive matmuls sustain at the power limit."""
 
@@ -48,15 +48,15 @@ class Matmul(Section):
     """Efficiency of matmuls of smaller matrices."""
 
     tile: int = Field(gt=0, description="Rows and columns of the result that one core computes at a time.")
-    depth: int = Field(ge=0, description="Inner elements that take as long as beginning and ending a tile.")
+    depth: int = Field(ge=0, description="Beginning and ending a tile takes as long as this number of inner elements.")
 
 
 class Pace(Section):
     """Measured costs of one kind of collective."""
 
-    share: float = Field(1.0, gt=0, description="Of a ring's bandwidth, that it reaches.")
-    start: float = Field(0.0, ge=0, description="Seconds besides its steps.")
-    step: float = Field(ge=0, description="Seconds of each step, however little is sent.")
+    share: float = Field(1.0, gt=0, description="Share of a ring's bandwidth that the collective reaches.")
+    start: float = Field(0.0, ge=0, description="Seconds in addition to the steps.")
+    step: float = Field(ge=0, description="Seconds of each step, even with little data.")
 
 
 @cache
@@ -67,8 +67,8 @@ def _pace(latency: float) -> Pace:
 class Node(Section):
     """Links between the ranks of a node."""
 
-    bandwidth: float = Field(gt=0, description="Of a rank to its neighbours in a ring, bytes/s.")
-    latency: float = Field(ge=0, description="Of a message, seconds.")
+    bandwidth: float = Field(gt=0, description="Bandwidth of a rank to its neighbours in a ring, bytes/s.")
+    latency: float = Field(ge=0, description="Latency of a message, seconds.")
     groups: dict[str, float] = Field({})
     """Measured bandwidth of simultaneous rings of G1 ranks, G0 apart ('G0xG1'; the dissertation on AxoNN, section 5.1.2,
     case 1), where it differs from `bandwidth`."""
@@ -91,8 +91,8 @@ class Protocol(Section):
     """Measured costs of steps in which all ranks of a node send to other nodes at once. The transfer of a step hides some
     of the step's latency."""
 
-    step: float = Field(ge=0, description="Seconds of a step, however little is sent.")
-    bandwidth: float = Field(gt=0, description="Of a node, bytes/s.")
+    step: float = Field(ge=0, description="Seconds of a step, even with little data.")
+    bandwidth: float = Field(gt=0, description="Bandwidth of a node, bytes/s.")
 
 
 class Library(Section):
@@ -103,7 +103,7 @@ class Library(Section):
     crowded: list[Protocol] = Field([])
     """Protocols on more than `few_nodes` nodes, where messages arrive before the receiver waits for them (PCCL, arXiv
     2504.18658 v2)."""
-    few_nodes: int | None = Field(None, gt=0, description="None: as many as there are.")
+    few_nodes: int | None = Field(None, gt=0, description="None: all nodes use `protocols`.")
 
     def on(self, nodes: int) -> list[Protocol]:
         """Returns the protocols on `nodes` nodes."""
@@ -112,19 +112,21 @@ class Library(Section):
     @model_validator(mode="after")
     def _both(self) -> "Library":
         if bool(self.crowded) != (self.few_nodes is not None):
-            raise ValueError("crowded, the protocols on more than few_nodes, and few_nodes go together")
+            raise ValueError(
+                "crowded (the protocols on more than few_nodes nodes) and few_nodes need each other: give both or neither"
+            )
         return self
 
 
 class Network(Section):
     """Links between nodes."""
 
-    rings: int = Field(1, gt=0, description="Rings at once that it takes to use all adapters of a node.")
+    rings: int = Field(1, gt=0, description="Number of concurrent rings that use all adapters of a node.")
     bandwidth: float = Field(gt=0)
     """Bandwidth that collectives reach between a node and other nodes, over all adapters of the node, bytes/s."""
-    latency: float = Field(ge=0, description="Of a message, seconds.")
-    group_nodes: int | None = Field(None, gt=0, description="Nodes among which the bandwidth is whole.")
-    taper: float = Field(1.0, gt=0, le=1, description="Share of it between all nodes, if there are more.")
+    latency: float = Field(ge=0, description="Latency of a message, seconds.")
+    group_nodes: int | None = Field(None, gt=0, description="Number of neighbouring nodes with the full bandwidth.")
+    taper: float = Field(1.0, gt=0, le=1, description="Share of the bandwidth between more distant nodes.")
     library: Library | None = None
     """Rings of the vendor's library, where bandwidth and latency do not describe them (`profile.collectives: library`)."""
     doubling: Protocol | None = None
@@ -140,7 +142,7 @@ class Network(Section):
             others = [value for other, value in enumerate(row) if other != number]
             if len(row) != len(self.links or ()) or not all(0 < value < math.inf for value in others):
                 raise ValueError(
-                    f"links, row {number + 1}: there must be as many columns as rows, and above 0 all but the diagonal"
+                    f"links, row {number + 1}: give as many columns as rows, and a number above 0 off the diagonal"
                 )
         return self
 
@@ -154,9 +156,9 @@ class Communicator(Section):
     has smaller buffers and LL128 larger ones.
     """
 
-    buffer: float = Field(2.0**22, ge=0, description="Bytes (NCCL_BUFFSIZE).")
-    channels: int = Field(16, gt=0, description="Rings at once, as NCCL logs them; 16 on two nodes of 8 GPUs.")
-    protocols: int = Field(3, gt=0, description="With buffers of their own: LL, LL128, Simple.")
+    buffer: float = Field(2.0**22, ge=0, description="Bytes of a buffer (NCCL_BUFFSIZE).")
+    channels: int = Field(16, gt=0, description="Number of channels, which NCCL logs; 16 on two nodes of 8 GPUs.")
+    protocols: int = Field(3, gt=0, description="Number of protocols with separate buffers: LL, LL128, Simple.")
 
     def memory(self, ranks: int) -> float:
         """Returns the bytes that a communicator of `ranks` ranks takes on each rank, once all ranks are connected."""
@@ -166,14 +168,16 @@ class Communicator(Section):
 class Host(Section):
     """Memory, links and disks of a node besides its accelerators."""
 
-    memory: float = Field(gt=0, description="Bytes of a node.")
+    memory: float = Field(gt=0, description="Host memory of a node, bytes.")
     shared: bool = False
     """True if ranks compute on the host's CPUs: the ranks' memory is then a part of the host memory."""
-    link: float = Field(gt=0, description="Between a rank and its host, bytes/s each way, all of a node at once.")
+    link: float = Field(
+        gt=0, description="Link between a rank and its host while all ranks of the node use theirs, bytes/s each way."
+    )
     bandwidth: float | None = Field(None, gt=0)
     """Bandwidth of a node's host memory, bytes/s. None: unknown, and the planner offloads no state."""
-    read: float | None = Field(None, gt=0, description="Of a node's own disks, bytes/s; None: it has none.")
-    write: float | None = Field(None, gt=0, description="The same, when written to.")
+    read: float | None = Field(None, gt=0, description="Read rate of a node's own disks, bytes/s; None: no disks.")
+    write: float | None = Field(None, gt=0, description="Write rate of these disks, bytes/s.")
     storage: float = Field(1e9, gt=0)
     """Rate at which each node writes to the file system while all nodes write, bytes/s; the default is a guess."""
 
@@ -181,20 +185,24 @@ class Host(Section):
 class Machine(Section):
     """Nodes of one kind, in any number, and the network between the nodes."""
 
-    name: str = Field(description="What tables call it.")
-    source: str = Field(description="Where the figures come from.")
-    ranks_per_node: int = Field(gt=0, description="One for each accelerator, or part of one, that works by itself.")
-    memory: float = Field(gt=0, description="Of a rank, bytes.")
-    memory_bandwidth: float = Field(gt=0, description="As plain kernels reach it, bytes/s of a rank.")
-    cores: int = Field(gt=0, description="Units of a rank that compute tiles side by side.")
-    arithmetic: dict[str, Arithmetic] = Field(description="By precision: bf16, fp16, fp32, fp8, fp4.")
+    name: str = Field(description="Name of the machine in tables.")
+    source: str = Field(description="Source of the figures.")
+    ranks_per_node: int = Field(
+        gt=0, description="Ranks of a node: one for each accelerator, or for each part of one that works by itself."
+    )
+    memory: float = Field(gt=0, description="Memory of a rank, bytes.")
+    memory_bandwidth: float = Field(gt=0, description="Memory bandwidth of a rank that plain kernels reach, bytes/s.")
+    cores: int = Field(gt=0, description="Units of a rank that compute tiles in parallel.")
+    arithmetic: dict[str, Arithmetic] = Field(description="Rates by precision: bf16, fp16, fp32, fp8, fp4.")
     matmul: Matmul
     attention: float = Field(gt=0, le=1)
     """Share of the peak in 16 bits that the best fused attention approaches with long sequences."""
     attention_before: float | None = Field(None, gt=0, le=1)
     """Share of the peak in 16 bits for kernels written for the previous generation; None: the same as `attention`."""
-    attention_half: float = Field(480, ge=0, description="Tokens of a sequence with which it reaches half of that.")
-    kernel_latency: float = Field(ge=0, description="From one kernel to the next, seconds.")
+    attention_half: float = Field(
+        480, ge=0, description="Length of a sequence with which attention reaches half of that share, tokens."
+    )
+    kernel_latency: float = Field(ge=0, description="Time from one kernel to the next, seconds.")
     alone: float = Field(1.0, ge=1)
     """Speedup of a rank while the other ranks of its node are idle, for ranks that share cores."""
     overlap: float = Field(1.0, ge=0, le=1)
@@ -298,8 +306,8 @@ def load_machine(name: str) -> Machine:
         return machine
     if name not in MACHINES:
         raise UserError(
-            f"machine '{name}' is not known; {nearest(name, machine_names())} Or name a file, as `optimus bench machine` "
-            "writes it"
+            f"machine '{name}' is not known; {nearest(name, machine_names())} Or name a machine file, which "
+            "`optimus bench machine` writes"
         )
     return read_section(MACHINES[name].path, Machine)
 
@@ -327,5 +335,5 @@ def _check_units(machine: Machine, path: Path) -> None:
     wrong += [(key, value, "bytes: 80 GB are 80e9") for key, value in held.items() if value < 1e6]
     wrong += [(key, value, "seconds: 5 microseconds are 5e-6") for key, value in waited.items() if value > 2]
     if wrong:
-        said = "; ".join(f"{key} is {value:g}, in {unit}" for key, value, unit in wrong)
+        said = "; ".join(f"{key} is {value:g}, but its unit is {unit}" for key, value, unit in wrong)
         raise UserError(f"{path}: {said}")

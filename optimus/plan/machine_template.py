@@ -14,10 +14,11 @@ from optimus.plan.machine import Machine, load_machine
 
 _EXAMPLE = "dgx-h100"
 _HEAD = f"""A machine for `optimus plan --machine FILE`, key by key. Units are bytes, seconds and FLOP/s;
-3.0e+12 is 3,000,000,000,000. Those of {_EXAMPLE} stand here: put yours in their place. What is commented out may be left
-out, and is then as it stands. If yours is much like a machine that comes with the library, change that one instead: `optimus
-plan MODEL --machine {_EXAMPLE} --what-if memory=128e9`. `optimus bench machine` measures the one that it runs on."""
-_OWN = {"name": "my-machine", "source": "where the figures come from: a data sheet, a measurement"}
+3.0e+12 is 3,000,000,000,000. The values are those of {_EXAMPLE}: replace them with those of your machine. Keys in comments
+are optional and show their defaults. If your machine resembles a machine that comes with the library, change the latter
+instead: `optimus plan MODEL --machine {_EXAMPLE} --what-if memory=128e9`. `optimus bench machine` measures the machine on
+which it runs."""
+_OWN = {"name": "my-machine", "source": "source of the figures: a data sheet, a measurement"}
 _WIDTH = 118
 
 

@@ -18,7 +18,7 @@ _FP32 = 4.0  # bytes
 class Profile(Section):
     """A framework's fused kernels, overlap of communication, and bytes per parameter."""
 
-    speed: float = Field(1.0, gt=0, description="Its computing speed to the predicted one.")
+    speed: float = Field(1.0, gt=0, description="Computing speed relative to the prediction.")
     attention: float = Field(0.9, ge=0, le=1)
     """Speed of the framework's attention kernel relative to the machine's best; 0: the kernel stores scores in memory."""
     products: Literal["fp16", "fp8", "fp4"] | None = None
@@ -60,9 +60,9 @@ class Profile(Section):
     broadcast: float = Field(0.0, ge=0)
     """Seconds of one broadcast, for frameworks in which each rank in turn broadcasts the parameters that it has updated; 0:
     one collective all-gathers the updated parameters."""
-    blocking: bool = Field(False, description="Whether a pipeline's ranks wait for their transfers.")
+    blocking: bool = Field(False, description="True if ranks of a pipeline wait for their transfers.")
     gradient: float = Field(4.0, gt=0, description="Bytes of an accumulated gradient, per parameter.")
-    reduced: float = Field(4.0, gt=0, description="Of these, what is sent to be reduced.")
+    reduced: float = Field(4.0, gt=0, description="Bytes of a gradient in its reduction, per parameter.")
     state: float | None = Field(None, gt=0)
     """Bytes of master weights and moments per parameter; None: the bytes that the update rules need, 12 with AdamW."""
     update: float = Field(2.5, gt=0)

@@ -59,7 +59,7 @@ def config_of(job: Job) -> RunConfig:
     try:
         return load_config(raw)
     except UserError as error:
-        raise UserError(f"the layout that is planned does not go with the rest of the configuration: {error}") from None
+        raise UserError(f"the planned layout conflicts with the rest of the configuration: {error}") from None
 
 
 # ---- The run on the machine ----

@@ -31,7 +31,7 @@ _ALGORITHMS = {  # names of algorithms in words
     OWN: "the backend's own",
     "ring": "the backend's own, a ring",
     "library": "the backend's own, as measured",
-    "hierarchical": "node by node",
+    "hierarchical": "two levels",
     "pccl": "PCCL",
 }
 
@@ -114,7 +114,7 @@ class Answer:
         can be written."""
         path = user_path(path)
         if path.exists():
-            raise UserError(f"--output: {path} is there already: choose another name, or take it away")
+            raise UserError(f"--output: {path} exists already: choose another name, or remove the file")
         with naming_disk_errors(path, "Choose another place for --output"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(dump_config(config_of(self.plans[0].job)), encoding="utf-8")
@@ -207,18 +207,23 @@ def _below_table(plan: Plan) -> list[str]:
     left, beside = machine.memory - plan.memory.total - buffers, f" and {size_text(buffers)} of communicators' buffers"
     fits, said = verdict(plan.memory.total, job)
     lines.append(
-        f"Of {size_text(machine.memory)} a rank it leaves {size_text(left)} beside state and activations"
+        f"Plan 1 leaves {size_text(left)} of the {size_text(machine.memory)} of a rank free, besides state and activations"
         f"{beside if buffers else ''}."
         if fits
         else f"Plan 1 does not fit: its fullest rank takes {said.removesuffix(': does not fit')}."
     )
     if job.parallel.stages_per_rank > 1:
-        lines.append(f"x{job.parallel.stages_per_rank}: a rank of the pipeline has so many stages.")
+        lines.append(f"x{job.parallel.stages_per_rank}: each rank of the pipeline has this number of stages.")
     if job.mesh.pipeline_stride:
-        lines.append(f"/{job.mesh.pipeline_stride}: the stages lie side by side in blocks of so many ranks.")
+        lines.append(f"/{job.mesh.pipeline_stride}: the stages alternate in blocks of this number of ranks.")
     if job.precision == "fp32" and "bf16" not in machine.arithmetic:
-        lines.append(f"In fp32, as {machine.name} says no rate of bf16 (arithmetic.bf16 in its file).")
-    return [*lines, f"Predicted, not measured. The figures of {machine.name}: {' '.join(machine.source.split())}"]
+        lines.append(
+            f"The precision is fp32, because the file of {machine.name} has no rate for bf16 (arithmetic.bf16)."
+        )
+    return [
+        *lines,
+        f"Predicted, not measured. Source of the figures of {machine.name}: {' '.join(machine.source.split())}",
+    ]
 
 
 def _tokens(plan: Plan) -> str:
@@ -251,14 +256,14 @@ def explained(plan: Plan) -> str:
     lines += _elsewhere(plan)
     connected, buffers = communicators_of(job)
     number = sum(each.number for each in connected)
-    beside = f", with {size_text(buffers, 4)} of buffers besides" if buffers else ""
+    beside = f", whose buffers take {size_text(buffers, 4)}" if buffers else ""
     lines.append(f"a rank has up to {counted(number, 'communicator')}{beside}:")
     lines += [f"  {each.what:<22}{each.number:>4} of {each.size:,} ranks" for each in connected]
-    lines += ["its collectives, by which algorithm, and the largest of each kind:", *_collectives(job)]
+    lines += ["collectives of a rank, with the size of the largest of each kind and the algorithm:", *_collectives(job)]
     lines.append(describe(job.mesh))
     if job.nodes is not None:
         nodes = " ".join(map(str, job.nodes))
-        lines.append(f"nodes, as the matrix counts them from 0, in this order: {nodes}")
+        lines.append(f"order of the nodes, as indices from 0 into network.links: {nodes}")
     return "\n".join(lines)
 
 
@@ -271,14 +276,14 @@ def _elsewhere(plan: Plan) -> Iterator[str]:
     beside, terms = plan.memory.elsewhere, plan.step.terms
     ranks = ranks_of_node(job)
     yield (
-        f"state.offload {state.offload}: the state of {device_share(job):.0%} of the chunks is on the device; the host "
-        f"of a node has {size_text(ranks * beside.host, 4)} of {size_text(host.memory)}"
-        + (f", its disks {size_text(ranks * beside.disk, 4)}" if beside.disk else "")
+        f"state.offload {state.offload}: the state of {device_share(job):.0%} of the chunks is on the device; the rest "
+        f"takes {size_text(ranks * beside.host, 4)} of the {size_text(host.memory)} of a node's host memory"
+        + (f" and {size_text(ranks * beside.disk, 4)} of its disks" if beside.disk else "")
     )
     if sends_gradients(job):
-        yield "  the gradients of each microbatch go to the host, and are added up there"
+        yield "  the host accumulates the gradients of each microbatch"
     yield (
-        f"  updates add {terms['optimizer']:.3f} s to the passes, fetching parameters {terms['fetching']:.3f} s "
+        f"  updates add {terms['optimizer']:.3f} s to the passes, and fetching of parameters {terms['fetching']:.3f} s "
         f"(link {host.link / 1e9:.3g} GB/s)"
     )
 
@@ -305,6 +310,6 @@ def verdict(size: float, job: Job) -> tuple[bool, str]:
     room, memory = room_of(job), job.machine.memory
     fits = size <= room
     buffers = buffers_of(job)
-    beside = f"communicators' buffers take {size_text(buffers)} and fragments" if buffers else "fragments waste"
-    left = "" if fits or size > memory else f" ({size_text(room)} of them can be used; {beside} the rest)"
+    beside = f"communicators' buffers take {size_text(buffers)}, and fragmentation" if buffers else "fragmentation"
+    left = "" if fits or size > memory else f" ({size_text(room)} are usable: {beside} wastes the rest)"
     return fits, f"{size_text(size)} on {size_text(memory)}{left}: {'fits' if fits else 'does not fit'}"

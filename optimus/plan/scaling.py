@@ -37,7 +37,7 @@ def scale(job: Job, ranks: Sequence[int], layout_plan: Plan | None = None) -> li
         times, left = divmod(number, mesh.size)
         if left or not times:
             raise UserError(
-                f"--scale: {number} ranks are no multiple of {mesh.size}, those of the layout: take "
+                f"--scale: {number} ranks are not a multiple of the layout's {mesh.size} ranks: use "
                 f"{max(1, times) * mesh.size}"
             )
         larger = first.changed(replace(mesh, dp=mesh.dp * times), train={"global_batch": sequences * times}, phases=[])
@@ -67,10 +67,10 @@ def draw(points: Sequence[ScalingPoint], path: Path) -> None:
     axes.plot(ranks, rates, "o-", label="predicted")
     efficiency = axes.twinx()
     efficiency.plot(ranks, [100 * point.efficiency for point in points], "s:", color="tab:orange", label="efficiency")
-    efficiency.set(ylim=(0, 109), ylabel="efficiency, per cent of the fewest ranks'")
+    efficiency.set(ylim=(0, 109), ylabel="efficiency, % of that on the fewest ranks")
     axes.set_xticks(ranks, [f"{number:,}" for number in ranks])
     axes.minorticks_off()
     lines = [*axes.get_lines(), *efficiency.get_lines()]
     axes.legend(handles=lines, loc="lower right")
-    with naming_disk_errors(path, "Make room, or choose another place."):
+    with naming_disk_errors(path, "Make room, or choose another place"):
         figure.savefig(path, dpi=120)

@@ -81,8 +81,7 @@ def _search(job: Job, best: int) -> list[Timed]:
         if job.config.phases:
             batch = f"the global batches of all phases, multiples of {job.common_batch} sequences,"
         raise UserError(
-            f"no layout divides {batch} over {job.mesh.size} ranks: with a "
-            f"batch that is a multiple of {job.mesh.size}, all do"
+            f"no layout divides {batch} over {job.mesh.size} ranks: use a multiple of {job.mesh.size} sequences"
         )
     job = job.with_neighbours()
     found: dict[tuple[int, ...], Timed] = {}
@@ -152,8 +151,10 @@ def _too_large(job: Job) -> UserError:
         least = min(least, memory_of(each).total + buffers_of(each))
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})
     enough = [f"{name} ({size_text(size)})" for size, name in rooms if least <= size * (1 - FRAGMENTS)]
-    cure = f"the smallest machine that has it is {enough[0]}" if enough else "no known machine has it"
+    cure = (
+        f"the smallest known machine with this memory is {enough[0]}" if enough else "no known machine has this memory"
+    )
     return UserError(
-        f"nothing fits: a rank of {job.machine.name} has {size_text(job.machine.memory)}, and the least that "
-        f"any layout of {job.mesh.size} ranks takes is {size_text(least)}: {cure}; or take more ranks"
+        f"no layout fits: a rank of {job.machine.name} has {size_text(job.machine.memory)}, but every layout of "
+        f"{job.mesh.size} ranks takes at least {size_text(least)}: {cure}; or use more ranks"
     )

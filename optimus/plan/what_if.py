@@ -29,7 +29,7 @@ def changed(machine: Machine, profile: Profile, changes: Sequence[str]) -> tuple
         for section in sections:
             node = node.get(section) if isinstance(node, dict) else None
         if key == _PROFILE or not isinstance(node, dict) or (last not in node and not _is_free(sections)):
-            raise UserError(f"--what-if '{text}': there is no '{key}'; {nearest(key, known)}")
+            raise UserError(f"--what-if '{text}': there is no key '{key}'; {nearest(key, known)}")
         node[last] = _value(text, value, node.get(last))
     other = raw.pop(_PROFILE)
     return validated(Machine, raw, "--what-if", Machine), validated(Profile, other, "--what-if", Profile)
@@ -55,10 +55,12 @@ def _value(text: str, value: str, now: Any) -> Any:
         number = float(value[times:])
     except ValueError:
         if times or not isinstance(now, str):
-            raise UserError(f"--what-if '{text}': {value} is no number, nor a factor such as x2") from None
+            raise UserError(f"--what-if '{text}': {value} is neither a number nor a factor such as x2") from None
         return parse_yaml(value, f"--what-if '{text}'")
     if times:
         if not isinstance(now, int | float):
-            raise UserError(f"--what-if '{text}': what it is now is no number")
+            raise UserError(
+                f"--what-if '{text}': a factor needs a number to multiply, but the present value is {now!r}"
+            )
         number *= now
     return int(number) if isinstance(now, int) and number.is_integer() else number

@@ -113,7 +113,7 @@ class RunFolder:
             return "stopped", detail if kind == "stopped" else "at train.stop_at"
         if kind in ("failure", "error"):
             return "failed", detail
-        return "failed", "it has ended without a word: killed, or its machine was lost"
+        return "failed", "the run left no reason: its process was killed, or its machine was lost"
 
     def step_at(self, moment: float | None) -> int | None:
         """Returns the last step that was complete at `moment` (seconds since 1970), for events without a step. Returns
@@ -135,8 +135,8 @@ def read_folder(run_folder: str | Path, *, ended: bool = False) -> RunFolder:
         raise UserError(f"{path} is not a run folder: there is no such folder; name the train.output of a run")
     if not is_run(path):
         raise UserError(
-            f"{path} is not a run folder: it has neither metrics.jsonl nor config.yaml; name the train.output of a run, "
-            "and see with `optimus runs FOLDER` which there are"
+            f"{path} is not a run folder: it has neither metrics.jsonl nor config.yaml with environment.jsonl; name the "
+            "train.output of a run, as `optimus runs FOLDER` lists them"
         )
     skipped: dict[str, int] = {}
 

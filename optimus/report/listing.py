@@ -37,10 +37,12 @@ def runs(
     if sort not in COLUMNS:
         raise UserError(f"--sort {sort}: {nearest(sort, COLUMNS)}")
     if not root.is_dir():
-        raise UserError(f"{root} is not a folder: name one that has run folders in it")
+        raise UserError(f"{root} is not a folder: name a folder that contains run folders")
     rows = [_row(path, root) for path in _run_folders(root, _DEPTH)]
     if not rows:
-        raise UserError(f"{root} has no run in it: a run folder is what train.output names and has a metrics.jsonl")
+        raise UserError(
+            f"{root} contains no run folder, which is the train.output of a run and has a metrics.jsonl: name another folder"
+        )
     chosen = [row for row in rows if state in (None, row["state"]) and _matches(row, match)]
     there, missing = [r for r in chosen if r[sort] is not None], [r for r in chosen if r[sort] is None]
     # NaN and infinity are strings in `rows`, and come after the numbers.

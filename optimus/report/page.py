@@ -43,7 +43,7 @@ _CHARTS = [
 _LAST_GROUP = "Validation and scores"
 _STACKS = {  # stacked charts, by the prefix of the metrics' names
     "memory": ("Memory by kind", "on rank 0"),
-    "time": ("Where a step's time goes", "on rank 0"),
+    "time": ("Time of a step by kind", "on rank 0"),
 }
 _SIZES = {"layers": "{} layers", "hidden": "hidden {}", "experts": "{} experts"}  # texts in a model's description
 _NO_CHART = {"step", "tokens", "time", "data_seconds", "checkpoint_seconds"}
@@ -88,17 +88,17 @@ def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str,
     names = _distinct_names(folders)
     hidden = {"loss"} if has_other_tokenizer(folders) else set()
     warnings = [
-        f"{name}: left out what cannot be read in {file}: {number:,} line{'s' if number > 1 else ''}"
+        f"{name}: skipped {number:,} unreadable line{'s' if number > 1 else ''} of {file}"
         for name, folder in zip(names, folders)
         for file, number in folder.skipped_lines.items()
     ]
     if hidden:
         warnings.append(
-            "The runs have different tokenizers, so that their losses per token cannot be compared: bits per byte of the "
-            "validation text can, and the losses are not drawn."
+            "The runs have different tokenizers. Their losses per token are not comparable and not drawn: compare bits per "
+            "byte of the validation text."
         )
         if not any(folder.last("bits_per_byte") is not None for folder in folders):
-            warnings.append("None of them has bits per byte: add a set to `validation` to measure them.")
+            warnings.append("No run has bits per byte: add a set to `validation` to measure them.")
     several = compared(dict(zip(names, folders)), with_loss=not hidden) if len(folders) > 1 else None
     return {
         "title": f"Report of {names[0]}" if len(names) == 1 else f"{len(names)} runs compared",

@@ -65,5 +65,6 @@ def report_server(runs: Sequence[str | Path], address: str, port: int) -> Thread
     except (OSError, OverflowError) as error:
         cause = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(
-            f"--serve: cannot listen on {address} port {port}: {cause}; choose another port, or end what listens there"
+            f"--serve: cannot listen on {address} port {port}: {cause}; choose another port, or end the program that "
+            "listens there"
         ) from error

@@ -32,7 +32,7 @@ def verdict(folder: RunFolder) -> str:
     elif loss is not None and math.isfinite(loss):
         parts.append(f"loss {loss:.4g}")
     if loss is not None and not math.isfinite(loss):
-        parts.append("its last losses are not all finite")
+        parts.append("some of the last losses are not finite")
     if (slowest := _slowest(folder)) is not None:
         parts.append(f"slowest: {slowest[0]}, {100 * slowest[1]:.1f} %")
     return "; ".join(parts)

@@ -185,14 +185,14 @@ for ((attempt = 1; attempt <= attempts; attempt++)); do
         exit 0
     fi
     if is_bad_input; then
-        say "the run cannot go on as it is configured, see above"
+        say "the run cannot continue with this configuration, see above"
         exit 2
     fi
     say "attempt $attempt ended before the run did"
 done
 if [ -n "$stopping" ]; then
-    say "told to stop; submit it again to go on from the newest checkpoint"
+    say "the job was told to stop; submit it again to continue from the newest checkpoint"
 else
-    say "$attempts attempts used up: see $run/events.jsonl"
+    say "all $attempts attempts are used up: see $run/events.jsonl"
 fi
 exit 1

@@ -39,12 +39,14 @@ def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = F
     """
     by_code = {code: rank for rank, code in sorted(codes.items(), reverse=True)}
     if Exit.USER in by_code:
-        return Response(Do.STOP, False, by_code[Exit.USER], "the run cannot go on as it is configured")
+        return Response(Do.STOP, False, by_code[Exit.USER], "the run cannot continue with this configuration")
     if stopped := [code for code in STOPPED if code in by_code]:
         return Response(stopped[0], False, by_code[stopped[0]], f"told to end by {signal_name(stopped[0] - 128)}")
     if Exit.BAD_NODE in by_code:
         do = Do.LEAVE if spares > 0 else Do.RESTART
-        return Response(do, True, by_code[Exit.BAD_NODE], "its numbers are not finite, or it does not answer")
+        return Response(
+            do, True, by_code[Exit.BAD_NODE], "the node's numbers are not finite, or the node does not answer"
+        )
     if Exit.DIVERGED in by_code:
         return Response(Do.RESTART, False, by_code[Exit.DIVERGED], "the training has diverged")
     # The launcher ends the remaining ranks with SIGTERM after others have failed.

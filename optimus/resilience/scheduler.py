@@ -52,7 +52,7 @@ def write_script(job: BatchJob, path: Path) -> str:
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)
         except FileExistsError:
-            raise UserError(f"--output {path}: it exists already, and is not overwritten; give another name") from None
+            raise UserError(f"--output {path} exists already: give another name") from None
         path.chmod(0o755)
     return submit
 
@@ -91,7 +91,7 @@ def _check(job: BatchJob) -> None:
         if "\n" in text or text.startswith("#") or not text:
             raise UserError(f"--directive {text!r}: give one line without #SBATCH or #PBS, such as '--account=physics'")
         if re.match(r"(--time|-t|-l *walltime)\b", text):
-            raise UserError(f"--directive '{text}': give --time instead, by which the script knows when to save")
+            raise UserError(f"--directive '{text}': give --time instead, so that the script knows when to save")
 
 
 def _directives(job: BatchJob) -> list[str]:

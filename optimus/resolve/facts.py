@@ -120,7 +120,7 @@ def _memory_to_count_on(
     else:
         free = min(world.all_gather_object(free_memory(device)))
         counted = world.on_first(lambda: known.free_memory(str(device), free))
-    said = f"memory: {size_text(counted)} are counted on, of {size_text(free)} free"
+    said = f"memory: the run counts on {size_text(counted)} of the {size_text(free)} that are free"
     return counted // ranks_sharing_memory(mesh, device), [said]
 
 

@@ -65,7 +65,7 @@ def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateCon
         *steps, copies = divisions(mesh, axes, options)
         name = _named(mesh, axes)
         found += [PlannedGroups(f"shards {number} of {name}", step) for number, step in enumerate(steps, start=1)]
-        found.append(PlannedGroups(f"copies of shards of {name}", copies))
+        found.append(PlannedGroups(f"replicas of shards of {name}", copies))
     return found
 
 

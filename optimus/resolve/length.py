@@ -49,15 +49,17 @@ def _steps_of_epochs(config: RunConfig, sequences: int | None) -> int:
     train = config.train
     if config.data.sources:
         raise UserError(
-            "train.epochs: with data.sources, each source has passes of its own: give train.steps or train.tokens"
+            "train.epochs: with data.sources, each source has its own number of epochs: give train.steps or train.tokens"
         )
     if sequences is None:
-        raise UserError("train.epochs: how long that is depends on the data, and there is none here: give train.steps")
+        raise UserError(
+            "train.epochs: the number of steps depends on the data, which is missing here: give train.steps instead"
+        )
     steps = int((train.epochs or 0) * sequences / train.global_batch + 1e-6)
     if not steps:
         raise UserError(
             f"train.epochs {train.epochs:g} of the {sequences:,} sequences in {config.data.path} is less than one step of "
-            f"train.global_batch {train.global_batch}: raise the one or lower the other"
+            f"train.global_batch {train.global_batch}: raise train.epochs or lower train.global_batch"
         )
     return steps
 
@@ -67,7 +69,7 @@ def _check(config: RunConfig, steps: int) -> None:
     try:
         check_combinations(config)
     except ValueError as error:
-        raise UserError(f"with {steps} steps in train.epochs: {error}") from None
+        raise UserError(f"train.epochs gives {steps} steps: {error}") from None
 
 
 def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
@@ -78,8 +80,8 @@ def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
         if each.lr_schedule.warmup_steps is None
     }
     if (key := "lr_schedule.warmup_steps") in values and key in previous:
-        return Decided(values | {key: previous[key]}, "as the run began", kept=True)
-    return Decided(values, "a twentieth of the run, at most 2,500", kept=True)
+        return Decided(values | {key: previous[key]}, "as at the start of the run", kept=True)
+    return Decided(values, "a twentieth of the run, at most 2,500 steps", kept=True)
 
 
 def cooldown(config: RunConfig) -> Decided:

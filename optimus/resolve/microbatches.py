@@ -29,15 +29,15 @@ def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> D
     if number != "auto":
         size, why = (
             _asked(number, train.micro_batch, train.global_batch // mesh.dp),
-            f"{number} microbatches are asked for",
+            f"parallel.microbatches is {number}",
         )
     elif (before := previous.get("train.micro_batch")) in options:
-        size, why = before, "as the run has chosen before"
+        size, why = before, "as the run chose at its start"
     else:
         idle = {size: max(_idle(config, each // size) for each in found) for size in options}
         few = [size for size in options if idle[size] <= _IDLE]
         size = max(few) if few else min(options, key=lambda size: (idle[size], -size))
-        why = f"the largest with which a rank of the pipeline is idle for {idle[size]:.0%} of its work"
+        why = f"chosen by the pipeline bubble, which is {idle[size]:.0%} of the computing time"
     return Decided({"train.micro_batch": size, "parallel.microbatches": None}, why, kept=True)
 
 
@@ -79,7 +79,7 @@ def _asked(number: int, most: int, sequences: int) -> int:
     able = ", ".join(map(str, sorted(fits)))
     raise UserError(
         f"parallel.microbatches {number}: the {sequences} sequences of a step on each data-parallel rank can be divided "
-        f"into {able} microbatches of at most train.micro_batch {most}: choose one of them, or auto"
+        f"into {able} microbatches of at most train.micro_batch {most}: choose one of these numbers, or auto"
     )
 
 

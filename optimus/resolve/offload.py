@@ -55,7 +55,7 @@ def places(run: ResolvedRun) -> Decided:
     state = run.config.state
     if state.offload == "none":
         open_ = [key for key in ("update_on", "accumulate_on") if getattr(state, key) == "auto"]
-        return Decided({f"state.{key}": "device" for key in open_}, "all state is there", said=False)
+        return Decided({f"state.{key}": "device" for key in open_}, "all state is on the device", said=False)
     if state.offload == "disk" and state.disk is None:
         return Decided({"state.disk": run.config.train.output}, "the folder of the run")
     return Decided()
@@ -71,14 +71,14 @@ def accumulation(run: ResolvedRun) -> Decided:
     if state.accumulate_on != "auto":
         return Decided()
     if RESIDENCES[state.offload][1] == "device":
-        return Decided({"state.accumulate_on": "device"}, "they wait there for the update")
+        return Decided({"state.accumulate_on": "device"}, "gradients wait on the device for the update")
     if run.microbatches == 1:
         return Decided({"state.accumulate_on": "device"}, "a step has one microbatch")
     if run.facts.device == "cpu":
-        return Decided({"state.accumulate_on": "device"}, "a processor's memory is the device's")
+        return Decided({"state.accumulate_on": "device"}, "on a CPU, device and host have the same memory")
     there = run.with_values({"state.accumulate_on": "device"})
     if all(_has_room(there, rank) for rank in there.stage_ranks):
-        return Decided({"state.accumulate_on": "device"}, "it has room for them")
+        return Decided({"state.accumulate_on": "device"}, "the device has room for the gradients")
     return Decided({"state.accumulate_on": "host"}, "the device has no room for the gradients of several microbatches")
 
 
@@ -157,13 +157,13 @@ def _choose_for_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[fl
 def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
     rates = machine.rates
     if math.isinf(rates.up):
-        return "what there is room for"
+        return "as much as fits into memory"
     update = rates.host_update if found.update_on == "host" else min(rates.up, rates.down) / 12
     step = step_seconds(shape, rates, found)
     computing = shape.microbatches * shape.chunks * (shape.forward + shape.backward)
     return (
-        f"measured: link {rates.up / 1e9:.3g} GB/s up and {rates.down / 1e9:.3g} down, {update / 1e9:.3g} G elements/s, "
-        f"within {machine.spread:.0%}; a step is expected to take {step / computing:.2f} times its computation"
+        f"measured: link {rates.up / 1e9:.3g} GB/s up and {rates.down / 1e9:.3g} down, updates {update / 1e9:.3g} G "
+        f"elements/s, spread {machine.spread:.0%}; a step should take {step / computing:.2f} times its computation"
     )
 
 
@@ -185,7 +185,7 @@ def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], resident:
 
 
 def _shape(run: ResolvedRun, plans: Sequence[ChunkPlan], room: _Room, compute: float) -> StepShape:
-    """Describes a step on `rank`, which computes `compute` FLOP/s."""
+    """Describes a step on a rank that has the chunks `plans` and computes `compute` FLOP/s."""
     mesh, train, state = run.mesh, run.widest.train, run.config.state
     tokens = train.micro_batch * train.sequence_length / mesh.cp
     forward = flops_per_token(run.config.model, train.sequence_length) / 3 * tokens / (mesh.pp * mesh.tp) / compute

@@ -6,7 +6,7 @@ time. The state of the first D chunks stays on the device. The updates of the ot
 forward pass and take a seconds each, A = (L - D) a in all:
 
     update after the backward       F + B + A
-    update in the order of use      B + max(F, A)                      hidden from D / L = 1 - F / A on
+    update in the order of use      B + max(F, A)                      hidden if A <= F
     uploads of a pass               L - C chunks, 2 M L - (2 M - 1) C in a step; hidden while there is computation
     gradients to the host           L - D chunks after the last backward pass; after each one if the host accumulates
 """

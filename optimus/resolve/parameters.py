@@ -44,7 +44,7 @@ def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> State
     """
     rules, pruning = rules_of(config.optimizer, model, config.train.freeze), config.pruning
     targets = pruned_by(pruning, model, rules, tied=config.model.tie_embeddings)
-    check_prunable("what the run begins with is pruned", inputs.unpruned, rules)
+    check_prunable("the initial weights are pruned", inputs.unpruned, rules)
     first = pruning.unpruned(0) if pruning is not None and pruning.comes_first and inputs.begins else None
     unpruned = (
         dict.fromkeys(targets) | dict(inputs.unpruned) | (dict.fromkeys(targets, first) if first is not None else {})
@@ -55,7 +55,7 @@ def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> State
 
 
 def check_blocks_of(config: RunConfig, model: Transformer, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Raises `UserError` if the run prunes by blocks and a target is no matrix or has a block that several ranks would
+    """Raises `UserError` if the run prunes by blocks and a target is not a matrix or has a block that several ranks would
     share.
 
     The check skips parameters that only the initial weights prune, since their masks may have no blocks.

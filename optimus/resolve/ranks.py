@@ -41,7 +41,7 @@ def axes(config: RunConfig, mesh: Mesh) -> Decided:
         values["parallel.data"] = mesh.dp
     if parallel.pipeline > 1 and parallel.pipeline_stride is None:
         values["parallel.pipeline_stride"] = mesh.stage
-    return Decided(values, f"of {mesh.size} ranks what the other axes leave")
+    return Decided(values, f"what the other axes leave of {mesh.size} ranks")
 
 
 def device(config: RunConfig, kind: str) -> Decided:
@@ -49,7 +49,7 @@ def device(config: RunConfig, kind: str) -> Decided:
     if config.train.device != "auto":
         return Decided()
     return Decided(
-        {"train.device": kind}, "the accelerator that is here" if kind != "cpu" else "no accelerator is here"
+        {"train.device": kind}, "this machine's accelerator" if kind != "cpu" else "this machine has no accelerator"
     )
 
 

@@ -25,9 +25,9 @@ def recomputation(run: ResolvedRun) -> Decided:
     given = config.recompute_budget
     budget, sizes = _left(run) if given is None else (given, lambda chosen: run.activations(chosen, load=BUSY))
     chosen, found = choose_recomputation(config.model, budget, run.widest.train.sequence_length, sizes)
-    said = f"keeps {size_text(found.saved)} of activations, {size_text(found.peak)} at the peak"
+    said = f"saves {size_text(found.saved)} of activations, with a peak of {size_text(found.peak)}"
     values = {"recompute": [*chosen.kinds], "recompute_every": chosen.every, "recompute_budget": None}
-    return Decided(values, f"{chosen} {said}, of {size_text(budget)}")
+    return Decided(values, f"{chosen} {said}; {size_text(budget)} are available")
 
 
 def _left(run: ResolvedRun) -> tuple[int, Callable[[Recomputation], Activations]]:

@@ -40,8 +40,8 @@ def choose_recomputation(
     least = min(found, key=lambda chosen: found[chosen].peak)
     needed = int(found[least].peak * _MARGIN) + 1
     raise UserError(
-        f"recompute_budget {budget:,} bytes: the activations of a microbatch take {needed:,} bytes at least, with "
-        f"{least}: raise it, or lower train.micro_batch or train.sequence_length"
+        f"recompute_budget {budget:,} bytes: activations take at least {needed:,} bytes, with {least}: raise the budget, or "
+        "lower train.micro_batch or train.sequence_length"
     )
 
 

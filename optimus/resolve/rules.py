@@ -36,14 +36,14 @@ def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = 
     `Frozen`.
 
     Raises `UserError` for a group or an entry of `freeze` that matches no parameter, and for a model without trainable
-    parameters. Raises `UserError` for a group that gives a matrix rule to a parameter that is not a matrix.
+    parameters. Raises `UserError` for a group whose rule cannot update the role of a parameter.
     """
     roles = {name: declared.role for name, declared in declarations(model)}
     for number, group in enumerate(config.groups):
         _check_matches(f"optimizer.groups.{number}.match", group.matches, roles)
     frozen = {name for name in matching("train.freeze", freeze, roles) if roles[name] != "factor"}
     if len(frozen) == len(roles):
-        raise UserError("train.freeze matches every parameter of the model: leave out what is to be trained")
+        raise UserError("train.freeze matches every parameter of the model: leave out the parameters to train")
     return {name: Frozen() if name in frozen else _rule(config, name, role) for name, role in roles.items()}
 
 
@@ -71,7 +71,7 @@ def with_factors(model: M, train: TrainConfig) -> M:
     ]
     if not projections:
         raise UserError(
-            "train.lora_rank: factors are beside frozen projections, and train.freeze names none: add matrix there, or names"
+            "train.lora_rank adds factors to frozen projections, but train.freeze matches none: add matrix, or their names"
         )
     for each in projections:
         each.add_factors(train.lora_rank)
@@ -94,13 +94,13 @@ def pruned_by(
     else:
         if "head" in pruning.targets and tied:
             raise UserError(
-                "pruning.targets: the head is tied to the embedding: name embedding, and both are pruned, or neither"
+                "pruning.targets: the head is tied to the embedding: name embedding to prune both, or neither of them"
             )
         found = matching("pruning.targets", pruning.targets, roles)
     for name in found:
         if not rules[name].trains:
             raise UserError(
-                f"pruning.targets: {name} is frozen (train.freeze), and keeps no state: leave it out of one"
+                f"pruning.targets: {name} is frozen (train.freeze) and has no state to prune: remove it from either key"
             )
     check_prunable("pruning.targets", found, rules)
     return found
@@ -111,8 +111,8 @@ def check_prunable(where: str, names: Iterable[str], rules: Mapping[str, Rule]) 
     for name in names:
         if rules[name].trains and rules[name].tiling != "flat":
             raise UserError(
-                f"{where}: {name} is updated by {type(rules[name]).__name__.lower()}, which needs whole matrices, "
-                "and of pruned ones only what is left is kept: choose another rule for it (optimizer.groups)"
+                f"{where}: {type(rules[name]).__name__.lower()} updates {name} and needs whole matrices, but a pruned "
+                "parameter stores only its unpruned elements: choose another rule for it (optimizer.groups)"
             )
 
 
@@ -129,8 +129,8 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
     row = RULES[chosen]
     if role in row.never:
         raise UserError(
-            f"optimizer.groups.{group}: {chosen} updates matrices, and {name} (role {role}) is none: "
-            "match other parameters, or give these another rule in a later group"
+            f"optimizer.groups.{group}: {chosen} cannot update {name}, whose role is {role}: "
+            "match other parameters, or give this one another rule in a later group"
         )
     decay, _ = _last([(each.weight_decay, number) for number, each in numbered], (config.weight_decay, None))
     scale, _ = _last([(each.lr_scale, number) for number, each in numbered], (1.0, None))

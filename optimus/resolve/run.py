@@ -181,7 +181,7 @@ class ResolvedRun:
             found |= {stage: max(plan.size for plan in plans) for stage, plans in self.divided(rank).items()}
         return Decided(
             {"state.chunk": [found[stage] for stage in sorted(found)]},
-            "by stage, the size that wastes least",
+            "for each stage, the size that wastes least",
             said=False,
         )
 

@@ -12,7 +12,7 @@ from optimus.resolve.stages import splits_backward
 
 def stage_options(config: RunConfig, recomputation: Recomputation | None = None) -> StageOptions:
     """Returns the options for parallelising and recomputing the model. The token dispatcher must be decided already."""
-    assert config.moe.dispatch != "auto", "the dispatcher is decided first"
+    assert config.moe.dispatch != "auto", "`moe.dispatch` must be decided before"
     return StageOptions(
         force_balanced=config.moe.force_balanced,
         sequence=config.parallel.splits_sequence,

@@ -40,7 +40,7 @@ def division(config: RunConfig) -> Decided:
         values["parallel.layers_per_stage"] = [len(blocks) for blocks in found]
     if parallel.executor == "message-driven" and parallel.max_in_flight is None:
         values["parallel.max_in_flight"] = parallel.stages
-    return Decided(values, "what balances the stages and splits what can be split")
+    return Decided(values, "balanced stages, and sequence parallelism wherever possible")
 
 
 def blocks_of_stages(model: ModelConfig, stages: int, *, divided: bool) -> list[range]:

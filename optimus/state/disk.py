@@ -137,8 +137,8 @@ class StateFile:
 
     def _failed(self, error: OSError) -> UserError:
         return UserError(
-            f"state.offload disk: {self._folder}: {error.strerror or error}. Make room, mend the disk or name another "
-            "folder (state.disk), then run again with `resume=True`: the checkpoints are untouched"
+            f"state.offload disk: {self._folder}: {error.strerror or error}. Make room, repair the disk or choose another "
+            "folder (state.disk), then run again with `resume=True`: the checkpoints are intact"
         )
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ def _read(file: int, piece: memoryview, offset: int) -> None:
     while piece:
         count = os.preadv(file, [piece], offset)
         if not count:
-            raise OSError("the file of the state ends before it should")
+            raise OSError("the state file is shorter than its records")
         piece, offset = piece[count:], offset + count
 
 
@@ -186,8 +186,8 @@ class DiskStates:
 
     def resize(self, kinds: Sequence[str], elements: int) -> None:
         """Changes the record to `elements` elements of the same kinds; the old content is lost. Call between steps."""
-        assert (*kinds,) == (*self._kinds,), f"a record of {self._kinds} cannot be one of {kinds}"
-        assert self._read is None, "read for an update that has not been"
+        assert (*kinds,) == (*self._kinds,), f"the record has the kinds {self._kinds}, not {kinds}"
+        assert self._read is None, "the state has been read for an update that has not run"
         self._written.wait()
         self._elements, self._bytes = elements, 4 * elements * len(kinds)
         if not self._room or self._bytes > self._room:  # a checkpoint may load state that is pruned less than planned

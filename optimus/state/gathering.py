@@ -214,7 +214,7 @@ class ParameterPrefetcher:
 
     def _make_room(self, chunk: Chunk, using: Sequence[Chunk], place: int = 0, nearest: bool = True) -> bool:
         """Reshards the chunk with the furthest next use, counted from position `place`, if the cache is full; returns
-        whether `chunk` now fits.
+        True if `chunk` now fits.
 
         Chunks that are in use, or are used again before `place`, stay. If the chunk with the furthest use must stay, this
         method returns False, because an eviction would cost one more gather. For the `nearest` chunk it evicts another chunk

@@ -34,7 +34,7 @@ class Matrices(NamedTuple):
         The cost counts the matmuls A = X X^T, A A, and the matmul of a polynomial of A with X.
         """
         if len(shape) < 2:
-            raise ValueError(f"a parameter of shape {list(shape)} is no matrix")
+            raise ValueError(f"a parameter of shape {list(shape)} is not a matrix")
         *batch, rows, columns = shape
         short, long = sorted((whole or shape)[-2:])
         return cls(start, math.prod(batch), rows, columns, short * (2 * long + short) * rows * columns // long)

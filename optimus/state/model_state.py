@@ -141,8 +141,8 @@ class ModelState:
         return {stage: place_chunks(plans, self.options, self.recipe) for stage, plans in self._divided.items()}
 
     def _hold(self) -> None:
-        """Registers the chunks at the prefetcher, which gathers the chunks that modules use."""
-        assert self.options.cache != "auto", "chosen before"
+        """Registers the chunks with the prefetcher, which gathers the chunks that modules use."""
+        assert self.options.cache != "auto", "`state.cache` must be decided before"
         self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
 
     @property
@@ -359,9 +359,9 @@ def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:
     others = [name for name, as_planned in parameters if not as_planned]
     if others:
         raise UserError(
-            f"requires_grad is not as train.freeze says for {', '.join(others[:3])}"
-            f"{f' and {len(others) - 3} more' if others[3:] else ''}: name there what is to be frozen, and leave "
-            "requires_grad as it is"
+            f"requires_grad contradicts train.freeze for {', '.join(others[:3])}"
+            f"{f' and {len(others) - 3} more' if others[3:] else ''}: name the parameters to freeze in train.freeze, and "
+            "leave requires_grad unchanged"
         )
 
 

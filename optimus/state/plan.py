@@ -27,7 +27,7 @@ from optimus.state.tiling import TILINGS, Tiling
 Sizes = npt.NDArray[np.int64]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
-_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # elements: range of chunk sizes, large enough for a network, small for a device
+_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # elements: range of chunk sizes, efficient for networks and small for a device
 _SIZES = 240  # number of sizes that the search tries
 _CHUNKS = 8  # minimum per model, unless chunks get too small: transfers of other chunks overlap with the use of one
 
@@ -575,7 +575,7 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
     axes = {layout.partial_axes for layout in layouts.values() if layout.partial_axes in (("dp", "cp"), ("edp",))}
     most = max(len(shard_groups(mesh, mesh.group(0, each), over_all)[0]) for each in axes)
     if wanted > most:
-        cure = f"at most {most}, or leave it out for all" if most > 1 else "1, or leave it out"
+        cure = f"at most {most}, or remove it for all replicas" if most > 1 else "1, or remove it"
         raise UserError(
             f"state.shard_ranks {wanted}: a parameter has at most {most} replicas on these {mesh.size} ranks; "
             f"set it to {cure}"

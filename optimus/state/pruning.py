@@ -64,11 +64,11 @@ def check_blocks(layouts: Mapping[str, Layout], mesh: Mesh) -> None:
     for name, layout in layouts.items():
         parts = layout.local_shape(mesh)[-2:]
         if len(layout.shape) < 2:
-            raise UserError(f"pruning.scope block 16x16: {name} is no matrix: leave it out of pruning.targets")
+            raise UserError(f"pruning.scope block 16x16: {name} is not a matrix: leave it out of pruning.targets")
         if any(part != whole and part % _BLOCK for part, whole in zip(parts, layout.shape[-2:])):
             raise UserError(
-                f"pruning.scope block 16x16: ranks have {' x '.join(map(str, parts))} of {name}, so that blocks lie on two "
-                "of them: choose another parallel.tensor, or scope global"
+                f"pruning.scope block 16x16: each rank has {' x '.join(map(str, parts))} elements of {name}, so that some "
+                "blocks span two ranks: choose another parallel.tensor, or scope global"
             )
 
 

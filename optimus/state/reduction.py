@@ -236,7 +236,9 @@ class GradientReduction:
             self._gradients.transition("open")
         gradient = self.chunk.elements.compress(self.gradient, plan.borders[-1])
         if self._watch is not None:
-            self._watch.leaves(gradient, f"reduction of the gradients of {plan.slots[0].name} ...")
+            self._watch.leaves(
+                gradient, f"reduction of the gradients of {plan.slots[0].name} and the rest of its chunk"
+            )
         self._gradients.transition("reduce")
         for depth in range(plan.depths.gradients):
             self._turn.add(partial(self._reduce_scatter_async, self.gradient, 0, depth))

@@ -98,9 +98,13 @@ class Status:
         """
         following, name = self._table[self.status].get(event), threading.current_thread().name
         if following is None:
-            raise RuntimeError(f"{event}: {self.thing} is {self.status}: a mistake in the order of the calls")
+            raise RuntimeError(
+                f"{event}: the status of {self.thing} is {self.status}: the calls are in the wrong order"
+            )
         if name.startswith(_OTHERS) and not name.startswith(THREADS.get((self.thing, self.status), ("-",))):
-            raise RuntimeError(f"{event}: {self.thing} that is {self.status} is nothing for the thread {name}")
+            raise RuntimeError(
+                f"{event}: the status of {self.thing} is {self.status}: the thread {name} may not change it"
+            )
         if event == "arrive" and self.until is not None:
             self.until.wait()
             self.until = None

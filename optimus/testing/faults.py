@@ -1,8 +1,8 @@
 """Fault injection: a plan of faults by rank and step, to rehearse a run's recovery.
 
 Every fault of a plan happens once in the life of a run, even if the run repeats the step after a restart, because the event
-log records the faults that have happened. As a program, this module runs a rank of a launch with a plan. Its arguments are
-PLAN and the arguments of `optimus.launch.rank`.
+log records the faults that have happened. As a program, this module runs a rank of a launch with a plan. The
+program's arguments are PLAN and the arguments of `optimus.launch.rank`.
 """
 
 import errno
@@ -110,7 +110,7 @@ class FaultPlan:
             raise UserError(f"fault plan {path} cannot be read: {error}") from error
         raw = parse_yaml(text, f"fault plan {path}")
         if not isinstance(raw, list):
-            raise UserError(f"fault plan {path} is no list; one fault is {{kind: kill, rank: 1, step: 12}}")
+            raise UserError(f"fault plan {path} is not a list of faults such as {{kind: kill, rank: 1, step: 12}}")
         return cls([_fault(entry, f"fault plan {path}, entry {number}") for number, entry in enumerate(raw, start=1)])
 
 
@@ -121,7 +121,7 @@ def rank_program(inject: str | Path, ranks: int) -> list[str]:
     """
     plan = FaultPlan.read(inject)
     if far := [fault for fault in plan.faults if fault.rank >= ranks]:
-        raise UserError(f"fault plan {inject}: there is no rank {far[0].rank}, the run has ranks 0 to {ranks - 1}")
+        raise UserError(f"fault plan {inject}: there is no rank {far[0].rank}: the run has ranks 0 to {ranks - 1}")
     return ["optimus.testing.faults", str(user_path(inject).absolute())]
 
 
@@ -141,7 +141,7 @@ def is_due(run: Path, plan: FaultPlan, number: int) -> bool:
 
 def _fault(entry: Any, where: str) -> Fault:
     if not isinstance(entry, dict):
-        raise UserError(f"{where} is no mapping; one is {{kind: kill, rank: 1, step: 12}}")
+        raise UserError(f"{where} is not a fault such as {{kind: kill, rank: 1, step: 12}}")
     return validated(Fault, entry, where, Fault)
 
 
@@ -199,7 +199,9 @@ class Inject(Hook):
 
     def _cut(self, trainer: Trainer) -> None:
         if not any(os.path.samefile("/proc/self/ns/net", each) for each in Path("/run/netns").glob("*")):
-            raise UserError("links can be cut in the lab only: this is the network of the machine itself")
+            raise UserError(
+                "a fault plan can cut links in the lab only: this rank is in the network of the machine itself"
+            )
         device = os.environ["GLOO_SOCKET_IFNAME"]  # the launcher sets it
         subprocess.run(["ip", "link", "set", device, "down"], check=True)
 

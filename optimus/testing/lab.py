@@ -65,7 +65,7 @@ class Lab:
         return codes
 
     def stop(self) -> None:
-        """Kills everything on every host."""
+        """Kills all processes on every host."""
         for host, process in self._processes.items():
             for pid in self._pids(host):
                 with suppress(ProcessLookupError):
@@ -166,7 +166,7 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
     the hosts.
     """
     if bandwidth is not None and not isolated:
-        raise UserError("--bandwidth needs network namespaces (Linux, root); leave it out")
+        raise UserError("--bandwidth needs network namespaces (Linux, root); leave out --bandwidth")
     tag = f"o{os.getpid() % 100000}"
     hosts = [f"{tag}n{number}" for number in range(nodes)]
     made = Lab(hosts, f"{_NETWORK}.1:{_PORT}" if isolated else f"127.0.0.1:{_free_port()}", isolated)
@@ -250,8 +250,8 @@ def _run(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise UserError(
-            f"the lab cannot make its hosts: `{' '.join(words)}` says: {done.stderr.strip()}. It needs Linux and root; "
-            "without, use --plain"
+            f"the lab cannot make its hosts: `{' '.join(words)}` says: {done.stderr.strip()}. Network namespaces need Linux "
+            "and root: otherwise use --plain"
         )
 
 
@@ -266,7 +266,7 @@ def _free_port() -> int:
 
 
 def _main() -> None:
-    """Runs a node in the lab. Its command line has the job and the node's arguments as JSON."""
+    """Runs a node in the lab. The command line has the job and the node's arguments as JSON."""
     job, node = json.loads(sys.argv[1])
     try:
         outcome = launch(NodeJob(**job), **node)

@@ -75,9 +75,9 @@ class Allocations:
 def tracking() -> Iterator[Allocations]:
     """Counts the bytes allocated inside the context.
 
-    A resized storage counts with its new bytes, even if it existed before the context. Its old bytes no longer count, if
-    they did. For example, take a storage of n bytes from before the context: `resize_(0)` changes nothing, a following
-    `resize_(n)` adds n, and another `resize_(0)` subtracts n.
+    A resized storage counts with its new bytes, even if it existed before the context. The old bytes of the storage no
+    longer count, if they did. For example, take a storage of n bytes from before the context: `resize_(0)` changes nothing,
+    a following `resize_(n)` adds n, and another `resize_(0)` subtracts n.
     """
     allocations = Allocations()
     with _Mode(allocations), resizes(allocations):

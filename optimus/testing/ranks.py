@@ -7,8 +7,8 @@ addresses, and a slow name server stalls a connection for seconds. Calls do not 
 the function leaves in its process, for example a patched module.
 
 If a rank fails, the caller kills all ranks of the call, because the others may wait forever for the failed rank; the next
-call forks new processes. The error names the culprit rank. This is a dead rank, because a death makes other ranks raise, or
-else the first rank that raised.
+call forks new processes. The error names the culprit rank: a dead rank, because a death makes other ranks raise, or
+otherwise the first rank that raised.
 """
 
 import atexit
@@ -70,7 +70,7 @@ def run_ranks(
     """
     if n < 1:
         raise ValueError(f"run_ranks needs at least one rank, not {n}")
-    work = functions.dumps((fn, args), f"what {getattr(fn, '__name__', fn)} is and is given")
+    work = functions.dumps((fn, args), f"the function {getattr(fn, '__name__', fn)} with its arguments")
     with turn(), _pool(pool).lend(n, kept) as (workers, store):
         deadline = time.monotonic() + timeout
         calls = [_Call(rank, n, store, timeout, os.getcwd(), sys.path, dict(os.environ), work) for rank in range(n)]
@@ -175,7 +175,9 @@ def _timed_out(workers: Sequence[_Worker], pending: Sequence[int], timeout: floa
     lines = [f"{names} of {len(workers)} had not finished after {timeout:g} s"]
     for rank in pending:
         stack = workers[rank].stack
-        lines.append(f"rank {rank} was at:\n{stack.read_text() if stack.exists() else '(its process was starting)'}")
+        lines.append(
+            f"rank {rank} was at:\n{stack.read_text() if stack.exists() else '(the process of the rank was starting)'}"
+        )
     return RankError(pending, "\n".join(lines))
 
 
@@ -284,7 +286,7 @@ def _answer(call: _Call | None) -> _Answer:
         else:
             _join(call)
             fn, args = functions.loads(call.work)
-            result = functions.dumps(fn(*args), f"what {getattr(fn, '__name__', fn)} returns")
+            result = functions.dumps(fn(*args), f"the result of {getattr(fn, '__name__', fn)}")
     except BaseException:  # includes SystemExit, because the caller is waiting
         return _Answer(b"", f"failed:\n{traceback.format_exc()}", time.monotonic())
     return _Answer(result, None, time.monotonic())

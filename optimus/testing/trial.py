@@ -15,7 +15,7 @@ from optimus.kernels.triton.tuning import Kernel, Tiles
 def trial(kernel: Kernel, tiles: Tiles) -> Iterator[None]:
     """Makes `kernel` use `tiles`, limited to the size of its matmul, inside the context.
 
-    Callers use it to time a candidate, or to split a small matmul into many tiles.
+    Callers use this context to time a candidate, or to split a small matmul into many tiles.
     """
     usual = tuning.preferred
 

@@ -15,7 +15,8 @@ from optimus.training.run import Run
 
 
 def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float]]:
-    """Returns the load of each expert relative to the mean of its layer, by layer of the whole model. All ranks must call.
+    """Returns the load of each expert relative to the mean of its layer, by layer of the whole model. All ranks must
+    call this function.
 
     `choices` maps each router of this rank to its number of choices of each expert.
     """

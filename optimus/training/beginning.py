@@ -75,8 +75,8 @@ def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int
 
     Returns the origin of the weights, with the checkpoint resolved to a path, and the number of ranks that read them.
 
-    With `masks`, prunes the state like the source; otherwise the masks of the state stay as they are. All ranks must call.
-    Raises `UserError` on all ranks when the weights cannot be read.
+    With `masks`, prunes the state like the source; otherwise the masks of the state stay as they are. All ranks must call
+    this function. Raises `UserError` on all ranks when the weights cannot be read.
     """
     seed, std, world = run.config.train.seed, run.config.model.init_std, run.groups.world
     send, origin = run.config.checkpoint.broadcast, Origin()

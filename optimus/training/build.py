@@ -56,7 +56,7 @@ def build_trainer(
     """Builds the trainer of `config` on this rank, ready for the first step or, with `resume`, for the step after the newest
     checkpoint.
 
-    All ranks must call. See `launch.rank.run_rank` for the other arguments.
+    All ranks must call this function. See `launch.rank.run_rank` for the other arguments.
     """
     run = build_run(config, device, resume)
     hooks = [*more, *hooks_of(run, node, holder), *users_hooks(config.train.hooks, users, run.groups.rank)]
@@ -65,7 +65,7 @@ def build_trainer(
 
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     """Builds the model and its uninitialised state on `device`, pruned like the weights that will fill them. All ranks must
-    call."""
+    call this function."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_of(config, ranks, ranks_per_node(ranks))
     groups = Groups(mesh, config.resilience.timeout, [], partial_sums=partial_sums(config))
@@ -113,7 +113,7 @@ def build_model(
     """Builds the model's stages on this rank, with the rank's shards of their parameters, and their uninitialised state.
 
     `masks_of` gets the groups, the layouts and the unsharded model on the meta device; it returns the masks of this rank's
-    shards of pruned parameters as packed bits. All ranks must call.
+    shards of pruned parameters as packed bits. All ranks must call this function.
     """
     groups.make(plan.divisions)  # creates the groups of all stages, on all ranks in the same order
     masks, gathering = masks_of(groups, plan.layouts, plan.model), ParameterPrefetcher()

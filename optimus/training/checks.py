@@ -53,8 +53,8 @@ def check_references(config: RunConfig, resume: bool) -> None:
             raise UserError(f"lr_schedule.branch_from: {path} holds weights only: name a full checkpoint, step-N")
         if trunk.step >= config.train.total_steps:
             raise UserError(
-                f"lr_schedule.branch_from: {path} is at step {trunk.step}, and the run ends at {config.train.total_steps}: "
-                "raise train.steps, which counts the trunk's too"
+                f"lr_schedule.branch_from: {path} is at step {trunk.step}, but the run ends at {config.train.total_steps}: "
+                "raise train.steps, which includes the steps of the trunk"
             )
         check_prunings(config, trunk, path)
     initial = config.checkpoint.load_path
@@ -81,8 +81,8 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
             check_same_tokenizer(data.first_folder, shards)
             if shards.masked and not any(part.tokens for part in read_rows(shards, each.tokens)):
                 raise UserError(
-                    f"validation.{number}.path: of the first {each.tokens:,} tokens of {each.path} none is predicted: raise "
-                    "validation.tokens, or prepare it with a longer `context`"
+                    f"validation.{number}.path: none of the first {each.tokens:,} tokens of {each.path} is predicted: raise "
+                    "validation.tokens, or prepare the data with a longer `context`"
                 )
     if config.evaluate.tasks:
         from optimus.evaluation.tasks import check_lm_eval, load_tasks
@@ -110,7 +110,7 @@ def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
         raise UserError(f"train.output: {folder} is a file; name a folder")
     there = next(path for path in (folder / "checkpoints", folder, *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"train.output: {there} is not yours to write: change its permissions or choose another folder")
+        raise UserError(f"train.output: you may not write to {there}: change its permissions or choose another folder")
     found = list_checkpoints(folder)
     if resume:
         _check_resumable(config, folder, data)
@@ -147,8 +147,8 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
     )
     if others:  # without these files, the run ended before its first checkpoint
         raise UserError(
-            f"{folder / 'checkpoints'} holds no checkpoint step-N to resume, but {', '.join(others)}: give one its name "
-            "back, or choose another train.output"
+            f"{folder / 'checkpoints'} holds no checkpoint step-N to resume, only {', '.join(others)}: rename one of them "
+            "to step-N, or choose another train.output"
         )
     if saved.exists() and load_config(saved, of_run=True).model != config.model:
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
@@ -166,14 +166,14 @@ def check_prunings(config: RunConfig, description: Description, path: Path) -> N
     late = [at for at in pruning.at if at <= step and pruning.method != "early-bird"]
     if late and not description.prunings:
         raise UserError(
-            f"pruning.at {late[-1]}: {path}, from which the run goes on, is at step {step} and not pruned: give later steps"
+            f"pruning.at {late[-1]}: the run continues from {path}, which is at step {step} and not pruned: give later steps"
         )
     ends = description.prunings > 0 if pruning.method == "early-bird" else pruning.at[-1] <= step
     back, folder = pruning.rewind, Path(config.train.output)
     if back and back <= step and not ends and not (weights_folder(folder, back) / MANIFEST).is_file():
         raise UserError(
-            f"pruning.rewind {back}: {path}, from which the run goes on, is at step {step}, and {folder} has no weights of "
-            "the one before: give a later step whose weights are kept (checkpoint.weights_every), or 0"
+            f"pruning.rewind {back}: the run continues from {path} at step {step}, but {folder} has no weights of step "
+            f"{back}: give a later step whose weights are saved (checkpoint.weights_every), or 0"
         )
 
 
@@ -213,8 +213,8 @@ def _check_room(
         return
     beside = config.state.offload != "none" and device.type == "cpu"
     where = f", {together} ranks" if together > 1 else ", on the fullest rank" if elsewhere else ""
-    and_copies = f", and {copies / total:.3g} to be copied for checkpoints" if copies else ""
-    and_copies += f", and {size_text(teacher)} of train.teacher" if teacher else ""
+    and_copies = f", and {copies / total:.3g} for copies of checkpoints" if copies else ""
+    and_copies += f", and {size_text(teacher)} for train.teacher" if teacher else ""
     cures = ["set checkpoint.asynchronous=false"] if copies else []
     cures += ["set state.offload=disk"] if beside and config.state.offload != "disk" else []
     cures += ["set state.offload=all"] if device.type != "cpu" and config.state.offload in ("none", "optimizer") else []
@@ -223,7 +223,8 @@ def _check_room(
         f"the state of this model ({total / 1e9:.2f} B parameters, {state / together / total:.3g} bytes each"
         f"{' on the host' if beside else ''}{where}{and_copies}) "
         f"needs {size_text(needed)}, but {device} has {size_text(free)} free: {', '.join(cures)}, "
-        "state.gradient_dtype=bfloat16, a state.shard over more ranks, more stages (parallel.pipeline), or another machine"
+        "set state.gradient_dtype=bfloat16, shard the state over more ranks (state.shard), use more stages "
+        "(parallel.pipeline), or choose another machine"
     )
 
 
@@ -249,7 +250,7 @@ def dry_run(run: Run) -> str:
             one = _saved_bytes(run, tokens[:few]) // few
     except torch.OutOfMemoryError:
         raise UserError(
-            f"a microbatch of one sequence does not fit into the {size_text(free)} that {run.device} has free: "
+            f"a microbatch of one sequence does not fit into the free {size_text(free)} of {run.device}: "
             "shorten train.sequence_length, or recompute some activations (recompute: [norm, attention, ...])"
         ) from None
     needed = one * micro_batch
@@ -290,5 +291,5 @@ def _too_large(needed: int, free: int, one: int, run: Run) -> str:
     cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.sequence_length"
     return (
         f"the activations of a microbatch of {run.config.train.micro_batch} sequences need {size_text(needed)}, but "
-        f"{run.device} has {size_text(free)} free: {cure}, or recompute some (recompute: [norm, attention, ...])"
+        f"{run.device} has {size_text(free)} free: {cure}, or recompute some activations (recompute: [norm, attention, ...])"
     )

@@ -48,8 +48,8 @@ def measured_collectives(config: RunConfig, mesh: Mesh, resume: bool) -> tuple[M
         )
     if file.ranks_per_node != per_node:
         return None, [
-            f"collectives.machine: {path} is of nodes with {file.ranks_per_node} ranks, and these have {per_node}; defaults "
-            "are used"
+            f"collectives.machine: {path} describes nodes of {file.ranks_per_node} ranks, but the nodes of this run have "
+            f"{per_node}; the run uses the default algorithms"
         ]
     return file.collectives, []
 

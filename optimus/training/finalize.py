@@ -61,7 +61,7 @@ def _report(config: RunConfig, *, ended: bool) -> str | None:
             return None
         return str(write_page(report_data([folder], ended=ended), folder / "report.html")["output"])
     except UserError as error:
-        print(f"no report: {error}", file=sys.stderr)
+        print(f"the report was not written: {error}", file=sys.stderr)
         return None
 
 

@@ -37,12 +37,12 @@ def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
     """Records a pruning event and, if so configured, rewinds the remaining weights to an earlier step.
 
     Returns lines for the user. `step` is the last completed step; `began_with` is the source of the run's initial weights.
-    All ranks must call.
+    All ranks must call this function.
     """
     state, pruning = run.state, run.config.pruning
     assert pruning is not None
     state.pruned.unpruned, state.pruned.events = share_left(state, run.targets), state.pruned.events + 1
-    said = [f"step {step}: pruned: {state.pruned.unpruned:.2%} of the targets are left"]
+    said = [f"step {step}: pruned: {state.pruned.unpruned:.2%} of the elements of the targets remain"]
     if pruning.rewind is None:
         return said
     if pruning.rewind == step:
@@ -53,4 +53,4 @@ def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
         weights = weights_folder(run.folder, pruning.rewind)
         load_state(state, weights, model=run.config.model, full=False, masks=False)
     state.steps, state.counters = 0, dict.fromkeys(state.counters, 0.0)
-    return [*said, f"step {step}: the weights that are left are those of step {pruning.rewind}"]
+    return [*said, f"step {step}: the remaining weights are rewound to step {pruning.rewind}"]

@@ -61,12 +61,12 @@ def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
     """
     for each in fields(StepRecord):
         if each.name != "values" and getattr(after, each.name) != getattr(before, each.name):
-            raise UserError(f"record.{each.name} is not its own: leave it as it is")
+            raise UserError(f"record.{each.name} does not belong to the hook: leave it unchanged")
     if not isinstance(after.values, Mapping):
-        raise UserError(f"record.values is a {type(after.values).__name__}: give numbers by name")
+        raise UserError(f"record.values is a {type(after.values).__name__}: it must map names to numbers")
     for name, value in before.values.items():
         if after.values.get(name) is not value:
-            raise UserError(f"record.values[{name!r}] is not its own: choose another name")
+            raise UserError(f"record.values[{name!r}] does not belong to the hook: choose another name")
     own: Mapping[Any, Any] = {name: value for name, value in after.values.items() if name not in before.values}
     for name, value in own.items():
         if not isinstance(name, str) or not name:
@@ -74,7 +74,9 @@ def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
         if name in OWN_NAMES or name.startswith(OWN_BEGINNINGS):
             raise UserError(f"record.values[{name!r}] is a metric of the library: choose another name")
         if not is_number(value):
-            raise UserError(f"record.values[{name!r}] is a {type(value).__name__}: give a number, as by float()")
+            raise UserError(
+                f"record.values[{name!r}] is a {type(value).__name__}: give a number, for example by float()"
+            )
     return {name: float(value) for name, value in own.items()}
 
 

@@ -9,7 +9,8 @@ from optimus.training.trainer import Trainer
 
 
 def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
-    """Returns the exception that ends this rank when this or another node is at fault. All ranks must call and then end.
+    """Returns the exception that ends this rank when this or another node is at fault. All ranks must call this
+    function and then end.
 
     Completes the checkpoint in progress first, while all ranks are still alive.
     """
@@ -19,7 +20,7 @@ def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
 
 def go_back(trainer: Trainer, detail: str) -> int:
     """Prepares a restart from saved weights of an earlier step; each rollback of a run goes further back. All ranks must
-    call and then end.
+    call this function and then end.
 
     `detail` is the reason. Returns the step of the weights. Raises `UserError` on all ranks when no earlier weights are
     saved, or after `resilience.max_rollbacks` rollbacks.
@@ -35,9 +36,9 @@ def _go_back(trainer: Trainer, detail: str) -> int:
         step for path in list_checkpoints(trainer.folder, "weights") if (step := step_of(path)) < trainer.progress.step
     ]
     if rollbacks >= limit or not steps:
-        why = "there are no weights to go back to (checkpoint.weights_every)"
+        why = "no weights of an earlier step are saved (checkpoint.weights_every)"
         if rollbacks >= limit:
-            why = f"it has gone back {rollbacks} times already (resilience.max_rollbacks)"
+            why = f"the run has already gone back {rollbacks} times (resilience.max_rollbacks)"
         events.write("failure", step=trainer.progress.step, detail=f"{detail}; {why}")
         raise UserError(f"{detail}; {why}. Lower lr_schedule.lr, or look at the data of that step")
     back = steps[max(0, len(steps) - 1 - rollbacks)]

@@ -29,7 +29,7 @@ def stages_of(
 ) -> PipelineStages:
     """Builds the stages of this rank and the function that executes them.
 
-    All ranks must call, because the function connects the links between stages.
+    All ranks must call this function, because it connects the links between stages.
     """
     parallel, mesh = config.parallel, groups.mesh
     streams = groups.streams(2 * parallel.stages, "pp")

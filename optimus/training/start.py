@@ -32,7 +32,7 @@ _DECIDING = (
 
 def start_run(run: Run, resume: bool) -> Start:
     """Fills the state of `run` with initial weights, or, with `resume`, from its newest intact checkpoint. All ranks must
-    call."""
+    call this function."""
     points = run.groups.world.on_first(lambda: resume_points(run.folder)) if resume else []
     return _resume(run, points) if points else _begin(run, resume)
 
@@ -48,11 +48,14 @@ def _resume(run: Run, points: Sequence[ResumePoint]) -> Start:
             notes.append(str(error))
     else:
         raise DamagedError("; ".join(notes))
-    how = "" if point.full else ", its weights with fresh moments"
+    how = "" if point.full else ", with its weights and fresh moments"
     notes.append(f"resumed from {point.path} (step {start.progress.step}){how}{_readers(run, readers)}")
     if run.groups.rank == 0:
-        with naming_disk_errors(run.folder, "Mend the folder's permissions"):
-            notes += [f"set aside as {path}" for path in set_newer_aside(run.folder, start.progress.step)]
+        with naming_disk_errors(run.folder, "Correct the folder's permissions"):
+            notes += [
+                f"a newer checkpoint was set aside as {path}"
+                for path in set_newer_aside(run.folder, start.progress.step)
+            ]
     start.notes[:0] = notes
     return start
 
@@ -94,7 +97,7 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
         kept.get("hooks", {}) if full else {},
         description.frozen if same else None,
         [
-            *([f"going on with another configuration: {changed}"] if changed else []),
+            *([f"continuing with another configuration: {changed}"] if changed else []),
             *changed_plugins(description.plugins, str(path)),
         ],
     )

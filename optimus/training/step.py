@@ -124,8 +124,8 @@ def accumulate_gradients(
 def predicted_tokens(batch: Batch, data: Group) -> int:
     """Returns the number of predicted tokens of the global batch; every rank of `data` has the same number of sequences.
 
-    Without a mask and documents, the shape of the batch determines the number. Otherwise all ranks must call, because the
-    counts are all-reduced.
+    Without a mask and documents, the shape of the batch determines the number. Otherwise all ranks must call this function,
+    because the counts are all-reduced.
     """
     count = batch.predicted()
     if batch.counted_by_shape or data.size == 1:

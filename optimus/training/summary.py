@@ -83,14 +83,14 @@ def warnings(config: RunConfig, instances: int) -> list[str]:
     epochs = 0.0 if mixed else (train.stop_at or steps) * train.global_batch / instances
     if epochs > _MOST_EPOCHS:
         found.append(
-            f"the run reads its data {epochs:.3g} times: after {_MOST_EPOCHS} times a model learns little from it and "
-            "begins to recite it. Prepare more text, or shorten the run (train.steps, train.tokens, train.epochs)"
+            f"the run reads its data {epochs:.3g} times: after {_MOST_EPOCHS} times a model learns little more and begins "
+            "to memorise the text. Prepare more text, or shorten the run (train.steps, train.tokens, train.epochs)"
         )
     if warmup > steps / 2:
         reached = peak * min(1.0, steps / warmup)
         found.append(
             f"the warm-up takes {warmup:,} of {steps:,} steps (lr_schedule.warmup_steps), so that the learning rate ends at "
-            f"{reached:.2g} of lr_schedule.lr {peak:g}. Set it to {max(1, steps // 20)}, or lengthen the run"
+            f"{reached:.2g} of lr_schedule.lr {peak:g}. Set the warm-up to {max(1, steps // 20)} steps, or lengthen the run"
             if warmup >= steps
             else f"the warm-up takes more than half of the run, {warmup:,} of {steps:,} steps. Set lr_schedule.warmup_steps "
             f"to {max(1, steps // 20)}, or lengthen the run"
@@ -100,6 +100,6 @@ def warnings(config: RunConfig, instances: int) -> list[str]:
     if train.global_batch > instances:
         found.append(
             f"a step reads {train.global_batch:,} sequences (train.global_batch), but the data has {instances:,}: one step "
-            "sees the same text more than once. Lower it, or prepare more text"
+            "sees the same text more than once. Lower train.global_batch, or prepare more text"
         )
     return found

@@ -40,13 +40,13 @@ def check_teacher(run: ResolvedRun, data: TrainingData) -> None:
         found = described_teacher(path)
         if found.model.vocab != config.model.vocab:
             raise UserError(
-                f"train.teacher: {path} has a vocabulary of {found.model.vocab}, and the model one of {config.model.vocab}: "
-                "logits of the two cannot be compared"
+                f"train.teacher: {path} has a vocabulary of {found.model.vocab}, but the model has {config.model.vocab}: "
+                "choose a teacher with the vocabulary of the model"
             )
         if (limit := found.model.learned_positions) is not None and limit < length:
-            raise UserError(f"train.teacher: {path} only learned {limit} positions, and sequences have {length}")
+            raise UserError(f"train.teacher: {path} has learned {limit} positions, but sequences have {length} tokens")
         if (
             found.tokenizer is not None
             and file_sha256(found.tokenizer) != data.first_folder.index["tokenizer"]["sha256"]
         ):
-            raise UserError(f"train.teacher: {path} has another tokenizer than {data.first_folder.folder}")
+            raise UserError(f"train.teacher: {path} has another tokenizer than the data in {data.first_folder.folder}")

@@ -63,33 +63,33 @@ class Hook:
     and it may use collectives."""
 
     def before_training(self, trainer: "Trainer") -> None:
-        """Called before the first step of this process."""
+        """Runs before the first step of this process."""
 
     def before_step(self, trainer: "Trainer") -> None:
-        """Called before a step, after the trainer has read its data."""
+        """Runs before a step, after the trainer has read the data of the step."""
 
     def loss_limit(self, trainer: "Trainer") -> float:
-        """Returns the loss above which the trainer skips the update of the next step. All ranks must return the same loss.
+        """Returns the loss above which the trainer skips the update of the next step. All ranks must return the same limit.
 
         The trainer applies the lowest limit of all hooks.
         """
         return math.inf
 
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
-        """Called after a step, which `trainer.progress` already counts."""
+        """Runs after a step, which `trainer.progress` already counts."""
 
     def after_error(self, trainer: "Trainer") -> None:
-        """Called when an error that all ranks share ends the run. The state is the one after the last completed step."""
+        """Runs when an error that all ranks share ends the run. The state is the one after the last completed step."""
 
     def after_training(self, trainer: "Trainer") -> None:
-        """Called at the end of training, also after an error."""
+        """Runs at the end of training, also after an error."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that checkpoints save for this hook, as JSON. Checkpoints save the state of the first rank."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state returned by `state_dict`; called on all ranks."""
+        """Restores the state that `state_dict` has returned; runs on all ranks."""
 
     @property
     def name(self) -> str:
@@ -163,7 +163,7 @@ class Trainer:
             self._unsaid.append(line)
 
     def stop(self, why: str = "", *, signal: int = 0, error: UserError | None = None) -> None:
-        """Ends the run on all ranks after this step and its checkpoint, even if only one rank calls.
+        """Ends the run on all ranks after this step and its checkpoint, even if only one rank calls this method.
 
         With an `error` the run fails. If a hook calls `stop` after the checkpoints of a step, the run ends after the next
         step.
@@ -172,7 +172,7 @@ class Trainer:
             self._wish = Ending(signal, error, why)
 
     def fail(self, error: UserError) -> None:
-        """Ends the run as failed; all ranks must call alike."""
+        """Ends the run as failed; all ranks must call this method with equal errors."""
         self.ending = Ending(error=error)
 
     # ---- Training ----
@@ -236,7 +236,8 @@ class Trainer:
             hook.after_step(self, record)
 
     def train_step(self, batch: Batch, clock: StepClock | None = None) -> StepRecord:
-        """Trains on `batch`, this rank's part of a global batch, on the run's device. All ranks must call."""
+        """Trains on `batch`, this rank's part of a global batch, on the run's device. All ranks must call this
+        method."""
         clock = clock or StepClock(self.groups.recorder)
         for hook in self.hooks:
             hook.before_step(self)
@@ -287,7 +288,7 @@ class Trainer:
             if self.ending.why:
                 self.say(f"step {self.progress.step}: the run ends here: {self.ending.why}")
             elif self.groups.rank == 0 and own is None:
-                say_at_once("another rank was told to end: saving")
+                say_at_once("another rank was told to end: saving a checkpoint")
 
     @contextmanager
     def _displaying(self) -> Iterator[None]:
@@ -308,7 +309,7 @@ class Trainer:
         """Writes, or begins to write, checkpoints of the last completed step: the whole state (`full`), the `weights` alone,
         or both.
 
-        All ranks must call. Raises `UserError` on all ranks, like `Saver.save`.
+        All ranks must call this method. Raises `UserError` on all ranks, like `Saver.save`.
         """
         states = {hook.name: state for hook in self.hooks if (state := hook.state_dict())}
         self.checkpointer.save(self.progress, self.origin, states, full=full, weights=weights)
@@ -319,7 +320,9 @@ class Trainer:
             if name in known:
                 known[name].load_state_dict(state)
             else:
-                self.say(f"the checkpoint has the state of {name}, a hook that this run has not: it is left out")
+                self.say(
+                    f"the checkpoint has the state of the hook {name}, which this run does not use: the state is ignored"
+                )
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def test_missing_checkpoints(run: dict[str, Any]) -> None:
     older.rename(older.with_name("step-2.backup"))
     before = contents(folder_of(run))
     with pytest.raises(
-        UserError, match=r"checkpoints holds no checkpoint step-N to resume, but my-best, step-2.backup: "
+        UserError, match=r"checkpoints holds no checkpoint step-N to resume, only my-best, step-2.backup: "
     ):
         optimus.train(run, resume=True)
     assert contents(folder_of(run)) == before
@@ -82,7 +82,7 @@ def test_no_permission(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
     locked = folder_of(run) / "checkpoints"
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != locked and right(path, mode))
     before = contents(folder_of(run))
-    with pytest.raises(UserError, match=r"train\.output: .*checkpoints is not yours to write: change its permissions"):
+    with pytest.raises(UserError, match=r"train\.output: you may not write to .*checkpoints: change its permissions"):
         optimus.train(run, resume=True)
     assert contents(folder_of(run)) == before
 
@@ -103,10 +103,12 @@ def test_a_read_only_folder(run: dict[str, Any]) -> None:
     try:
         mount("-o", "remount,bind,ro", place)
         with pytest.raises(
-            UserError, match=r"train\.output: .*checkpoints is not yours to write: change its permissions"
+            UserError, match=r"train\.output: you may not write to .*checkpoints: change its permissions"
         ):
             optimus.train(run, resume=True)
-        with pytest.raises(UserError, match=r"cannot write .*: Read-only file system\. Mend the folder's permissions"):
+        with pytest.raises(
+            UserError, match=r"cannot write .*: Read-only file system\. Correct the folder's permissions"
+        ):
             resumed(run)
         assert contents(folder_of(run)) == before
     finally:

@@ -339,7 +339,7 @@ def test_the_other_one_is_resumed(run: dict[str, Any], harm: str) -> None:
     assert any(f"checkpoint {newest} is damaged: " in note for note in found._unsaid), found._unsaid
     assert any(f"resumed from {older} (step 2)" in note for note in found._unsaid)
     aside = newest.with_name("step-00000004.aside")
-    assert f"set aside as {aside}" in found._unsaid
+    assert f"a newer checkpoint was set aside as {aside}" in found._unsaid
     assert contents(aside) == damaged
     assert contents(older) == whole
     assert {path.name for path in newest.parent.iterdir()} == {older.name, aside.name}

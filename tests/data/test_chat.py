@@ -106,7 +106,7 @@ def test_a_step_of_which_nothing_is_predicted_has_no_loss(
     assert 1 <= sum(loss is not None for loss in losses) <= 4
     assert all(loss is None or loss > 1 for loss in losses)
     said = capsys.readouterr().err
-    assert said.count("no token of its batch is predicted") == losses.count(None)
+    assert said.count("no token of the batch is predicted") == losses.count(None)
     assert "loss -" in said
 
 

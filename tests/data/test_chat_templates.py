@@ -490,6 +490,6 @@ def test_data_that_does_not_go_together_is_refused_by_the_check(folder_of: Any, 
     assert 0 < unpredicted < shards.instances
     tokens = 32 * unpredicted
     validation = [{"name": "v", "path": str(tmp_path / "one"), "every": 1, "tokens": tokens}]
-    with pytest.raises(UserError, match=rf"validation\.0\.path: of the first {tokens} tokens of .* none is predicted"):
+    with pytest.raises(UserError, match=rf"validation\.0\.path: none of the first {tokens} tokens of .* is predicted"):
         optimus.train(run | {"validation": validation}, check=True)
     assert optimus.train(run | {"validation": [validation[0] | {"tokens": 10_000}]}, check=True)["ok"]

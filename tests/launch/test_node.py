@@ -290,8 +290,8 @@ def test_what_a_rank_has_written_down_itself(cluster: Cluster, one: Launch, code
 def test_bad_input_stops_all_and_is_no_good_end(cluster: Cluster) -> None:
     cluster.start(nodes=2, n0="2", n1="75 wait")
     assert cluster.end() == {"n0": Do.STOP, "n1": Do.STOP}
-    assert cluster.events() == [("failure", "n0", "the run cannot go on as it is configured")]
-    assert cluster.announced == [("failed", "the run cannot go on as it is configured")]
+    assert cluster.events() == [("failure", "n0", "the run cannot continue with this configuration")]
+    assert cluster.announced == [("failed", "the run cannot continue with this configuration")]
 
 
 def test_a_run_that_does_not_get_on(cluster: Cluster, one: Launch) -> None:

@@ -400,12 +400,10 @@ def test_of_the_segments_that_fit_the_one_nearest_to_the_root() -> None:
 
 def test_an_impossible_budget_names_the_least() -> None:
     config = ModelConfig(**DENSE)
-    with pytest.raises(
-        UserError, match=r"^recompute_budget 1,000 bytes: the activations of a microbatch take "
-    ) as error:
+    with pytest.raises(UserError, match=r"^recompute_budget 1,000 bytes: activations take at least ") as error:
         choose(config, 1000)
-    assert "raise it, or lower train.micro_batch or train.sequence_length" in str(error.value)
-    found = re.search(r"take ([\d,]+) bytes at least, with recompute: \[(.*?)\]", str(error.value))
+    assert "raise the budget, or lower train.micro_batch or train.sequence_length" in str(error.value)
+    found = re.search(r"take at least ([\d,]+) bytes, with recompute: \[(.*?)\]", str(error.value))
     assert found is not None
     least = int(found[1].replace(",", ""))
     assert choose(config, least)[0].kinds == tuple(found[2].split(", "))
@@ -424,6 +422,6 @@ def test_the_default_budget_is_what_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     run = resolve_run(config, torch.device("cpu"), groups)
     (counted,) = run.facts.notes
     (note,) = {str(decision) for decision in run.decisions if decision.key == "recompute"}
-    assert counted == f"memory: {size_text(coarse(free))} are counted on, of {size_text(free)} free"
+    assert counted == f"memory: the run counts on {size_text(coarse(free))} of the {size_text(free)} that are free"
     assert note.startswith("recompute: [")
-    assert note.endswith(f"of {size_text(0.9 * (coarse(free) - state))})")
+    assert note.endswith(f"; {size_text(0.9 * (coarse(free) - state))} are available)")

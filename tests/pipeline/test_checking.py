@@ -44,7 +44,7 @@ def test_a_dropped_a_doubled_and_a_foreign_action(name: str, ranks: int, rounds:
     foreign = action._replace(microbatch=schedule.microbatches)
     with pytest.raises(ScheduleError) as caught:
         check(changed(schedule, rank, [*actions[:place], foreign, *actions[place + 1 :]]))
-    assert str(caught.value) == f"schedule {name}: rank {rank} has {foreign}, which does not belong there"
+    assert str(caught.value) == f"schedule {name}: rank {rank} has {foreign}, which does not belong to this rank"
 
 
 @given(name=st.sampled_from(sorted(schedules())), ranks=st.integers(1, 5), rounds=st.integers(2, 3), data=st.data())
@@ -121,11 +121,13 @@ def test_messages_in_another_order_than_received() -> None:
     actions.insert(actions.index(later) + 1, earlier)
     with pytest.raises(ScheduleError) as caught:
         check(changed(schedule, 0, actions))
-    assert f"rank 0 sends rank 1 as message {first} that of {later}, where " in str(caught.value)
+    assert f"rank 0 sends message {first} to rank 1 by {later}, but " in str(caught.value)
 
 
 def test_a_list_for_another_kind_of_backward() -> None:
-    with pytest.raises(ScheduleError, match=r"has backward\(stage 0, microbatch 0\), which does not belong there"):
+    with pytest.raises(
+        ScheduleError, match=r"has backward\(stage 0, microbatch 0\), which does not belong to this rank"
+    ):
         check(replace(make_schedule("1f1b", 2, 2), splits_backward=True))
     assert issubclass(ScheduleError, UserError)
 

@@ -87,7 +87,7 @@ def test_a_timeline_is_written_and_read(tmp_path: Path) -> None:
         ('{"ranks": 1, "events": [[0, "walk", 0, 0, 0, 1]]}', "'walk' is not a valid Kind"),
         ('{"ranks": 1, "events": [[0, "forward", 0, 0, 0]]}', "holds no timeline"),
         ("[]", "holds no timeline"),
-        ('{"ranks": 1, "events": [[1, "forward", 0, 0, 0, 1]]}', "is of no rank from 0 to 0"),
+        ('{"ranks": 1, "events": [[1, "forward", 0, 0, 0, 1]]}', "has a rank outside 0 to 0"),
     ],
 )
 def test_a_file_that_is_no_timeline(content: str | None, message: str, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_the_command_with_every_option(
     ("words", "message"),
     [
         (["1f1"], "did you mean '1f1b'?"),
-        (["interleaved-1f1b", "--microbatches", 3], "take at least 4 microbatches"),
+        (["interleaved-1f1b", "--microbatches", 3], "use at least 4 smaller microbatches"),
         (["1f1b", "--stages", 0], "0 ranks; give at least one"),
         (["1f1b", "--jitter", -1], "jitter is -1.0; give zero or more"),
         (["1f1b", "--plot", "t.svg"], "name a .png file"),

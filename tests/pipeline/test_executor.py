@@ -179,7 +179,7 @@ def test_a_cap_of_one_lets_one_microbatch_in() -> None:
 def test_a_cap_of_zero_is_refused_where_nothing_would_ever_be_done() -> None:
     schedule, mesh = message_driven(1, 2), Mesh()
     links, work = StageLinks(schedule, Groups(mesh).streams(2, "pp")), Numbers(schedule, 0, Groups(mesh).along("dp"))
-    with pytest.raises(UserError, match="cap 0 lets no microbatch in; give at least 1"):
+    with pytest.raises(UserError, match="cap 0 admits no microbatch; give at least 1"):
         MessageDrivenExecutor(schedule, links, work, caps=0, team=work.team, device=torch.device("cpu"))
 
 

@@ -114,8 +114,8 @@ def test_the_limit_of_the_dissertation_is_the_number_of_stages() -> None:
 @pytest.mark.parametrize(
     ("caps", "message"),
     [
-        (0, "cap 0 lets no microbatch in; give at least 1"),
-        ([2, 2, 0, 1], "lets no microbatch in"),
+        (0, "cap 0 admits no microbatch; give at least 1"),
+        ([2, 2, 0, 1], "admits no microbatch"),
         ([4, 3, 2], "3 caps for 4 stages; give one per stage"),
     ],
 )

@@ -33,8 +33,8 @@ def test_caps() -> None:
 @pytest.mark.parametrize(
     ("caps", "message"),
     [
-        (0, "cap 0 lets no microbatch in; give at least 1"),
-        ([2, 0, 1], r"cap \[2, 0, 1\] lets no microbatch in; give at least 1"),
+        (0, "cap 0 admits no microbatch; give at least 1"),
+        ([2, 0, 1], r"cap \[2, 0, 1\] admits no microbatch; give at least 1"),
         ([2, 1], "2 caps for 3 stages; give one per stage, or one for all"),
         ([], "0 caps for 3 stages"),
     ],
@@ -46,8 +46,8 @@ def test_caps_that_cannot_be(caps: int | list[int], message: str) -> None:
 
 @pytest.mark.parametrize("caps", [0, [1, 0], [1]])
 def test_a_rank_with_a_cap_that_lets_nothing_in_is_refused(caps: int | list[int]) -> None:
-    """The queue would never choose an action, and its executor would wait for ever."""
-    with pytest.raises(UserError, match=r"lets no microbatch in|1 caps for 2 stages"):
+    """Nothing would ever be chosen, and whoever asks would wait for ever."""
+    with pytest.raises(UserError, match=r"admits no microbatch|1 caps for 2 stages"):
         ready(0, caps)
 
 

@@ -188,12 +188,12 @@ def test_an_order_that_cannot_proceed() -> None:
         ({"ranks": 0}, "0 ranks; give at least one"),
         ({"microbatches": 0}, "0 microbatches; give at least one"),
         ({"stages_per_rank": 0}, "0 stages per rank; give at least one"),
-        ({"stages_per_rank": 2}, "2 stages per rank cannot be; take 1, or schedule interleaved-1f1b"),
-        ({"name": "zbv", "stages_per_rank": 3}, "3 stages per rank cannot be; take 2"),
-        ({"name": "interleaved-1f1b", "stages_per_rank": 1}, "nothing to interleave; take 2"),
-        ({"name": "interleaved-1f1b", "microbatches": 3}, "3 microbatches cannot fill 4 ranks; take at least 4"),
-        ({"name": "gpipe", "warmup_factor": 2.0}, "a deeper warm-up is an option of 1f1b"),
-        ({"warmup_factor": 0.5}, "warm-up 0.5 is too short to fill the pipeline; take at least 1"),
+        ({"stages_per_rank": 2}, "2 stages per rank are not possible; use 1, or schedule interleaved-1f1b"),
+        ({"name": "zbv", "stages_per_rank": 3}, "3 stages per rank are not possible; use 2"),
+        ({"name": "interleaved-1f1b", "stages_per_rank": 1}, "nothing to interleave; use 2"),
+        ({"name": "interleaved-1f1b", "microbatches": 3}, "3 microbatches cannot fill 4 ranks; use at least 4"),
+        ({"name": "gpipe", "warmup_factor": 2.0}, "a warm-up factor other than 1 is an option of 1f1b only"),
+        ({"warmup_factor": 0.5}, "warm-up factor 0.5 is too small to fill the pipeline; use at least 1"),
     ],
 )
 def test_what_cannot_be(words: dict[str, object], message: str) -> None:

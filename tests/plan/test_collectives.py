@@ -263,9 +263,9 @@ def test_a_message_goes_over_the_thinnest_link() -> None:
 
 
 def test_links_must_be_a_square_of_numbers_above_zero() -> None:
-    with pytest.raises(ValueError, match="links, row 2: there must be as many columns as rows"):
+    with pytest.raises(ValueError, match="links, row 2: give as many columns as rows"):
         Network(bandwidth=1.0, latency=0.0, links=[[0.0, 1.0], [1.0]])
-    with pytest.raises(ValueError, match=r"links, row 1: .* above 0 all but the diagonal"):
+    with pytest.raises(ValueError, match=r"links, row 1: .* a number above 0 off the diagonal"):
         Network(bandwidth=1.0, latency=0.0, links=[[0.0, -1.0], [1.0, 0.0]])
 
 

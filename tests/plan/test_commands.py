@@ -92,7 +92,7 @@ def test_a_table_and_what_one_row_is_made_of(plan: Callable[..., Any]) -> None:
     assert re.search(r"a rank has up to [1-9] communicators:\n  .* of 4 ranks\n", text)
     assert "4 ranks on 1 node" in text
     text = plan("--explain", "1", machine="dgx-h100", text=True)
-    assert re.search(r"a rank has up to [1-9] communicators?, with [\d.]+ [kMG]B of buffers besides:\n", text)
+    assert re.search(r"a rank has up to [1-9] communicators?, whose buffers take [\d.]+ [kMG]B:\n", text)
 
 
 def test_below_a_table_stands_what_it_does_not_say(plan: Callable[..., Any], tmp_path: Path) -> None:
@@ -113,11 +113,13 @@ def test_below_a_table_stands_what_it_does_not_say(plan: Callable[..., Any], tmp
     assert first["run"]["tokens"] == 2048
     assert first["run"]["device_hours"] == pytest.approx(4 * hours)
     left = machine.memory - first["memory_bytes"]["total"]
-    assert f"Of 4 GB a rank it leaves {size_text(left)} beside state and activations." in said
-    assert "Predicted, not measured. The figures of laptop: A plain machine of eight cores" in said
+    assert f"Plan 1 leaves {size_text(left)} of the 4 GB of a rank free, besides state and activations." in said
+    assert "Predicted, not measured. Source of the figures of laptop: A plain machine of eight cores" in said
     far = " ".join(plan("--best", "1", text=True, machine="dgx-h100", ranks=8).split())
     assert re.search(
-        r"Of 85 GB a rank it leaves [\d.]+ GB beside state and activations and [\d.]+ [GM]B of communicators' buf", far
+        r"Plan 1 leaves [\d.]+ GB of the 85 GB of a rank free, besides state and activations and [\d.]+ [GM]B of "
+        r"communicators' buffers\.",
+        far,
     )
 
 
@@ -134,7 +136,9 @@ def test_what_explains_a_row_says_which_algorithm_each_kind_of_group_uses(plan: 
         (16, "profile.collectives=ring", r"  16 ranks on 4 nodes .*: the backend's own, a ring\n"),
     ):
         text = plan(*words, "--what-if", change, text=True, ranks=ranks)
-        assert re.search("its collectives, by which algorithm, and the largest of each kind:\n" + expected, text), text
+        assert re.search(
+            "collectives of a rank, with the size of the largest of each kind and the algorithm:\n" + expected, text
+        ), text
 
 
 def test_the_buffers_of_communicators_are_the_machines(plan: Callable[..., Any]) -> None:
@@ -166,7 +170,7 @@ def test_the_table_fits_a_terminal(scaled: bool) -> None:
     [
         ("4e9", True, r" MB on 4 GB: fits"),
         ("1e8", False, r" MB on 100 MB: does not fit"),
-        ("TOTAL", False, r" MB on .* MB \(.* MB of them can be used; fragments waste the rest\): does not fit"),
+        ("TOTAL", False, r" MB on .* MB \(.* MB are usable: fragmentation wastes the rest\): does not fit"),
     ],
 )
 def test_a_dry_run_ends_with_a_verdict(plan: Callable[..., Any], memory: str, fits: bool, verdict: str) -> None:
@@ -218,7 +222,7 @@ def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path
     assert written.parallel.model_dump().items() >= first["parallel"].items()
     assert written.state.model_dump().items() >= first["state"].items()
     assert optimus.train(file, ranks=4, check=True)["ok"]
-    with pytest.raises(optimus.UserError, match=r"--output: .*planned\.yaml is there already"):
+    with pytest.raises(optimus.UserError, match=r"--output: .*planned\.yaml exists already"):
         plan("--output", str(file))
 
 
@@ -255,9 +259,7 @@ def test_what_is_written_is_the_run_that_was_planned(plan: Callable[..., Any], t
 
 def test_a_layout_that_the_rest_of_a_run_forbids(plan: Callable[..., Any], tmp_path: Path) -> None:
     layout = ["parallel.tensor=2", "parallel.expert_tensor=2", "parallel.sequence=false", "moe.drop_duplicates=false"]
-    with pytest.raises(
-        optimus.UserError, match=r"^the layout that is planned does not go with .*drop_duplicates: false"
-    ):
+    with pytest.raises(optimus.UserError, match=r"^the planned layout conflicts with .*drop_duplicates false"):
         plan(*layout, "--output", str(tmp_path / "planned.yaml"))
     assert not (tmp_path / "planned.yaml").exists()
 
@@ -279,7 +281,7 @@ def test_a_run_divides_its_ranks_by_itself(plan: Callable[..., Any], tmp_path: P
     assert result.exit_code == 0
     assert f"planned for laptop: data {best['parallel']['data']}" in result.output
     assert "is ready to run: 4 steps on 4 rank(s)" in result.output
-    with pytest.raises(optimus.UserError, match=r"^--auto-plan divides ranks: say how many with --ranks, or"):
+    with pytest.raises(optimus.UserError, match=r"^--auto-plan needs the number of ranks: give --ranks, or"):
         CliRunner().invoke(app, words, catch_exceptions=False)
 
 
@@ -325,17 +327,17 @@ def test_nodes_that_are_not_equally_near(plan: Callable[..., Any], tmp_path: Pat
     first = plan(*words, ranks=ranks)["plans"][0]
     assert {frozenset(first["nodes"][:2]), frozenset(first["nodes"][2:])} == {frozenset({0, 2}), frozenset({1, 3})}
     text = plan(*words, "--explain", "1", text=True, ranks=ranks)
-    assert f"in this order: {' '.join(map(str, first['nodes']))}" in text
+    assert f"order of the nodes, as indices from 0 into network.links: {' '.join(map(str, first['nodes']))}" in text
     file.write_text("0,1e8\n1e8,fast\n")
     with pytest.raises(
         optimus.UserError, match=r"--links .*links\.csv, line 2: could not convert string to float: 'fast'"
     ):
         plan(*words)
     file.write_text("0,1e8\n1e8\n")
-    with pytest.raises(optimus.UserError, match=r"links\.csv: .*row 2: there must be as many columns as rows"):
+    with pytest.raises(optimus.UserError, match=r"links\.csv: .*row 2: give as many columns as rows"):
         plan(*words)
     file.write_text("\n")
-    with pytest.raises(optimus.UserError, match=r"--links .*links\.csv is empty: it has a line for each node"):
+    with pytest.raises(optimus.UserError, match=r"--links .*links\.csv is empty: write a line for each node"):
         plan(*words)
     with pytest.raises(optimus.UserError, match=r"--links .*none\.csv cannot be read"):
         plan("--links", str(tmp_path / "none.csv"))
@@ -345,12 +347,12 @@ def test_nodes_that_are_not_equally_near(plan: Callable[..., Any], tmp_path: Pat
     ("change", "message"),
     [
         ("memory", "is not of the form key.path=value"),
-        ("wires.bandwidth=x2", "there is no 'wires.bandwidth'; did you mean '[a-z]+.bandwidth'"),
-        ("network.bandwith=3", "there is no 'network.bandwith'; did you mean 'network.bandwidth'"),
-        ("network.bandwith=x3", "there is no 'network.bandwith'; did you mean 'network.bandwidth'"),
-        ("memory_bandwdth=x2", "there is no 'memory_bandwdth'; did you mean 'memory_bandwidth'"),
-        ("zzz=2", "there is no 'zzz'; valid: alone, arithmetic.bf16.achieved, "),
-        ("memory=much", "much is no number, nor a factor such as x2"),
+        ("wires.bandwidth=x2", "there is no key 'wires.bandwidth'; did you mean '[a-z]+.bandwidth'"),
+        ("network.bandwith=3", "there is no key 'network.bandwith'; did you mean 'network.bandwidth'"),
+        ("network.bandwith=x3", "there is no key 'network.bandwith'; did you mean 'network.bandwidth'"),
+        ("memory_bandwdth=x2", "there is no key 'memory_bandwdth'; did you mean 'memory_bandwidth'"),
+        ("zzz=2", "there is no key 'zzz'; valid: alone, arithmetic.bf16.achieved, "),
+        ("memory=much", "much is neither a number nor a factor such as x2"),
         ("memory=-1", "'memory' is -1.0"),
     ],
 )
@@ -363,10 +365,10 @@ def test_changes_that_make_no_sense(change: str, message: str) -> None:
     ("question", "message"),
     [
         ({"best": 0}, "`best` is 0: ask for at least one plan"),
-        ({"imbalance": 0.5}, r"`imbalance` is 0\.5: it is 1, where"),
-        ({"imbalance": math.nan}, "`imbalance` is nan: it is 1, where"),
-        ({"imbalance": math.inf}, "`imbalance` is inf: it is 1, where"),
-        ({"largest": True, "as_is": True}, "`largest` looks for a model: leave out `as_is`"),
+        ({"imbalance": 0.5}, r"`imbalance` is 0\.5: give 1, which means"),
+        ({"imbalance": math.nan}, "`imbalance` is nan: give 1, which means"),
+        ({"imbalance": math.inf}, "`imbalance` is inf: give 1, which means"),
+        ({"largest": True, "as_is": True}, "`largest` changes the model, which `as_is` and `scale` keep"),
     ],
     ids=str,
 )
@@ -391,12 +393,16 @@ def test_fp32_for_want_of_a_rate_is_said(plan: Callable[..., Any], tmp_path: Pat
     path.write_text(yaml.safe_dump(tree))
     text = plan("train.precision=auto", "--best", "1", machine=str(path), ranks=1, text=True)
     assert "1 rank of my-machine" in text
-    assert "In fp32, as my-machine says no rate of bf16 (arithmetic.bf16 in its file)." in " ".join(text.split())
+    assert "The precision is fp32, because the file of my-machine has no rate for bf16 (arithmetic.bf16)." in " ".join(
+        text.split()
+    )
 
 
 def test_changes_of_the_software_that_make_no_sense(plan: Callable[..., Any]) -> None:
     for change, right in (("profile.sped=x2", "profile.speed"), ("speed=2", "profile.speed")):
-        with pytest.raises(optimus.UserError, match=rf"there is no '{change[:-2].strip('=')}'; did you mean '{right}'"):
+        with pytest.raises(
+            optimus.UserError, match=rf"there is no key '{change[:-2].strip('=')}'; did you mean '{right}'"
+        ):
             plan("--as-is", "--what-if", change)
 
 
@@ -410,7 +416,7 @@ def test_bad_input(tmp_path: Path) -> None:
     assert refused(*preset, "--machine", "laptop", "--scale", "a,b").startswith("--scale a,b: give numbers of ranks")
     assert "add --scale" in refused(*preset, "--machine", "laptop", "--plot", str(tmp_path / "x.png"))
     assert refused(*preset, "--machine", "laptop", "--dry-run", "4") == "--dry-run 4: the ranks are 0 to 3"
-    assert "no multiple of 4, those of the layout: take 4" in refused(*preset, "--machine", "laptop", "--scale", "4,6")
+    assert "not a multiple of the layout's 4 ranks: use 4" in refused(*preset, "--machine", "laptop", "--scale", "4,6")
 
 
 # ---- Predicted memory, and the memory of the parts of a run ----

@@ -55,10 +55,10 @@ def test_what_is_left_out_is_as_it_stands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("figure", "instead", "said"),
     [
-        ("peak", 989, r"arithmetic\.[a-z0-9]+\.peak is 989, in FLOP/s: 989 TFLOP/s are 989e12"),
-        ("memory_bandwidth", 3350, r"memory_bandwidth is 3350, in bytes/s: 400 GB/s are 400e9"),
-        ("memory", 80, r"memory is 80, in bytes: 80 GB are 80e9"),
-        ("kernel_latency", 4.5, r"kernel_latency is 4\.5, in seconds: 5 microseconds are 5e-6"),
+        ("peak", 989, r"arithmetic\.[a-z0-9]+\.peak is 989, but its unit is FLOP/s: 989 TFLOP/s are 989e12"),
+        ("memory_bandwidth", 3350, r"memory_bandwidth is 3350, but its unit is bytes/s: 400 GB/s are 400e9"),
+        ("memory", 80, r"memory is 80, but its unit is bytes: 80 GB are 80e9"),
+        ("kernel_latency", 4.5, r"kernel_latency is 4\.5, but its unit is seconds: 5 microseconds are 5e-6"),
     ],
 )
 def test_figures_in_other_units(tmp_path: Path, figure: str, instead: float, said: str) -> None:

@@ -116,9 +116,9 @@ def test_a_machine_that_does_not_say_how_fast_they_are(by: str, needs: str) -> N
 
 def test_crowded_protocols_go_with_the_nodes_from_which_on_they_count() -> None:
     protocol = Protocol(step=1.0, bandwidth=1.0)
-    with pytest.raises(ValueError, match="few_nodes go together"):
+    with pytest.raises(ValueError, match="few_nodes need each other"):
         Library(protocols=[protocol], crowded=[protocol])
-    with pytest.raises(ValueError, match="few_nodes go together"):
+    with pytest.raises(ValueError, match="few_nodes need each other"):
         Library(protocols=[protocol], few_nodes=2)
 
 

@@ -62,7 +62,7 @@ def plans(config: RunConfig, machine: str, ranks: int, changes: list[str], imbal
     try:
         return search(asked(config, machine, ranks, changes, imbalance), best=best)
     except UserError as error:
-        if re.search("nothing fits|do not fill nodes|has no .* arithmetic", str(error)):
+        if re.search("no layout fits|do not fill nodes|has no .* arithmetic", str(error)):
             return []
         raise
 

@@ -141,20 +141,22 @@ def test_a_bound_is_never_above_what_is_predicted(shares: dict[str, float]) -> N
 def test_twelve_thousand_ranks_fill_whole_nodes() -> None:
     model = model_config_from(resolve_model("mula-220b-a10b")["model"], "")
     aurora = load_machine("aurora")
-    with pytest.raises(UserError, match=r"^100 ranks do not fill nodes of 12 \(aurora\): take 96 or 108$"):
+    with pytest.raises(UserError, match=r"^100 ranks do not fill nodes of 12 ranks \(aurora\): use 96 or 108$"):
         search(job(model, aurora, Mesh(dp=100), 4096, 1, 1))
     assert job(model, aurora, Mesh(dp=12288), 4096, 1, 1).checked().node_count == 1024
 
 
 def test_a_batch_that_no_layout_divides() -> None:
-    with pytest.raises(UserError, match=r"no layout divides a global batch of 3 sequences over 7 ranks: with a batch"):
+    with pytest.raises(
+        UserError, match=r"no layout divides a global batch of 3 sequences over 7 ranks: use a multiple of 7"
+    ):
         search(question(DENSE, 7, 3))
 
 
 def test_a_model_that_fits_nowhere() -> None:
-    with pytest.raises(UserError, match=r"nothing fits: a rank of dgx-a100 has 1 MB, and the least that any ") as error:
+    with pytest.raises(UserError, match=r"no layout fits: a rank of dgx-a100 has 1 MB, but every layout of ") as error:
         search(question(DENSE, 8, 16, memory=1e6))
-    assert "the smallest machine that has it is laptop" in str(error.value)
+    assert "the smallest known machine with this memory is laptop" in str(error.value)
 
 
 # ---- Places of stages, and nodes with unlike links ----
@@ -212,7 +214,9 @@ def test_a_job_takes_the_nodes_that_are_near() -> None:
     links[0][2] = links[2][0] = 2e9
     asked = replace(question(DENSE, 16, 16), machine=_thin(1e11, links))
     assert set(search(asked, 1)[0].job.nodes or ()) == {1, 3}
-    with pytest.raises(UserError, match=r"64 ranks need 8 nodes of 8 \(dgx-a100\), but its links are those of 4"):
+    with pytest.raises(
+        UserError, match=r"64 ranks need 8 nodes of 8 ranks \(dgx-a100\), but network.links has 4 nodes"
+    ):
         changed(asked, Mesh(dp=64)).checked()
 
 

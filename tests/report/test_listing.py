@@ -38,7 +38,7 @@ def test_the_command(tmp_path: Path, make_run: Callable[..., Path]) -> None:
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run in it"):
+    with pytest.raises(UserError, match="contains no run folder"):
         runs(tmp_path)
     with pytest.raises(UserError, match="not a folder"):
         runs(tmp_path / "none")

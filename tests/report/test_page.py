@@ -196,8 +196,8 @@ def test_comparison(tmp_path: Path, make_run: Make) -> None:
 def test_losses_of_other_tokenizers_are_not_compared(tmp_path: Path, make_run: Make, other: dict[str, object]) -> None:
     data = report_data([make_run(tmp_path / "a"), make_run(tmp_path / "b", **other)])
     assert data["warnings"] == [
-        "The runs have different tokenizers, so that their losses per token cannot be compared: bits per byte of the "
-        "validation text can, and the losses are not drawn."
+        "The runs have different tokenizers. Their losses per token are not comparable and not drawn: compare bits per "
+        "byte of the validation text."
     ]
     assert all("loss" not in run["series"] for run in data["runs"])
     assert [chart["keys"] for chart in data["charts"]].count(["bits_per_byte"]) == 1
@@ -231,8 +231,8 @@ def test_bad_input(tmp_path: Path) -> None:
     none = tmp_path / "none"
     assert message(none) == (f"{none} is not a run folder: there is no such folder; name the train.output of a run")
     assert message(tmp_path) == (
-        f"{tmp_path} is not a run folder: it has neither metrics.jsonl nor config.yaml; name the train.output of a run, "
-        "and see with `optimus runs FOLDER` which there are"
+        f"{tmp_path} is not a run folder: it has neither metrics.jsonl nor config.yaml with environment.jsonl; name the "
+        "train.output of a run, as `optimus runs FOLDER` lists them"
     )
     assert message() == "a report needs a run folder: name one, or several to compare"
     (tmp_path / "metrics.jsonl").write_text("")

@@ -38,8 +38,8 @@ def test_a_run_that_is_being_written(tmp_path: Path, make_run: Callable[..., Pat
         with pytest.raises(UserError) as error:
             report_server([run], "127.0.0.1", int(port))
         assert str(error.value) == (
-            f"--serve: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another port, or end what "
-            "listens there"
+            f"--serve: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another port, or end the "
+            "program that listens there"
         )
         server.shutdown()
 

@@ -60,7 +60,7 @@ def test_a_run_that_has_failed_and_one_without_validation(tmp_path: Path, make_r
 
 def test_losses_that_are_not_finite_are_said(tmp_path: Path, make_run: Make) -> None:
     folder = read_folder(make_run(tmp_path / "run", loss=math.nan))
-    assert "; its last losses are not all finite; " in verdict(folder)
+    assert "; some of the last losses are not finite; " in verdict(folder)
     assert large_numbers(folder)[1]["value"] == "nan"
 
 

@@ -58,9 +58,9 @@ def test_decisions(
     [
         (1, "rank 3 crashed (exit code 1)"),
         (KILL, "rank 3 crashed (killed by SIGKILL)"),
-        (-40, "rank 3 crashed (killed by signal 40)"),  # a signal without a name
-        (Exit.USER, "the run cannot go on as it is configured"),
-        (Exit.BAD_NODE, "its numbers are not finite, or it does not answer"),
+        (-40, "rank 3 crashed (killed by signal 40)"),  # it has no name
+        (Exit.USER, "the run cannot continue with this configuration"),
+        (Exit.BAD_NODE, "the node's numbers are not finite, or the node does not answer"),
         (Exit.DIVERGED, "the training has diverged"),
         (Exit.LOST, "another rank was lost"),
         (Exit.HANGUP, "told to end by SIGHUP"),

@@ -217,7 +217,7 @@ def test_a_node_that_dies_with_its_launcher_is_left_out(stage: Stage) -> None:
 def test_bad_input_is_not_tried_again(stage: Stage, play: str) -> None:
     done = stage.submit(play)
     assert done.returncode == 2
-    assert "cannot go on as it is configured" in done.stdout
+    assert "cannot continue with this configuration" in done.stdout
     assert list(stage.launches()) == ["4711-1"]
 
 
@@ -241,7 +241,7 @@ def test_attempts_are_used_up(stage: Stage) -> None:
     done = stage.submit("exit 1")
     assert done.returncode == 1
     assert list(stage.launches()) == [f"4711-{attempt}" for attempt in range(1, 11)]
-    assert "10 attempts used up" in done.stdout
+    assert "all 10 attempts are used up" in done.stdout
 
 
 def test_a_store_that_dies_or_finds_its_port_taken_is_started_again(stage: Stage) -> None:

@@ -70,7 +70,7 @@ def test_memory_alone_decides_on_a_processor() -> None:
         assert isinstance(found.state.cache, int)
         assert (found.state.resident_fraction, found.state.cache) >= before
         assert found.state.update_on == "host"
-        assert f"state.cache: {found.state.cache} (what there is room for)" in note
+        assert f"state.cache: {found.state.cache} (as much as fits into memory)" in note
         before = found.state.resident_fraction, found.state.cache
     assert before == (1.0, 8)  # all chunks
     assert decided(config_of(offload="all", resident_fraction="auto"), 0)[0].state.resident_fraction == 0

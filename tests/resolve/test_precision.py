@@ -131,7 +131,7 @@ def test_a_run_says_its_choice_writes_it_and_keeps_it(
     run["train"]["stop_at"] = 4
     assert optimus.train(run, resume=True)["step"] == 4
     assert saved(run) == "float32"
-    assert "train.precision: float32 (as the run has chosen before)" in capfd.readouterr().err
+    assert "train.precision: float32 (as the run chose at its start)" in capfd.readouterr().err
 
 
 def test_what_a_run_has_kept_is_looked_at(small_run: dict[str, Any]) -> None:

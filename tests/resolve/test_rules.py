@@ -75,7 +75,7 @@ def test_a_group_gives_muon_to_what_else_is_a_matrix() -> None:
         (
             {},
             [{"match": "expert", "lr_scale": 0.5}, {"match": "blocks.0.*", "name": "muon"}],
-            r"optimizer\.groups\.1: muon updates matrices, and blocks\.0\.\S*norm\.weight \(role vector\) is none: match",
+            r"optimizer\.groups\.1: muon cannot update blocks\.0\.\S*norm\.weight, whose role is vector: match",
         ),
         (
             {},

@@ -226,7 +226,7 @@ def test_values_stay_the_initial_ones_in_the_type_of_computation(widths: dict[st
 def test_who_thaws_a_parameter_by_hand_is_told() -> None:
     module, state = made(1, "none", FIRST)
     module.embedding.weight.requires_grad_(True)
-    with pytest.raises(UserError, match=r"not as train\.freeze says for embedding\.weight: name there"):
+    with pytest.raises(UserError, match=r"contradicts train\.freeze for embedding\.weight: name the parameters"):
         state.begin_step()
 
 

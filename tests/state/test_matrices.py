@@ -62,7 +62,7 @@ def test_a_block_costs_its_share_of_the_whole() -> None:
 
 
 def test_a_vector_is_no_matrix() -> None:
-    with pytest.raises(ValueError, match=r"a parameter of shape \[7\] is no matrix"):
+    with pytest.raises(ValueError, match=r"a parameter of shape \[7\] is not a matrix"):
         Matrices.from_shape(0, (7,))
 
 

@@ -208,7 +208,9 @@ def test_a_frozen_parameter_is_refused() -> None:
     """Freezing a parameter by hand is refused before a step and when the state is made: updates would still move it."""
     module, state = made()
     module.head.weight.requires_grad_(False)
-    with pytest.raises(UserError, match=r"requires_grad is not as train\.freeze says for head\.weight: name there"):
+    with pytest.raises(
+        UserError, match=r"requires_grad contradicts train\.freeze for head\.weight: name the parameters"
+    ):
         state.begin_step()
     module.head.weight.requires_grad_(True)
     state.begin_step()

@@ -54,12 +54,12 @@ GOOD = {"kind": "slow", "rank": 1, "step": 12, "factor": 2.0}
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("kind: kill", "is no list; one fault is {kind: kill, rank: 1, step: 12}"),
-        ("", "is no list"),
+        ("kind: kill", "is not a list of faults such as {kind: kill, rank: 1, step: 12}"),
+        ("", "is not a list"),
         ("[", " is not valid YAML: "),
         (b"\xff\xfe\xff", "cannot be read: "),
         (None, "cannot be read: .*No such file"),
-        (["kill"], ", entry 1 is no mapping"),
+        (["kill"], ", entry 1 is not a fault"),
         ([GOOD, {**GOOD, "kind": "kil"}], ", entry 2: 'kind' is 'kil': it must be .*'kill'"),
         ([{"rank": 1, "step": 2}], ", entry 1: 'kind' is missing"),
         ([{**GOOD, "kind": ["kill"]}], ", entry 1: 'kind' is "),
@@ -119,7 +119,7 @@ def config(small_run: dict[str, Any], tmp_path: Path) -> Path:
 
 def test_a_plan_of_ranks_that_are_not_there(config: Path, tmp_path: Path) -> None:
     FaultPlan().kill(1, 2).kill(2, 2).write(tmp_path / "plan.yaml")
-    message = "there is no rank 2, the run has ranks 0 to 1"
+    message = "there is no rank 2: the run has ranks 0 to 1"
     with pytest.raises(UserError, match=message):
         rehearse(NodeJob(config, nodes=2), inject=tmp_path / "plan.yaml")
     with pytest.raises(UserError, match=message):  # the same message from `optimus launch`

@@ -230,9 +230,9 @@ def test_a_rank_hangs_another_is_not_finite_and_a_checkpoint_is_torn(
     assert result["kinds"] == [*gone, *gone, "failure", "restart", "recovered", "finished"]
     hang, soft, crash = (event for event in result["events"] if event["kind"] == "failure")
     assert (hang["rank"], hang["step"], hang["seconds"]) == (2, 4, 8)
-    assert hang["detail"].startswith("rank 2 did not go on; the others waited in ")
+    assert hang["detail"].startswith("rank 2 did not continue; the other ranks waited in ")
     assert (soft["rank"], soft["step"]) == (1, 8)
-    assert soft["detail"].startswith("rank 1 gave numbers that are not finite, first in ")
+    assert soft["detail"].startswith("rank 1 produced numbers that are not finite, first in ")
     assert crash["detail"] == "rank 0 crashed (killed by SIGKILL)"
     out = [event["node"] for event in result["events"] if event["kind"] == "exclusion"]
     assert out == excluded(tmp_path / "run") == [hang["node"], soft["node"]]
@@ -290,7 +290,7 @@ def test_a_full_disk_and_then_more_nodes_lost_than_there_are_spares(prepared: Pa
     assert "failure" in full["kinds"]
     assert not {"restart", "finished"} & set(full["kinds"])
     for text in full["log"].values():
-        assert "the run has been stopped: the run cannot go on as it is configured: " in text
+        assert "the run has been stopped: the run cannot continue with this configuration: " in text
         assert "No space left on device" in text
 
     few = perform(config, FaultPlan().kill_agent(1, 8), nodes=2, spares=0, wait=8.0, plain=True)

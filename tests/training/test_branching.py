@@ -72,6 +72,6 @@ def test_what_cannot_be_branched_from_is_refused(small_run: dict[str, Any], tmp_
         assert not (tmp_path / "branch" / "metrics.jsonl").exists()
         return str(error.value)
 
-    assert "is at step 4, and the run ends at 4: raise train.steps" in refusal(trunk, steps=4)
+    assert "is at step 4, but the run ends at 4: raise train.steps" in refusal(trunk, steps=4)
     assert "nowhere" in refusal(tmp_path / "nowhere")
     assert "seed" in refusal(trunk, seed=3)

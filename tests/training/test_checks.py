@@ -352,7 +352,9 @@ def test_activations_that_do_not_fit(small_run: dict[str, Any], monkeypatch: pyt
     with_free_memory(monkeypatch, lambda: free)
     found = message(small_run)
     assert found.startswith("the activations of a microbatch of 4 sequences need ")
-    assert "set train.micro_batch to at most 2, or recompute some (recompute: [norm, attention, ...])" in found
+    assert (
+        "set train.micro_batch to at most 2, or recompute some activations (recompute: [norm, attention, ...])" in found
+    )
     assert not Path(small_run["train"]["output"]).exists()
     assert optimus.train(edited(small_run, train={"micro_batch": 2}))["step"] == 6
     with_free_memory(monkeypatch, lambda: one // 2)
@@ -390,9 +392,7 @@ def test_an_accelerator_that_runs_out_of_memory(small_run: dict[str, Any], monke
         ):
             checks.dry_run(run)
     fits = 0
-    with pytest.raises(
-        optimus.UserError, match=r"of one sequence does not fit into the .* that xpu:0 has free: shorten"
-    ):
+    with pytest.raises(optimus.UserError, match=r"of one sequence does not fit into the free .* of xpu:0: shorten"):
         checks.dry_run(run)
     fits = 4
     assert checks.dry_run(run).startswith("memory per rank: ")

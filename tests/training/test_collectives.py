@@ -50,7 +50,8 @@ def test_a_file_of_other_nodes_is_named(tmp_path: Path) -> None:
     measured, said = measured_collectives(run_of(tmp_path, machine), Mesh(dp=4), False)
     assert measured is None
     assert said == [
-        f"collectives.machine: {machine} is of nodes with 2 ranks, and these have 4; defaults are used",
+        f"collectives.machine: {machine} describes nodes of 2 ranks, but the nodes of this run have 4; the run uses the "
+        "default algorithms",
     ]
 
 

@@ -96,7 +96,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_resume(endless: Path) ->
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert process.returncode == 130
-    assert "SIGINT: finishing the step, saving\n" in err
+    assert "SIGINT: finishing the step, then saving a checkpoint\n" in err
     assert f"stopped by SIGINT before step 100000; continue with: optimus train {endless} --resume" in out
     check_saved(endless)
 
@@ -107,7 +107,7 @@ def test_a_launcher_that_is_told_to_end_has_its_ranks_save(endless: Path) -> Non
         process.terminate()
         out, err = process.communicate()
     assert process.returncode == 143
-    assert err.count("SIGTERM: finishing the step, saving\n") == 1
+    assert err.count("SIGTERM: finishing the step, then saving a checkpoint\n") == 1
     assert "stopped by SIGTERM before step 100000" in out
     check_saved(endless)
     assert list((endless.parent / "tmp").iterdir()) == []
@@ -119,7 +119,7 @@ def test_one_rank_that_is_told_to_end_ends_the_run(endless: Path) -> None:
         next(rank for rank in ranks if rank.environ()["RANK"] == "1").terminate()
         out, err = process.communicate()
     assert process.returncode == 143
-    assert "another rank was told to end: saving\n" in err
+    assert "another rank was told to end: saving a checkpoint\n" in err
     assert "stopped by SIGTERM before step 100000" in out
     check_saved(endless)
 

@@ -82,7 +82,7 @@ def test_layouts_equal_one_process(model: str, freeze: list[str], ranks: int, ov
     [
         (["embeding"], r"train\.freeze: the model has no parameter 'embeding': did you mean 'embedding'\?"),
         (["blocks.7.*"], r"train\.freeze: the model has no parameter 'blocks\.7\.\*'"),
-        (["*"], r"train\.freeze matches every parameter of the model: leave out what is to be trained"),
+        (["*"], r"train\.freeze matches every parameter of the model: leave out the parameters to train"),
     ],
 )
 def test_what_cannot_be_frozen(freeze: list[str], expected: str) -> None:

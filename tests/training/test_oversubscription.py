@@ -55,20 +55,21 @@ QUIET = (0.2, 4.0, 0.9)
 
 def test_steps_that_become_slow_on_a_crowded_machine() -> None:
     assert said([QUIET, (2.4, 7.0, 0.3)]) == [
-        "step 20: steps take 12.0 times as long as the fastest before, and 7 threads want the 4 cores of this machine "
-        "(2 x 2 of this run get 30 % of theirs): set OMP_NUM_THREADS=1, or end what else runs"
+        "step 20: steps take 12.0 times as long as the fastest steps before, and 7 threads compete for the 4 cores of this "
+        "machine (the 2 x 2 threads of this run get 30 % of the time that they need): set OMP_NUM_THREADS=1, or end other "
+        "programs"
     ]
 
 
 def test_threads_that_are_too_many_from_the_start() -> None:
     found = said([(2.4, 3.0, 0.2)] * 3, threads=8)
     assert found == [
-        "step 10: steps take 2.4 s, and 16 threads want the 4 cores of this machine (2 x 8 of this run get 20 % of theirs): "
-        "set OMP_NUM_THREADS=2, or end what else runs"
+        "step 10: steps take 2.4 s, and 16 threads compete for the 4 cores of this machine (the 2 x 8 threads of this run "
+        "get 20 % of the time that they need): set OMP_NUM_THREADS=2, or end other programs"
     ]
-    assert "end what else runs" in said([QUIET, (2.0, 9.0, 0.3)], threads=1)[0]
+    assert "end other programs" in said([QUIET, (2.0, 9.0, 0.3)], threads=1)[0]
     assert said([(2.0, 1.0, 0.4), (9.0, 1.0, 0.1)], threads=1, ranks=8)[0].endswith(
-        ": take at most 4 ranks on this machine"
+        ": use at most 4 ranks on this machine"
     )
 
 
@@ -108,7 +109,7 @@ def test_a_run_on_processors_watches(small_run: dict[str, Any], monkeypatch: pyt
     machine(monkeypatch, lambda: 99.0, 2, 4)
     small_run["train"] |= {"steps": WINDOW, "sequence_length": 32}
     optimus.train(small_run)
-    assert re.search(rf"step {WINDOW}: steps take .* s, and 99 threads want the 2 cores", capfd.readouterr().err)
+    assert re.search(rf"step {WINDOW}: steps take .* s, and 99 threads compete for the 2 cores", capfd.readouterr().err)
 
 
 @pytest.mark.parametrize(

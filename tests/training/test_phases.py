@@ -294,7 +294,7 @@ def test_tokens_and_epochs_are_read_exactly(small_run: dict[str, Any], folders: 
             {"data": [{"path": "model", "tokens": 5000}, {"path": "data"}], "steps": 9},
             "the phase reads 2,304: set its length to 19",
         ),
-        ({"data": [{"path": "model"}], "epochs": 1.0}, "each source has passes of its own"),
+        ({"data": [{"path": "model"}], "epochs": 1.0}, "each source has its own number of epochs"),
         ({"data": [{"path": "model"}, {"path": "other"}]}, "prepared with another tokenizer than .*model"),
         (
             {"data": [{"path": "model"}], "vocab": 256},

@@ -135,7 +135,7 @@ def test_the_node_of_one_rank_is_at_fault(small_run: dict[str, Any], layout: dic
         "rank": 2,
         "step": 4,
     }
-    assert event["detail"].startswith("rank 2 gave numbers that are not finite, first in ")
+    assert event["detail"].startswith("rank 2 produced numbers that are not finite, first in ")
     assert event["detail"] in trial.said[0]
     assert trial.go(FaultPlan().nan(rank=2, step=4)) == [Exit.DONE] * RANKS  # resumes with a sound node
     assert trial.kinds() == ["failure", "recovered"]
@@ -176,7 +176,7 @@ def test_it_goes_back_further_each_time_and_then_ends(small_run: dict[str, Any])
         plan = plan.nan(0, step).nan(3, step)
         ended = trial.go(plan)
     assert ended == [Exit.USER] * RANKS
-    assert all("it has gone back 2 times already (resilience.max_rollbacks)" in text for text in trial.said)
+    assert all("the run has already gone back 2 times (resilience.max_rollbacks)" in text for text in trial.said)
     assert [event["step"] for event in trial.events if event["kind"] == "rollback"] == [4, 2]
     assert trial.events[-1]["kind"] == "failure"
 
@@ -197,7 +197,7 @@ def test_parameters_that_are_damaged_on_one_rank(small_run: dict[str, Any], shar
         assert trial.go(FaultPlan(), Damage(buffer, 1, step)) == FIRST_AT_FAULT, buffer
         (event,) = trial.events
         assert (event["node"], event["rank"], event["step"]) == ("node0", 1, found)
-        assert "parameters of its own" in event["detail"]
+        assert "its own parameters" in event["detail"]
 
 
 @pytest.mark.parametrize("cause", ["not finite", "slow"])

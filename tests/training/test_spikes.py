@@ -66,7 +66,7 @@ def test_going_back(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch:
         spiking(patch, {25})
         with pytest.raises(
-            optimus.UserError, match=r"step 26: the loss .* Gone back to the weights of step 20: run again"
+            optimus.UserError, match=r"step 26: the loss .* The run is back at the weights of step 20: run again"
         ):
             train(config)
     assert [event["kind"] for event in events.read()] == ["failure", "rollback", "error"]
@@ -82,12 +82,14 @@ def test_going_back(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
 def test_it_goes_back_only_so_often(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config["resilience"] = {"on_spike": "rollback", "max_rollbacks": 0}
     spiking(monkeypatch, {25})
-    with pytest.raises(optimus.UserError, match=r"it has gone back 0 times already \(resilience.max_rollbacks\)"):
+    with pytest.raises(optimus.UserError, match=r"the run has already gone back 0 times \(resilience.max_rollbacks\)"):
         train(config)
 
 
 def test_there_must_be_something_to_go_back_to(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config |= {"resilience": {"on_spike": "rollback"}, "checkpoint": {}}
     spiking(monkeypatch, {25})
-    with pytest.raises(optimus.UserError, match=r"there are no weights to go back to \(checkpoint.weights_every\)"):
+    with pytest.raises(
+        optimus.UserError, match=r"no weights of an earlier step are saved \(checkpoint.weights_every\)"
+    ):
         train(config)

@@ -136,7 +136,7 @@ def test_what_cannot_teach_is_refused(student: dict[str, Any], tmp_path: Path) -
     refused("train.teacher needs whole logits, but parallel.tensor shards the vocabulary", parallel={"tensor": 2})
     divided = {"pipeline": 2, "vocabulary": True}
     refused("parallel.vocabulary shards the vocabulary", parallel=divided)
-    refused("has a vocabulary of 320, and the model one of 400", model=student["model"] | {"vocab": 400})
+    refused("has a vocabulary of 320, but the model has 400", model=student["model"] | {"vocab": 400})
     refused("unknown key 'train.teacher.wieght'", {"checkpoints": ["a"], "wieght": 1})
     with pytest.raises(UserError, match=r"train.teacher.*at least 1 item"):
         load_config(student | {"train": student["train"] | {"teacher": []}})

@@ -234,9 +234,9 @@ def test_huge_gradients_are_noted_and_too_large_ones_end_the_run(
     with pytest.raises(optimus.UserError, match=r"has no finite square in fp32, for 3 steps in a row.*`resume=True`"):
         optimus.train(small_run)
     said = capfd.readouterr().err
-    assert re.findall(r"step (\d): gradients with a norm of \d\S*e\+\d\d have (been applied|squares)", said) == [
-        ("2", "been applied"),
-        *[(str(number), "squares") for number in (4, 5, 6)],
+    assert re.findall(r"step (\d): gradients with a norm of \d\S*e\+\d\d (were applied|have squares)", said) == [
+        ("2", "were applied"),
+        *[(str(number), "have squares") for number in (4, 5, 6)],
     ]
     records = read_metrics(Path(small_run["train"]["output"]))
     assert [record["skipped_steps"] for record in records] == [0, 0, 0, 1, 2, 3]

@@ -44,7 +44,7 @@ def test_first_step_measures_and_the_next_run_does_not(
 ) -> None:
     tuned_run["train"]["stop_at"] = 3
     optimus.train(tuned_run, ["observe.verbose=true"])
-    assert "timed as NN, NT and TN" in capsys.readouterr().err
+    assert "timed in the forms NN, NT and TN" in capsys.readouterr().err
     known = matmuls(kept(tmp_path / "cache").timings())
     model = tuned_run["model"]
     rows = 4 * 32
@@ -57,8 +57,8 @@ def test_first_step_measures_and_the_next_run_does_not(
     optimus.train(tuned_run, ["train.stop_at=6", "observe.verbose=true"], resume=True)
     assert len(read_metrics(Path(tuned_run["train"]["output"]))) == 6
     said = capsys.readouterr().err
-    assert "matrix products: 0 timed as NN, NT and TN, " in said
-    assert "as measured before" in said
+    assert "matmuls: 0 timed in the forms NN, NT and TN, " in said
+    assert "measured before" in said
 
 
 def only_known(form: Any) -> Any:
@@ -81,7 +81,7 @@ def test_switched_off(tuned_run: dict[str, Any], tmp_path: Path, capsys: pytest.
 
 def test_no_cache(tuned_run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     optimus.train(tuned_run, ["tuning.cache=null", "observe.verbose=true", "train.stop_at=1"])
-    assert "timed as NN, NT and TN" in capsys.readouterr().err
+    assert "timed in the forms NN, NT and TN" in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
 
 
@@ -129,7 +129,7 @@ def test_a_product_has_a_name_and_what_is_no_product_is_left_out() -> None:
 def test_choices_are_named() -> None:
     other = MatmulShape("NT", 1, 1, 1, "float32")
     lines = describe({ONE: times(NN=1.0, NT=3.0, TN=2.0), other: times(NN=1.0, NT=1.0, TN=1.0)}, known=1)
-    assert "1 timed as NN, NT and TN, 1 as measured before, 1 faster" in lines[0]
+    assert "1 timed in the forms NN, NT and TN, 1 measured before, 1 faster" in lines[0]
     assert lines[1].strip() == "[64, 32] @ [32, 16] float32: NN instead of TN, 2.00x as fast"
 
 

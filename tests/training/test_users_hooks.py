@@ -373,7 +373,7 @@ def test_ranks_limit_the_loss_alike(small_run: dict[str, Any], hooks: str) -> No
 def test_ranks_that_are_out_of_step(small_run: dict[str, Any], hooks: str) -> None:
     """One rank is in a collective of the hook, which the other has left without meeting another collective."""
     config = with_hooks(small_run, f"{hooks}.OutOfStep") | {"resilience": {"timeout": 40}, "checkpoint": {"every": 1}}
-    message = rf"step 3: hook {hooks}.OutOfStep, after_step: .*: what calls collectives must do so on all ranks alike"
+    message = rf"step 3: hook {hooks}.OutOfStep, after_step: .*: a hook must call the same collectives on all ranks"
     with pytest.raises(UserError, match=message):
         optimus.train(config, ranks=2)
     assert steps_of(config) == [1, 2]
@@ -390,7 +390,7 @@ def test_the_state_of_one_that_is_not_there_any_more(
     optimus.train(with_hooks(small_run, f"{hooks}.StopEarly"))
     assert optimus.train(small_run, resume=True)["step"] == 6
     said = capfd.readouterr().err
-    assert f"the checkpoint has the state of {hooks}.StopEarly, a hook that this run has not: it is left out" in said
+    assert f"the checkpoint has the state of the hook {hooks}.StopEarly, which this run does not use" in said
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -400,21 +400,21 @@ def test_the_state_of_one_that_is_not_there_any_more(
         ("StopEarly", "StopEarly names no module: give package.module.Class"),
         ("no_such_module.Hook", "cannot be imported .*No module named 'no_such_module'.*: give package.module.Class"),
         ("HOOKS.StopEerly", "has no StopEerly: did you mean 'StopEarly'"),
-        ("HOOKS.NO_HOOK", "is no hook: make it a subclass of `optimus.Hook`"),
+        ("HOOKS.NO_HOOK", "is not a hook: make it a subclass of `optimus.Hook`"),
         ("HOOKS.Misspelt", "after_steps is never called: did you mean 'after_step'"),
         ("HOOKS.TooFew", r"after_step is called as after_step\(trainer, record\): too many positional arguments"),
-        ("HOOKS.Asks", "could not be made without arguments .*bound"),
-        ("HOOKS.FirstLimit", "limits the loss, which all ranks must do alike"),
+        ("HOOKS.Asks", "cannot be made without arguments .*bound"),
+        ("HOOKS.FirstLimit", "limits the loss, which all ranks must limit alike"),
         ("HOOKS.WhenHot", "its order is 5: give an `optimus.Order`"),
         ("HOOKS.Somewhere", "its ranks are 'some': give 'all', 'first' or 'together'"),
-        ("HOOKS.Named", "a hook is called Metrics, as the library's own are"),
+        ("HOOKS.Named", "the name Metrics of a hook has no dot"),
         ("HOOKS.Delayed", "after_step is `async` or has a `yield`, so a call would not run it"),
         ("HOOKS.Generator", "before_step is `async` or has a `yield`, so a call would not run it"),
         ("HOOKS.NoMethod", r"after_training is None: make it a method, after_training\(trainer\)"),
-        ("HOOKS.NamedByNumber", "its name is 5: let it be a text, or leave it out"),
-        ("HOOKS.NamedByNothing", "its name is None: let it be a text, or leave it out"),
+        ("HOOKS.NamedByNumber", "its name is 5: give a text, or remove `name`"),
+        ("HOOKS.NamedByNothing", "its name is None: give a text, or remove `name`"),
         ("HOOKS.Raises", r"one of its attributes cannot be read \(KeyError: 'nobody'\)"),
-        ("HOOKS.Exits", r"could not be made without arguments \(SystemExit: 3\)"),
+        ("HOOKS.Exits", r"cannot be made without arguments \(SystemExit: 3\)"),
     ],
 )
 def test_one_that_cannot_be(small_run: dict[str, Any], hooks: str, name: str, message: str, check: bool) -> None:
@@ -494,7 +494,7 @@ def test_numbers_for_the_metrics(small_run: dict[str, Any], hooks: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"norm": torch.ones(2)}, r"record\.values\['norm'\] is a Tensor: give a number, as by float\(\)"),
+        ({"norm": torch.ones(2)}, r"record\.values\['norm'\] is a Tensor: give a number, for example by float\(\)"),
         ({"norm": None}, "is a NoneType: give a number"),
         ({"norm": "big"}, "is a str: give a number"),
         ({5: 1.0}, r"record\.values\[5\]: give a name, as text"),
@@ -502,7 +502,7 @@ def test_numbers_for_the_metrics(small_run: dict[str, Any], hooks: str) -> None:
         ({"loss": 1.0}, r"record\.values\['loss'\] is a metric of the library: choose another name"),
         ({"step": 1}, "is a metric of the library"),
         ({"time/data": 1.0}, "is a metric of the library"),
-        ({"of another": 2.0}, "is not its own: choose another name"),
+        ({"of another": 2.0}, "does not belong to the hook: choose another name"),
     ],
 )
 def test_what_is_no_number_of_its_own(small_run: dict[str, Any], values: dict[Any, Any], message: str) -> None:
@@ -526,7 +526,9 @@ def test_what_is_no_number_of_its_own(small_run: dict[str, Any], values: dict[An
 
 
 def test_what_a_step_has_given_stays(small_run: dict[str, Any], hooks: str) -> None:
-    with pytest.raises(UserError, match=r"Replaces failed in after_step: UserError: record\.result is not its own"):
+    with pytest.raises(
+        UserError, match=r"Replaces failed in after_step: UserError: record\.result does not belong to the hook"
+    ):
         optimus.train(with_hooks(small_run, f"{hooks}.Replaces"))
 
 
@@ -550,7 +552,7 @@ def test_whatever_a_hook_raises_or_changes_is_said(small_run: dict[str, Any]) ->
         [
             (raising(Mute()), "after_step: Mute"),
             (raising(GeneratorExit()), "after_step: GeneratorExit"),
-            (changing, r"after_step: UserError: record\.times is not its own"),
+            (changing, r"after_step: UserError: record\.times does not belong to the hook"),
         ]
     ):
 
@@ -597,7 +599,7 @@ def test_what_is_no_limit(small_run: dict[str, Any], given: Any) -> None:
             return given
 
     with pytest.raises(
-        UserError, match=r"step 1: the hook .*Limits failed in loss_limit: UserError: it gives .*: give a number"
+        UserError, match=r"step 1: the hook .*Limits failed in loss_limit: UserError: it returns .*: return a number"
     ):
         optimus.train(small_run, hooks=[Limits()])
     assert steps_of(small_run) == [1]
@@ -606,7 +608,7 @@ def test_what_is_no_limit(small_run: dict[str, Any], given: Any) -> None:
 
 def test_two_of_a_name(small_run: dict[str, Any], hooks: str) -> None:
     config = with_hooks(small_run, f"{hooks}.Limit", f"{hooks}.Limit")
-    with pytest.raises(UserError, match=rf"two hooks are called {hooks}\.Limit: leave one out"):
+    with pytest.raises(UserError, match=rf"two hooks have the name {hooks}\.Limit: leave one out"):
         optimus.train(config)
 
 
@@ -618,9 +620,7 @@ def test_a_state_that_is_no_json(small_run: dict[str, Any], hooks: str) -> None:
 
 def test_a_state_that_is_not_taken(small_run: dict[str, Any], hooks: str) -> None:
     optimus.train(with_hooks(small_run, f"{hooks}.Forgetful"), ["train.stop_at=2"])
-    with pytest.raises(
-        UserError, match=r"Forgetful cannot go on with its state of the checkpoint \(KeyError: 'taken'\)"
-    ):
+    with pytest.raises(UserError, match=r"Forgetful cannot load its state from the checkpoint \(KeyError: 'taken'\)"):
         optimus.train(with_hooks(small_run, f"{hooks}.Forgetful"), resume=True)
 
 

@@ -78,16 +78,16 @@ def _problem(row: ScheduleRow, sizes: Sizes) -> str | None:
             return f"{value} {what}; give at least one"
     if warmup_factor != 1.0 and not row.deepens:
         able = " or ".join(each.name for each in schedules().values() if each.deepens)
-        return f"a deeper warm-up is an option of {able}; leave it out or choose {able}"
+        return f"a warm-up factor other than 1 is an option of {able} only; leave it out or choose {able}"
     if row.any_stages and per_rank < row.stages:
-        return f"{per_rank} stage per rank leaves nothing to interleave; take {row.stages}, or {DEFAULT}"
+        return f"{per_rank} stage per rank leaves nothing to interleave; use {row.stages}, or schedule {DEFAULT}"
     if not row.any_stages and per_rank != row.stages:
         takers = [each for each in schedules().values() if each.any_stages]
-        others = "".join(f", or schedule {each.name}, which takes any number from {each.stages}" for each in takers)
-        return f"{per_rank} stages per rank cannot be; take {row.stages}{others}"
+        others = "".join(f", or schedule {each.name}, which accepts {each.stages} or more" for each in takers)
+        return f"{per_rank} stages per rank are not possible; use {row.stages}{others}"
     if row.in_rounds and microbatches < ranks:
         return (
-            f"{microbatches} microbatches cannot fill {ranks} ranks; take at least {ranks} microbatches (smaller ones), "
-            f"fewer ranks, or schedule {DEFAULT}"
+            f"{microbatches} microbatches cannot fill {ranks} ranks; use at least {ranks} smaller microbatches, fewer "
+            f"ranks, or schedule {DEFAULT}"
         )
     return None

@@ -19,7 +19,7 @@ def one_f_one_b(sizes: Sizes) -> Schedule:
     """
     if sizes.warmup_factor < 1:
         raise UserError(
-            f"schedule 1f1b: warm-up {sizes.warmup_factor:g} is too short to fill the pipeline; take at least 1"
+            f"schedule 1f1b: warm-up factor {sizes.warmup_factor:g} is too small to fill the pipeline; use at least 1"
         )
     orders = []
     for rank in range(sizes.ranks):

@@ -31,8 +31,8 @@ class ScheduleRow:
     stages: int = 1  # number of stages per rank; with `any_stages`, the minimum
     any_stages: bool = False
     in_rounds: bool = False
-    """True if the schedule runs rounds of one microbatch per rank. It needs at least one microbatch per rank, and an
-    incomplete round takes the time of a whole round."""
+    """True if the schedule runs rounds of one microbatch per rank. Such a schedule needs at least one microbatch per rank,
+    and an incomplete round takes the time of a whole round."""
     deepens: bool = False  # True if the schedule supports a `warmup_factor` other than 1
     # Another schedule takes the same time with fewer live activations, so no search tries this schedule.
     dominated: bool = False
@@ -42,7 +42,7 @@ class ScheduleRow:
     splits_backward: bool = False  # True if the gradients of inputs and of weights are separate actions
     live: Callable[[Sizes, int], int] | None = None
     """Returns, for a schedule of one stage per rank, the peak live activations of a rank if there are enough microbatches.
-    None means that callers count them from the order of actions."""
+    None means that callers count live activations from the order of actions."""
 
     def place(self, ranks: int, stages_per_rank: int) -> Schedule:
         """Returns a schedule without actions, which maps stages to ranks."""

@@ -37,7 +37,9 @@ def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
     playing = _Playing(replace(schedule, splits_vocabulary=True), backward)
     while playing.left:
         if not playing.step():
-            raise ScheduleError(f"schedule {schedule.name}: its order leaves no place for the passes of the vocabulary")
+            raise ScheduleError(
+                f"schedule {schedule.name}: the order of its actions leaves no place for the passes of the vocabulary"
+            )
     return playing.schedule.in_order(playing.orders)
 
 

@@ -19,9 +19,8 @@ from optimus.plan.measure.timing import Observations, Observed, Talked
 
 Floats = NDArray[np.float64]
 
-_BEST = (
-    1.25  # largest ratio of best measured to fitted rate, either way: large matrices are faster, lucky timings too fast
-)
+# Largest ratio of the best measured and the fitted rate, either way: the best may be of a large matrix, or too fast by luck.
+_BEST = 1.25
 _DIFFERS = 0.05  # relative difference from the node's figures above which a group's bandwidth or a pace is written
 _DIGITS = 4
 

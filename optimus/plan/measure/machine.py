@@ -37,7 +37,9 @@ def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] 
     check_output(output, name)
     check_ranks(ranks)
     if os.environ.get("RANK", "0") == "0":
-        print(f"measuring with {ranks} ranks, for some minutes; what else runs meanwhile is measured too", flush=True)
+        print(
+            f"measuring with {ranks} ranks for some minutes; other programs would distort the measurements", flush=True
+        )
     seen = observe(ranks)
     if seen is None:
         return None
@@ -61,7 +63,7 @@ def measure(ranks: int, name: str = "measured", extent: Extent | None = None) ->
     """
     if under_launcher():
         raise UserError(
-            "measure() starts its own ranks: call it without torchrun, or use `optimus bench machine` there"
+            "measure() starts its own ranks: call measure() without torchrun, or use `optimus bench machine` under torchrun"
         )
     seen = observe(ranks, extent)
     assert seen is not None
@@ -121,21 +123,21 @@ def _source(seen: Observations, peak: float | None) -> str:
     threads = f" of {seen.threads} thread{'s' if seen.threads != 1 else ''}" if seen.threads else ""
     said = (
         f"Measured by `optimus bench machine` on {date.today()}: {seen.device}, {seen.nodes} node(s) of "
-        f"{seen.ranks_per_node} rank(s){threads} that were all busy, torch {torch.__version__}, {seen.backend}. "
+        f"{seen.ranks_per_node} rank(s){threads}, all busy, torch {torch.__version__}, {seen.backend}. "
     )
     said += (
-        "Peak of 16 bits as the vendor states it. "
+        "The 16-bit peak is the vendor's figure. "
         if peak
-        else "No peak is known: what large products reach stands for it. "
+        else "The peak is unknown: the file has the best measured rate instead. "
     )
     if seen.nodes * seen.ranks_per_node == 1:
-        said += "No links: with one rank, those of node and network are written as fast as its memory. "
+        said += "One rank has no links: node and network have the bandwidth of its memory. "
     elif seen.nodes == 1:
         said += "The network was not measured: its figures are those of the node. "
     if seen.read:
-        said += "Disks: of the folder in which it ran. "
+        said += "The disk rates are those of the folder in which the command ran. "
     if seen.threads:
-        said += "Device and host are one: memory is the host's, shared out, and the link as fast as memory. "
+        said += "Ranks share the host's memory equally, and the link to the host is as fast as memory. "
     return said.strip()
 
 
@@ -146,12 +148,12 @@ def check_output(output: Path, name: str) -> None:
     """Raises `UserError` if the file exists or cannot be written, or if `name` is a machine of the library."""
     if output.suffix not in (".yaml", ".yml"):
         raise UserError(
-            f"--output {output}: give the name of a .yaml file, by which `--machine` knows it from a machine's name"
+            f"--output {output}: end the name in .yaml, so that `--machine` can tell the file from a machine's name"
         )
     if output.exists():
         raise UserError(f"--output {output} exists: remove it, or choose another name")
     if name in machine_names():
-        raise UserError(f"--name {name} is a machine that comes with the library: choose another with --name")
+        raise UserError(f"--name {name} is the name of a machine of the library: choose another name")
     folder = output.absolute().parent
     if not folder.is_dir():
         raise UserError(f"--output {output}: there is no folder {folder}; make it first")

@@ -34,7 +34,9 @@ def on_ranks(function: Callable[..., T], ranks: int, *args: Any) -> T | None:
     if not under_launcher():
         return run_fresh(function, ranks, ranks, *args, backend=_backend_of_device())[0]
     if ranks != int(os.environ["LOCAL_WORLD_SIZE"]):
-        raise UserError(f"--ranks {ranks}: torchrun has started {os.environ['LOCAL_WORLD_SIZE']} on each node; say so")
+        raise UserError(
+            f"--ranks {ranks}: torchrun has started {os.environ['LOCAL_WORLD_SIZE']} ranks on each node: give this number"
+        )
     use_device("auto", "the device", int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(_backend_of_device())
     try:
@@ -50,7 +52,7 @@ def check_ranks(ranks: int) -> None:
         raise UserError(f"--ranks {ranks}: a node has 1 to {_MOST_RANKS} ranks")
     if torch.accelerator.is_available() and ranks > torch.accelerator.device_count():
         raise UserError(
-            f"--ranks {ranks}: this machine has {torch.accelerator.device_count()} accelerators, one for each"
+            f"--ranks {ranks}: this machine has {torch.accelerator.device_count()} accelerators, at most one rank for each"
         )
 
 
@@ -65,7 +67,7 @@ def _backend_of_device() -> str:
     try:
         return str(dist.get_default_backend_for_device(device))
     except ValueError as error:
-        raise UserError(f"the device {device.type} has no collectives in this torch: {error}") from error
+        raise UserError(f"this build of torch has no collectives for the device {device.type}: {error}") from error
 
 
 def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str = "gloo") -> list[T]:
@@ -78,7 +80,7 @@ def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str =
         torch.multiprocessing.ProcessRaisedException: a rank raised an exception, or lost a peer that raised one; the message
             is the rank's traceback.
     """
-    work = functions.dumps((function, args), f"what {function.__name__} is given")
+    work = functions.dumps((function, args), f"the arguments of {function.__name__}")
     # A fork server that has imported the function's module starts a fresh process in a tenth of a second.
     multiprocessing.set_forkserver_preload([getattr(function, "__module__", "torch")])
     with TemporaryDirectory() as folder:

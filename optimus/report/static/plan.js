@@ -15,11 +15,11 @@ function bars(box, parts, show, most, limit) {
       "aria-label": `plan ${number + 1}, ${plan.name}: ${show(total)}: ` + names.filter(name => own[name] > 0).map(name => `${words(name)} ${show(own[name])}`).join(", ") });
     names.forEach(name => { if (own[name] > 0) bar.append(attributes(make("span", { title: `${words(name)}: ${show(own[name])}`,
       style: { width: 100 * own[name] / most + "%", background: colour(name) } }), {})); });
-    if (limit) { bar.style.position = "relative"; bar.append(make("span", { title: "can be used: " + show(limit), style: { position: "absolute", left: 100 * limit / most + "%", width: "2px", background: "var(--bad)" } })); }
+    if (limit) { bar.style.position = "relative"; bar.append(make("span", { title: "usable: " + show(limit), style: { position: "absolute", left: 100 * limit / most + "%", width: "2px", background: "var(--bad)" } })); }
     return make("div", { style: { marginBottom: "8px" } }, make("p", {}, `${number + 1}. ${plan.name}: ${show(total)}`), bar);
   });
   box.append(...rows, make("ul", { className: "keys" }, ...names.map(name => make("li", {}, swatch(colour(name)), words(name))),
-    limit ? make("li", {}, swatch("var(--bad)"), "memory that can be used") : null));
+    limit ? make("li", {}, swatch("var(--bad)"), "usable memory") : null));
 }
 
 function scaling(box) {

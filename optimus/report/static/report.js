@@ -251,7 +251,7 @@ function heat(box, run) {
   let column = step.length - 1, row = 0;
   const say = () => {
     const values = load[column][+select.value];
-    said.textContent = `step ${text(step[column])}, expert ${row}: ${(values[row] / 100).toFixed(2)} times the mean (most in this layer ${(Math.max(...values) / 100).toFixed(2)})`;
+    said.textContent = `step ${text(step[column])}, expert ${row}: ${(values[row] / 100).toFixed(2)} times the mean (maximum of this layer ${(Math.max(...values) / 100).toFixed(2)})`;
   };
   const draw = () => {
     const layer = +select.value, experts = Math.max(...load.map(each => each[layer].length)), tall = Math.max(1, Math.ceil(150 / experts));
@@ -327,7 +327,7 @@ function overview() {
   if (data.runs.length > 1) box.append(table(["run", "state", ...names.map(word)], rows));
   else box.append(table(["run", data.runs[0].name], [["state", state(data.runs[0])], ...names.map(name => [word(name), text(data.runs[0].facts[name])])]));
   const again = data.runs.filter(run => run.superseded);
-  again.forEach(run => box.append(make("p", { className: "soft" }, `${run.name}: ${text(run.superseded)} records are of steps that were run again later; the later ones are drawn.`)));
+  again.forEach(run => box.append(make("p", { className: "soft" }, `${run.name}: ${text(run.superseded)} records belong to steps that ran again later; the charts show the later records.`)));
 }
 
 /* Shows what a reader wants to know first: the verdict, the large numbers, and the loss (else bits per byte). */
@@ -350,9 +350,9 @@ function samples() {
   const list = ({ step, samples }) => make("div", {}, make("p", { className: "soft" }, "step " + text(step)), make("dl", { className: "sample" },
     ...samples.flatMap(({ prompt, text }) => [make("dt", {}, prompt || "(from the beginning of a document)"), make("dd", {}, attributes(make("pre", { tabIndex: 0 }, text.trimEnd() || (text ? "(white space alone)" : "(nothing)")), { role: "region", "aria-label": `Text after ${prompt || "nothing"} at step ${step}` }))])));
   runs.forEach(run => {
-    const [newest, ...earlier] = run.samples, box = panel(grid, data.runs.length > 1 ? run.name : "What the model writes after each prompt", "", true);
+    const [newest, ...earlier] = run.samples, box = panel(grid, data.runs.length > 1 ? run.name : "Continuation of each prompt", "", true);
     box.append(list(newest));
-    if (earlier.length) box.append(make("details", {}, make("summary", {}, `Earlier: ${earlier.length} of steps ${text(earlier.at(-1).step)} to ${text(earlier[0].step)}`), ...earlier.map(list)));
+    if (earlier.length) box.append(make("details", {}, make("summary", {}, `Earlier: ${earlier.length}, from steps ${text(earlier.at(-1).step)} to ${text(earlier[0].step)}`), ...earlier.map(list)));
   });
 }
 
@@ -363,7 +363,7 @@ function draw() {
   const first = data.charts.find(chart => chart.keys.includes("loss")) ?? data.charts.find(chart => chart.keys.includes("bits_per_byte"));
   const several = data.runs.length > 1;
   headline(first);
-  document.getElementById("written").textContent = `Written ${data.written}` + (data.refresh ? `, again every ${data.refresh} s` : "");
+  document.getElementById("written").textContent = `Written ${data.written}` + (data.refresh ? `, refreshed every ${data.refresh} s` : "");
   data.warnings.forEach(each => page.append(attributes(make("div", { className: "warning" }, each), { role: "note" })));
   page.append(controls());
   if (several) overview();
@@ -395,13 +395,13 @@ function draw() {
     else { const rest = section(title); runs.forEach(run => stacked(panel(rest, run.name, unit), run, kind)); }
   }
   const routed = data.runs.filter(run => run.experts);
-  const what = "tokens of an expert, to the mean of its layer";
+  const what = "tokens of an expert, relative to the mean of its layer";
   if (routed.length && alone) heat(panel(details ??= section("Memory, time and experts"), "Load of the experts", what), alone);
   else if (routed.length) { const rest = section("Load of the experts"); routed.forEach(run => heat(panel(rest, run.name, what), run)); }
   data.runs.filter(run => run.timeline?.events.length).forEach(run => {
-    const box = panel(section("Pipeline of " + run.name), "Timeline of a step", "numbers are microbatches; of a rank's stages, the later the paler", true);
+    const box = panel(section("Pipeline of " + run.name), "Timeline of a step", "numbers are microbatches; later stages of a rank are paler", true);
     const kinds = lanes(box, "measured", run.timeline.ranks, run.timeline.events);
-    if (run.timeline.simulated) lanes(box, "simulated, with the measured times of its passes", run.timeline.ranks, run.timeline.simulated);
+    if (run.timeline.simulated) lanes(box, "simulated, with the measured times of the passes", run.timeline.ranks, run.timeline.simulated);
     box.append(make("ul", { className: "keys" }, ...[...kinds].map(kind => make("li", {}, swatch(KIND_COLOURS[kind]), kind.replaceAll("_", " ")))));
   });
   const eventful = data.runs.filter(run => run.events.length);
@@ -412,7 +412,7 @@ function draw() {
   }
   const scored = data.runs.filter(run => run.evaluations.length);
   if (scored.length) {
-    const box = panel(section("Evaluations"), "", "that `optimus evaluate --output` has written into evaluations/ of the run", true);
+    const box = panel(section("Evaluations"), "", "files of `optimus evaluate --output` in the folder evaluations/ of the run", true);
     const names = [...new Set(scored.flatMap(run => run.evaluations.flatMap(row => Object.keys(row.scores))))];
     box.append(table(["run", "file", "step", "task or text", ...names.map(name => name.replaceAll("_", " "))], scored.flatMap(run => run.evaluations.map(row =>
       [run.name, row.file, text(row.step), row.what, ...names.map(name => text(row.scores[name]))]))));
@@ -451,5 +451,5 @@ if (data.refresh) setInterval(async () => {
     const answer = await fetch("data.json");
     if (!answer.ok) return;
     refresh(await answer.json());
-  } catch { document.getElementById("written").textContent = `Written ${data.written}; the server does not answer any more`; }
+  } catch { document.getElementById("written").textContent = `Written ${data.written}; the server no longer answers`; }
 }, 1000 * data.refresh);

@@ -71,8 +71,8 @@ class GuardedHook(Hook):
             self._hook.load_state_dict(state)
         except (Exception, SystemExit) as error:
             raise UserError(
-                f"the hook {self.name} cannot go on with its state of the checkpoint ({said(error)}): mend its "
-                "load_state_dict, or leave it out"
+                f"the hook {self.name} cannot load its state from the checkpoint ({said(error)}): correct its "
+                "load_state_dict, or leave the hook out"
             ) from error
 
     def _measure(self, trainer: Trainer, record: StepRecord) -> None:
@@ -83,7 +83,7 @@ class GuardedHook(Hook):
     def _read_state(self) -> None:
         state = self._hook.state_dict()
         if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-            raise UserError("it gives no dictionary by text")
+            raise UserError("it does not return a dictionary with text keys")
         json.dumps(state, allow_nan=False)
         self._state = dict(state)
 
@@ -97,9 +97,9 @@ class GuardedHook(Hook):
                 self._all_back(trainer)
         except CollectiveError as error:
             if self._failure is not None:  # the other ranks wait for this rank in a collective of the hook
-                raise EndedError(Exit.USER, f"{self._failure}; the other ranks waited for it") from error
+                raise EndedError(Exit.USER, f"{self._failure}; the other ranks waited for this rank") from error
             raise CollectiveError(
-                f"hook {self.name}, {event}: {error}: what calls collectives must do so on all ranks alike"
+                f"hook {self.name}, {event}: {error}: a hook must call the same collectives on all ranks"
             ) from error
         return found
 
@@ -108,7 +108,7 @@ class GuardedHook(Hook):
             with _left_as_it_is(trainer):
                 if together and self.ranks == "together":
                     return call()
-                with RefuseCollectives("its ranks are not 'together'" if together else "it may call none there"):
+                with RefuseCollectives("its ranks are not 'together'" if together else "this method may call none"):
                     return call()
         except (EndedError, CollectiveError):
             raise
@@ -146,9 +146,9 @@ def _left_as_it_is(trainer: Trainer) -> Iterator[None]:
         if moved and place is not None:
             os.chdir(place)
     if changed:
-        raise UserError("it changes trainer.progress, by which the run counts its steps")
+        raise UserError("it changes trainer.progress, which counts the steps of the run")
     if moved:
-        raise UserError("it changes the working folder, from which the run's paths count")
+        raise UserError("it changes the working folder, to which the paths of the run are relative")
 
 
 def _working_folder() -> str | None:
@@ -165,7 +165,7 @@ _BEFORE = ("before_training", "before_step", "loss_limit")  # events that belong
 def _limit(value: Any) -> float:
     """Returns the loss limit as a float. Raises `UserError` when `value` is not a number or is NaN."""
     if not is_number(value) or math.isnan(value):
-        raise UserError(f"it gives {value!r}: give a number, or math.inf where the loss has no limit")
+        raise UserError(f"it returns {value!r}: return a number, or math.inf for no limit")
     return float(value)
 
 

@@ -66,5 +66,5 @@ class Hangs(Hook):
             rank=first,
             step=self._trainer.progress.step + 1,
             seconds=self._trainer.config.resilience.hang,
-            detail=f"rank {ranks} did not go on; the others waited in {verdict.collective}",
+            detail=f"rank {ranks} did not continue; the other ranks waited in {verdict.collective}",
         )

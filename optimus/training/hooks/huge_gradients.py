@@ -15,10 +15,10 @@ class HugeGradients(Hook):
         if not record.result.huge:
             return
         if record.result.unfit:
-            what = "squares that do not fit fp32: its update was left out"
+            what = "have squares beyond the range of fp32: the update was skipped"
         else:
-            what = "been applied: second moments remember them, and updates will be small for many steps"
-        cure = "optimizer.clip_during_warmup=true clips them, `optimus rollback` goes back"
+            what = "were applied: large second moments will keep the updates of many steps small"
+        cure = "optimizer.clip_during_warmup=true clips such gradients, `optimus rollback` returns to an earlier step"
         trainer.say(
-            f"step {trainer.progress.step}: gradients with a norm of {record.result.clipped_norm:.3g} have {what} ({cure})"
+            f"step {trainer.progress.step}: gradients with a norm of {record.result.clipped_norm:.3g} {what} ({cure})"
         )

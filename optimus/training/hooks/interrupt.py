@@ -31,7 +31,7 @@ class Interrupt(Hook):
         if number == signal.SIGHUP:
             let_go_if_gone()
         if self._speaks and not self._signalled:
-            say_at_once(f"{signal.Signals(number).name}: finishing the step, saving")
+            say_at_once(f"{signal.Signals(number).name}: finishing the step, then saving a checkpoint")
         self._signalled = number
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:

@@ -26,7 +26,7 @@ class Metrics(Hook):
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         display, phase = trainer.display, trainer.progress.phase
-        assert display is not None, "of the first rank"
+        assert display is not None, "only the first rank has a display"
         saved = trainer.checkpointer.saver.seconds
         saving, self._saved = saved - self._saved, saved
         rate = phase.step_tokens / record.times.whole
@@ -66,7 +66,7 @@ class Metrics(Hook):
             trainer.say(f"step {record.step} was skipped: no update was applied")
         if loss is None:
             trainer.say(
-                f"step {record.step}: no token of its batch is predicted, so it has no loss; check the data's masks"
+                f"step {record.step}: no token of the batch is predicted, so the step has no loss; check the data's masks"
             )
         taken = "" if self._memory is None else f"  {size_text(self._memory)}"
         said = f"loss {'-' if loss is None else f'{loss:.3f}'}  {rate:,.0f} tokens/s{taken}"

@@ -20,7 +20,7 @@ class NonFinite(Hook):
             error = UserError(
                 f"step {record.step}: loss {record.result.loss} or gradient norm {record.result.grad_norm} {what}, for "
                 f"{self._in_a_row} steps in a row (resilience.max_skipped is {trainer.config.resilience.max_skipped}). None "
-                "of them was applied. Lower lr_schedule.lr or set optimizer.clip_during_warmup=true, then run with "
+                "of their updates was applied. Lower lr_schedule.lr or set optimizer.clip_during_warmup=true, then run with "
                 "`resume=True`"
             )
             trainer.fail(error)

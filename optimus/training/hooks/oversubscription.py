@@ -81,14 +81,15 @@ class Oversubscription(Hook):
         if self._said:
             return
         self._said = True
-        how = f"{slower:.1f} times as long as the fastest before" if slow else f"{seconds:.3g} s"
+        how = f"{slower:.1f} times as long as the fastest steps before" if slow else f"{seconds:.3g} s"
         others = max(0.0, wanted - ranks * threads)
         enough = max(1, int((cores - others) / ranks))
         if enough < threads:
-            cure = f"set OMP_NUM_THREADS={enough}, or end what else runs"
+            cure = f"set OMP_NUM_THREADS={enough}, or end other programs"
         else:
-            cure = "end what else runs" if others >= 1 else f"take at most {cores} ranks on this machine"
+            cure = "end other programs" if others >= 1 else f"use at most {cores} ranks on this machine"
         trainer.say(
-            f"step {trainer.progress.step}: steps take {how}, and {wanted:.0f} threads want the {cores} cores of this "
-            f"machine ({ranks} x {threads} of this run get {100 * min(1.0, share):.0f} % of theirs): {cure}"
+            f"step {trainer.progress.step}: steps take {how}, and {wanted:.0f} threads compete for the {cores} cores of "
+            f"this machine (the {ranks} x {threads} threads of this run get {100 * min(1.0, share):.0f} % of the time that "
+            f"they need): {cure}"
         )

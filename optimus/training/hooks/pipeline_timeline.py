@@ -27,7 +27,7 @@ class PipelineTimeline(Hook):
         ]
         if trainer.groups.rank == 0:
             path = trainer.folder / "timeline.json"
-            with naming_disk_errors(path, "Make room or leave observe.timeline away"):
+            with naming_disk_errors(path, "Make room or remove observe.timeline"):
                 timeline = Timeline.from_events(events, pipeline.size)
                 write_timeline(path, timeline, simulated(timeline, trainer.config))
-            trainer.say(f"step {trainer.progress.step}: what the pipeline computed when is in {path}")
+            trainer.say(f"step {trainer.progress.step}: the timeline of the pipeline is in {path}")

@@ -41,7 +41,9 @@ class Pruning(Hook):
         state, pruned = trainer.state, trainer.state.pruned
         if state.drawn is not None:
             pruned.distances = [*pruned.distances, distance(state.drawn, masks, state)][-_DRAWS:]
-            trainer.say(f"step {trainer.progress.step}: mask distance {pruned.distances[-1]:.3f} of what is left")
+            trainer.say(
+                f"step {trainer.progress.step}: mask distance {pruned.distances[-1]:.3f} of the unpruned elements"
+            )
         state.drawn = masks
         if len(pruned.distances) == _DRAWS and max(pruned.distances) < pruning.distance:
             state.drawn, pruned.distances = None, []

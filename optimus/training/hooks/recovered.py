@@ -23,5 +23,5 @@ class Recovered(Hook):
             seconds = time.time() - first["time"] + (first["seconds"] or 0.0)
             what = "; ".join(failure["detail"] for failure in self._failures)
             self._events.write("recovered", step=trainer.progress.step, seconds=seconds, detail=what)
-            trainer.say(f"step {trainer.progress.step}: recovered {seconds:.1f} s after: {what}")
+            trainer.say(f"step {trainer.progress.step}: recovered {seconds:.1f} s after the failure: {what}")
         self._failures = []

@@ -59,8 +59,8 @@ def find_slow(
 
     `seconds` are the computation times per step, without waiting (MegaScale; C4). `peers` are groups of ranks with equal
     work, such as the ranks of one pipeline stage. Of two peers, the faster one is the reference, because nothing makes a
-    rank faster than normal. A rank without peers may always take longer than other ranks, because it has more to compute. It
-    is slow if its ratio to the median of all ranks (see `alone`) exceeds `usual`, its lowest ratio so far.
+    rank faster than normal. A rank without peers may always take longer than other ranks, because it has more to compute.
+    Such a rank is slow if its ratio to the median of all ranks (see `alone`) exceeds `usual`, its lowest ratio so far.
     """
     times = {
         rank: seconds[rank] / statistics.median_low(seconds[r] for r in group) for group in peers for rank in group

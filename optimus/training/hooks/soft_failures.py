@@ -43,11 +43,11 @@ class SoftFailures(Hook):
         repeated = any(event["step"] == trainer.progress.step and event["kind"] == "failure" for event in earlier)
         if len({node for _, node in origins.values()}) == 1 and not repeated:
             rank, (what, node) = min(origins.items())
-            detail = f"rank {rank} gave numbers that are {_SIGN}, first in {what}"
+            detail = f"rank {rank} produced numbers that are {_SIGN}, first in {what}"
             if trainer.groups.rank == rank:
                 events.write("failure", node=node, rank=rank, step=trainer.progress.step, detail=detail)
             raise ended_by(trainer, node == self._node, detail)
-        where = f"on ranks {', '.join(map(str, sorted(origins)))}" if origins else "on no rank by itself"
+        where = f"on ranks {', '.join(map(str, sorted(origins)))}" if origins else "with no single rank as their origin"
         detail = f"step {trainer.progress.step}: gradients are {_SIGN}, {where}: the training has diverged"
         go_back(trainer, detail)
         raise EndedError(Exit.DIVERGED, detail)
@@ -61,5 +61,5 @@ def _origin(trainer: Trainer) -> tuple[str | None, bool]:
         with chunk.states() as states:
             for part in (states["model"], chunk.compute_shard):
                 if not torch.isfinite(part.sum(dtype=torch.float32)):
-                    return "parameters of its own", True
+                    return "its own parameters", True
     return origin, False

@@ -55,11 +55,11 @@ class Spikes(Hook):
         self._in_a_row += 1
         if self._in_a_row > trainer.config.resilience.max_skipped:
             self._losses.clear()
-        detail = f"the loss {record.result.loss:.4f} is above {self._limit:.4f}, as the steps before let expect"
-        trainer.say(f"step {trainer.progress.step}: {detail}; its update was left out")
+        detail = f"the loss {record.result.loss:.4f} is above the spike threshold {self._limit:.4f}"
+        trainer.say(f"step {trainer.progress.step}: {detail}; the update was skipped")
         if trainer.config.resilience.on_spike == "rollback":
             detail = f"step {trainer.progress.step}: {detail}"
             back = go_back(trainer, detail)
             if self._node is not None:
                 raise EndedError(Exit.DIVERGED, detail)
-            raise UserError(f"{detail}. Gone back to the weights of step {back}: run again with `resume=True`")
+            raise UserError(f"{detail}. The run is back at the weights of step {back}: run again with `resume=True`")

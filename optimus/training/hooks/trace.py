@@ -28,16 +28,20 @@ class Trace(Hook):
             read_together(lambda: self._write(trainer, profile), trainer.groups.world)  # waits for all ranks
             if trainer.groups.rank == 0:
                 missing = merge_traces(trainer.folder, trainer.groups.world.size)
-                without = f", without ranks {', '.join(map(str, missing))}, whose nodes have it" if missing else ""
+                without = (
+                    f" (without ranks {', '.join(map(str, missing))}, whose traces are on their nodes)"
+                    if missing
+                    else ""
+                )
                 trainer.say(
-                    f"step {record.step}: what the ranks did when is in {trainer.folder / MERGED}{without}: open it in "
+                    f"step {record.step}: the trace of the ranks is in {trainer.folder / MERGED}{without}: open it in "
                     "Perfetto"
                 )
         self._begin(trainer)
 
     def _write(self, trainer: Trainer, profile: torch.profiler.profile) -> None:
         path = rank_trace(trainer.folder, trainer.groups.rank)
-        with naming_disk_errors(path, "Make room or leave observe.profile_step away"):
+        with naming_disk_errors(path, "Make room or remove observe.profile_step"):
             profile.export_chrome_trace(str(path))
 
     def _begin(self, trainer: Trainer) -> None:

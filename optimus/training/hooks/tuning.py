@@ -91,9 +91,9 @@ def describe(timings: Mapping[MatmulShape, FormTimings], known: int = 0) -> list
     """
     chosen = {product: clear_choice(product.form, each) for product, each in timings.items()}
     other = [product for product, form in chosen.items() if form != product.form]
-    before = f", {known} as measured before" if known else ""
+    before = f", {known} measured before" if known else ""
     lines = [
-        f"matrix products: {len(chosen) - known} timed as NN, NT and TN{before}, {len(other)} faster in another form than "
+        f"matmuls: {len(chosen) - known} timed in the forms NN, NT and TN{before}, {len(other)} faster in another form than "
         "their own"
     ]
     for product in other:

@@ -40,16 +40,16 @@ def users_hooks(named: Sequence[str], hooks: Sequence[Any] = (), rank: int = 0) 
     Raises `UserError` for a hook that cannot be imported, is not a `Hook`, could not be called, or has the name of another.
     """
     if isinstance(hooks, str | bytes) or not isinstance(hooks, Iterable):
-        raise UserError(f"hooks={hooks!r}: give a list of hooks, as `optimus.train(..., hooks=[MyHook])`")
+        raise UserError(f"hooks={hooks!r}: give a list of hooks, such as `optimus.train(..., hooks=[MyHook])`")
     found = [_made(each) for each in [*named, *hooks]]
     names = [hook.name for hook in found]
     if theirs := {hook.name for hook in found if "." not in hook.name}:
         raise UserError(
-            f"train.hooks: a hook is called {min(theirs)}, as the library's own are: let its `name` have a dot, or none"
+            f"train.hooks: the name {min(theirs)} of a hook has no dot, like the names of ours: add one or remove `name`"
         )
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(
-            f"train.hooks: two hooks are called {min(twice)}: leave one out, or give their class a property `name`"
+            f"train.hooks: two hooks have the name {min(twice)}: leave one out, or give their class a property `name`"
         )
     return [hook for hook in found if rank == 0 or hook.ranks != "first"]
 
@@ -62,19 +62,19 @@ def _made(entry: Any) -> Hook:
             hook = kind()
         except (Exception, SystemExit) as error:
             raise UserError(
-                f"{where} could not be made without arguments ({said(error)}): give `optimus.train(hooks=[...])` a hook"
+                f"{where} cannot be made without arguments ({said(error)}): pass an instance to `optimus.train(hooks=[...])`"
             ) from error
     elif isinstance(kind, Hook):
         hook = kind
     else:
-        raise UserError(f"{where} is no hook: make it a subclass of `optimus.Hook`")
+        raise UserError(f"{where} is not a hook: make it a subclass of `optimus.Hook`")
     try:
         _check(hook, where)
         return GuardedHook(hook, _name_of(hook, where))
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # a property of the hook raised an error
-        raise UserError(f"{where}: one of its attributes cannot be read ({said(error)}): mend its class") from error
+        raise UserError(f"{where}: one of its attributes cannot be read ({said(error)}): correct its class") from error
 
 
 def _name_of(hook: Hook, where: str) -> str:
@@ -82,7 +82,7 @@ def _name_of(hook: Hook, where: str) -> str:
     kind = type(hook)
     name = hook.name if kind.name is not Hook.name else f"{kind.__module__}.{kind.__qualname__}"
     if not isinstance(name, str) or not name:
-        raise UserError(f"{where}: its name is {name!r}: let it be a text, or leave it out")
+        raise UserError(f"{where}: its name is {name!r}: give a text, or remove `name`")
     return name
 
 
@@ -108,7 +108,7 @@ def _check(hook: Hook, where: str) -> None:
     if hook.ranks not in ("all", "first", "together"):
         raise UserError(f"{where}: its ranks are {hook.ranks!r}: give 'all', 'first' or 'together'")
     if hook.ranks == "first" and type(hook).loss_limit is not Hook.loss_limit:
-        raise UserError(f"{where} limits the loss, which all ranks must do alike: let its ranks be 'all'")
+        raise UserError(f"{where} limits the loss, which all ranks must limit alike: give its ranks as 'all'")
     for name in dir(hook):
         if not name.startswith(("before_", "after_")) or name in _EVENTS:
             continue

@@ -141,7 +141,7 @@ def test_one_rank_has_no_links(tmp_path: Path) -> None:
     bench.write(found, tmp_path / "mine.yaml")
     assert load_machine(str(tmp_path / "mine.yaml")) == found
     assert found.node.bandwidth == found.network.bandwidth == found.memory_bandwidth
-    assert "No links" in found.source
+    assert "One rank has no links" in found.source
 
 
 def test_peak_is_the_best_that_was_reached_where_no_vendor_states_one() -> None:
@@ -252,9 +252,9 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("mine.json", r"--output .*mine\.json: give the name of a \.yaml file"),
+        ("mine.json", r"--output .*mine\.json: end the name in \.yaml"),
         ("none/mine.yaml", r"--output .*: there is no folder .*none; make it first"),
-        ("h200.yaml", r"--name h200 is a machine that comes with the library"),
+        ("h200.yaml", r"--name h200 is the name of a machine of the library"),
     ],
 )
 def test_output_that_cannot_be(out: str, message: str, tmp_path: Path) -> None:
@@ -274,5 +274,5 @@ def test_a_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.Monke
 def test_ranks_that_torchrun_has_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(UserError, match="--ranks 2: torchrun has started 4 on each node"):
+    with pytest.raises(UserError, match="--ranks 2: torchrun has started 4 ranks on each node"):
         bench.run(2, tmp_path / "mine.yaml")
