@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from optimus.copies import is_url
 from optimus.errors import UserError
 
 _LONGEST, _LONGEST_PATH = 255, 4095  # bytes that Linux allows in a file name, and in a path
@@ -22,8 +23,13 @@ def user_path(path: str | Path) -> Path:
 
     Every path that comes from a user passes through this function, because a shell does not expand `--output=~/run` or paths
     in a file. The path of an existing file that contains `$` or begins with `~` stays as it is. Raises `UserError` for a
-    variable that is not set, a user who does not exist, and names that no file can have.
+    variable that is not set, a user who does not exist, a URL, and names that no file can have.
     """
+    if is_url(path):
+        raise UserError(
+            f"{path} is a URL, but this must be a file or folder of this machine: name a local path (a run copies its "
+            "checkpoints to a URL with checkpoint.copy_to)"
+        )
     text = os.path.expandvars(os.path.expanduser(path))
     variable = _VARIABLE.search(text)
     if variable is not None and not os.path.lexists(text):

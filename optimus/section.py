@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
+from optimus.copies import is_url, url_text
 from optimus.disk import user_path
 from optimus.errors import UserError
 
@@ -22,10 +23,15 @@ def reported_as_value(read: Callable[[str], Result], value: Any) -> Any:
 
 
 def _expanded(text: str) -> Any:
-    return text if "://" in text else str(reported_as_value(user_path, text))
+    return str(reported_as_value(user_path, text))
 
 
-PathText = Annotated[str, AfterValidator(_expanded)]  # validation expands ~ and $NAME; URLs stay
+def _expanded_or_url(text: str) -> Any:
+    return url_text(text) if is_url(text) else _expanded(text)
+
+
+PathText = Annotated[str, AfterValidator(_expanded)]  # validation expands ~ and $NAME, and refuses URLs
+PathOrUrl = Annotated[str, AfterValidator(_expanded_or_url)]
 
 
 class Section(BaseModel):

@@ -30,6 +30,7 @@ BELOW_ALL = [
     "section",
     "measurements",
     "disk",
+    "copies",
     "cores",
     "parent",
     "lazy",

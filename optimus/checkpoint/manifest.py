@@ -64,19 +64,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
-        content = parse_json(text)
-        crc = content.pop("crc")
-        same = zlib.crc32(_text(content).encode()) == crc and _text(content | {"crc": crc}) == text
-        if content["format"] != _FORMAT or not same:
-            raise ValueError("its checksum is wrong")
-        files: dict[str, Any] = {plain_name(name): file for name, file in content["files"].items()}
-        for file in files.values():
-            numbers = [file["bytes"], *(part for each in file.get(SLICES, [[file.get("crc")] * 3]) for part in each)]
-            if not all(type(number) is int and number >= 0 for number in numbers) or any(
-                len(each) != 3 for each in file.get(SLICES, [])
-            ):
-                raise ValueError("sizes and checksums must be whole numbers")
+        files = manifest_files(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise damaged(folder, f"it has no {MANIFEST}, so it was never completed") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -86,6 +74,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if size != file["bytes"]:
             how = "is missing" if size is None else f"has {size:,} bytes"
             raise damaged(folder, f"{name} {how}, but {file['bytes']:,} bytes were written")
+    return files
+
+
+def manifest_files(text: str) -> dict[str, Any]:
+    """Returns the files in the text of a manifest. Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for a
+    text that is incomplete or has changed."""
+    content = parse_json(text)
+    crc = content.pop("crc")
+    same = zlib.crc32(_text(content).encode()) == crc and _text(content | {"crc": crc}) == text
+    if content["format"] != _FORMAT or not same:
+        raise ValueError("its checksum is wrong")
+    files: dict[str, Any] = {plain_name(name): file for name, file in content["files"].items()}
+    for file in files.values():
+        numbers = [file["bytes"], *(part for each in file.get(SLICES, [[file.get("crc")] * 3]) for part in each)]
+        if not all(type(number) is int and number >= 0 for number in numbers) or any(
+            len(each) != 3 for each in file.get(SLICES, [])
+        ):
+            raise ValueError("sizes and checksums must be whole numbers")
     return files
 
 

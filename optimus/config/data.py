@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from optimus.config.sizes import parse_count
-from optimus.section import PathText, Section, reported_as_value
+from optimus.section import PathOrUrl, Section, reported_as_value
 
 
 def _count(value: Any) -> Any:
@@ -21,7 +21,7 @@ Count = Annotated[int, Field(gt=0), BeforeValidator(_count)]  # number of tokens
 class SourceConfig(Section):
     """A source of training tokens. One of weight, tokens and epochs sets its share of the data; the default is weight 1."""
 
-    path: PathText = Field(description="Folder written by `optimus prepare`, or its URL if fsspec can read it.")
+    path: PathOrUrl = Field(description="Folder written by `optimus prepare`, or its URL if fsspec can read it.")
     name: str | None = Field(None, description="Name in metrics and messages. Default: the name of the folder.")
     weight: float | None = Field(None, ge=0)
     """Share of the source, relative to the other weights, in the data that sources with tokens or epochs leave. A run reads
@@ -55,7 +55,7 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """The training data: a folder or several sources. A list of sources may replace the section."""
 
-    path: PathText | None = Field(
+    path: PathOrUrl | None = Field(
         None, description="Folder written by `optimus prepare`, or its URL; the short form of a single source."
     )
     sources: list[SourceConfig] = Field([], description="Sources to mix.")

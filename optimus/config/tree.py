@@ -20,7 +20,7 @@ from optimus.model.architecture import ModelConfig
 from optimus.optim.rules import RULES
 from optimus.optim.schedule import SCHEDULES
 from optimus.plugins import NameIn
-from optimus.section import PathText, Section, reported_as_value
+from optimus.section import PathOrUrl, PathText, Section, reported_as_value
 
 _WARMUP_SHARE, _LONGEST_WARMUP = 20, 2500  # divisor of the run's steps, and largest number of steps (the paper)
 _COOLDOWN_SHARE = 5  # divisor of the run's steps (Hägele et al. 2024, section 3)
@@ -443,6 +443,9 @@ class CheckpointConfig(Section):
     rank of each replica group writes."""
     load_path: PathText | None = None
     """Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."""
+    copy_to: PathOrUrl | None = None
+    """URL, such as s3://bucket/run, or folder to which the first rank copies every complete checkpoint in the background. A
+    run whose folder is empty or lost resumes from there with --resume."""
     broadcast: Literal["broadcast", "allreduce", "none"] = "broadcast"
     """Collective that sends a parameter from the rank that reads it to its replicas. none: every rank reads for itself."""
 
@@ -473,8 +476,8 @@ class ValidationConfig(Section):
 
     name: str | None = None
     """Name in the metrics bits_per_byte/NAME and loss/NAME. One set may have no name: its metric is bits_per_byte."""
-    path: PathText | None = Field(None, description="Folder written by `optimus prepare`; or give text.")
-    text: PathText | None = Field(None, description="File, folder or glob of text.")
+    path: PathOrUrl | None = Field(None, description="Folder written by `optimus prepare`; or give text.")
+    text: PathOrUrl | None = Field(None, description="File, folder or glob of text.")
     every: int | None = Field(None, gt=0, description="Steps between validations. Default: after the last step only.")
     tokens: Count = Field(1 << 17)
     """Number of tokens to use, also as 2e6 or 1M. With max_bytes and without tokens: as many tokens as these bytes have."""

@@ -50,6 +50,8 @@ def train_or_check(
     writes = not launched or os.environ.get("RANK", "0") == "0"
     if resume and writes and not check:
         lease.wait()
+    if writes:
+        checks.fetch_lost_run(tree, resume)
     resolved = check_run(tree, data, mesh_of(tree, ranks, ranks_per_node(ranks)), resume)
     if check:
         return verify_data(resolved, data)

@@ -25,6 +25,7 @@ from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
 from optimus.resolve.microbatches import check_batches, micro_batch
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.run import ResolvedRun
+from optimus.training.checks import fetch_lost_run
 from optimus.training.finalize import announce
 from optimus.training.hooks.users import users_hooks
 from optimus.training.reading import read_run
@@ -85,6 +86,7 @@ def _check(job: NodeJob, node: str) -> tuple[RunConfig, ResolvedRun, TrainingDat
     """
     tree, data = read_run(job.config, job.overrides)
     users_hooks(tree.train.hooks)
+    fetch_lost_run(tree, resume=True)
     resolved = check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)
     check_not_excluded(Path(tree.train.output), node)
     return tree, resolved, data

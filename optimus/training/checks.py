@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from optimus.checkpoint.copying import complete_copies, fetch_run
 from optimus.checkpoint.folder import (
     MANIFEST,
     DamagedError,
@@ -22,6 +23,7 @@ from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.config.sizes import size_text
+from optimus.copies import RemoteCopies
 from optimus.data.shards import Shards
 from optimus.data.training import TrainingData, check_same_tokenizer
 from optimus.errors import UserError
@@ -30,6 +32,7 @@ from optimus.hub import read_model_folder
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory, whole_memory
 from optimus.observe.sinks import check_sinks
+from optimus.observe.terminal import say_at_once
 from optimus.resolve.memory import at_rest
 from optimus.resolve.ranks import ranks_sharing_memory
 from optimus.resolve.run import ResolvedRun
@@ -152,6 +155,24 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
         )
     if saved.exists() and load_config(saved, of_run=True).model != config.model:
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
+
+
+def fetch_lost_run(config: RunConfig, resume: bool) -> None:
+    """Fills a lost run folder from `checkpoint.copy_to` before a run resumes.
+
+    Raises `UserError` if a new run would copy its checkpoints over those of another run.
+    """
+    url, folder = config.checkpoint.copy_to, Path(config.train.output)
+    if url is None or list_checkpoints(folder):
+        return
+    if resume:
+        if (name := fetch_run(url, folder)) is not None:
+            say_at_once(f"{folder} has no checkpoint: {name} is fetched from {url}")
+    elif found := complete_copies(RemoteCopies(url)):
+        raise UserError(
+            f"checkpoint.copy_to: {url} already has copies of a run (up to {found[0]}): continue it with `resume=True` or "
+            "choose another URL"
+        )
 
 
 def check_prunings(config: RunConfig, description: Description, path: Path) -> None:

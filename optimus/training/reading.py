@@ -27,6 +27,8 @@ def read_run(
 
 
 def holds_run(config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = ()) -> bool:
-    """Returns True if the run's folder holds a run that can be resumed."""
-    folder = Path(load_config(config, overrides, read_model_folder).train.output)
-    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+    """Returns True if the run's folder, or the copy of a lost folder, may hold a run that can be resumed."""
+    tree = load_config(config, overrides, read_model_folder)
+    folder = Path(tree.train.output)
+    there = (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+    return there or tree.checkpoint.copy_to is not None

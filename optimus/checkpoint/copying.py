@@ -1,0 +1,146 @@
+"""Copies of a run's checkpoints at a URL (`checkpoint.copy_to`), from which a run whose folder is lost can resume.
+
+The URL has the layout of a run folder: `checkpoints/step-N/...`, and the small files of the run. The manifest of a
+checkpoint is copied last and removed first, so a copy is complete if it has a valid manifest and all its files.
+"""
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, all_folders, step_of
+from optimus.checkpoint.lease import LEASE
+from optimus.checkpoint.manifest import manifest_files, read_manifest
+from optimus.copies import RemoteCopies
+from optimus.disk import parse_json
+from optimus.errors import UserError, naming_disk_errors
+
+_FOLDER = "checkpoints"
+_LARGEST = 256 << 20  # bytes of a file in the run folder itself that is copied
+
+
+def copier(url: str, run: str, keep: int | None, weights_keep: int) -> Callable[[str], str]:
+    """Returns the function that copies a checkpoint of the run folder `run`; it returns the name of the checkpoint.
+
+    After copying, it removes the oldest copies of full checkpoints beyond `keep`, weights whose steps are not multiples of
+    `weights_keep`, and checkpoints of later steps, which a rollback has abandoned.
+    """
+    folder, copies = Path(run), RemoteCopies(url)
+
+    def copy(name: str) -> str:
+        _copy(folder, copies, name)
+        _retire(copies, name, keep, weights_keep)
+        return name
+
+    return copy
+
+
+def complete_copies(copies: RemoteCopies) -> list[str]:
+    """Returns the names of the complete copies of full checkpoints, newest first."""
+    named = [name for name in copies.names(_FOLDER) if name.startswith("step-") and name[5:].isdecimal()]
+    return [name for name in sorted(named, key=lambda each: step_of(Path(each)), reverse=True) if _files(copies, name)]
+
+
+def fetch_run(url: str, run: Path) -> str | None:
+    """Fills an empty or lost run folder from the newest complete copy. Returns the name of the checkpoint, or None without
+    a copy.
+
+    Raises `UserError` if the server fails, or the disk.
+    """
+    copies = RemoteCopies(url)
+    for name in complete_copies(copies):
+        files = _files(copies, name) or {}
+        with naming_disk_errors(run, "Make room or choose another train.output"):
+            small = [each for each, size in copies.names().items() if 0 < size <= _LARGEST and "." in each]
+            copies.get_folder("", run, [each for each in small if each not in (LEASE, _FOLDER)])
+            description = parse_json((copies.read(f"{_FOLDER}/{name}/{DESCRIPTION}") or b"{}").decode())
+            for each in filter(None, (description.get("frozen"), name)):
+                _fetch(copies, each, run / _FOLDER / each, _files(copies, each) or files)
+        return name
+    return None
+
+
+def fetch_checkpoint(url: str, cache: Path) -> Path:
+    """Returns a local copy, in the folder `cache`, of the newest complete checkpoint at the URL of a run.
+
+    Raises `UserError` if there is none.
+    """
+    copies = RemoteCopies(url)
+    for name in complete_copies(copies):
+        files = _files(copies, name) or {}
+        description = parse_json((copies.read(f"{_FOLDER}/{name}/{DESCRIPTION}") or b"{}").decode())
+        for each in filter(None, (description.get("frozen"), name)):
+            if not (cache / _FOLDER / each / MANIFEST).is_file():
+                _fetch(copies, each, cache / _FOLDER / each, _files(copies, each) or files)
+        return cache / _FOLDER / name
+    raise UserError(f"{copies.url} has no complete copy of a checkpoint: name the `checkpoint.copy_to` of a run")
+
+
+def fetch_small_files(url: str, cache: Path) -> Path:
+    """Returns the folder `cache` with the small files of the run at a URL: metrics, configuration, events."""
+    copies = RemoteCopies(url)
+    names = [name for name, size in copies.names().items() if 0 < size <= _LARGEST and "." in name]
+    if not names:
+        raise UserError(f"{copies.url} has no files of a run: name the `checkpoint.copy_to` of a run")
+    copies.get_folder("", cache, names)
+    return cache
+
+
+def _copy(run: Path, copies: RemoteCopies, name: str) -> None:
+    folder = run / _FOLDER / name
+    description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    frozen = description.get("frozen")
+    if frozen is not None and _files(copies, frozen) is None:
+        copies.put_folder(folder.with_name(frozen), f"{_FOLDER}/{frozen}", last=MANIFEST)
+    for file in sorted(run.iterdir()):
+        hidden = file.name.startswith(".") or file.name == LEASE or "." not in file.name
+        if file.is_file() and not hidden and 0 < file.stat().st_size <= _LARGEST:
+            copies.put_bytes(file.read_bytes(), file.name)  # the run may append to it meanwhile
+    copies.put_folder(folder, f"{_FOLDER}/{name}", last=MANIFEST)
+
+
+def _retire(copies: RemoteCopies, new: str, keep: int | None, weights_keep: int) -> None:
+    step = step_of(Path(new))
+    names = {
+        name: step_of(Path(name)) for name in copies.names(_FOLDER) if name.partition("-")[0] in ("step", "weights")
+    }
+    later = [name for name, at in names.items() if at > step]
+    full = sorted((name for name in names if name.startswith("step-") and name not in later), key=names.__getitem__)
+    weights = [name for name, at in names.items() if name.startswith("weights-") and at < step and at % weights_keep]
+    for name in [*later, *(full[:-keep] if keep else ()), *weights]:
+        copies.remove(f"{_FOLDER}/{name}", first=MANIFEST)
+
+
+def _files(copies: RemoteCopies, name: str) -> dict[str, Any] | None:
+    """Returns the files of a complete copy, by its manifest; None if the copy is not complete."""
+    content = copies.read(f"{_FOLDER}/{name}/{MANIFEST}")
+    if content is None:
+        return None
+    try:
+        files = manifest_files(content.decode())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    sizes = copies.names(f"{_FOLDER}/{name}")
+    return files if all(sizes.get(each) == file["bytes"] for each, file in files.items()) else None
+
+
+def _fetch(copies: RemoteCopies, name: str, folder: Path, files: dict[str, Any]) -> None:
+    """Copies a checkpoint from the URL; the folder appears when it is complete."""
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")  # other nodes may fetch it, too
+    copies.get_folder(f"{_FOLDER}/{name}", partial, [*files, MANIFEST])
+    read_manifest(partial)
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not (folder / MANIFEST).is_file():
+            raise
+        shutil.rmtree(partial)
+
+
+def newest_local(run: Path) -> str | None:
+    """Returns the name of the newest complete checkpoint in a run folder, full or of weights; None without one."""
+    found = [path for path in all_folders(run, "step", "weights") if (path / MANIFEST).is_file()]
+    return max(found, key=lambda path: (step_of(path), path.name)).name if found else None

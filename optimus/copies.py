@@ -1,0 +1,180 @@
+"""Copies of folders at URLs: s3://, gs://, file:// and all others that fsspec writes.
+
+A file is copied in several attempts. After each attempt, the copy is read back, and its CRC-32 compared with that of the
+file. An attempt that takes too long counts as failed, because a server may never answer.
+"""
+
+import re
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from optimus.errors import UserError, how_to_install
+
+T = TypeVar("T")
+
+ATTEMPTS = 5
+PAUSE = 2.0  # seconds before the second attempt; the pause doubles with every further attempt
+PATIENCE = 60.0  # seconds that an attempt may take, besides those of its bytes
+SLOWEST = 1e6  # bytes per second
+_PIECE = 8 << 20
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # protocols with an extra of their own
+
+
+def is_url(path: str | Path) -> bool:
+    """Returns whether `path` is a URL, also as `Path` writes it, with one slash."""
+    return _URL.match(str(path)) is not None
+
+
+def url_text(path: str | Path) -> str:
+    """Returns a URL without a slash at its end, and with both slashes after the protocol, which `Path` joins."""
+    text = str(path).rstrip("/")
+    found = _URL.match(text)
+    return text if found is None or found[1] == "file" else f"{found[1]}://{text[found.end() :]}"
+
+
+class RemoteCopies:
+    """A folder at a URL, with the copies of files and folders in it.
+
+    Raises `UserError` for a protocol that fsspec does not know, or whose package is not installed.
+    """
+
+    def __init__(self, url: str | Path) -> None:
+        self.url = url_text(url)
+        try:
+            import fsspec
+
+            self._system, self._root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True)
+        except ImportError as error:
+            extra = _EXTRAS.get(self.url.partition(":")[0], "remote")
+            raise UserError(f"{self.url}: {error}. {how_to_install(extra)}") from error
+        except Exception as error:
+            raise UserError(f"{self.url} cannot be opened ({type(error).__name__}: {error})") from error
+
+    def names(self, below: str = "") -> dict[str, int]:
+        """Returns the names in the folder `below`, each with its size in bytes. Empty if there is no such folder."""
+
+        def found() -> dict[str, int]:
+            self._system.invalidate_cache()
+            try:
+                entries = self._system.ls(self._path(below), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            return {Path(each["name"].rstrip("/")).name: int(each.get("size") or 0) for each in entries}
+
+        return self._attempted(f"list {self.url}/{below}", found)
+
+    def read(self, name: str) -> bytes | None:
+        """Returns the content of a small file, or None if there is no such file."""
+
+        def found() -> bytes | None:
+            try:
+                content: bytes = self._system.cat_file(self._path(name))
+            except (FileNotFoundError, IsADirectoryError):
+                return None
+            return content
+
+        return self._attempted(f"read {self.url}/{name}", found)
+
+    def put(self, file: Path, name: str) -> None:
+        """Copies a local file, and checks the copy."""
+
+        def copy() -> None:
+            self._system.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._system.put_file(str(file), self._path(name))
+            self._system.invalidate_cache()
+            with file.open("rb") as local, self._system.open(self._path(name), "rb") as remote:
+                if _crc(local) != _crc(remote):
+                    raise OSError("the copy differs from the file")
+
+        self._attempted(f"copy {file} to {self.url}/{name}", copy, file.stat().st_size)
+
+    def put_bytes(self, content: bytes, name: str) -> None:
+        """Writes a small file, and checks it."""
+
+        def write() -> None:
+            self._system.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._system.pipe_file(self._path(name), content)
+            self._system.invalidate_cache()
+            if self._system.cat_file(self._path(name)) != content:
+                raise OSError("the copy differs from the content")
+
+        self._attempted(f"write {self.url}/{name}", write, len(content))
+
+    def put_folder(self, folder: Path, name: str, last: str) -> None:
+        """Copies all files of a folder, of which `last` comes last: a copy without this file is not complete."""
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        for file in sorted(files, key=lambda path: path == folder / last):
+            self.put(file, f"{name}/{file.relative_to(folder).as_posix()}" if name else file.name)
+
+    def get(self, name: str, file: Path) -> None:
+        """Copies a file of the URL to `file`."""
+        below, _, last = name.rpartition("/")
+        size = self.names(below).get(last, 0)
+
+        def copy() -> None:
+            self._system.get_file(self._path(name), str(file))
+
+        self._attempted(f"copy {self.url}/{name} to {file}", copy, size)
+
+    def get_folder(self, name: str, folder: Path, files: Iterable[str]) -> None:
+        """Copies files of a folder at the URL into `folder`, which is created."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            self.get(f"{name}/{file}".lstrip("/"), folder / file)
+
+    def remove(self, name: str, first: str) -> None:
+        """Removes a folder, of which `first` goes first: without this file, nobody takes the rest for a complete copy."""
+
+        def gone() -> None:
+            self._system.invalidate_cache()
+            if self._system.exists(self._path(f"{name}/{first}")):
+                self._system.rm_file(self._path(f"{name}/{first}"))
+            if self._system.exists(self._path(name)):
+                self._system.rm(self._path(name), recursive=True)
+
+        self._attempted(f"remove {self.url}/{name}", gone)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    def _attempted(self, what: str, work: Callable[[], T], size: int = 0) -> T:
+        """Returns the result of `work`, after as many attempts as it takes. Raises `UserError` with the last failure."""
+        limit, failure = PATIENCE + size / SLOWEST, "no attempt"
+        for attempt in range(1, ATTEMPTS + 1):
+            if attempt > 1:
+                print(f"cannot {what} ({failure}): attempt {attempt} of {ATTEMPTS}", file=sys.stderr, flush=True)
+                time.sleep(PAUSE * 2 ** (attempt - 2))
+            done, result = _limited(work, limit)
+            if done and not isinstance(result, BaseException):
+                return result
+            failure = f"{type(result).__name__}: {result}" if done else f"no answer in {limit:.0f} s"
+        raise UserError(f"cannot {what} in {ATTEMPTS} attempts ({failure})")
+
+
+def _limited(work: Callable[[], T], seconds: float) -> tuple[bool, Any]:
+    """Runs `work` in a thread for at most `seconds`. Returns (True, the result or exception), or (False, None)."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return (True, results[0]) if results else (False, None)
+
+
+def _crc(file: Any) -> int:
+    found = 0
+    while piece := file.read(_PIECE):
+        found = zlib.crc32(piece, found)
+    return found

@@ -1,0 +1,80 @@
+"""A hook that copies complete checkpoints to `checkpoint.copy_to`, beside the training."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from optimus.checkpoint.copying import copier, newest_local
+from optimus.errors import UserError
+from optimus.training.record import StepRecord
+from optimus.training.trainer import Hook, Order, Trainer
+
+_GRACE = 20.0  # seconds that a run which a signal has stopped waits for its copy
+
+
+class Copies(Hook):
+    """Copies the newest checkpoint, one at a time, in a thread of the first rank.
+
+    A failed copy changes nothing but a line for the user; the next checkpoint is copied again. Checkpoints that are newer
+    than the last copy replace each other while a copy runs. At its end, the run waits for the copy of its last checkpoint.
+    """
+
+    order = Order.LAST
+    ranks = "first"
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._outcome: tuple[str, str] | None = None  # (checkpoint, failure) of a copy that has ended
+        self._tried: str | None = None  # the newest checkpoint that has been copied, or could not be
+        self._copy: Callable[[str], str] | None = None
+
+    def before_training(self, trainer: Trainer) -> None:
+        section = trainer.config.checkpoint
+        assert section.copy_to is not None
+        self._copy = copier(section.copy_to, str(trainer.folder), section.keep, section.weights_keep)
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        self._go_on(trainer)
+
+    def after_training(self, trainer: Trainer) -> None:
+        if not trainer.ends:  # an error: the run that resumes copies its newest checkpoint
+            return
+        signalled = trainer.ending is not None and trainer.ending.signal
+        limit = time.monotonic() + _GRACE if signalled else None
+        while self._go_on(trainer) and (limit is None or time.monotonic() < limit):
+            if self._thread is not None:
+                self._thread.join(0.1)
+        if self._thread is not None:
+            trainer.say(f"checkpoint.copy_to: {self._tried} is not copied, as the run was stopped")
+
+    def _go_on(self, trainer: Trainer) -> bool:
+        """Reports a copy that has ended, and begins that of a newer checkpoint. Returns whether a copy is in progress."""
+        if self._thread is not None and self._thread.is_alive():
+            return True
+        self._thread = None
+        if self._outcome is not None:
+            name, failure = self._outcome
+            self._outcome = None
+            if failure:
+                trainer.say(
+                    f"checkpoint.copy_to: {name} is not copied: {failure}; the run goes on, and copies the next one"
+                )
+            else:
+                trainer.say(f"{name} is copied to {trainer.config.checkpoint.copy_to}")
+        newest = newest_local(trainer.folder)
+        if newest is None or newest == self._tried:
+            return False
+        self._tried = newest
+        self._thread = threading.Thread(target=self._run, args=(newest,), name="optimus copy", daemon=True)
+        self._thread.start()
+        return True
+
+    def _run(self, name: str) -> None:
+        assert self._copy is not None
+        try:
+            self._copy(name)
+            self._outcome = name, ""
+        except UserError as error:
+            self._outcome = name, str(error)
+        except OSError as error:  # a checkpoint that the run has removed meanwhile
+            self._outcome = name, f"{type(error).__name__}: {error}"
