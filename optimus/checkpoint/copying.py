@@ -91,6 +91,8 @@ def fetch_small_files(url: str, cache: Path) -> Path:
 
 def _copy(run: Path, copies: RemoteCopies, name: str) -> None:
     folder = run / _FOLDER / name
+    if copies.read(f"{_FOLDER}/{name}/{MANIFEST}") == (folder / MANIFEST).read_bytes() and _files(copies, name):
+        return  # copied by an earlier process of the run
     description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
     frozen = description.get("frozen")
     if frozen is not None and _files(copies, frozen) is None:

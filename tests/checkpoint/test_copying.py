@@ -1,0 +1,346 @@
+"""Copies of checkpoints at URLs: complete or not there, whatever the server and the process that copies do."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+import optimus
+from optimus import copies
+from optimus.checkpoint.copying import complete_copies, copier, fetch_run, newest_local
+from optimus.checkpoint.folder import MANIFEST
+from optimus.checkpoint.inspect import verify_all
+from optimus.checkpoint.store import save_model
+from optimus.config import ModelConfig
+from optimus.copies import RemoteCopies, is_url, url_text
+from optimus.errors import UserError
+from optimus.model import Transformer
+
+SMALL = ModelConfig(family="olmo", hidden=16, layers=2, heads=2, intermediate=32, vocab=64)
+
+
+class Faulty(LocalFileSystem):
+    """A local folder whose writes fail as `faults` says: each write takes the next entry."""
+
+    protocol = "faulty"
+    cachable = False
+    faults: ClassVar[list[Any]] = []
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("faulty://"))
+
+    def put_file(self, lpath: str, rpath: str, **how: Any) -> None:
+        match Faulty.faults.pop(0) if Faulty.faults else None:
+            case "hang":
+                time.sleep(60)
+            case "change":
+                super().put_file(lpath, rpath, **how)
+                Path(self._strip_protocol(rpath)).write_bytes(b"changed")
+                return
+            case Exception() as error:
+                raise error
+        super().put_file(lpath, rpath, **how)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Faulty]]:
+    fsspec.register_implementation("faulty", Faulty, clobber=True)
+    monkeypatch.setattr(copies, "PAUSE", 0.01)
+    Faulty.faults = []
+    yield Faulty
+    Faulty.faults = []
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(SMALL)
+
+
+def save(run: Path, model: Transformer, *steps: int, kind: str = "step") -> None:
+    """Writes checkpoints of a model as those of these steps of a run."""
+    for step in steps:
+        save_model(model, run / "checkpoints" / f"{kind}-{step:08d}", context=8, tokenizer=None, eos_id=None)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+
+
+def test_urls_are_told_from_paths() -> None:
+    urls = ["s3://bucket/run", "gs://bucket", "file:///tmp/x", str(Path("s3://bucket/run"))]
+    assert all(is_url(url) for url in urls)
+    assert not any(is_url(path) for path in ["runs/first", "/tmp/x", "./s3:/x", "~/x", "a:b", "c:/x"])
+    assert url_text(Path("s3://bucket/run/")) == "s3://bucket/run"
+    assert url_text("file:///tmp/x/") == "file:///tmp/x"
+
+
+WRITERS = [
+    lambda url, folder: optimus.prepare(["text.md"], url, train_tokenizer=300, context=16),
+    lambda url, folder: optimus.export(folder / "run", url),
+    lambda url, folder: optimus.import_folder(folder / "hf", url),
+    lambda url, folder: optimus.merge(["a", "b"], url),
+    lambda url, folder: optimus.sample_text(url),
+    lambda url, folder: optimus.evaluate(folder / "run", text=folder, output=url),
+    lambda url, folder: optimus.api.convert_checkpoint(folder / "run", url),
+    lambda url, folder: optimus.api.report([folder / "run"], url),
+    lambda url, folder: optimus.api.config(
+        {
+            "model": "mula-tiny",
+            "data": {"path": "data"},
+            "train": {"output": str(url), "steps": 1, "global_batch": 1, "micro_batch": 1, "sequence_length": 8},
+        }
+    ),
+]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("kind", [str, Path])
+def test_what_cannot_write_to_a_url_refuses_it(
+    write: Any, kind: Any, tmp_path: Path, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written into a local folder whose name is a URL."""
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "run", model, 1)
+    (tmp_path / "text.md").write_text("text " * 1000)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=r"s3:/+bucket/x.* is a URL, but this must be a file or folder of this machine"):
+        write(kind("s3://bucket/x") if kind is Path else "s3://bucket/x", tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_copy_has_every_byte_and_fills_a_lost_folder(tmp_path: Path, model: Transformer) -> None:
+    run, url = tmp_path / "run", f"file://{tmp_path}/copy"
+    save(run, model, 2, 4)
+    copy = copier(url, str(run), keep=2, weights_keep=1)
+    for name in ("step-00000002", "step-00000004"):
+        assert copy(name) == name
+    assert complete_copies(RemoteCopies(url)) == ["step-00000004", "step-00000002"]
+    assert fetch_run(url, tmp_path / "again") == "step-00000004"
+    fetched = tmp_path / "again" / "checkpoints" / "step-00000004"
+    for file in (run / "checkpoints" / "step-00000004").iterdir():
+        assert (fetched / file.name).read_bytes() == file.read_bytes()
+    assert (tmp_path / "again" / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+    assert [path.name for path in (tmp_path / "again" / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_a_copy_that_is_there_already_is_not_copied_again(tmp_path: Path, model: Transformer) -> None:
+    run, url = tmp_path / "run", f"file://{tmp_path}/copy"
+    save(run, model, 2)
+    copier(url, str(run), keep=2, weights_keep=1)("step-00000002")
+    there = tmp_path / "copy" / "checkpoints" / "step-00000002" / MANIFEST
+    before = there.stat().st_mtime_ns
+    copier(url, str(run), keep=2, weights_keep=1)("step-00000002")
+    assert there.stat().st_mtime_ns == before
+
+
+def test_the_oldest_copies_go_as_keep_says(tmp_path: Path, model: Transformer) -> None:
+    run, url = tmp_path / "run", f"file://{tmp_path}/copy"
+    save(run, model, 2, 4, 6, 8)
+    save(run, model, 3, 4, 5, kind="weights")
+    copy = copier(url, str(run), keep=2, weights_keep=4)
+    for name in ("step-00000002", "weights-00000003", "weights-00000004", "step-00000004", "weights-00000005"):
+        copy(name)
+    copy("step-00000006")
+    names = sorted(path.name for path in (tmp_path / "copy" / "checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000006", "weights-00000004"]
+
+
+def test_a_rollback_abandons_later_copies(tmp_path: Path, model: Transformer) -> None:
+    run, url = tmp_path / "run", f"file://{tmp_path}/copy"
+    save(run, model, 2, 4, 6)
+    copy = copier(url, str(run), keep=None, weights_keep=1)
+    for name in ("step-00000002", "step-00000006", "step-00000004"):
+        copy(name)
+    assert complete_copies(RemoteCopies(url)) == ["step-00000004", "step-00000002"]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [OSError("503 Slow Down")] * 3,
+        [PermissionError("expired token")],
+        ["change", "change"],
+        [None, None, ConnectionResetError("closed"), None, TimeoutError()],
+    ],
+)
+def test_failures_are_tried_again(
+    faults: list[Any], faulty: type[Faulty], tmp_path: Path, model: Transformer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "run", model, 2)
+    faulty.faults = [*faults]
+    url = f"faulty://{tmp_path}/copy"
+    copier(url, str(tmp_path / "run"), keep=2, weights_keep=1)("step-00000002")
+    assert complete_copies(RemoteCopies(url)) == ["step-00000002"]
+    assert "attempt 2 of 5" in capfd.readouterr().err
+
+
+def test_a_server_without_room_ends_the_copy_with_a_message(
+    faulty: type[Faulty], tmp_path: Path, model: Transformer
+) -> None:
+    save(tmp_path / "run", model, 2)
+    faulty.faults = [OSError("no space left")] * 100
+    url = f"faulty://{tmp_path}/copy"
+    with pytest.raises(UserError, match=r"cannot copy .* to faulty:.* in 5 attempts \(OSError: no space left\)"):
+        copier(url, str(tmp_path / "run"), keep=2, weights_keep=1)("step-00000002")
+    assert not complete_copies(RemoteCopies(url))
+
+
+def test_a_server_that_hangs_ends_an_attempt(
+    faulty: type[Faulty], tmp_path: Path, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "run", model, 2)
+    monkeypatch.setattr(copies, "PATIENCE", 0.5)
+    faulty.faults = ["hang"]
+    url = f"faulty://{tmp_path}/copy"
+    copier(url, str(tmp_path / "run"), keep=2, weights_keep=1)("step-00000002")
+    assert complete_copies(RemoteCopies(url)) == ["step-00000002"]
+
+
+def test_incomplete_copies_are_none(tmp_path: Path, model: Transformer) -> None:
+    run, url = tmp_path / "run", f"file://{tmp_path}/copy"
+    save(run, model, 2, 4)
+    copy = copier(url, str(run), keep=2, weights_keep=1)
+    copy("step-00000002")
+    copy("step-00000004")
+    newest = tmp_path / "copy" / "checkpoints" / "step-00000004"
+    for name in [path.name for path in newest.iterdir()]:
+        whole = (newest / name).read_bytes()
+        for part in (None, whole[:-1], b""):
+            (newest / name).unlink() if part is None else (newest / name).write_bytes(part)
+            assert complete_copies(RemoteCopies(url)) == ["step-00000002"], (name, part)
+        (newest / name).write_bytes(whole)
+    assert fetch_run(url, tmp_path / "again") == "step-00000004"
+
+
+DRIVER = """
+import os, random, signal, sys, time
+from fsspec.implementations.local import LocalFileSystem
+from optimus.checkpoint.copying import copier
+
+def slowly(self, lpath, rpath, **how):
+    content = open(lpath, "rb").read()
+    with open(self._strip_protocol(rpath), "wb") as file:
+        for start in range(0, len(content), 1 + len(content) // 8):
+            file.write(content[start : start + 1 + len(content) // 8])
+            file.flush()
+            time.sleep(0.002)
+
+LocalFileSystem.put_file = slowly
+draw = random.Random(0)
+for line in sys.stdin:
+    process = os.fork()
+    if process == 0:
+        copy = copier(sys.argv[1], sys.argv[2], keep=2, weights_keep=1)
+        while True:
+            for name in sys.argv[3:]:
+                copy(name)
+    time.sleep(draw.uniform(0.0, 1.0))
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    print("killed", flush=True)
+"""
+
+
+def test_kills_leave_no_copy_that_is_taken_for_complete(tmp_path: Path, model: Transformer) -> None:
+    """A process that copies and removes without an end is killed at 20 random moments."""
+    run, url = tmp_path / "run", f"file://{tmp_path}/copy"
+    save(run, model, 2, 4, 6, 8)
+    names = [f"step-{step:08d}" for step in (2, 4, 6, 8, 4, 2)]
+    (tmp_path / "driver.py").write_text(DRIVER)
+    words = [sys.executable, str(tmp_path / "driver.py"), url, str(run), *names]
+    found = 0
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for number in range(20):
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "killed\n"
+            for name in complete_copies(RemoteCopies(url)):
+                found += 1
+                again = tmp_path / f"again-{number}" / name
+                shutil.copytree(tmp_path / "copy" / "checkpoints" / name, again)
+                assert not any(verify_all(again).values()), name
+        process.stdin.close()
+    assert found
+
+
+# ---- A run with a real S3 server ----
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables of a process that reaches a local S3 server (moto) with a bucket."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    variables = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+    variables["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+    log = tmp_path_factory.mktemp("moto") / "log"
+    with (
+        log.open("w") as file,
+        subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stdout=file, stderr=file) as server,
+    ):
+        for _ in range(600):
+            with socket.socket() as client:
+                if client.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        make = "import s3fs; s3fs.S3FileSystem().mkdir('bucket')"
+        subprocess.run([sys.executable, "-c", make], env={**os.environ, **variables}, check=True)
+        yield {**os.environ, **variables}
+        server.kill()
+
+
+def test_a_run_that_loses_its_disk_resumes_from_its_copy_bit_for_bit(bucket: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "text.md").write_text("\n".join(f"line {number} of a text to train on" for number in range(2000)))
+    optimus.prepare([tmp_path / "text.md"], tmp_path / "data", train_tokenizer=300, context=16, workers=1)
+    (tmp_path / "run.yaml").write_text(
+        textwrap.dedent("""
+            model: {family: olmo, hidden: 16, layers: 2, heads: 2, intermediate: 32, vocab: 320}
+            data: {path: data}
+            train: {output: run, steps: 6, global_batch: 4, micro_batch: 2, sequence_length: 16, precision: float32}
+            checkpoint: {every: 2, copy_to: s3://bucket/run}
+        """)
+    )
+
+    def train(*words: str) -> str:
+        command = [sys.executable, "-m", "optimus", "train", "run.yaml", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=bucket, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    train("train.output=unbroken", "checkpoint.copy_to=null")
+    assert "step-00000004 is copied to s3://bucket/run" in train("train.stop_at=4")
+    refused = subprocess.run(
+        [sys.executable, "-m", "optimus", "train", "run.yaml", "train.output=other"],
+        cwd=tmp_path,
+        env=bucket,
+        capture_output=True,
+        text=True,
+    )
+    assert "s3://bucket/run already has copies of a run (up to step-00000004)" in refused.stderr
+    shutil.rmtree(tmp_path / "run")
+    said = train("--resume", "auto")
+    assert "run has no checkpoint: step-00000004 is fetched from s3://bucket/run" in said
+    assert "step-00000006 is copied to s3://bucket/run" in said
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("run", "unbroken")
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+    assert newest_local(tmp_path / "run") == "step-00000006"
