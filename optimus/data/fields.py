@@ -54,7 +54,7 @@ class TextField:
         return "".join(before + ("" if name is None else _value(record, name, place)) for before, name in self._parts)
 
     def conversation(self, record: Mapping[str, Any], place: str) -> Conversation:
-        """Returns the text of `text` with its predicted spans. The model predicts all of a plain text."""
+        """Returns the record's text with its predicted spans. The model predicts all of a plain text."""
         return Conversation(self.text(record, place))
 
 
