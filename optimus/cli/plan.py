@@ -191,7 +191,7 @@ def schedule(
         str,
         Argument(metavar="NAME", help="Name of a schedule, as in parallel.schedule; an unknown name prints all names."),
     ],
-    stages: Annotated[int, Option(help="Pipeline-parallel ranks, each with --stages-per-rank stages.")] = 4,
+    stages: Annotated[int, Option(help="Pipeline-parallel ranks; a rank may have several stages.")] = 4,
     microbatches: Annotated[int, Option(help="Microbatches of a step.")] = 8,
     stages_per_rank: Annotated[
         int | None, Option(help="Stages on each rank. Default: the fewest that the schedule supports.")

@@ -114,7 +114,7 @@ def test_the_command(tmp_path: Path) -> None:
         ("- 3\n", "is not a configuration"),
         ("", "is not a configuration"),
         ("a: [\n", "is not valid YAML"),
-        ("a: 1\na: 2\n", "stands twice"),
+        ("a: 1\na: 2\n", "is given twice"),
     ],
 )
 def test_what_is_not_migrated_stays(tmp_path: Path, text: str, message: str) -> None:

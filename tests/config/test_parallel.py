@@ -32,8 +32,8 @@ def refused(expected: str, model: dict[str, Any], parallel: dict[str, Any], **se
         ({"tensor": [0, 2]}, r"parallel: tensor \[0, 2\] must be a number, or a list of two numbers"),
         ({"sequence": True}, r"parallel: sequence splits tokens over the tensor-parallel ranks, but tensor is 1: remove it"),
         ({"sequence": True, "tensor": [1, 1]}, r"parallel: sequence splits tokens .* tensor is 1: remove it"),
-        ({"tensor": 8}, r"model\.heads 12 is not a multiple of parallel\.tensor 8: choose a divisor of 12"),
-        ({"tensor": [1, 5]}, r"model\.hidden 48 is not a multiple of the inputs of parallel\.tensor 5: choose a divisor"),
+        ({"tensor": 8}, r"model\.heads 12 is not a multiple of parallel\.tensor 8: set parallel\.tensor to a divisor of 12"),
+        ({"tensor": [1, 5]}, r"model\.hidden 48 is not a multiple of the inputs of parallel\.tensor 5: set the inputs"),
         ({"context": 3}, r"train\.sequence_length 32 is not a multiple of 6, .* 3 needs \(ring\): set it to 30, "),
         ({"context": 32}, r"is not a multiple of 64, which parallel\.context 32 needs \(ring\): set it to 64"),
         (
@@ -63,7 +63,7 @@ def test_sequences_longer_than_the_learned_positions() -> None:
 
 
 def test_a_feed_forward_layer_that_cannot_be_divided() -> None:
-    expected = r"model\.intermediate 90 is not a multiple of parallel\.tensor 4: choose a divisor"
+    expected = r"model\.intermediate 90 is not a multiple of parallel\.tensor 4: set parallel\.tensor to a divisor"
     refused(expected, {**DENSE, "intermediate": 90}, {"tensor": 4})
     assert tree({**EXPERTS, "intermediate": 90}, {"tensor": 4}).parallel.grid == (
         4,
@@ -88,7 +88,7 @@ def test_experts_that_cannot_be_divided(parallel: dict[str, Any], expected: str)
 
 
 def test_parts_of_an_expert_that_cannot_be_divided() -> None:
-    expected = r"model\.intermediate 90 is not a multiple of parallel\.expert_tensor 4: choose a divisor"
+    expected = r"model\.intermediate 90 is not a multiple of parallel\.expert_tensor 4: set .* to a divisor"
     refused(expected, {**EXPERTS, "intermediate": 90}, {"tensor": 4, "expert_tensor": 4})
 
 

@@ -45,7 +45,7 @@ def run(tmp_path: Path, tokenizer_file: Path) -> Callable[..., dict[str, Any]]:
         (b'{"body": "words"}', r"no field 'text' \(valid: body\).*`text_field='body'`"),
         (b'{"texts": "words"}', r"no field 'text' \(did you mean 'texts'\?\)"),
         (b'{"text": "wor', "not valid JSON"),
-        (b'{"text": ' + 20_000 * b"[" + 20_000 * b"]" + b"}", "not valid JSON .it is nested too deep"),
+        (b'{"text": ' + 20_000 * b"[" + 20_000 * b"]" + b"}", "not valid JSON .the JSON is nested too deep"),
         (b'["text"]', "a list, but each line must be an object with the text"),
         (b'{"text": null}', "field 'text' is null, not text"),
         (b'{"text": "\xff"}', "not UTF-8 at byte 10 of the line"),
@@ -163,7 +163,7 @@ def test_no_input(tmp_path: Path, tokenizer_file: Path, run: Callable[..., Any])
         ([tmp_path / "nowhere"], "input not found: .*nowhere"),
         ([str(tmp_path / "*.txt")], r"input not found: .*\*\.txt .*no file matches"),
         ([tmp_path / "empty"], "no input files in .*empty: no file there ends in .txt"),
-        ([tmp_path / "picture.png"], r"picture\.png: unsupported file type: supported are \.txt"),
+        ([tmp_path / "picture.png"], r"picture\.png: unsupported file type: supported types are \.txt"),
     ):
         with pytest.raises(UserError, match=message):
             prepare(inputs, tmp_path / "out", tokenizer=tokenizer_file)

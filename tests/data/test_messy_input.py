@@ -161,7 +161,7 @@ def test_one_message_lists_all(messy: Path, run: Callable[..., Any], tmp_path: P
         (line,) = [line for line in said if line.startswith(f"  {messy / name}:")]
         assert what in line
         assert line.count(str(messy)) == 1
-    assert last.startswith("Mend them")
+    assert last.startswith("Correct them")
     assert last.endswith("or skip them with `skip_bad=True`.")
     assert not (tmp_path / "out").exists()
 

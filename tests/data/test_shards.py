@@ -52,7 +52,7 @@ def test_truncated_shard(copy: Path, left: int) -> None:
 
 def test_shard_of_another_shape(copy: Path) -> None:
     np.save(copy / "shard-00001.npy", np.zeros((3, 64), dtype=np.uint16))
-    with pytest.raises(UserError, match=r"shard-00001\.npy holds uint16 of shape \(3, 64\), and index\.json says"):
+    with pytest.raises(UserError, match=r"shard-00001\.npy contains uint16 of shape \(3, 64\), but index\.json says"):
         Shards(copy)
 
 
@@ -93,7 +93,7 @@ def test_wrong_sums(copy: Path) -> None:
     with pytest.raises(UserError, match=r"differs from sums\.npy at instance 3"):
         Shards(copy).verify()
     np.save(path, sums[1:])
-    with pytest.raises(UserError, match=r"sums\.npy holds uint32 of shape"):
+    with pytest.raises(UserError, match=r"sums\.npy contains uint32 of shape"):
         Shards(copy)
     path.unlink()
     with pytest.raises(UserError, match=r"sums\.npy is missing, though index\.json lists it"):
