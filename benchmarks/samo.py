@@ -83,7 +83,7 @@ def _measure(config: RunConfig, steps: int) -> list[Measured]:
     groups = Groups(mesh_of(config, ranks))
     states = [build(config, groups)[1] for _ in range(2)]
     layouts = layouts_of(whole_model(config), config)
-    sizes = {name: math.prod(layouts[name].shape) for name in states[1].recipe.unpruned}
+    sizes = {name: math.prod(layouts[name].shape) for name in states[1].spec.unpruned}
     for state in states:
         state.initialize(0, 0.02)
     states[1].prune(prune(weights_of(states[1]), 1 - _SPARSITY, sizes, random_scores(0)))
@@ -117,7 +117,7 @@ def _step(state: ModelState, chunks: Sequence[TrainedChunk]) -> tuple[float, flo
     state.step(1e-4, 0.5)
     updated = together()
     for each in state.chunks:
-        each.whole.gather()
+        each.unsharded.gather()
     ended = together()
     return reduced - began, updated - reduced, ended - updated
 
@@ -138,7 +138,7 @@ def _sent(state: ModelState, chunks: Sequence[TrainedChunk]) -> int:
             _fill_gradients(chunk)
             chunk.gradients.reduce()
             chunk.refresh_compute_copy()
-            chunk.whole.gather()
+            chunk.unsharded.gather()
     state.clear_gradients()
     return sum(traffic.sent_to.values())
 

@@ -125,12 +125,12 @@ def follow_masks(state: ModelState, source: WeightSource) -> bool:
     Raises `UserError` on all ranks for masks that do not fit the parameters.
     """
     there = any(key.startswith(PREFIX) for key in source.shapes)
-    if not (there or any(share is not None for share in state.recipe.unpruned.values())):
+    if not (there or any(share is not None for share in state.spec.unpruned.values())):
         return False
     masks, failure = dict[str, Tensor](), None
     try:
         masks = _masks_of(state, source, PREFIX)
-        if others := masks.keys() - state.recipe.unpruned.keys():
+        if others := masks.keys() - state.spec.unpruned.keys():
             raise UserError(
                 f"{source.path}: {min(others)} is pruned in it, and not in what this run began to load: resume from another "
                 "checkpoint"

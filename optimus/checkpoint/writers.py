@@ -8,7 +8,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.state.buffers import Residency
 from optimus.state.chunk import Chunk
 from optimus.state.model_state import ModelState
-from optimus.state.plan import ChunkPlan, divisions, sharding_of
+from optimus.state.plan import ChunkPlan, shard_partitions, sharding_of
 
 
 def written_here(state: ModelState, *, scattered: bool) -> list[Chunk]:
@@ -23,7 +23,7 @@ def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]
 
     Each group is in rank order. Ranks of pipeline stages without these parameters form groups in the same way.
     """
-    *_, copies = divisions(mesh, layout.partial_axes, options)
+    *_, copies = shard_partitions(mesh, layout.partial_axes, options)
     together = list(copies)
     of_rank = {rank: ranks for ranks in together for rank in ranks}
     alike = (

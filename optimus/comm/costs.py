@@ -38,7 +38,7 @@ def seconds(
     begins the piece's next round. For `OWN` the simulation uses the schedules of Gloo.
     """
     block = size / shape.ranks / pieces
-    each = [program(_rounds(algorithm, kind, place, shape), block, pieces) for place in range(shape.per)]
+    each = [program(_rounds(algorithm, kind, node_rank, shape), block, pieces) for node_rank in range(shape.per)]
     return max(simulate(each, shape, links or Links()), default=0.0)
 
 
@@ -57,13 +57,13 @@ def expected(kind: CollectiveKind, shape: Shape, size: float, measured: Measured
     )
 
 
-def bytes_leaving_node(algorithm: str, kind: CollectiveKind, shape: Shape, size: float) -> float:
+def internode_bytes(algorithm: str, kind: CollectiveKind, shape: Shape, size: float) -> float:
     """Returns the bytes that all ranks of a node together send to other nodes."""
     block = size / shape.ranks
     return sum(
         len(message.blocks) * block
-        for place in range(shape.per)
-        for each in _rounds(algorithm, kind, place, shape)
+        for node_rank in range(shape.per)
+        for each in _rounds(algorithm, kind, node_rank, shape)
         for message in each.sends
         if message.peer >= shape.per
     )
@@ -211,7 +211,7 @@ class _Simulation:
 
         Adapters have queue numbers from 0; the links within a node have negative queue numbers.
         """
-        node, place = divmod(end, self._shape.per)
+        node, node_rank = divmod(end, self._shape.per)
         if sender // self._shape.per == target // self._shape.per:
             return self._links.inside, -1 - end
-        return self._links.between, node * self._links.adapters + self._links.adapter(place, self._shape.per)
+        return self._links.between, node * self._links.adapters + self._links.adapter(node_rank, self._shape.per)

@@ -51,7 +51,7 @@ class Position(NamedTuple):
 
 @dataclass
 class DocumentBatch:
-    """A batch of either `lines` (whole JSON lines of the file `place`, from line `first_line` on) or `texts`.
+    """A batch of either `lines` (whole JSON lines of the file `position`, from line `first_line` on) or `texts`.
 
     `ends[i]` is True if `texts[i]` ends its document. `after` is the position reached after the batch, or None inside a
     document. `read` counts the bytes of all input files read so far, for progress.

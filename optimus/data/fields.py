@@ -47,7 +47,7 @@ class TextField:
         return list(found)
 
     def of(self, record: Mapping[str, Any], place: str) -> str:
-        """Returns the text of a record; messages name its `place`. Raises `UserError` for a field that is missing or is
+        """Returns the text of a record; messages name its `position`. Raises `UserError` for a field that is missing or is
         not text."""
         if not self._is_template:
             return _value(record, self.said, place)

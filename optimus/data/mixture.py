@@ -103,7 +103,7 @@ class _Group:
         return (2 * number * self._weight + self._phase) // (2 * self._total)
 
     def at(self, place: int, step: int) -> tuple[int, int]:
-        """Returns the source of position `place` of the group, and the number of earlier positions of this source.
+        """Returns the source of position `position` of the group, and the number of earlier positions of this source.
         `step` is the number of earlier positions of the group."""
         before, found = self._block(place // self._length)
         return found[step - before]

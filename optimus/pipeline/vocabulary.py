@@ -36,7 +36,7 @@ class VocabularyLinks(NamedTuple):
 
     @classmethod
     def along(cls, groups: Groups, place: Schedule) -> "VocabularyLinks":
-        """Makes the groups; all ranks must call this method. `place` maps stages to ranks."""
+        """Makes the groups; all ranks must call this method. `position` maps stages to ranks."""
         ends = place.rank_of(0), place.rank_of(place.stages - 1)
         return cls(*ends, *groups.apart(4, "pp"), *groups.apart(1, "pp", "tp_out"))
 

@@ -151,13 +151,13 @@ class MatrixGroup(NamedTuple):
 class _Rows:
     """The parameters of a rank, end to end in chunks. The class caches the borders of shards by the number of ranks."""
 
-    def __init__(self, names: Sequence[str], recipe: StateSpec, rows: Sequence[ChunkRow], mesh: Mesh) -> None:
-        self.names, self.recipe, self.rows, self._mesh = names, recipe, rows, mesh
+    def __init__(self, names: Sequence[str], spec: StateSpec, rows: Sequence[ChunkRow], mesh: Mesh) -> None:
+        self.names, self.spec, self.rows, self._mesh = names, spec, rows, mesh
         self._borders: dict[tuple[int, int], Sequence[Sequence[int]]] = {}
 
     def unpruned(self, share: float | None) -> StateSpec:
-        """Returns the recipe after pruning has left this share of every prunable parameter; None: before pruning."""
-        return self.recipe._replace(unpruned=dict.fromkeys(self.recipe.unpruned, share))
+        """Returns the specification after pruning has left this share of every prunable parameter; None: before pruning."""
+        return self.spec._replace(unpruned=dict.fromkeys(self.spec.unpruned, share))
 
     def borders(self, row: int, parts: int) -> Sequence[Sequence[int]]:
         """Returns the borders of the shards of each chunk of a row, when `parts` ranks shard the row."""
@@ -195,9 +195,9 @@ def _rows(
     span the same ranks have equal numbers."""
     named = dict(kinds.names(counts))
     unpruned = {name: None for name, kind in named.items() if kind.unpruned < 1}
-    recipe = StateSpec(compute, {name: kind.rule for name, kind in named.items()}, unpruned, mask_form)
+    spec = StateSpec(compute, {name: kind.rule for name, kind in named.items()}, unpruned, mask_form)
     layouts = {name: kind.layout for name, kind in named.items()}
-    return _Rows(list(named), recipe, end_to_end(layouts, mesh, 0, dict(zip(kinds.axes, alike)), chunk, recipe), mesh)
+    return _Rows(list(named), spec, end_to_end(layouts, mesh, 0, dict(zip(kinds.axes, alike)), chunk, spec), mesh)
 
 
 @lru_cache(maxsize=1024)
@@ -326,7 +326,7 @@ def _shared(
         replicas, steps, depths = _places(row.axes, job.mesh, options.shard_over == "data", widths)
         shards = math.prod(step.size for step in steps)
         copies = job.mesh.axis_size(*row.same) * replicas.size // shards
-        kept = chunk_buffers(depths, row.rule, options, rows.recipe)
+        kept = chunk_buffers(depths, row.rule, options, rows.spec)
         shard_steps = tuple(ShardStep(step.size, 0) for step in steps)
         yield row.sharded(rows.borders(number, shards), shard_steps, depths, copies, kept), replicas, steps
 

@@ -89,7 +89,7 @@ def reduce_scatter_seconds(size: int, whole: float, bandwidth: float) -> float:
 def collective_seconds(
     kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
 ) -> float:
-    """Returns the seconds of a collective among the ranks of `place` while all other groups of the same form communicate.
+    """Returns the seconds of a collective among the ranks of `position` while all other groups of the same form communicate.
 
     `whole` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
     at both (all-reduce).
@@ -297,7 +297,7 @@ def _all_to_all(whole: float, place: StridedGroup, machine: Machine) -> float:
 
 
 def transfer_seconds(sent: float, place: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of a message to the next rank of `place` (a pipeline's next stage) while all ranks send one. The
+    """Returns the seconds of a message to the next rank of `position` (a pipeline's next stage) while all ranks send one. The
     slowest message decides, within a node or between nodes."""
     pace = machine.node.pace("shift")
     bandwidth = machine.node.groups.get(f"{place.stride}x2", machine.node.bandwidth)

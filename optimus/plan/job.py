@@ -23,7 +23,7 @@ from optimus.plan.links import chained, in_order
 from optimus.plan.machine import Machine
 from optimus.plan.profile import Profile
 from optimus.resolve.facts import Facts
-from optimus.resolve.parameters import recipe_of, whole_model
+from optimus.resolve.parameters import state_spec_of, whole_model
 from optimus.resolve.precision import precision
 from optimus.resolve.run import RunInputs
 from optimus.resolve.teachers import teacher_models
@@ -263,12 +263,12 @@ def profile_of(config: RunConfig) -> Profile:
 def _rules(config: RunConfig, model: Transformer, factors: Factors) -> Rules:
     """Returns the update rules of a run's parameters, with the share of each kind's blocks that have each rule. Some blocks
     of a kind may lack a low-rank factor."""
-    recipe, alike = recipe_of(config, model, RunInputs()), config.model.alike
+    spec, alike = state_spec_of(config, model, RunInputs()), config.model.alike
     made, layers = examples(config.model, factors)
     left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # share of elements after the last pruning
 
     def rule(name: str) -> tuple[Rule | None, float]:
-        return recipe.rules.get(name), left if name in recipe.unpruned else 1.0
+        return spec.rules.get(name), left if name in spec.unpruned else 1.0
 
     def of(name: str) -> Counter[tuple[Rule | None, float]]:
         part, _, rest = name.partition(".")

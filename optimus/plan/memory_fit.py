@@ -70,7 +70,7 @@ class Fitting:
     def least(self, candidate: Candidate) -> float:
         """Returns a lower bound of the seconds of a step without recomputation. The bound covers every sharding whose state
         leaves memory for activations."""
-        job, work = candidate.job, candidate.division.work
+        job, work = candidate.job, candidate.timing.work
         ways = self._ways_of(job)
         enough = {width for shard, width, _ in ways if shard == "optimizer"}
         ways = [way for way in ways if way.width not in enough or not self._is_slower(way.shard, way.width)]
@@ -83,7 +83,7 @@ class Fitting:
         best = None
         job = replace(candidate.job, machine=self._machine, nodes=self._nodes)
         # The cached costs of the division are valid only if all links between nodes are equal.
-        work = candidate.division.work if self._machine.network.links is None else None
+        work = candidate.timing.work if self._machine.network.links is None else None
         sizes = cache(partial(self._activation_sizes, candidate, job))
         too_slow = set[int | ShardRanks | None]()  # widths over which sharding the optimizer's state alone is too slow
         enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # recomputation that lower levels need, by width
@@ -170,7 +170,7 @@ class Fitting:
 
     def _activation_sizes(self, candidate: Candidate, job: Job, recompute: frozenset[str]) -> list[float]:
         """Returns the bytes of activations on each rank of `_ranks_of`."""
-        key = candidate.division, splits_backward(job.config), recompute
+        key = candidate.timing, splits_backward(job.config), recompute
         if key not in self._kept:
             self._kept[key] = run_activations(job.changed(recompute=[*recompute]))
         return [sum(parts.values()) for parts in activations_of(self._ranks_of(job), self._kept[key])]

@@ -94,7 +94,7 @@ def _search(job: Job, best: int) -> list[Timed]:
         bound, number, refined = heappop(queue)
         if bound >= limit:
             break
-        candidate, mesh = ways[number], ways[number].division.mesh
+        candidate, mesh = ways[number], ways[number].timing.mesh
         if not refined:
             heappush(queue, (fitting.least(candidate), number, True))
             continue
@@ -133,11 +133,11 @@ def _tightest(job: Job) -> list[tuple[float, Job]]:
     """Returns (bytes of the state on the fullest rank, job) for the layout of each division that takes least memory,
     smallest first."""
     ways = list(candidates(job))
-    smallest = min((candidate.division.micro_batch for candidate in ways), default=0)
+    smallest = min((candidate.timing.micro_batch for candidate in ways), default=0)
     found = [
         candidate.job.changed(state={"shard": "parameters"}, recompute=["block"])
         for candidate in ways  # no schedule saves fewer activations than the default one
-        if candidate.division.micro_batch == smallest and candidate.schedule == DEFAULT
+        if candidate.timing.micro_batch == smallest and candidate.schedule == DEFAULT
     ]
     return sorted(((state_size(each), each) for each in found), key=lambda sized: sized[0])
 

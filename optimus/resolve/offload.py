@@ -181,7 +181,7 @@ def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Seq
         more = (sum(one.bytes_by_kind(at).values()) - sum(other.bytes_by_kind(at).values()) for at in places)
         kept.append(kept[-1] + sum(more))
     least = min(len(cached), BLOCKS + state.prefetch)
-    return _Room(free, block, kept, len(cached), least, all(plan.keeps_whole for plan in here))
+    return _Room(free, block, kept, len(cached), least, all(plan.keeps_unsharded for plan in here))
 
 
 def _shape(run: ResolvedRun, plans: Sequence[ChunkPlan], room: _Room, compute: float) -> StepShape:

@@ -37,7 +37,7 @@ def whole_model(config: RunConfig) -> Transformer:
         return with_factors(Transformer(config.model, config.moe.force_balanced), config.train)
 
 
-def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> StateSpec:
+def state_spec_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> StateSpec:
     """Returns the specification of the state of the unsharded `model` at the start of the run.
 
     Raises `UserError` for pruned parameters whose update rule needs whole matrices.

@@ -29,7 +29,7 @@ def partition_of(config: RunConfig, mesh: Mesh, rank: int) -> StagePartition:
     return StagePartition(blocks, placement_of(config).stages_of(mesh.coordinate(rank, "pp")), parallel.vocabulary)
 
 
-def division(config: RunConfig) -> Decided:
+def pipeline_options(config: RunConfig) -> Decided:
     """Decides the layers per stage and the microbatches in flight of a pipeline, and sequence parallelism in a
     tensor-parallel group."""
     parallel, values = config.parallel, dict[str, object]()

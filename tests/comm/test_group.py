@@ -159,11 +159,11 @@ def test_a_shift_goes_to_the_next_rank(axis: str, size: int) -> None:
 
 def divided() -> tuple[bool, int]:
     groups, other = Groups(MESH), RankPartition.of([[0, 3], [1, 2]])
-    same = groups.dividing(RankPartition.of([[0, 2], [1, 3]])) is groups.along("edp")
+    same = groups.group_of(RankPartition.of([[0, 2], [1, 3]])) is groups.along("edp")
     with pytest.raises(RuntimeError, match=r"no group for a division of the ranks into \[(0, 3|1, 2)\]"):
-        groups.dividing(other)
+        groups.group_of(other)
     groups.make([PlannedGroups("others", other)])
-    return same, groups.dividing(other).ranks[-1]
+    return same, groups.group_of(other).ranks[-1]
 
 
 def test_groups_of_the_same_ranks_are_shared() -> None:
@@ -192,9 +192,9 @@ def unlike_groups() -> tuple[list[list[int]], list[tuple[list[int], float]]]:
         along = {axis: mesh.groups((axis,)) for axis in ("embedding", "dp", "pp")}
         shared = [PlannedGroups("", parts) for parts in [DIVISIONS[0], along["embedding"], *DIVISIONS[1:], along["dp"]]]
         groups = Groups(
-            mesh, divisions=[*shared, *(PlannedGroups("", along[axis], apart=2) for axis in ("pp", "embedding"))]
+            mesh, planned=[*shared, *(PlannedGroups("", along[axis], apart=2) for axis in ("pp", "embedding"))]
         )
-        asked = [groups.dividing(DIVISIONS[0]), groups.along("embedding"), *map(groups.dividing, DIVISIONS[1:])]
+        asked = [groups.group_of(DIVISIONS[0]), groups.along("embedding"), *map(groups.group_of, DIVISIONS[1:])]
         asked += [groups.along("dp"), *groups.apart(2, "pp"), *groups.apart(2, "embedding"), groups.world]
     sums = []
     for group in asked:

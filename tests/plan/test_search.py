@@ -132,7 +132,7 @@ def test_a_bound_is_never_above_what_is_predicted(shares: dict[str, float]) -> N
         ways = list(candidates(asked.undivided))
         for candidate in random.Random(0).sample(ways, min(60, len(ways))):
             for placed in placements(candidate.job):
-                least = least_time(placed, candidate.division.work)
+                least = least_time(placed, candidate.timing.work)
                 assert candidate.bound <= least * (1 + 1e-9)
                 assert least <= step_time(placed).seconds * (1 + 1e-9), placed
 

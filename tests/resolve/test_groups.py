@@ -10,7 +10,7 @@ from helpers.drawing import MODELS, short_run
 from optimus.config import load_config
 from optimus.pipeline.executor import links_of
 from optimus.pipeline.schedule import Kind, partner
-from optimus.resolve.groups import communicators, run_divisions
+from optimus.resolve.groups import communicators, run_groups
 from optimus.resolve.parameters import layouts_of, whole_model
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.stages import schedule_of
@@ -65,9 +65,9 @@ def made(run: dict[str, Any], backend: str) -> tuple[list[list[int]], list[list[
     mesh, rank = steps.groups.mesh, steps.groups.rank
     layouts = layouts_of(whole_model(steps.config), steps.config)
     said: list[list[int]] = []
-    for each in run_divisions(steps.config, mesh, layouts, tags=backend == "gloo"):
-        if each.apart or len(each.division) > 1:  # that of all ranks is there
-            said += (each.apart or 1) * [each.division.group(rank)]
+    for each in run_groups(steps.config, mesh, layouts, tags=backend == "gloo"):
+        if each.apart or len(each.partition) > 1:  # that of all ranks is there
+            said += (each.apart or 1) * [each.partition.group(rank)]
     return sorted(calls), sorted(said)
 
 

@@ -65,7 +65,7 @@ def chosen(steps: Steps) -> dict[str, Tensor]:
         return (each._replace(weights=each.weights.cpu()) for each in found.parts(names))
 
     layouts = layouts_of(whole_model(steps.config), steps.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in steps.state.recipe.unpruned}
+    sizes = {name: math.prod(layouts[name].shape) for name in steps.state.spec.unpruned}
     return prune(replace(found, device=torch.device("cpu"), parts=on_host), 0.5, sizes, magnitudes)
 
 

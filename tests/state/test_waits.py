@@ -73,7 +73,7 @@ def steps_of(rule: str, residency: str | None, disk: Path, done: int = 2, *more:
 def masks_chosen(steps: Steps, folder: Path) -> dict[str, Tensor]:
     """As an event of pruning, and a draw for an early-bird ticket, choose them."""
     layouts = layouts_of(whole_model(steps.config), steps.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in steps.state.recipe.unpruned}
+    sizes = {name: math.prod(layouts[name].shape) for name in steps.state.spec.unpruned}
     return prune(weights_of(steps.state), 0.5, sizes, magnitudes)
 
 

@@ -40,7 +40,7 @@ from optimus.resolve.shapes import activation_shapes
 from optimus.state.masks import packed_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import bytes_by_kind
-from optimus.state.whole import WholeParameters
+from optimus.state.unsharded import UnshardedParameters
 from optimus.testing import RankError, run_ranks
 from optimus.training import step
 from optimus.training.checks import _saved_bytes
@@ -430,7 +430,7 @@ def with_host_tensor() -> None:
 
 
 def without_memory() -> None:
-    with mock.patch.object(WholeParameters, "gather"):
+    with mock.patch.object(UnshardedParameters, "gather"):
         train(config_of("dense"), ["state.shard=parameters"], 4)
 
 
@@ -478,7 +478,7 @@ def train_pruned(form: str, shard: str, ranks: int) -> Seen:
     with steps_of(full_size(DENSE, ranks), [*overrides, *small], ranks) as (machine, steps):
         slots = [slot for chunk in steps.state.trained for slot in chunk.plan.slots]
         left = {slot.name: packed_bits(torch.arange(slot.shape.numel()) % 10 == 0) for slot in slots}
-        steps.state.prune({name: left[name] for name in steps.state.recipe.unpruned})
+        steps.state.prune({name: left[name] for name in steps.state.spec.unpruned})
         steps.train()
         machine.forget()
         steps.train()
@@ -639,7 +639,7 @@ def test_peak_while_the_state_is_made(shard: str) -> None:
 def groups_of_rank(ranks: int) -> tuple[list[int], list[int]]:
     """Sizes of the process groups that a rank of a large run makes, and of the communicators that it is to have."""
     from helpers.fake_accelerator import fake_accelerator
-    from optimus.resolve.groups import run_divisions
+    from optimus.resolve.groups import run_groups
     from optimus.resolve.ranks import mesh_of
 
     sizes = {"pipeline": 8, "tensor": 2, "expert": 8, "schedule": "1f1b"}
@@ -647,7 +647,7 @@ def groups_of_rank(ranks: int) -> tuple[list[int], list[int]]:
     mesh = mesh_of(tree, ranks, 8)
     with fake_accelerator(ranks=ranks) as machine:
         layouts = layouts_of(whole_model(tree), tree)
-        Groups(mesh, divisions=run_divisions(tree, mesh, layouts, tags=False))
+        Groups(mesh, planned=run_groups(tree, mesh, layouts, tags=False))
         (planned,) = communicators(tree, mesh, layouts, [0])
         return machine.groups, [each.size for each in planned for _ in range(each.number)]
 

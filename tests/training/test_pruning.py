@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import optimus
 from helpers.drawing import MODELS, config_of
-from helpers.rules import recipe
+from helpers.rules import state_spec
 from helpers.state_groups import model_state
 from helpers.whole import whole_state
 from optimus.checkpoint.masks import whole_masks
@@ -34,7 +34,7 @@ from optimus.state.pruning import (
     magnitudes,
     prune,
     random_scores,
-    share_left,
+    unpruned_share,
     weights_of,
     weights_to_be,
 )
@@ -364,12 +364,12 @@ def scored(overrides: list[str], kind: str, share: float) -> dict[str, Any]:
     tree = load_config(config_of("moe"), ["pruning.sparsity=0.9", "pruning.at=0", "state.chunk=500", *overrides])
     made = Steps(tree.model_dump(exclude_unset=True))
     layouts = layouts_of(whole_model(made.config), made.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
+    sizes = {name: math.prod(layouts[name].shape) for name in made.state.spec.unpruned}
     before = whole_state(made.state)
     score = {"random": random_scores(3), "block": block_norms}.get(kind, magnitudes)
     masks = prune(weights_of(made.state), share, sizes, score, per_tensor=kind == "layer")
     made.state.prune(masks)
-    left = share_left(made.state, sizes)
+    left = unpruned_share(made.state, sizes)
     return {"before": before, "after": whole_state(made.state), "left": left, "targets": list(sizes)}
 
 
@@ -401,7 +401,7 @@ def tied(ranks: int) -> tuple[float, int]:
     made = Steps(tree.model_dump(exclude_unset=True))
     sizes = targets_of(made.config, whole_model(made.config))
     made.state.prune(prune(weights_of(made.state), 0.2, sizes, magnitudes))
-    whole, left = whole_state(made.state), share_left(made.state, sizes)
+    whole, left = whole_state(made.state), unpruned_share(made.state, sizes)
     unpruned = sum(int(whole[f"model.{name}"].count_nonzero()) for name in sizes)
     return left, unpruned - round(0.2 * sum(sizes.values()))
 
@@ -437,14 +437,14 @@ def test_what_is_pruned_already_counts_as_pruned(kind: str) -> None:
     score = {"random": random_scores(2), "block": block_norms, "layer": magnitudes}[kind]
     made.state.prune(prune(weights_of(made.state), 0.2, sizes, score, per_tensor=kind == "layer"))
     largest = 0 if kind != "block" else 256 / sum(sizes.values())  # of a block all are left
-    assert 0.2 <= share_left(made.state, sizes) + 1e-4 <= 0.2 + largest + 2e-4
+    assert 0.2 <= unpruned_share(made.state, sizes) + 1e-4 <= 0.2 + largest + 2e-4
     assert all(torch.equal(bits & before[name], bits) for name, bits in made.state.masks.items())
 
 
 def first_and_made(overrides: list[str]) -> list[tuple[str, bool, bool]]:
     tree = load_config(config_of("moe"), ["pruning.sparsity=0.9", "pruning.at=0", *overrides])
     made = Steps(tree.model_dump(exclude_unset=True))
-    whole, names = whole_model(made.config), {*made.state.recipe.unpruned}
+    whole, names = whole_model(made.config), {*made.state.spec.unpruned}
     layouts = layouts_of(whole, made.config)
     here = {name: layouts[name] for chunk in made.state.chunks for name in [slot.name for slot in chunk.plan.slots]}
     read = first_weights(made.config, None, whole)
@@ -487,7 +487,7 @@ def test_parameters_without_elements(per_tensor: bool) -> None:
         layouts,
         Groups(Mesh()),
         StateConfig(),
-        recipe=recipe()._replace(unpruned=dict.fromkeys(sizes)),
+        spec=state_spec()._replace(unpruned=dict.fromkeys(sizes)),
         device=torch.device("cpu"),
     )
     state.initialize(0, 0.02)
@@ -499,7 +499,7 @@ def test_parameters_without_elements(per_tensor: bool) -> None:
         if not step:
             state.prune(prune(weights_of(state), 0.5, sizes, magnitudes, per_tensor=per_tensor))
     state.finish()
-    assert share_left(state, sizes) == 0.5
+    assert unpruned_share(state, sizes) == 0.5
     assert int(module.weight.count_nonzero()) == 160
 
 
@@ -619,20 +619,20 @@ def test_weights_that_are_not_finite(small_run: dict[str, Any], tmp_path: Path) 
     made = Steps(
         load_config(config_of("dense"), ["pruning.sparsity=0.5", "pruning.at=0"]).model_dump(exclude_unset=True)
     )
-    chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.recipe.unpruned)
+    chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.spec.unpruned)
     chunk.resident["model"][0] = torch.nan
     with pytest.raises(UserError, match=r"pruning: weights of blocks.* are not finite"):
-        prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.recipe.unpruned, 10), magnitudes)
+        prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.spec.unpruned, 10), magnitudes)
 
 
 def not_finite_on_the_last() -> str:
     overrides = ["pruning.sparsity=0.5", "pruning.at=0", "parallel.pipeline=2", "parallel.schedule=1f1b"]
     made = Steps(load_config(config_of("dense"), overrides).model_dump(exclude_unset=True))
     if made.groups.rank == 1:
-        chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.recipe.unpruned)
+        chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.spec.unpruned)
         chunk.resident["model"][0] = torch.nan
     with pytest.raises(UserError) as caught:
-        prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.recipe.unpruned, 10), magnitudes)
+        prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.spec.unpruned, 10), magnitudes)
     return str(caught.value)
 
 

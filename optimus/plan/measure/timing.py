@@ -255,7 +255,7 @@ def places(ranks: int) -> list[StridedGroup]:
 
 
 def groups_of(place: StridedGroup, ranks: int) -> list[range]:
-    """Returns the ranks of each group of the form `place`."""
+    """Returns the ranks of each group of the form `position`."""
     block = place.size * place.stride
     return [
         range(first + inner, first + block, place.stride)
@@ -356,7 +356,7 @@ def disk_rates(clock: Clock, size: int, folder: Path) -> tuple[float, float]:
     """Returns the bytes/s that a rank (reads from, writes to) a file in `folder`, by the transfers of state on a disk."""
     file = StateFile(folder, Transfers(torch.device("cpu")))
     size = -(-size // PAGE) * PAGE
-    file.place(size)
+    file.assign(size)
     file.reserve()
     buffer = file.take()
     write = size / clock.seconds(lambda: file.write_async(buffer, 0).wait())
@@ -410,11 +410,11 @@ def _overlap(clock: Clock, device: torch.device) -> float:
 
 def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talked]:
     ranks = dist.get_world_size()
-    divisions = {place: PlannedGroups("rings", RankPartition.of(groups_of(place, ranks))) for place in places(ranks)}
-    groups = Groups(Mesh(dp=ranks), divisions=divisions.values())
+    planned = {place: PlannedGroups("rings", RankPartition.of(groups_of(place, ranks))) for place in places(ranks)}
+    groups = Groups(Mesh(dp=ranks), planned=planned.values())
     kinds: list[Talk] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-    for place, division in divisions.items():
-        group = groups.dividing(division.division)
+    for place, groups_of_form in planned.items():
+        group = groups.group_of(groups_of_form.partition)
         # Groups of two ranks are enough for a shift: larger groups with the same stride have the same links.
         for kind in [*kinds, "shift"] if place.size == 2 else kinds:
             for size in extent.sizes:
