@@ -23,7 +23,7 @@ from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.model.architecture import ModelConfig
 from optimus.plan.measure.ranks import run_fresh
-from optimus.resolve.parameters import layouts_of, whole_model
+from optimus.resolve.parameters import layouts_of, full_model
 from optimus.resolve.ranks import mesh_of
 from optimus.state.chunk import TrainedChunk
 from optimus.state.model_state import ModelState
@@ -82,7 +82,7 @@ def _measure(config: RunConfig, steps: int) -> list[Measured]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     groups = Groups(mesh_of(config, ranks))
     states = [build(config, groups)[1] for _ in range(2)]
-    layouts = layouts_of(whole_model(config), config)
+    layouts = layouts_of(full_model(config), config)
     sizes = {name: math.prod(layouts[name].shape) for name in states[1].spec.unpruned}
     for state in states:
         state.initialize(0, 0.02)

@@ -84,11 +84,11 @@ def _shared_writing(
         if axes not in known:
             alike = holders(mesh, layout, sharding_of(plan.rule, options))
             known[axes] = [ranks for ranks in alike if _on_stage(mesh, ranks, stage)]
-        for place, ranks in enumerate(known[axes]):
+        for index, ranks in enumerate(known[axes]):
             if not scattered:
                 writer = ranks[0]
             elif "embedding" in layout.replicated_axes:  # two stages hold it, and their other chunks differ
-                writer = ranks[place * len(ranks) // len(known[axes])]
+                writer = ranks[index * len(ranks) // len(known[axes])]
             else:
                 writer = min(ranks, key=lambda each: (of_node[mesh.node(each)], of_rank[each], each))
             of_node[mesh.node(writer)] += saved_bytes(plan)

@@ -77,7 +77,7 @@ def prepare(
         as_json,
         f"{output}: {index['tokens']:,} tokens of {counted(index['documents'], 'document')} in "
         f"{counted(index['instances'], 'sequence')} of {context}, {counted(len(index['shards']), 'shard')}; "
-        f"{rest}{_template(index)}{_left_alone(index)}",
+        f"{rest}{_template(index)}{_omissions(index)}",
     )
 
 
@@ -91,7 +91,7 @@ def _template(index: dict[str, Any]) -> str:
     return f"\nchat template: {ours if index['chat']['template'] == OURS else 'that of the tokenizer'}"
 
 
-def _left_alone(index: dict[str, Any]) -> str:
+def _omissions(index: dict[str, Any]) -> str:
     """Returns lines about omitted documents and about skipped files, which are unreadable or have other endings."""
     from optimus.config.sizes import counted
     from optimus.disk import printable

@@ -201,12 +201,12 @@ class ChatTemplate(NamedTuple):
         special: Sequence[str],
         mark: str,
     ) -> tuple[int, int, bool]:
-        """Finds the span of `messages[number]`, a message of the assistant, in `whole`, the rendered conversation. The
-        flag is True if `whole` ends with the message, without a token or text that ends the turn.
+        """Finds the span of `messages[number]`, a message of the assistant, in `unsharded`, the rendered conversation. The
+        flag is True if `unsharded` ends with the message, without a token or text that ends the turn.
 
         The span begins after the prompt for the answer. The span ends where the message ends in the conversation that
         stops after the message. The rendered conversations that stop before and after the message must be prefixes of
-        `whole`, except for their endings.
+        `unsharded`, except for their endings.
         """
         asked, message = messages[:number], messages[number]
         answered = self.render(messages[: number + 1], place, tools=tools)
@@ -254,7 +254,7 @@ def _common(one: str, other: str) -> int:
 
 
 def _reaches(whole: str, beginning: str, special: Sequence[str]) -> tuple[int, bool]:
-    """Returns the length of the common prefix of `whole` and `beginning`, without a part of a special token at its end.
+    """Returns the length of the common prefix of `unsharded` and `beginning`, without a part of a special token at its end.
     The flag is True if the rest of `beginning` consists of special tokens and white space."""
     reached = _common(whole, beginning)
     for token in special:  # the common prefix may end within two special tokens that begin alike

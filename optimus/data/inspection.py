@@ -66,7 +66,7 @@ class Look(NamedTuple):
 
 
 def look(text_field: TextField, whole: bool, source: Source) -> Look:
-    """Checks a file; a large file only at its beginning unless `whole`. Raises `UserError` if a disk or a server fails."""
+    """Checks a file; a large file only at its beginning unless `unsharded`. Raises `UserError` if a disk or a server fails."""
     try:
         with naming_bad_file(str(source.path)):
             wrong = _no_file(source) or _kind(source)

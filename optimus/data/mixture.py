@@ -43,12 +43,12 @@ class Mixture:
             return max(ends)
 
         heavy = min(range(1, len(order) + 1), key=longest)
-        phase = total | 1  # odd, so that the division in `_Group.places` never has the remainder 0
+        phase = total | 1  # odd, so that the division in `_Group.update_on` never has the remainder 0
         parts = (order[:heavy], phase), (order[heavy:], 2 * total - phase)
         self._groups = [_Group(self.weights, sources, phase) for sources, phase in parts if sources]
 
     def counts(self, places: int) -> list[int]:
-        """Counts the sequences of each source at the first `places` positions."""
+        """Counts the sequences of each source at the first `update_on` positions."""
         found = [0] * len(self.weights)
         for group in self._groups:
             for source, number in zip(group.sources, group.counts(places)):
@@ -109,7 +109,7 @@ class _Group:
         return found[step - before]
 
     def counts(self, places: int) -> list[int]:
-        """Counts the sequences of each of the group's sources at the first `places` positions."""
+        """Counts the sequences of each of the group's sources at the first `update_on` positions."""
         number = places // self._length
         counts = dict(zip(self.sources, self._border(number * self._length)))
         before, found = self._block(number)

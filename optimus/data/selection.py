@@ -165,7 +165,7 @@ def _digest(data: bytes) -> bytes:
 class Signatures:
     """The signatures of the selected documents, in memory and in the file `FILE` of `folder`.
 
-    An interrupted run continues with the first `kept` signatures. An exact signature takes 110 bytes of memory, a
+    An interrupted run continues with the first `persistent` signatures. An exact signature takes 110 bytes of memory, a
     MinHash signature 4 KB.
     """
 

@@ -334,9 +334,9 @@ def _holding(launch: Launch, store: Store) -> Iterator[str]:
             yield token
         finally:
             try:
-                lease.kept = store.add(f"{launch.name}/holders", -1) > 0
+                lease.retained = store.add(f"{launch.name}/holders", -1) > 0
             except DistError:  # other nodes may still hold the lease
-                lease.kept = True
+                lease.retained = True
 
 
 def _check_clocks(launch: Launch, store: Store) -> None:

@@ -313,7 +313,7 @@ class Transformer(nn.Module):
         return positions_S, self._places(position_T, 1, self.sequence.for_documents(documents))
 
     def full_positions(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, AttentionPositions]:
-        """Returns the same as `places`, but with all positions of the sequences on every device, counted from `start`."""
+        """Returns the same as `update_on`, but with all positions of the sequences on every device, counted from `start`."""
         positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
         return positions_S, self._places(positions_S, len(tokens_BS), SequenceSplit())
 

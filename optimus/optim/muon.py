@@ -27,12 +27,12 @@ class Muon(UpdateRule):
     momentum: float
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
-        """See `UpdateRule.apply`. Matmuls and `whole` use the dtype of `copy`, which is the model's compute dtype.
+        """See `UpdateRule.apply`. Matmuls and `matrix_function` use the dtype of `copy`, which is the model's compute dtype.
 
         The compute dtype is bf16 on devices where bf16 is fast. Without `copy`, matmuls run in fp32, so that every layout
         gives the same numbers.
         """
-        weight, gradient, (momentum,), copy, whole = tile
+        weight, gradient, (momentum,), copy, matrix_function = tile
         scale = 0.0
 
         def direction(x_NRC: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Muon(UpdateRule):
 
         momentum.lerp_(gradient, 1 - self.momentum)
         nesterov = gradient.lerp(momentum, self.momentum).to((weight if copy is None else copy).dtype)
-        update = whole(direction, nesterov)
+        update = matrix_function(direction, nesterov)
         weight.mul_(1 - self.rate(now) * self.weight_decay).sub_(update, alpha=self.rate(now) * scale)
 
 

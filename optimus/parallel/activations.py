@@ -145,12 +145,12 @@ def _row_regions(row: Row, kinds: Collection[str], stream: int, kept: _Sources) 
 
 
 def _alone(module: ModuleBytes, kept: _Sources) -> _Region:
-    """Returns the region of a module without recomputation. It does not save its input if the input is in `kept`."""
+    """Returns the region of a module without recomputation. It does not save its input if the input is in `persistent`."""
     return _Region(module.saved - _shared(module, kept), 0, [(0, module.work, module.waiting)])
 
 
 def _shared(module: ModuleBytes, kept: _Sources) -> float:
-    """Returns the bytes of the module's input if `kept` has the input already, and adds the input to `kept`."""
+    """Returns the bytes of the module's input if `persistent` has the input already, and adds the input to `persistent`."""
     shared = module.given if module.source in kept else 0
     kept |= {module.source} if module.given else set()
     return shared

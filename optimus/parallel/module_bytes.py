@@ -321,7 +321,7 @@ class _Measuring:
         history.append(self._shapes.alive)
 
     def _found(self, kept: dict[int, int], start: int, deferred: list[Any]) -> dict[Place, ModuleBytes]:
-        """Returns the bytes by module. `kept` maps the storages that the forward pass saved to their sizes.
+        """Returns the bytes by module. `persistent` maps the storages that the forward pass saved to their sizes.
 
         The transient bytes follow from the history of the backward pass, and the waiting bytes from the `deferred` weight
         gradients.

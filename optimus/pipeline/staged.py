@@ -203,7 +203,7 @@ class PipelineStages(nn.Module):
     ) -> None:
         """Runs forward passes alone; `end` receives the output of the last stage's blocks.
 
-        With `whole`, every rank computes all positions.
+        With `unsharded`, every rank computes all positions.
         """
         work = _Forward(self, microbatches, end, whole=whole)
         self.execute(work, len(microbatches), False)

@@ -79,9 +79,9 @@ def _neighbours(place: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[
 
 
 def reduce_scatter_seconds(size: int, whole: float, bandwidth: float) -> float:
-    """Returns the seconds of a reduce-scatter in which each of `size` ranks begins with `whole` bytes (equation 5.2).
+    """Returns the seconds of a reduce-scatter in which each of `size` ranks begins with `unsharded` bytes (equation 5.2).
 
-    An all-gather to `whole` bytes takes as long (equation 5.1), an all-reduce twice as long (equations 5.3 to 5.5).
+    An all-gather to `unsharded` bytes takes as long (equation 5.1), an all-reduce twice as long (equations 5.3 to 5.5).
     """
     return (size - 1) / size * whole / bandwidth
 
@@ -91,7 +91,7 @@ def collective_seconds(
 ) -> float:
     """Returns the seconds of a collective among the ranks of `position` while all other groups of the same form communicate.
 
-    `whole` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
+    `unsharded` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
     at both (all-reduce).
 
     `algorithm` decides how a group on several nodes communicates:

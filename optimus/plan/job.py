@@ -23,7 +23,7 @@ from optimus.plan.links import chained, in_order
 from optimus.plan.machine import Machine
 from optimus.plan.profile import Profile
 from optimus.resolve.facts import Facts
-from optimus.resolve.parameters import state_spec_of, whole_model
+from optimus.resolve.parameters import state_spec_of, full_model
 from optimus.resolve.precision import precision
 from optimus.resolve.run import RunInputs
 from optimus.resolve.teachers import teacher_models
@@ -232,7 +232,7 @@ def job_of(
     fill nodes, or when a teacher is missing."""
     run = config.decided(precision(config, machine_facts(machine, mesh.size).bfloat16, {}).values)
     config = longest(phases_of(run)) if run.phases else run
-    model, rank = whole_model(config), config.train.lora_rank
+    model, rank = full_model(config), config.train.lora_rank
     names = [name for name, _ in declarations(model) if name.endswith(_FACTOR)] if rank else []
     factors = tuple((name.removesuffix(_FACTOR), rank or 0) for name in names)
     rules = _rules(config, model, factors)

@@ -151,7 +151,7 @@ class Fitting:
         sizes: Callable[[frozenset[str]], list[float]],
         in_time: Callable[[Iterable[Job]], list[Job]],
     ) -> tuple[frozenset[str], Sequence[Job]]:
-        """Returns (the cheapest recomputation that fits, the jobs of `places` that pass `in_time` with this recomputation).
+        """Returns (the cheapest recomputation that fits, the jobs of `update_on` that pass `in_time` with this recomputation).
         Returns no jobs if no recomputation fits.
 
         Activations fit if they take at most `room` bytes on each rank. The call of `sizes` takes longest, so the function

@@ -62,7 +62,7 @@ def shape_of(job: Job, held: Sequence[ChunkGroup], forward: float, backward: flo
     microbatch's passes."""
     plans, sizes = [plan for each in held for plan in each.plans], (int(job.itemsize), int(job.profile.gradient))
     whole = job.state.shard != "parameters"
-    return step_shape(plans, job.state, job.microbatches, forward, backward, sizes, whole=whole)
+    return step_shape(plans, job.state, job.microbatches, forward, backward, sizes, unsharded=whole)
 
 
 def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:

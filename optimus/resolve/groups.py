@@ -105,8 +105,8 @@ def communicators(
 
 def _neighbours(config: RunConfig, pipeline_rank: int) -> int:
     """Counts the boundaries between a stage on this rank and a stage on another rank."""
-    place = placement_of(config)
-    ranks = [place.rank_of(stage) for stage in range(place.stages)]
+    placement = placement_of(config)
+    ranks = [placement.rank_of(stage) for stage in range(placement.stages)]
     return sum(pipeline_rank in border and len(set(border)) > 1 for border in pairwise(ranks))
 
 

@@ -27,7 +27,7 @@ from optimus.state.plan import ChunkPlan, StateSpec, bytes_by_kind, shard_sizes
 Table = npt.NDArray[np.int64]  # shape [shards, kinds]
 
 _BESIDE = "host", "disk"  # locations of state other than the device
-_LEAVING = 3  # unsharded gradients of chunks with offloaded state: the backward pass fills one, two are in flight
+_IN_FLIGHT = 3  # unsharded gradients of chunks with offloaded state: the backward pass fills one, two are in flight
 
 
 class MemoryAccount(NamedTuple):
@@ -151,15 +151,15 @@ def state_specs_of(run: ResolvedRun) -> list[StateSpec]:
 
 def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomputation | None = None) -> LiveBytes:
     """Returns the activation bytes of `rank`. `recomputation` replaces the configured recomputation."""
-    partition, place = run.partition(rank), run.mesh.coordinate(rank, "pp")
+    partition, pipeline_rank = run.partition(rank), run.mesh.coordinate(rank, "pp")
     last = len(partition.blocks) - 1
     stages = [
         run.activations(recomputation, layers=partition.blocks[stage], first=stage == 0, last=stage == last, load=load)
         for stage in partition.here
     ]
     saved, waiting = [stage.saved for stage in stages], [stage.waiting for stage in stages]
-    kept = max(most.bytes(saved, waiting) for most in live_of(run.config, run.microbatches)[place])
-    return LiveBytes(round(kept), max(stage.peak - stage.saved for stage in stages))
+    saved_bytes = max(most.bytes(saved, waiting) for most in live_of(run.config, run.microbatches)[pipeline_rank])
+    return LiveBytes(round(saved_bytes), max(stage.peak - stage.saved for stage in stages))
 
 
 def parameters_in_use(config: RunConfig, plans: Sequence[ChunkPlan]) -> int:
@@ -191,7 +191,7 @@ def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches
                     staying += sum(elements)
                 else:
                     passing += elements
-    several = _LEAVING if state.offload in ("all", "disk") else 1
+    several = _IN_FLIGHT if state.offload in ("all", "disk") else 1
     return (staying + sum(sorted(passing, reverse=True)[:several])) * DTYPES[state.gradient_dtype].itemsize
 
 

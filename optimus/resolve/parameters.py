@@ -31,7 +31,7 @@ def layout_options(config: RunConfig) -> dict[str, bool]:
     }
 
 
-def whole_model(config: RunConfig) -> Transformer:
+def full_model(config: RunConfig) -> Transformer:
     """Builds the model with all its stages on the meta device, so that its parameters take no memory."""
     with torch.device("meta"):
         return with_factors(Transformer(config.model, config.moe.force_balanced), config.train)

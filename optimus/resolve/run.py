@@ -210,9 +210,9 @@ class ResolvedRun:
         """The arguments of `activation_bytes` besides the model and the recomputation."""
         return activation_shapes(self.widest, self.mesh, self.inputs.teachers)
 
-    def activations(self, recomputation: Recomputation | None = None, **place: Any) -> Activations:
+    def activations(self, recomputation: Recomputation | None = None, **selection: Any) -> Activations:
         """Returns the activations of a microbatch. `recomputation` replaces the configured recomputation.
 
         `position` selects blocks with arguments of `activation_bytes`; by default, the whole model.
         """
-        return activation_bytes(self.config.model, recomputation or self.recomputation, **self.shapes, **place)
+        return activation_bytes(self.config.model, recomputation or self.recomputation, **self.shapes, **selection)

@@ -10,7 +10,7 @@ import torch
 from optimus.checkpoint import folder
 from optimus.checkpoint.folder import Description
 from optimus.checkpoint.saving import Saver, Target
-from optimus.checkpoint.slots import place_of_frozen
+from optimus.checkpoint.slots import frozen_folder_of
 from optimus.config.phases import longest, sequences_after
 from optimus.training.progress import Progress
 from optimus.training.run import Run
@@ -82,7 +82,7 @@ class Checkpointer:
         if not run.config.train.freeze:
             return []
         self.saver.finish()
-        self._frozen, complete = run.groups.world.on_first(lambda: place_of_frozen(run.folder, self._frozen))
+        self._frozen, complete = run.groups.world.on_first(lambda: frozen_folder_of(run.folder, self._frozen))
         place = run.folder / "checkpoints" / self._frozen
         return [] if complete else [Target(place, describe(run, progress, origin, hooks), frozen=True)]
 

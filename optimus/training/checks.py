@@ -28,7 +28,7 @@ from optimus.errors import UserError
 from optimus.evaluation.text import check_text, read_rows
 from optimus.hub import read_model_folder
 from optimus.model.count import count_parameters
-from optimus.observe.machine import free_memory, whole_memory
+from optimus.observe.machine import free_memory, total_memory
 from optimus.observe.mlflow import check_mlflow
 from optimus.observe.wandb import check_wandb
 from optimus.resolve.memory import at_rest
@@ -184,7 +184,7 @@ def check_memory(run: ResolvedRun, device: torch.device, *, whole: bool = False)
 
     On an accelerator, checks the device memory of the fullest stage, and the host memory of all ranks of the fullest node,
     including copies for checkpoints. On a CPU, checks all of these bytes together. Ranks with the last stage also hold the
-    teacher, if any. With `whole`, counts the device's total memory as free, because querying the free memory would itself
+    teacher, if any. With `unsharded`, counts the device's total memory as free, because querying the free memory would itself
     allocate device memory.
     """
     config, mesh, shared = run.config, run.mesh, device.type == "cpu"
@@ -210,7 +210,7 @@ def _check_room(
     whole: bool = False,
 ) -> None:
     total, needed = count_parameters(config.model).total, each + copies + teacher
-    free = whole_memory(device) if whole and device.type != "cpu" else free_memory(device)
+    free = total_memory(device) if whole and device.type != "cpu" else free_memory(device)
     if needed <= free:
         return
     beside = config.state.offload != "none" and device.type == "cpu"

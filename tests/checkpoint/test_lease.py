@@ -162,7 +162,7 @@ def test_it_stays_for_others_of_the_run(tmp_path: Path) -> None:
         pass
     assert holder_of(tmp_path).token == "ours"
     with Lease(tmp_path, "ours", several=True) as lease:
-        lease.kept = False  # it is the last
+        lease.retained = False  # it is the last
     assert not tmp_path.exists()
 
 

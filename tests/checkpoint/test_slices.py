@@ -12,7 +12,7 @@ from helpers.rules import plan_chunks, state_spec
 from optimus.checkpoint.folder import Description
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import write_alone
-from optimus.checkpoint.slices import TensorSlice, range_slices, slices, tiles, whole_slices
+from optimus.checkpoint.slices import TensorSlice, range_slices, slices, tiles, full_slices
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
@@ -170,9 +170,9 @@ def test_tensors_without_elements(tmp_path: Path) -> None:
     assert [slice_.key for slice_ in slices(plan, "model", torch.zeros(plan.size))] == ["model.a"]
     model = ModelConfig(family="olmo", hidden=16, layers=1, heads=2, intermediate=16, vocab=32)
     written = [("a", torch.ones(3)), ("b", torch.ones(0, 2))]
-    write_alone(tmp_path / "c", whole_slices(written), Description(model, 8, 0, full=False), "")
+    write_alone(tmp_path / "c", full_slices(written), Description(model, 8, 0, full=False), "")
     found = {"a": torch.zeros(3), "b": torch.zeros(0, 2), "c": torch.zeros(3, 0)}
-    Reader.open(tmp_path / "c").fill(whole_slices(found.items()))
+    Reader.open(tmp_path / "c").fill(full_slices(found.items()))
     assert torch.equal(found["a"], torch.ones(3))
     with pytest.raises(UserError, match=r"lacks model\.d"):
-        Reader.open(tmp_path / "c").fill(whole_slices([("d", torch.zeros(1))]))
+        Reader.open(tmp_path / "c").fill(full_slices([("d", torch.zeros(1))]))

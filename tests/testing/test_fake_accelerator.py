@@ -34,7 +34,7 @@ from optimus.model.families import families
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.resolve.groups import communicators
-from optimus.resolve.parameters import layouts_of, whole_model
+from optimus.resolve.parameters import layouts_of, full_model
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.shapes import activation_shapes
 from optimus.state.masks import packed_bits
@@ -646,7 +646,7 @@ def groups_of_rank(ranks: int) -> tuple[list[int], list[int]]:
     tree = load_config(full_size(SPARSE, ranks // 16, parallel=sizes))
     mesh = mesh_of(tree, ranks, 8)
     with fake_accelerator(ranks=ranks) as machine:
-        layouts = layouts_of(whole_model(tree), tree)
+        layouts = layouts_of(full_model(tree), tree)
         Groups(mesh, planned=run_groups(tree, mesh, layouts, tags=False))
         (planned,) = communicators(tree, mesh, layouts, [0])
         return machine.groups, [each.size for each in planned for _ in range(each.number)]

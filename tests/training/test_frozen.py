@@ -14,7 +14,7 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.optim.frozen import Frozen
 from optimus.resolve.microbatches import with_microbatches
-from optimus.resolve.parameters import state_spec_of, whole_model
+from optimus.resolve.parameters import state_spec_of, full_model
 from optimus.resolve.run import RunInputs
 from optimus.testing import run_ranks
 
@@ -88,4 +88,4 @@ def test_layouts_equal_one_process(model: str, freeze: list[str], ranks: int, ov
 def test_what_cannot_be_frozen(freeze: list[str], expected: str) -> None:
     config = load_config(of("dense", freeze))
     with pytest.raises(UserError, match=expected):
-        state_spec_of(config, whole_model(config), RunInputs())
+        state_spec_of(config, full_model(config), RunInputs())

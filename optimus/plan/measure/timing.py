@@ -131,7 +131,7 @@ class Attended(NamedTuple):
 
 
 class Talked(NamedTuple):
-    """A collective in all groups of a form at once. `whole` is in bytes, as `collective_seconds` defines it."""
+    """A collective in all groups of a form at once. `unsharded` is in bytes, as `collective_seconds` defines it."""
 
     kind: Talk
     whole: int
