@@ -102,13 +102,13 @@ class _Plain:
 def torchs(staged: PipelineStages, config: RunConfig) -> Step:
     """By torch's executor, in its schedule of the configured name."""
     model, last, microbatches = staged.model, len(staged.partition.blocks) - 1, _microbatches(config)
-    positions_S, places = model.places(Batch(torch.empty(1, config.train.sequence_length)))
+    positions_S, positions = model.local_positions(Batch(torch.empty(1, config.train.sequence_length)))
 
     def loss_of(x_TH: Tensor, tokens_BS: Tensor) -> Tensor:
         return model.losses_of(x_TH, None, Batch(tokens_BS), positions_S).cross_entropy / microbatches
 
     modules = {
-        stage: _Module(staged.stages[stage], places, model.embedding if stage == 0 else None)
+        stage: _Module(staged.stages[stage], positions, model.embedding if stage == 0 else None)
         for stage in staged.partition.here
     }
     stages = [_TorchStage(module, stage, last + 1, model.step) for stage, module in modules.items()]
@@ -133,9 +133,9 @@ def _microbatches(config: RunConfig) -> int:
 class _Module(nn.Module):
     """A stage as torch wants it: one tensor in, one out. The first has an `embedding`."""
 
-    def __init__(self, blocks: nn.Module, places: AttentionPositions, embedding: nn.Module | None) -> None:
+    def __init__(self, blocks: nn.Module, positions: AttentionPositions, embedding: nn.Module | None) -> None:
         super().__init__()
-        self.blocks, self.embedding, self._places = blocks, embedding, places
+        self.blocks, self.embedding, self._places = blocks, embedding, positions
 
     def forward(self, given: Tensor) -> Tensor:
         x_TH = given if self.embedding is None else self.embedding(given.flatten())

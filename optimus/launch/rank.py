@@ -88,7 +88,7 @@ def run_rank(
                 trainer.state.finish()
             if ending.signal:  # wait for all ranks: a launcher ends the others once one has exited with an error code
                 trainer.groups.world.any(False)
-        if node is not None and trainer.groups.rank == 0 and (trainer.ends or ending.signal):
+        if node is not None and trainer.groups.rank == 0 and (trainer.is_done or ending.signal):
             if not ending.signal:
                 EventLog(trainer.folder).write("finished", node=node, step=trainer.progress.step)
             conclude(trainer.config, began, summary_of(trainer.config, ending.signal))

@@ -73,8 +73,8 @@ def candidates(job: Job) -> Iterator[Candidate]:
         ranks, orders = job.mesh.size // pp, list(_orders(job, pp))
         for timing in timings:
             mesh = timing.mesh
-            data, left = divmod(ranks, mesh.tp * mesh.cp)
-            if left or not data or ranks % (mesh.ep * mesh.etp):
+            data, remainder = divmod(ranks, mesh.tp * mesh.cp)
+            if remainder or not data or ranks % (mesh.ep * mesh.etp):
                 continue
             together = data * timing.micro_batch
             if job.common_batch % together:
@@ -90,8 +90,8 @@ def _timings(job: Job) -> Iterator[BlockTiming]:
     """Yields a timing for each division of a block that the model and the node allow."""
     model, ranks = job.model, job.mesh.size
     node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
-    whole = bool(job.teachers)  # distillation compares whole logits, which tensor parallelism would divide
-    within = [1] if whole else [size for size in divisors(node) if ranks % size == 0]
+    undivided = bool(job.teachers)  # distillation compares whole logits, which tensor parallelism would divide
+    within = [1] if undivided else [size for size in divisors(node) if ranks % size == 0]
     for out in (n for n in within if not model.kv_heads % n and n <= model.vocab and _columns(model, n)):
         for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
             for cp in divisors(ranks):

@@ -133,7 +133,7 @@ class Job:
         return self.mesh.pp * self.parallel.stages_per_rank
 
     @property
-    def ends_apart(self) -> bool:
+    def first_last_apart(self) -> bool:
         """True if the first and the last stage are on different ranks of a pipeline."""
         return self.mesh.pp > 1 and schedules()[self.parallel.schedule].placement == "loop"
 

@@ -26,9 +26,9 @@ from optimus.plan.candidate_meshes import candidates
 from optimus.plan.job import Job
 from optimus.plan.links import even, exchanged
 from optimus.plan.machine import load_machine, machine_names
-from optimus.plan.memory import FRAGMENTS, buffers_of, memory_of, room_of, state_size, usable
+from optimus.plan.memory import FRAGMENTS, buffers_of, memory_of, device_capacity, state_size, usable
 from optimus.plan.memory_fit import Fitting, Timed, residencies
-from optimus.plan.offloading import host_room
+from optimus.plan.offloading import host_capacity
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.step import step_time
 
@@ -60,7 +60,7 @@ def search_residency(job: Job, best: int) -> list[Plan]:
     least = machine = job.machine
     for _ in range(_TRIES):
         found = [predict(replace(each.job, machine=machine)) for each in _search(replace(job, machine=least), best)]
-        over = max((plan.memory.total - room_of(plan.job) for plan in found), default=0.0)
+        over = max((plan.memory.total - device_capacity(plan.job) for plan in found), default=0.0)
         if over <= 0:
             break
         least = least.model_copy(update={"memory": least.memory - over / (1 - FRAGMENTS)})
@@ -69,7 +69,7 @@ def search_residency(job: Job, best: int) -> list[Plan]:
 
 def _fits(plan: Plan) -> bool:
     job, memory = plan.job, plan.memory
-    return memory.total <= room_of(job) and memory.elsewhere.host <= host_room(job)
+    return memory.total <= device_capacity(job) and memory.elsewhere.host <= host_capacity(job)
 
 
 def _search(job: Job, best: int) -> list[Timed]:
@@ -124,9 +124,9 @@ def _rearranged(timed: Timed) -> Timed:
 
 def fits(job: Job) -> bool:
     """True if any of the job's layouts with the least memory (`_tightest`) fits."""
-    room, beside = usable(job.machine), host_room(job)
-    tight = ((each, memory_of(each)) for size, each in _tightest(job) if size <= room)
-    return any(memory.total <= room_of(each) and memory.elsewhere.host <= beside for each, memory in tight)
+    capacity, beside = usable(job.machine), host_capacity(job)
+    tight = ((each, memory_of(each)) for size, each in _tightest(job) if size <= capacity)
+    return any(memory.total <= device_capacity(each) and memory.elsewhere.host <= beside for each, memory in tight)
 
 
 def _tightest(job: Job) -> list[tuple[float, Job]]:
@@ -150,8 +150,8 @@ def _too_large(job: Job) -> UserError:
         if size >= least:  # the state alone takes more than a whole layout
             break
         least = min(least, memory_of(each).total + buffers_of(each))
-    rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})
-    enough = [f"{name} ({size_text(size)})" for size, name in rooms if least <= size * (1 - FRAGMENTS)]
+    memories = sorted({(load_machine(name).memory, name) for name in machine_names()})
+    enough = [f"{name} ({size_text(size)})" for size, name in memories if least <= size * (1 - FRAGMENTS)]
     cure = f"the smallest machine that has it is {enough[0]}" if enough else "no known machine has it"
     return UserError(
         f"nothing fits: a rank of {job.machine.name} has {size_text(job.machine.memory)}, and the least that "

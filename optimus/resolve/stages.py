@@ -69,7 +69,7 @@ def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
 def placement_of(config: RunConfig) -> Schedule:
     """Returns a schedule without actions that places the stages on the ranks of the pipeline."""
     parallel = config.parallel
-    return schedules()[parallel.schedule].place(parallel.pipeline, parallel.stages_per_rank)
+    return schedules()[parallel.schedule].without_actions(parallel.pipeline, parallel.stages_per_rank)
 
 
 def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True) -> Schedule:

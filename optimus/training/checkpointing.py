@@ -65,8 +65,8 @@ class Checkpointer:
         # Weights first: a run killed after a full checkpoint alone would resume after this step and never write its weights.
         if weights:
             every = (section.weights_every or 1) * section.weights_keep
-            place = folder.weights_folder(run.folder, step)
-            targets.append(Target(place, describe(run, progress, origin, hooks), every=every))
+            path = folder.weights_folder(run.folder, step)
+            targets.append(Target(path, describe(run, progress, origin, hooks), every=every))
         if full:
             self.saved = step
             targets += self._of_frozen(progress, origin, hooks)
@@ -83,8 +83,8 @@ class Checkpointer:
             return []
         self.saver.finish()
         self._frozen, complete = run.groups.world.on_first(lambda: frozen_folder_of(run.folder, self._frozen))
-        place = run.folder / "checkpoints" / self._frozen
-        return [] if complete else [Target(place, describe(run, progress, origin, hooks), frozen=True)]
+        path = run.folder / "checkpoints" / self._frozen
+        return [] if complete else [Target(path, describe(run, progress, origin, hooks), frozen=True)]
 
 
 def describe(

@@ -7,7 +7,7 @@ from optimus.model.families.common import (
     BEFORE,
     BIASES,
     CONSTANTS,
-    ENDS,
+    VOCABULARY,
     MLP,
     OPTIONAL,
     RMS,
@@ -42,7 +42,7 @@ FAMILY = Family(
     },
     optional=OPTIONAL | RMS | BIASES | {"full_attention_every": "layer_types"},
     constants=CONSTANTS | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "experts_per_token": Same("experts_per_token")},
-    keys=ENDS
+    keys=VOCABULARY
     | BEFORE
     | attention(bias=True)
     | {

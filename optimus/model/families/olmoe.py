@@ -4,7 +4,7 @@ models)."""
 from optimus.model.families.common import (
     BEFORE,
     CONSTANTS,
-    ENDS,
+    VOCABULARY,
     EXPERTS,
     OPTIONAL,
     RMS,
@@ -22,6 +22,6 @@ FAMILY = Family(
     fields=SIZES | EXPERTS,
     optional=OPTIONAL | RMS | {"renormalise": "norm_topk_prob"},
     constants=CONSTANTS | {"attention_bias": False, "clip_qkv": None},
-    keys=ENDS | BEFORE | attention(norms=True) | experts(),
+    keys=VOCABULARY | BEFORE | attention(norms=True) | experts(),
     without_effect=ROUTER,
 )

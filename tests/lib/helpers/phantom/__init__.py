@@ -117,7 +117,7 @@ def check() -> None:
 
 def on_phantom(fn: Callable[..., T], ranks: int, *args: Any, timeout: float = 240.0) -> list[T]:
     """As `run_ranks`, where every rank has the phantom of a process of its own; faults are raised."""
-    return run_ranks(_with_phantom, ranks, library(), fn, args, timeout=timeout, kept=False)
+    return run_ranks(_with_phantom, ranks, library(), fn, args, timeout=timeout, reuse=False)
 
 
 def _with_phantom(built: Path, fn: Callable[..., T], args: tuple[Any, ...]) -> T:
